@@ -1,0 +1,19 @@
+"""The paged generation backend of the Hugging Face ecosystem.
+
+    import hf_paged
+    model.generate(**inputs, num_beams=4, cache_implementation="paged")
+
+Importing the package is enough: stock generate() then knows the word, in every mode, with the same tokens.
+"""
+
+from .blocks import OutOfBlocks
+from .config import CacheConfig
+from .integration.cache import PagedCache
+from .integration.install import install, installed, uninstall
+from .integration.registry import release
+from .integration.support import FallbackWarning
+
+__all__ = ["CacheConfig", "FallbackWarning", "OutOfBlocks", "PagedCache", "install", "installed", "release", "uninstall"]
+__version__ = "0.1.0"
+
+install()

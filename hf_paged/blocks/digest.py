@@ -1,0 +1,48 @@
+"""The name of a full block: a digest over everything that decides its keys and values."""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+DIGEST_BYTES = 32
+ROOT = bytes(DIGEST_BYTES)
+"""The parent of a sequence's first block."""
+
+
+def chain(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
+    """Name the block that holds `tokens` behind the block named `parent`.
+
+    `extra` carries what changes K and V for the same tokens (adapter, weights, salt: contract C24). It is keyed in by
+    its length, so no choice of tokens can imitate another choice of extras.
+    """
+    digest = blake2b(parent, digest_size=DIGEST_BYTES)
+    digest.update(len(extra).to_bytes(8, "little"))
+    digest.update(extra)
+    digest.update(array("q", tokens).tobytes())
+    return digest.digest()
+
+
+def extra_key(*parts: object) -> bytes:
+    """Join extras into one key; the parts are told apart, so ("ab", "c") is not ("a", "bc").
+
+    Only plain values have a representation that says all they are: a tensor's is abridged, an object's may be an
+    address that is used again.
+    """
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        if not _is_plain(part):
+            raise TypeError(
+                f"an extra key was given a {type(part).__name__}, expected None, bool, int, float, str, bytes or tuples of them; "
+                "hand over its content as bytes or a name that is never used twice"
+            )
+        data = part if isinstance(part, bytes) else repr(part).encode()
+        digest.update(type(part).__name__.encode() + b"\0")
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.digest()
+
+
+def _is_plain(part: object) -> bool:
+    if isinstance(part, tuple):
+        return all(_is_plain(each) for each in part)
+    return part is None or isinstance(part, (bool, int, float, str, bytes))

@@ -1,0 +1,272 @@
+"""The blocks of one layer group: who holds each, which are free, which are cached."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from .evictor import Evictor
+
+if TYPE_CHECKING:
+    from .table import Table
+
+FREE, HELD, CACHED = 0, 1, 2
+MAX_BLOCK_SIZE = 256
+NOWHERE = -1
+
+
+class OutOfBlocks(RuntimeError):
+    """More blocks are needed than the pool can give."""
+
+
+def check_block_size(block_size: object) -> int:
+    """Return `block_size` if it is a power of two from 1 to 256."""
+    if isinstance(block_size, bool) or not isinstance(block_size, int):
+        raise TypeError(f"block_size must be an int, got {block_size!r}")
+    if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
+        raise ValueError(f"block_size={block_size} is not a power of two from 1 to {MAX_BLOCK_SIZE}; 16 is a good choice")
+    return block_size
+
+
+class _Name(NamedTuple):
+    """What a full block can be matched by: the digest, how many tokens it stands for, and the block's own if kept."""
+
+    digest: bytes
+    covered: int
+    tokens: tuple[int, ...]
+
+
+class BlockPool:
+    """Reference counts of `total` blocks of `block_size` tokens each.
+
+    Every block is in one of three states: free (never used or emptied), held (the reference count is the number of
+    tables that name it) or cached (nobody holds it, its digest can still be matched). free + held + cached = total
+    after every operation; available = free + cached.
+    """
+
+    def __init__(self, total: int, block_size: int) -> None:
+        if total < 0:
+            raise ValueError(f"a pool cannot have {total} blocks; give 0 or more")
+        self.block_size = check_block_size(block_size)
+        self._state = bytearray(total)
+        self._references = [0] * total
+        self._lowest_free = 0
+        self._held = 0
+        self._evictor = Evictor()
+        self._last_access = [0] * total
+        self._names: dict[int, _Name] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._clock = 0
+        self.epoch = 0
+        """How often `forget` was called. What a table computed in an earlier epoch is never named."""
+        self._tables: weakref.WeakSet[Table] = weakref.WeakSet()
+        self.peak_held = 0
+        self.counts: Counter[Literal["copies", "evictions", "hits", "misses"]] = Counter()
+
+    # ---- sizes
+
+    @property
+    def total(self) -> int:
+        return len(self._state)
+
+    @property
+    def held(self) -> int:
+        return self._held
+
+    @property
+    def cached(self) -> int:
+        return len(self._evictor)
+
+    @property
+    def free(self) -> int:
+        return self.total - self._held - self.cached
+
+    @property
+    def available(self) -> int:
+        return self.total - self._held
+
+    def blocks_for(self, tokens: int) -> int:
+        """The number of blocks that `tokens` tokens fill."""
+        return -(-tokens // self.block_size)
+
+    def grow(self, total: int) -> None:
+        """Add free blocks at the end until there are `total`."""
+        more = total - self.total
+        if more < 0:
+            raise ValueError(f"a pool of {self.total} blocks cannot shrink to {total}")
+        self._state.extend(bytes(more))
+        self._references.extend([0] * more)
+        self._last_access.extend([0] * more)
+
+    def tick(self) -> int:
+        """A new point in time, for tables to stamp their use with."""
+        self._clock += 1
+        return self._clock
+
+    # ---- blocks
+
+    def take(self, near: int = NOWHERE) -> int:
+        """Hand out one block with one reference: `near` if it is free, else the lowest free one, else an evicted one."""
+        if 0 <= near < self.total and self._state[near] == FREE:
+            block = near
+        elif self.free:
+            block = self._lowest_free = self._state.find(FREE, self._lowest_free)
+        else:
+            block = self._evict()
+        self._state[block] = HELD
+        self._references[block] = 1
+        self._held += 1
+        self.peak_held = max(self.peak_held, self._held)
+        return block
+
+    def find_run(self, length: int) -> int | None:
+        """The lowest start of `length` free blocks in a row, if there is such a run."""
+        start = self._state.find(bytes(length), self._lowest_free)
+        return None if start < 0 or length == 0 else start
+
+    def find_free(self, count: int) -> list[int] | None:
+        """The blocks for a prompt that needs `count`: the lowest run if there is one, else the lowest free ones (C38).
+
+        None if more are asked than are free. Nothing is taken: a `Table` whose `near` is the first of them takes these.
+        """
+        if count > self.free:
+            return None
+        start = self.find_run(count)
+        if start is not None:
+            return list(range(start, start + count))
+        found: list[int] = []
+        for _ in range(count):
+            found.append(self._state.find(FREE, found[-1] + 1 if found else self._lowest_free))
+        return found
+
+    def share(self, block: int) -> None:
+        """Add a reference to a held block, or bring a cached one back into use."""
+        if self._state[block] == CACHED:
+            self._evictor.remove(block)
+            self._state[block] = HELD
+            self._held += 1
+            self.peak_held = max(self.peak_held, self._held)
+        elif self._state[block] == FREE:
+            raise ValueError(f"block {block} is free and cannot be shared")
+        self._references[block] += 1
+
+    def drop(self, block: int, last_access: int = 0) -> None:
+        """Take a reference away; with the last one the block is free, or cached if it has a name."""
+        if self._references[block] == 0:
+            raise ValueError(f"block {block} was freed twice: no table names it any more")
+        self._references[block] -= 1
+        self._last_access[block] = max(self._last_access[block], last_access)
+        if self._references[block]:
+            return
+        self._held -= 1
+        name = self._names.get(block)
+        if name:
+            self._state[block] = CACHED
+            self._evictor.add(block, self._last_access[block], name.covered)
+        else:
+            self._set_free(block)
+
+    def references(self, block: int) -> int:
+        """How many tables name `block`."""
+        return self._references[block]
+
+    def _set_free(self, block: int) -> None:
+        self._state[block] = FREE
+        self._last_access[block] = 0
+        self._lowest_free = min(self._lowest_free, block)
+
+    def _evict(self) -> int:
+        if not self.cached:
+            raise OutOfBlocks(f"all {self.total} blocks of {self.block_size} tokens are held; 1 more is needed")
+        block = self._evictor.evict()
+        self.withdraw(block)
+        self._set_free(block)
+        self.counts["evictions"] += 1
+        return block
+
+    # ---- names
+
+    def publish(self, block: int, digest: bytes, covered: int, tokens: tuple[int, ...] = ()) -> int | None:
+        """Make a full, held block matchable under `digest`; the answer is the block that bears the name.
+
+        That is another one if the same content is cached already: the caller may adopt it and drop its own (C17). It is
+        None if `block` cannot bear the name, because it has another or because other content has taken it (C25).
+        """
+        if self._state[block] != HELD:
+            raise ValueError(f"block {block} is not held and cannot be published; publish before the last reference goes")
+        bearer = self._block_of.get(digest, block)
+        if bearer != block:
+            taken = self._names[bearer]
+            return bearer if taken.covered == covered and (not tokens or taken.tokens == tokens) else None
+        name = self._names.setdefault(block, _Name(digest, covered, tokens))
+        if name.digest != digest:
+            return None
+        if tokens and not name.tokens:
+            self._names[block] = name._replace(tokens=tokens)
+        self._block_of[digest] = block
+        return block
+
+    def withdraw(self, block: int) -> None:
+        """Take the name of `block` away, if it has one: its content is about to change."""
+        name = self._names.pop(block, None)
+        if name:
+            del self._block_of[name.digest]
+
+    def lookup(self, digest: bytes) -> int | None:
+        """The block that holds what `digest` names, held or cached."""
+        return self._block_of.get(digest)
+
+    def published_tokens(self, block: int) -> tuple[int, ...]:
+        """The tokens that `block` was published with, empty if none were given."""
+        name = self._names.get(block)
+        return name.tokens if name else ()
+
+    def forget(self) -> None:
+        """Drop every name: cached blocks become free, held ones keep their content but match nobody any more.
+
+        What the tables of today compute later rests on what is forgotten here, so that gets no names either.
+        """
+        for block in list(self._evictor):
+            self._evictor.remove(block)
+            self._set_free(block)
+        self._names.clear()
+        self._block_of.clear()
+        self.epoch += 1
+
+    # ---- the audit
+
+    def register(self, table: Table) -> None:
+        """Remember a table, so that `check` can recount who names what."""
+        self._tables.add(table)
+
+    def check(self) -> None:
+        """Recount everything from the tables; raise AssertionError on the first thing that does not add up."""
+        named: Counter[int] = Counter()
+        for table in self._tables:
+            table.check()
+            named.update(table.blocks)
+        for block in range(self.total):
+            self._check_block(block, named[block])
+        expect(self._held == sum(1 for s in self._state if s == HELD), f"held={self._held} is not the number of held blocks")
+        expect(self.free == self._state.count(FREE), f"free={self.free} is not the number of free blocks")
+        expect(self.free + self.held + self.cached == self.total, "free + held + cached is not total")
+        first = self._state.find(FREE)
+        expect(first < 0 or first >= self._lowest_free, f"block {first} is free below the mark {self._lowest_free}")
+        expect(len(self._block_of) == len(self._names), "digests and blocks are not one to one")
+        for block, name in self._names.items():
+            expect(self._block_of.get(name.digest) == block, f"block {block} and its digest disagree")
+            expect(self._state[block] != FREE, f"block {block} is free and has a name")
+
+    def _check_block(self, block: int, named: int) -> None:
+        count, state = self._references[block], self._state[block]
+        expect(count == named, f"block {block} has {count} references but {named} tables name it")
+        expect((count > 0) == (state == HELD), f"block {block} has {count} references and state {state}")
+        expect((state == CACHED) == (block in self._evictor), f"block {block} has state {state} and the evictor disagrees")
+        expect(state != CACHED or block in self._names, f"block {block} is cached without a name")
+
+
+def expect(holds: bool, otherwise: str) -> None:
+    """Raise AssertionError unless `holds`, under python -O too."""
+    if not holds:
+        raise AssertionError(otherwise)

@@ -1,0 +1,260 @@
+"""The blocks of one sequence, and what a step of many sequences does to them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .pool import NOWHERE, BlockPool, OutOfBlocks, expect
+
+
+class Copy(NamedTuple):
+    """Copy on write: the content of `source` must be in `target` before anything of this step is written."""
+
+    source: int
+    target: int
+
+
+class _Row(NamedTuple):
+    """What a table names and how far it got: all that moves when rows are reordered."""
+
+    blocks: list[int]
+    digests: list[bytes]
+    length: int
+    released: int
+    stamp: int
+    epoch: int
+
+
+class Table:
+    """The blocks of one sequence in order of position: token t lives in `blocks[t // B - released]`, slot t % B.
+
+    `released` counts the leading blocks that were given back because they lie behind a sliding window. A table holds
+    one reference per block it names. If two tables name one block at one place, the blocks at all places before it are
+    the same or hold the same content: blocks are shared by forking and by content, in no other way.
+    """
+
+    __slots__ = ("__weakref__", "blocks", "digests", "epoch", "length", "near", "pool", "released", "stamp")
+
+    def __init__(self, pool: BlockPool, near: int = NOWHERE) -> None:
+        self.pool = pool
+        self.blocks: list[int] = []
+        self.length = 0
+        self.released = 0
+        self.near = near
+        """Where the first block should lie, if that one is free: rows side by side can be read as one strided view."""
+        self.stamp = pool.tick()
+        """When the table was last used: its blocks are evicted in this order (C20)."""
+        self.epoch = pool.epoch
+        """The pool's epoch when the first token came."""
+        self.digests: list[bytes] = []
+        """The names of the leading full blocks that were committed or matched."""
+        pool.register(self)
+
+    def __repr__(self) -> str:
+        return f"Table(length={self.length}, released={self.released}, blocks={self.blocks})"
+
+    @property
+    def end(self) -> int:
+        """The index behind the last block, counted from the sequence's first."""
+        return self.released + len(self.blocks)
+
+    def slot(self, position: int) -> int:
+        """The slot of the pool that holds the token at `position`."""
+        size = self.pool.block_size
+        if not self.released * size <= position < self.length:
+            raise IndexError(f"position {position} is not held; this table holds {self.released * size} to {self.length - 1}")
+        return self.blocks[position // size - self.released] * size + position % size
+
+    def append(self, tokens: int) -> list[Copy]:
+        """Make room for `tokens` more, or change nothing and raise OutOfBlocks; `append` does several tables at once."""
+        return append([self], [tokens])
+
+    def _extend(self, tokens: int, now: int) -> Copy | None:
+        """Make the last block private if it is written, and add new ones. There are enough blocks for it."""
+        pool, copy = self.pool, None
+        if self.length % pool.block_size:
+            copy = self._own_last_block()
+        elif not self.length:
+            self.epoch = pool.epoch
+        self.length += tokens
+        for _ in range(pool.blocks_for(self.length) - self.end):
+            near = self.blocks[-1] + 1 if self.blocks else self.near
+            self.blocks.append(pool.take(near))
+        self.stamp = now
+        return copy
+
+    def _own_last_block(self) -> Copy | None:
+        """Write in place if nobody else names the block; a name from before a crop would then lie. Else copy (C14)."""
+        last, pool = self.blocks[-1], self.pool
+        if pool.references(last) == 1:
+            pool.withdraw(last)
+            return None
+        self.blocks[-1] = pool.take(last + 1)
+        pool.drop(last, self.stamp)
+        pool.counts["copies"] += 1
+        return Copy(last, self.blocks[-1])
+
+    def fork(self) -> Table:
+        """A second table over the same blocks. It never allocates and cannot fail (C13)."""
+        twin = Table(self.pool)
+        for block in self.blocks:
+            self.pool.share(block)
+        twin._become(self._row()._replace(blocks=list(self.blocks), digests=list(self.digests), stamp=twin.stamp))
+        return twin
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last `tokens` tokens and give back the blocks that only they used."""
+        length = self.length - tokens
+        if tokens < 0 or length < 0:
+            raise ValueError(f"cannot take {tokens} tokens from a sequence of {self.length}; give 0 to {self.length}")
+        if length < self.released * self.pool.block_size:
+            raise ValueError(
+                f"cannot go back to {length} tokens: the first {self.released * self.pool.block_size} were given back "
+                "behind the sliding window; record the past before generating"
+            )
+        self.length = length
+        while self.end > self.pool.blocks_for(length):
+            self.pool.drop(self.blocks.pop(), self.stamp)
+        del self.digests[length // self.pool.block_size :]
+
+    def release_before(self, position: int) -> None:
+        """Give back the blocks that lie wholly before `position`: a sliding window has left them behind (C10)."""
+        count = min(position // self.pool.block_size, self.length // self.pool.block_size) - self.released
+        if count > 0:
+            for block in self.blocks[:count]:
+                self.pool.drop(block, self.stamp)
+            del self.blocks[:count]
+            self.released += count
+
+    def free(self) -> None:
+        """Give back everything. The table is empty afterwards and may be used again."""
+        for block in self.blocks:
+            self.pool.drop(block, self.stamp)
+        self._become(_Row([], [], 0, 0, self.stamp, self.epoch))
+
+    def _row(self) -> _Row:
+        return _Row(self.blocks, self.digests, self.length, self.released, self.stamp, self.epoch)
+
+    def _become(self, row: _Row) -> None:
+        self.blocks, self.digests, self.length, self.released, self.stamp, self.epoch = row
+
+    def check(self) -> None:
+        """Raise AssertionError unless the table holds exactly the blocks its tokens need (C1, C2)."""
+        need = self.pool.blocks_for(self.length)
+        expect(self.end == need, f"{self!r} ends at block {self.end}, its tokens at {need}")
+        expect(len(set(self.blocks)) == len(self.blocks), f"{self!r} names a block twice")
+        expect(len(self.digests) <= self.length // self.pool.block_size, f"{self!r} has names for blocks that are not full")
+
+
+def blocks_needed(tables: Sequence[Table], tokens: Sequence[int]) -> int:
+    """How many blocks `append` takes from the pool, copies on write included."""
+    if not tables:
+        return 0
+    pool = tables[0].pool
+    size, need = pool.block_size, 0
+    writers: Counter[int] = Counter()
+    for table, more in zip(tables, tokens, strict=True):
+        if more < 0 or table.pool is not pool:
+            raise ValueError(f"cannot append {more} tokens to {table!r}; give 0 or more, and tables of one pool in one call")
+        need += max(0, -(-(table.length + more) // size) - table.end)
+        if more and table.length % size:
+            writers[table.blocks[-1]] += 1
+    for block, count in writers.items():
+        # The last reference writes in place, unless somebody outside this step keeps one.
+        need += min(count, pool.references(block) - 1)
+    return need
+
+
+def append(tables: Sequence[Table], tokens: Sequence[int]) -> list[Copy]:
+    """Make room for the next tokens of every table, or change nothing and raise OutOfBlocks.
+
+    No target of the copies is a source of them: targets were free a moment ago, sources are still held (C15). Tables of
+    one step are equally recent (C20).
+    """
+    if len(set(tables)) != len(tables):
+        raise ValueError(f"{len(tables)} rows are only {len(set(tables))} tables; give every table once, with all its tokens")
+    need = blocks_needed(tables, tokens)
+    if not tables:
+        return []
+    pool = tables[0].pool
+    if need > pool.available:
+        raise OutOfBlocks(
+            f"{need} blocks of {pool.block_size} tokens are needed for the next step and {pool.available} of {pool.total} are left"
+        )
+    now = pool.tick()
+    copies = [table._extend(more, now) for table, more in zip(tables, tokens, strict=True) if more]
+    return [copy for copy in copies if copy]
+
+
+def reorder(tables: Sequence[Table], sources: Sequence[int]) -> list[Table]:
+    """The tables after row i was replaced by row `sources[i]`; the answer may have more or fewer rows.
+
+    Rows keep their table object. A row that lives on once moves as it is, so a permutation counts nothing. One that
+    lives on twice takes the place of one that nobody asked for, and references move only in the tails where these two
+    differ (C6). All references are added before any is dropped: nothing that stays in use is free in between.
+    """
+    for source in sources:
+        if not 0 <= source < len(tables):
+            raise IndexError(f"row {source} does not exist; there are {len(tables)} rows")
+    heirs = _heirs(sources)
+    tails = {row: 0 for row in range(len(tables)) if row not in heirs}  # of the rows that end: what is to be dropped
+    moved: list[tuple[int, _Row]] = []
+    for new, old in enumerate(sources):
+        if heirs[old] != new:
+            moved.append((new, _second(tables, old, _ending(heirs, new), tails)))
+        elif new != old:
+            moved.append((new, tables[old]._row()))
+    for row, same in tails.items():
+        table = tables[row]
+        for block in table.blocks[same:]:
+            table.pool.drop(block, table.stamp)
+    answer = [*tables[: len(sources)], *(Table(tables[0].pool) for _ in range(len(sources) - len(tables)))]
+    for new, content in moved:
+        answer[new]._become(content)
+    for table in tables[len(sources) :]:
+        table._become(_Row([], [], 0, 0, table.stamp, table.epoch))
+    return answer
+
+
+def _heirs(sources: Sequence[int]) -> dict[int, int]:
+    """Which new row takes over each old one as it is: the same if it stays in place, else the first that asks for it."""
+    heirs: dict[int, int] = {}
+    for new, old in enumerate(sources):
+        if new == old:
+            heirs[old] = new
+        else:
+            heirs.setdefault(old, new)
+    return heirs
+
+
+def _ending(heirs: dict[int, int], new: int) -> int:
+    """The old row that ends because row `new` is filled a second time: whoever moved into its place left one empty.
+
+    It lies in the same beam group, where little differs. A number beyond the old rows if there are more rows now.
+    """
+    while new in heirs:
+        new = heirs[new]
+    return new
+
+
+def _second(tables: Sequence[Table], old: int, ending: int, tails: dict[int, int]) -> _Row:
+    """A second row like `old`, built on what it has in common with the row that ends."""
+    table, stamp, same = tables[old], tables[old].stamp, 0
+    blocks = table.blocks
+    if ending in tails:
+        same = tails[ending] = _common(table, tables[ending])
+        blocks, stamp = tables[ending].blocks, max(stamp, tables[ending].stamp)
+    for block in table.blocks[same:]:
+        table.pool.share(block)
+    blocks = blocks[:same] + table.blocks[same:]
+    return _Row(blocks, list(table.digests), table.length, table.released, stamp, table.epoch)
+
+
+def _common(one: Table, other: Table) -> int:
+    """How many leading blocks two rows share, looked at from the end: see the promise in `Table`."""
+    same = min(len(one.blocks), len(other.blocks)) if one.released == other.released else 0
+    while same and one.blocks[same - 1] != other.blocks[same - 1]:
+        same -= 1
+    return same

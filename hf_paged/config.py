@@ -1,0 +1,65 @@
+"""What a user may choose about the cache: checked once, passed down frozen."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from .blocks.pool import check_block_size
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The options of `cache_config={...}` and of `PagedCache(model, ...)`.
+
+    block_size: tokens in a block, a power of two from 1 to 256.
+    num_blocks: blocks of every layer group, fixed. Without it the pool is sized from what the call needs and grows.
+    memory_fraction: instead of num_blocks: the share of the device's free memory that the pools get, fixed as well.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+        if self.num_blocks is not None and self.memory_fraction is not None:
+            raise ValueError(
+                f"num_blocks={self.num_blocks} and memory_fraction={self.memory_fraction} both size the pool; give one of them"
+            )
+        if self.num_blocks is not None:
+            _check_number("num_blocks", self.num_blocks, int)
+            if self.num_blocks < 1:
+                raise ValueError(f"num_blocks={self.num_blocks} is not a pool; give 1 or more, or leave it out")
+        if self.memory_fraction is not None:
+            _check_number("memory_fraction", self.memory_fraction, (int, float))
+            if not 0 < self.memory_fraction <= 1:
+                raise ValueError(f"memory_fraction={self.memory_fraction} is not in (0, 1]")
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the pool keeps its size whatever a call needs."""
+        return self.num_blocks is not None or self.memory_fraction is not None
+
+    @classmethod
+    def of(cls, options: object) -> CacheConfig:
+        """Read `cache_config` as a user gave it: nothing, a mapping or a CacheConfig."""
+        if options is None:
+            return cls()
+        if isinstance(options, cls):
+            return options
+        if not isinstance(options, Mapping):
+            raise TypeError(f"cache_config must be a dict, got {type(options).__name__}")
+        known = [field.name for field in fields(cls)]
+        for key in options:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"unknown option {key!r} in cache_config, expected one of {known}{hint}")
+        return cls(**options)
+
+
+def _check_number(name: str, value: object, kind: type | tuple[type, ...]) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name} must be a number, got {value!r}")

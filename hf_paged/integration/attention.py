@@ -1,0 +1,152 @@
+"""The attention function and the mask function that transformers' registries know as "hf_paged"."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..memory import reference
+from .cache import PagedCache
+from .lazy import LazyMask, LazyPages, as_dense
+from .switch import original_implementation
+
+NAME = "hf_paged"
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+PASSED_ALONG = frozenset({"position_ids", "use_cache", "output_router_logits", "sliding_window", "cache_position", "logits_to_keep"})
+"""Keywords that reach every attention function and change nothing that the mask does not say."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward that is running: on which cache, and whether stock's own attention must be asked."""
+
+    cache: PagedCache
+    dense: bool = False
+
+
+running: ContextVar[Forward | None] = ContextVar("hf_paged_forward", default=None)
+
+
+# ---- masks
+
+
+def paged_mask(**arguments: Any) -> torch.Tensor | None:
+    """Make an attention mask: a lazy one where the pages say the same, else what the model's own setting makes."""
+    implementation = _dense_implementation(original_implementation(arguments["config"]))
+    stock = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    forward = running.get()
+    if forward is None or forward.dense or not _says_no_more(arguments, forward.cache):
+        mask: torch.Tensor | None = stock(**arguments)
+        return mask
+    arguments["allow_is_causal_skip"] = False
+
+    def build() -> torch.Tensor:
+        made: torch.Tensor = stock(**arguments)
+        return made
+
+    shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
+    dtype = torch.bool if implementation == "sdpa" else arguments["dtype"]
+    return LazyMask(shape, dtype, torch.device(arguments["device"]), arguments.get("local_size"), build)
+
+
+def _says_no_more(arguments: dict[str, Any], cache: PagedCache) -> bool:
+    """Whether a mask is plainly causal or sliding over rows whose padding the cache knows.
+
+    Overlays and packed sequences forbid stock to skip the mask; chunked attention looks like a window but is none.
+    """
+    if not arguments.get("allow_is_causal_skip", False) or arguments.get("use_vmap", False):
+        return False
+    window, chunk = arguments.get("local_size"), getattr(arguments["config"], "attention_chunk_size", None)
+    if window is not None and window == chunk:
+        return False
+    padding = arguments.get("attention_mask")
+    columns = arguments["q_offset"] + arguments["q_length"]
+    return cache.sequences.padding_known and (padding is None or padding.shape[-1] == columns)
+
+
+# ---- attention
+
+
+def paged_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend from the pages; whatever they cannot say is left to the model's own attention on dense tensors.
+
+    query [rows, query_heads, new, key_dim] -> [rows, new, query_heads, value_dim].
+    """
+    if isinstance(key, LazyPages) and isinstance(value, LazyPages):
+        out = _attend_pages(module, query, key, value, attention_mask, kwargs)
+        if out is not None:
+            key.layer.path = "paged"
+            return out, None
+    stock = _stock_attention(module)
+    return stock(module, query, as_dense(key), as_dense(value), as_dense(attention_mask), **kwargs)
+
+
+def _attend_pages(
+    module: nn.Module, query: torch.Tensor, key: LazyPages, value: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """Attention from the pages, or None if this call wants something else."""
+    forward = running.get()
+    if forward is None or forward.dense or not _plain(module, kwargs):
+        return None
+    options = {"scale": kwargs.get("scaling"), "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    batch, cross = key.pages.batch, key.layer.kind.name == "cross"
+    if isinstance(mask, LazyMask) and not cross:
+        if key.layer.kind.window not in (None, mask.window) or kwargs.get("is_causal") is False:
+            return None
+        return _attend_causal(query, key, value, mask.window, options)
+    if mask is None and cross:
+        return reference.attend(query, key.columns_from(0), value.columns_from(0), None, **options)
+    if isinstance(mask, torch.Tensor) and not isinstance(mask, LazyMask):
+        fits = mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[0] in (1, batch.rows)
+        if fits and mask.shape[2] == query.shape[2] and mask.shape[3] == key.shape[2]:
+            return reference.attend(query, key.columns_from(key.first), value.columns_from(value.first), mask, **options)
+    return None
+
+
+def _attend_causal(query: torch.Tensor, key: LazyPages, value: LazyPages, window: int | None, options: dict[str, Any]) -> torch.Tensor:
+    batch = key.pages.batch
+    first = batch.first_visible(window)
+    narrow = window is not None and batch.new > 1 and batch.columns > window
+    causal = batch.fresh and batch.new > 1 and batch.starts is None and not narrow
+    mask = None if causal else batch.visible(first, window, query.device)
+    return reference.attend(query, key.columns_from(first), value.columns_from(first), mask, causal=causal, **options)
+
+
+def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether the keywords ask for nothing beyond scale, softcap and sinks."""
+    if kwargs.get("dropout") and module.training:
+        return False
+    known = {"scaling", "dropout", "softcap", "s_aux", "is_causal"} | PASSED_ALONG
+    return all(name in known or setting is None or setting is False for name, setting in kwargs.items())
+
+
+# ---- the model's own setting
+
+
+def _dense_implementation(original: str) -> str:
+    """The setting that works on dense tensors: the model's own if it is one of the two that take any mask."""
+    return original if original in ("eager", "sdpa") else "sdpa"
+
+
+def _stock_attention(module: nn.Module) -> Attention:
+    implementation = original_implementation(getattr(module, "config", None))
+    dense: Attention | None = ALL_ATTENTION_FUNCTIONS.get(_dense_implementation(implementation))
+    if dense is not None:
+        return dense
+    # "eager" stands in no registry: each model file has its own.
+    for cls in type(module).__mro__:
+        eager: Attention | None = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if eager is not None:
+            return eager
+    raise RuntimeError(f"{type(module).__name__} has no eager attention to fall back to; load the model with attn_implementation='sdpa'")

@@ -1,0 +1,191 @@
+"""The cache that stock generate() decodes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+
+from ..config import CacheConfig
+from ..memory import Kind, Sequences
+from .layer import PagedLayer, Path
+from .registry import base_model, memory_of
+
+FULL = Kind("full")
+CROSS = Kind("cross")
+
+
+class PagedCache(DynamicCache):
+    """A key-value cache in blocks, for `model.generate(..., past_key_values=PagedCache(model))` and for plain forwards.
+
+    Layers that attend to everything or to a window are paged; any other layer (linear attention, ...) stays as stock
+    makes it. Rows share blocks after a fork and copy a block only when one of them writes to it: `reorder_cache`,
+    `copy.deepcopy` and `batch_*` change tables and move no tensor.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, block_size: int = 16, num_blocks: int | None = None, memory_fraction: float | None = None
+    ) -> None:
+        self._open(base_model(model), CacheConfig(block_size, num_blocks, memory_fraction), cross=False)
+
+    @classmethod
+    def make(cls, model: nn.Module, config: CacheConfig, *, cross: bool = False) -> PagedCache:
+        """A cache under checked options; `cross` for what a decoder attends to in its encoder."""
+        cache = cls.__new__(cls)
+        cache._open(model, config, cross)
+        return cache
+
+    def _open(self, model: nn.Module, config: CacheConfig, cross: bool) -> None:
+        kinds = layer_kinds(model, cross)
+        counts = Counter(kind for kind in kinds if isinstance(kind, Kind))
+        memory = memory_of(model)
+        total = sum(counts.values())
+        groups = {kind: memory.group(kind, config, count, count / total) for kind, count in counts.items()}
+        self._adopt(Sequences(memory, groups), kinds, weakref.ref(model), config)
+
+    def _adopt(self, sequences: Sequences, layers: list[Any], model: weakref.ref[nn.Module], config: CacheConfig) -> None:
+        """Take `sequences` as this cache's own: they are freed when the cache is gone."""
+        made = [PagedLayer(i, kind, sequences) if isinstance(kind, Kind) else kind for i, kind in enumerate(layers)]
+        Cache.__init__(self, layers=made)
+        self.sequences, self.config, self._model = sequences, config, model
+        self.mask_read = False
+        """Whether the running call has read its attention mask on the host."""
+        self.prompt_in_chunks = False
+        """Whether the running call feeds its prompt in several forwards."""
+        weakref.finalize(self, sequences.memory.abandon, sequences).atexit = False
+
+    # ---- what it is
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model whose pools hold the blocks."""
+        return self._model()
+
+    @property
+    def paged_layers(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    @property
+    def paths(self) -> list[Path | str]:
+        """How attention last read each layer: "paged", "dense" (through a dense copy), "unused", or "stock"."""
+        return [layer.path if isinstance(layer, PagedLayer) else "stock" for layer in self.layers]
+
+    def tables(self, layer: int = 0) -> list[list[int]]:
+        """The blocks of every row, as layer number `layer` sees them."""
+        kind = self.paged_layers[layer].kind
+        return [list(table.blocks) for table in self.sequences.tables(kind)]
+
+    def __repr__(self) -> str:
+        return f"PagedCache(rows={self.sequences.count}, tokens={self.sequences.columns}, block_size={self.config.block_size}, layers={len(self)})"
+
+    # ---- rows
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Replace row i by row beam_idx[i]. Tables are forked, no tensor moves."""
+        self.sequences.reorder(beam_idx)
+        self._others("reorder_cache", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Fork every row into `repeats` rows."""
+        self.sequences.settle()
+        self.sequences.unforked = repeats
+        self.sequences.spread()
+        index = torch.arange(self.sequences.count // repeats).repeat_interleave(repeats)
+        self._others("reorder_cache", index)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, in that order."""
+        self.sequences.settle()
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self.sequences.select(indices.tolist())
+        self._others("batch_select_indices", indices)
+
+    def spread(self) -> None:
+        """Fork the rows that stand for several equal ones, in every layer."""
+        repeats = self.sequences.unforked
+        if repeats > 1:
+            index = torch.arange(self.sequences.count).repeat_interleave(repeats)
+            self.sequences.spread()
+            self._others("reorder_cache", index)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last |tokens_to_remove| tokens; a positive number is the length to keep, as it once was."""
+        count = int(tokens_to_remove)
+        count = max(0, self.sequences.columns - count) if count > 0 else -count
+        self.sequences.crop(count)
+        super().crop(-count)
+
+    def reset(self) -> None:
+        """Give back every block and begin anew."""
+        self.sequences.free()
+        super().reset()
+
+    def _others(self, method: str, index: torch.Tensor) -> None:
+        """Do to the layers that are not paged what was done to the tables."""
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer):
+                getattr(layer, method)(index)
+
+    def roll_back(self, columns: dict[Kind, int]) -> None:
+        """Undo a step that failed halfway: every group back to where it was. Layers that are not paged keep what they have."""
+        for kind, rows in self.sequences.rows.items():
+            if rows.columns > columns[kind]:
+                rows.crop(rows.columns - columns[kind])
+        for layer in self.paged_layers:
+            layer.crop(0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        """A fork: the same blocks under new tables, copied only where one of the two writes."""
+        self.spread()
+        twin = PagedCache.__new__(PagedCache)
+        memo[id(self)] = twin
+        layers = [layer.kind if isinstance(layer, PagedLayer) else deepcopy(layer, memo) for layer in self.layers]
+        twin._adopt(self.sequences.fork(), layers, self._model, self.config)
+        for mine, theirs in zip(self.layers, twin.layers, strict=True):
+            if isinstance(mine, PagedLayer) and isinstance(theirs, PagedLayer):
+                theirs.columns, theirs.is_initialized, theirs.path = mine.columns, mine.is_initialized, mine.path
+                if mine.is_initialized:
+                    theirs.dtype, theirs.device = mine.dtype, mine.device
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a PagedCache lives in its model's pools and cannot be pickled; save cache.to_dynamic() instead")
+
+    def to_dynamic(self) -> DynamicCache:
+        """A stock cache with the same content, in tensors of its own."""
+        self.spread()
+        stock = DynamicCache()
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, PagedLayer) and layer.columns:
+                assert layer.keys is not None and layer.values is not None
+                stock.update(layer.keys.clone(), layer.values.clone(), i)
+        return stock
+
+
+def layer_kinds(model: nn.Module, cross: bool) -> list[Any]:
+    """For each layer what kind of pages it gets, or the stock layer that it keeps."""
+    config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr]  # every transformers model has one
+    stock = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
+    return [_kind(layer, cross) for layer in stock]
+
+
+def _kind(layer: Any, cross: bool) -> Any:
+    # Subclasses carry more than keys and values (an indexer's, a linear attention's state): they stay stock.
+    if type(layer) is DynamicLayer:
+        return CROSS if cross else FULL
+    if type(layer) is DynamicSlidingWindowLayer:
+        return CROSS if cross else Kind("window", layer.sliding_window)
+    return layer
+
+
+def paged_parts(cache: object) -> list[PagedCache]:
+    """The paged caches in what a model calls its cache: the decoder's own first, then the cross attention's."""
+    if isinstance(cache, EncoderDecoderCache):
+        return [part for part in (cache.self_attention_cache, cache.cross_attention_cache) if isinstance(part, PagedCache)]
+    return [cache] if isinstance(cache, PagedCache) else []

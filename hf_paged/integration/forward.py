@@ -1,0 +1,130 @@
+"""What happens around a model's forward while a paged call runs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention import Forward, running
+from .cache import PagedCache, paged_parts
+from .prompts import adapters_agree, adapters_of_unique_rows, repeat_rows, unique_rows
+
+INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
+
+
+def wrap(model: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` with the pages known to attention and masks; forwards on any other cache pass through."""
+    names = list(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        parts = paged_parts(arguments.get("past_key_values"))
+        if not parts:
+            return _without_pages(original, args, kwargs)
+        with parts[0].sequences.memory.lock:
+            before = [{kind: rows.columns for kind, rows in part.sequences.rows.items()} for part in parts]
+            try:
+                return _run(model, original, arguments, parts)
+            except BaseException:
+                for part, columns in zip(parts, before, strict=True):
+                    part.roll_back(columns)
+                raise
+
+    return forward
+
+
+def _without_pages(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A forward on another cache, or on none, in the middle of a paged call: guidance, an encoder, prefix tuning."""
+    token = running.set(None)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        running.reset(token)
+
+
+def _run(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache]) -> Any:
+    copies = parts[0].sequences.unforked
+    if copies > 1:
+        rows = _rows(arguments)
+        kept = unique_rows(arguments, rows, copies) if _may_share(model, arguments, parts[0], rows) else None
+        if kept is not None:
+            with adapters_of_unique_rows(model, rows, copies):
+                answer = _paged(model, original, kept, parts)
+            return repeat_rows(answer, rows // copies, copies)
+        for part in parts:
+            part.spread()
+    return _paged(model, original, arguments, parts)
+
+
+def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, rows: int) -> bool:
+    """Whether equal rows may be computed once: not under dropout, and only in the prompt (in chunks: while they are equal)."""
+    copies = cache.sequences.unforked
+    in_prompt = cache.sequences.columns == 0 or cache.prompt_in_chunks
+    return in_prompt and not model.training and rows % copies == 0 and adapters_agree(model, rows, copies)
+
+
+def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache]) -> Any:
+    dense = _wants_attention_itself(model, arguments)
+    _note_padding(model, arguments, parts[0], dense)
+    token = running.set(Forward(parts[0], dense))
+    try:
+        return original(**arguments)
+    finally:
+        running.reset(token)
+
+
+def _wants_attention_itself(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Whether outputs are asked for that only the model's own attention makes, at padded columns too."""
+    return any(arguments.get(name) or getattr(model.config, name, False) for name in ("output_attentions", "output_hidden_states"))
+
+
+def _rows(arguments: Mapping[str, Any]) -> int:
+    return next((arguments[name].shape[0] for name in INPUTS[::-1] if arguments.get(name) is not None), 0)
+
+
+def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, dense: bool) -> None:
+    """Learn from the attention mask where each row begins, or that the mask says something else."""
+    sequences = cache.sequences
+    encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    mask = arguments.get("decoder_attention_mask" if encoder_decoder else "attention_mask")
+    inputs = [arguments[name] for name in (INPUTS[2:] if encoder_decoder else INPUTS[:2]) if arguments.get(name) is not None]
+    columns = sequences.columns + inputs[0].shape[1] if inputs else -1
+    if mask is None:
+        if sequences.starts is not None:
+            raise ValueError("this cache holds rows of different lengths; pass the attention_mask that it was begun with")
+        sequences.padding_known = True
+    elif not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.shape[1] != columns:
+        sequences.padding_known = False
+    elif mask.device.type == "cpu" or inputs[0].shape[1] > 1 or not cache.mask_read:
+        # Reading a device's mask waits for it, so a decoding step trusts what its call has read.
+        _read_mask(mask.bool(), cache, dense)
+        cache.mask_read = True
+
+
+def _read_mask(mask: torch.Tensor, cache: PagedCache, dense: bool) -> None:
+    """Take mask [rows, columns] apart into where rows begin."""
+    sequences = cache.sequences
+    begin = (mask.cumsum(1) == 0).sum(1)
+    column = torch.arange(mask.shape[1], device=mask.device)
+    plain = bool((mask == (column >= begin[:, None])).all())
+    starts = begin.tolist()
+    if sequences.columns == 0:
+        sequences.begin_at(starts if plain and not dense and any(starts) else None)
+        sequences.padding_known = plain and (not any(starts) or not dense)
+        return
+    known = sequences.starts
+    if known is None:
+        sequences.padding_known = bool(mask.all())
+        return
+    # A row that was all padding so far may begin later than it seemed.
+    grown = [new if old >= sequences.columns else old for new, old in zip(starts, known, strict=True)]
+    sequences.padding_known = plain and grown == starts
+    if (mask & (column < torch.tensor(grown, device=mask.device)[:, None])).any():
+        raise ValueError("the attention_mask shows tokens that were padding when this cache was begun; use a new cache")
+    sequences.begin_at(grown if any(grown) else None)

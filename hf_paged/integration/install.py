@@ -1,0 +1,165 @@
+"""The plug: three methods of GenerationMixin, two registry entries. `import hf_paged` installs it, `uninstall()` takes it out."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
+from transformers.cache_utils import EncoderDecoderCache
+
+from ..config import CacheConfig
+from .attention import NAME, paged_attention, paged_mask
+from .cache import PagedCache, paged_parts
+from .call import Call, current
+from .support import warn, why_not
+
+WORD = "paged"
+EXPECTED = {
+    "generate": ["inputs", "generation_config", "logits_processor", "stopping_criteria"],
+    "_prepare_generation_config": ["generation_config"],
+    "_prepare_cache_for_generation": ["generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"],
+}
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def install() -> None:
+    """Make "paged" a cache of generate(). Doing it twice does nothing."""
+    if _originals:
+        return
+    for name, expected in EXPECTED.items():
+        method = getattr(GenerationMixin, name, None)
+        found = [] if method is None else list(inspect.signature(method).parameters)[1:]
+        if found[: len(expected)] != expected:
+            raise ImportError(
+                f"hf_paged plugs into GenerationMixin.{name}{tuple(expected)} and found {tuple(found)} in transformers "
+                f"{transformers.__version__}; use a transformers release from 5.14 on that hf_paged was tested with"
+            )
+    AttentionInterface.register(NAME, paged_attention)
+    AttentionMaskInterface.register(NAME, paged_mask)
+    for name, wrapper in (
+        ("generate", _wrap_generate),
+        ("_prepare_generation_config", _wrap_prepare_config),
+        ("_prepare_cache_for_generation", _wrap_prepare_cache),
+    ):
+        _originals[name] = getattr(GenerationMixin, name)
+        setattr(GenerationMixin, name, wrapper(_originals[name]))
+
+
+def uninstall() -> None:
+    """Give transformers its methods back. Wrappers that others put on top of ours stay and pass through."""
+    for name, original in _originals.items():
+        if getattr(getattr(GenerationMixin, name), "hf_paged", False):
+            setattr(GenerationMixin, name, original)
+    _originals.clear()
+
+
+def installed() -> bool:
+    """Whether generate() knows the word."""
+    return bool(_originals)
+
+
+def _marked(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    wrapper.hf_paged = True  # type: ignore[attr-defined]  # how uninstall knows its own
+    return wrapper
+
+
+def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A recipe from a hub replaces generate() altogether: the word is its own business.
+        asked = installed() and kwargs.get("cache_implementation") == WORD and not isinstance(kwargs.get("custom_generate"), str)
+        if asked:
+            del kwargs["cache_implementation"]
+        call = Call(asked)
+        token = current.set(call)
+        failed = True
+        try:
+            answer = stock(self, *args, **kwargs)
+            failed = False
+            return answer
+        finally:
+            current.reset(token)
+            call.close(failed)
+
+    return _marked(generate)
+
+
+def _wrap_prepare_config(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def _prepare_generation_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config, model_kwargs = stock(self, *args, **kwargs)
+        call = current.get()
+        if call is not None and call.asked:
+            config.cache_implementation = WORD
+        return config, model_kwargs
+
+    return _marked(_prepare_generation_config)
+
+
+def _wrap_prepare_cache(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:
+        call, given = current.get(), model_kwargs.get("past_key_values")
+        ours = paged_parts(given)
+        asked = generation_config.cache_implementation == WORD
+        if call is None or not installed() or not (asked or ours):
+            return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        if given is not None and not ours:
+            # Stock's own words for a cache and the name of another in one call.
+            return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        options = CacheConfig.of(generation_config.cache_config if asked else None)
+        reason = why_not(self, generation_config)
+        if reason is not None and not ours:
+            warn(reason)
+            generation_config.cache_implementation = generation_config.cache_config = None
+            return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        cache = _given(self, given, ours) if ours else _made(self, options)
+        model_kwargs["past_key_values"] = cache
+        fork = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        parts = paged_parts(cache)
+        _prepare(parts, generation_config, model_kwargs, fork, max_cache_length)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        call.plug(self, parts, made=not ours)
+        return None
+
+    return _marked(_prepare_cache_for_generation)
+
+
+def _made(model: Any, options: CacheConfig) -> Any:
+    cache = PagedCache.make(model, options)
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderCache(cache, PagedCache.make(model, options, cross=True))
+    return cache
+
+
+def _given(model: Any, given: Any, parts: list[PagedCache]) -> Any:
+    """A cache that the user passed: check whose it is, and complete it for an encoder-decoder."""
+    if parts[0].model is not model:
+        owner = type(parts[0].model).__name__ if parts[0].model is not None else "a model that is gone"
+        raise ValueError(
+            f"this PagedCache belongs to another model ({owner}) and cannot be used by this {type(model).__name__}; "
+            "make one with hf_paged.PagedCache(model)"
+        )
+    if model.config.is_encoder_decoder and isinstance(given, PagedCache):
+        given = EncoderDecoderCache(given, PagedCache.make(model, given.config, cross=True))
+    given._is_user_defined = True
+    return given
+
+
+def _prepare(parts: list[PagedCache], generation_config: Any, model_kwargs: dict[str, Any], fork: int, max_cache_length: int) -> None:
+    """Tell the caches what the call is going to do with them."""
+    cache, cross = parts[0], parts[1:]
+    cache.sequences.expect(max_cache_length, fork)
+    cache.prompt_in_chunks = generation_config.prefill_chunk_size is not None
+    for part in parts:
+        if part.sequences.columns == 0:
+            part.sequences.unforked = fork
+    for part in cross:
+        part.sequences.expect(0, 1)

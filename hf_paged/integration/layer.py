@@ -1,0 +1,145 @@
+"""One layer of the cache, as transformers knows cache layers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from ..memory import Kind, Layout, Pages, Sequences, reference
+from .lazy import LazyPages
+
+Path = Literal["unused", "paged", "dense"]
+
+
+class PagedLayer(DynamicLayer):
+    """Keys and values of one layer in pages: `update` writes the new tokens and answers with a view of the pages.
+
+    The tables belong to the cache's sequences and are shared by all layers of one kind: the first layer of a step
+    plans it, the others follow.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, number: int, kind: Kind, sequences: Sequences) -> None:
+        CacheLayerMixin.__init__(self)
+        self.number, self.kind, self.sequences = number, kind, sequences
+        self.is_sliding = kind.window is not None
+        if kind.window is not None:
+            self.sliding_window = kind.window
+        self.columns = 0
+        """How many columns this layer has seen; behind its rows only in the middle of a step."""
+        self.path: Path = "unused"
+        """How attention last read this layer: from the pages, or through a dense copy."""
+
+    def __repr__(self) -> str:
+        return f"PagedLayer({self.kind.name}, tokens={self.columns}, path={self.path})"
+
+    # ---- a step
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: memory is taken with the first token."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys [rows, heads, new, key_dim] and values, and answer with all that the new tokens may look at."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise RuntimeError("a paged cache keeps no gradients; call the model under torch.no_grad(), or train without a cache")
+        rows = self.sequences.rows[self.kind]
+        with self.sequences.memory.lock:
+            rows.group.place(self.number, Layout.of(key_states, value_states))
+            new = key_states.shape[2]
+            if self.columns == rows.columns:
+                batch = self.sequences.extend(self.kind, key_states.shape[0], new)
+            else:
+                batch = rows.batch
+            if batch.rows != key_states.shape[0] or batch.new != new or self.columns + new != rows.columns:
+                raise RuntimeError(
+                    f"layer {self.number} holds {self.columns} tokens and was given {new} more for {key_states.shape[0]} rows, while "
+                    f"the other layers hold {rows.columns} for {batch.rows}; a forward failed halfway, use a new cache"
+                )
+            pages = self._pages()
+            reference.write(pages, key_states, value_states)
+            self.columns = rows.columns
+        self.is_initialized = True
+        self.dtype, self.device = key_states.dtype, key_states.device
+        return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
+
+    def _pages(self) -> Pages:
+        rows = self.sequences.rows[self.kind]
+        store, index = rows.group.store(self.number)
+        return Pages(store.keys[index], store.values[index], rows.batch)
+
+    def _lazy(self, pages: Pages, data: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
+        batch, window = pages.batch, self.kind.window
+        kept = batch.columns if window is None else min(batch.columns, window - 1 + (0 if new is None else batch.new))
+        shape = (batch.rows, data.shape[1], kept, data.shape[2])
+        return LazyPages(shape, data.dtype, data.device, self, pages, data, new)
+
+    # ---- what transformers reads
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the parent
+        return self._stored("keys")
+
+    @keys.setter
+    def keys(self, value: object) -> None:
+        _only_none(value)
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the parent
+        return self._stored("values")
+
+    @values.setter
+    def values(self, value: object) -> None:
+        _only_none(value)
+
+    def _stored(self, which: Literal["keys", "values"]) -> torch.Tensor | None:
+        if not self.is_initialized or not self.columns:
+            return None
+        with self.sequences.memory.lock:
+            self.sequences.flush()
+            pages = self._pages()
+            return self._lazy(pages, getattr(pages, which), None)
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_max_length(self) -> int:
+        return -1 if self.kind.window is None else self.kind.window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many columns a step of `query_length` tokens sees, and the first of them."""
+        if self.kind.window is None:
+            return self.columns + query_length, 0
+        kept = min(self.columns, self.kind.window - 1)
+        return kept + query_length, self.columns - kept
+
+    def activate_past_recording(self) -> None:
+        self.sequences.keep_past()
+
+    # ---- the cache does these for all layers at once
+
+    def reset(self) -> None:
+        self.columns = 0
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.columns = self.sequences.rows[self.kind].columns if self.columns else 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None: ...
+
+    def batch_repeat_interleave(self, repeats: int) -> None: ...
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None: ...
+
+    def offload(self) -> None: ...
+
+    def prefetch(self) -> None: ...
+
+
+def _only_none(value: object) -> None:
+    if value is not None:
+        raise AttributeError("keys and values live in the pool's pages and cannot be assigned; feed them to update()")

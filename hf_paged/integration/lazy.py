@@ -1,0 +1,118 @@
+"""Tensors that exist only if somebody looks: keys and values in their pages, and masks that the pages make needless.
+
+A model hands what the cache returned straight to its attention function, so a view of the pages can travel in the
+tensors' place. Whoever computes with it instead (a model with an attention of its own) gets the dense tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..memory import reference
+
+if TYPE_CHECKING:
+    from ..memory import Pages
+    from .layer import PagedLayer
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor with a shape and no content; any operation on it makes the content first."""
+
+    _dense: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *args: Any) -> LazyTensor:
+        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]  # private, documented for subclasses
+        lazy._dense = None
+        return lazy
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        return func(*tree_map(as_dense, args), **tree_map(as_dense, dict(kwargs or {})))
+
+    def dense(self) -> torch.Tensor:
+        """The content, made once."""
+        if self._dense is None:
+            self._dense = self._make()
+        return self._dense
+
+    def _make(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.dense().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)
+
+    def tolist(self) -> Any:
+        return self.dense().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.dense().numpy(force=force)
+
+    def data_ptr(self) -> int:
+        return self.dense().data_ptr()
+
+
+def as_dense(value: Any) -> Any:
+    """The content of a lazy tensor; anything else as it is."""
+    return value.dense() if isinstance(value, LazyTensor) else value
+
+
+class LazyPages(LazyTensor):
+    """Keys or values [rows, heads, visible columns, dim] of one layer, in their pages.
+
+    `new` are those of the step that handed it out: where they are all there is, nobody needs to gather them.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        layer: PagedLayer,
+        pages: Pages,
+        data: torch.Tensor,
+        new: torch.Tensor | None,
+    ) -> None:
+        self.layer, self.pages, self.data_in_pages, self.new = layer, pages, data, new
+
+    @property
+    def first(self) -> int:
+        """The first column shown."""
+        return self.pages.batch.columns - self.shape[2]
+
+    def columns_from(self, first: int) -> torch.Tensor:
+        """[rows, heads, columns - first, dim], without a copy where rows lie side by side."""
+        if self.new is not None and first == 0 and self.pages.batch.fresh:
+            return self.new
+        return reference.gather(self.data_in_pages, self.pages.batch, first)
+
+    def _make(self) -> torch.Tensor:
+        self.layer.path = "dense"
+        return self.columns_from(self.first).contiguous()
+
+
+class LazyMask(LazyTensor):
+    """A causal or sliding mask [rows, 1, new, columns] that says no more than the pages do.
+
+    `window` is how far back a token sees, None for all the way. `build` makes what stock would have made.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, window: int | None, build: Callable[[], torch.Tensor]
+    ) -> None:
+        self.window, self.build = window, build
+
+    def _make(self) -> torch.Tensor:
+        return self.build()

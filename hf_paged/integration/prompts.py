@@ -1,0 +1,102 @@
+"""Compute each prompt once: beams and samples of one prompt are equal rows until they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
+
+SCALARS = (bool, int, float, str, torch.dtype, type(None), Cache)
+
+
+def unique_rows(arguments: Mapping[str, Any], rows: int, copies: int) -> dict[str, Any] | None:
+    """The forward's arguments for every `copies`-th row; None if the rows in between are not, or may not be, the same."""
+    kept = {}
+    for name, value in arguments.items():
+        if isinstance(value, SCALARS):
+            kept[name] = value
+            continue
+        # Positions of three axes come as [3, rows, tokens]: three of them could be taken for rows.
+        if name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim != 2:
+            return None
+        if not _equal(value, rows, copies):
+            return None
+        kept[name] = _each(value, lambda x: x[::copies])
+    return kept
+
+
+def _equal(value: Any, rows: int, copies: int) -> bool:
+    """Whether every tensor in `value` has `rows` rows, equal in groups of `copies`."""
+    if isinstance(value, torch.Tensor):
+        if value.ndim == 0 or value.shape[0] != rows:
+            return False
+        groups = value.unflatten(0, (-1, copies))
+        return bool((groups == groups[:, :1]).all())
+    if isinstance(value, ModelOutput):
+        return all(_equal(part, rows, copies) for part in value.values())
+    if isinstance(value, (tuple, list)):
+        return all(isinstance(part, torch.Tensor) and _equal(part, rows, copies) for part in value)
+    return value is None
+
+
+def repeat_rows(value: Any, rows: int, copies: int) -> Any:
+    """What a forward over `rows` rows answered, as if each had stood there `copies` times."""
+
+    def repeat(x: torch.Tensor) -> torch.Tensor:
+        if x.ndim == 0 or x.shape[0] % rows:
+            return x
+        # Routers flatten [rows, tokens]: their first dimension is a multiple of the rows.
+        return x.unflatten(0, (rows, -1)).repeat_interleave(copies, 0).flatten(0, 1)
+
+    return _each(value, repeat)
+
+
+def _each(value: Any, change: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _each(part, change) for name, part in value.items()})
+    if isinstance(value, (tuple, list)):
+        return type(value)(_each(part, change) for part in value)
+    return value
+
+
+@contextmanager
+def adapters_of_unique_rows(model: nn.Module, rows: int, copies: int) -> Iterator[None]:
+    """Let peft's mixed batches see the adapter names of the unique rows only."""
+    changed: list[tuple[dict[str, Any], Any]] = []
+    try:
+        for keywords in _adapter_keywords(model, rows):
+            changed.append((keywords, keywords["adapter_names"]))
+            keywords["adapter_names"] = keywords["adapter_names"][::copies]
+        yield
+    finally:
+        for keywords, names in changed:
+            keywords["adapter_names"] = names
+
+
+def adapters_agree(model: nn.Module, rows: int, copies: int) -> bool:
+    """Whether equal rows run under equal adapters."""
+    for keywords in _adapter_keywords(model, rows):
+        names = keywords["adapter_names"]
+        if any(names[i] != names[i - i % copies] for i in range(rows)):
+            return False
+    return True
+
+
+def _adapter_keywords(model: nn.Module, rows: int) -> Iterator[dict[str, Any]]:
+    """The keywords of the hooks with which peft hands each layer its rows' adapters."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, partial) and _is_list_of(hook.keywords.get("adapter_names"), rows):
+                yield hook.keywords
+
+
+def _is_list_of(value: object, rows: int) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == rows

@@ -1,0 +1,58 @@
+"""Which memory belongs to which model."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..memory import Memory
+
+_memories: weakref.WeakKeyDictionary[nn.Module, Memory] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside a peft wrapper; any other model as it is."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) else model
+
+
+def memory_of(model: nn.Module) -> Memory:
+    """The model's memory, made when first asked for. It lives as long as the model."""
+    with _lock:
+        memory = _memories.get(model)
+        if memory is None:
+            memory = _memories[model] = Memory()
+            _give_back_in_training(model, memory)
+        return memory
+
+
+def memories() -> list[Memory]:
+    """The memory of every model that has one."""
+    with _lock:
+        return list(_memories.values())
+
+
+def release(model: nn.Module) -> int:
+    """Give back the pools that the model keeps between calls, and answer with the number of bytes.
+
+    Blocks that a cache still holds stay: drop the cache first.
+    """
+    memory = _memories.get(base_model(model))
+    return 0 if memory is None else memory.release()
+
+
+def _give_back_in_training(model: nn.Module, memory: Memory) -> None:
+    """A forward that trains wants the memory: idle pools go then."""
+    known = weakref.ref(memory)
+
+    def before_forward(module: nn.Module, *_: Any) -> None:
+        memory = known()
+        if module.training and torch.is_grad_enabled() and memory is not None and memory.bytes:
+            memory.release()
+
+    model.register_forward_pre_hook(before_forward)

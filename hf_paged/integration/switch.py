@@ -1,0 +1,77 @@
+"""Which attention a model's decoder uses, for as long as a call needs it."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+
+class _Switched:
+    """A config whose attention setting is ours for now. Models may share a config, so switches are counted."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.original, self.count = config, config._attn_implementation or "eager", 0
+
+
+_switched: dict[int, _Switched] = {}
+_lock = threading.Lock()
+
+
+def original_implementation(config: Any) -> str:
+    """The attention setting that the user chose for the models of `config`."""
+    entry = _switched.get(id(config))
+    if entry is not None:
+        return str(entry.original)
+    return str(getattr(config, "_attn_implementation", None) or "eager")
+
+
+def switch(configs: list[Any], name: str) -> None:
+    """Set the attention of `configs` to `name`."""
+    with _lock:
+        for config in configs:
+            entry = _switched.setdefault(id(config), _Switched(config))
+            entry.count += 1
+            config._attn_implementation_internal = name
+
+
+def restore(configs: list[Any]) -> None:
+    """Undo one `switch` of `configs`; the last one puts the user's setting back."""
+    with _lock:
+        for config in configs:
+            entry = _switched[id(config)]
+            entry.count -= 1
+            if entry.count == 0:
+                config._attn_implementation_internal = entry.original
+                del _switched[id(config)]
+
+
+def decoder_configs(model: nn.Module) -> list[Any]:
+    """The configs of the attention modules that read a cache and look their function up in transformers' registry.
+
+    A config that some other attention reads too stays as it is: that module would not know our name.
+    """
+    ours: dict[int, Any] = {}
+    others: set[int] = set()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is None or getattr(module, "layer_idx", None) is None or not hasattr(config, "_attn_implementation_internal"):
+            continue
+        if uses_registry(type(module)):
+            ours[id(config)] = config
+        elif "ttention" in type(module).__name__:
+            others.add(id(config))
+    return [config for key, config in ours.items() if key not in others]
+
+
+@lru_cache(maxsize=None)
+def uses_registry(cls: type[nn.Module]) -> bool:
+    """Whether an attention class asks transformers' registry for its function."""
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return False
+    return "ALL_ATTENTION_FUNCTIONS" in source

@@ -1,0 +1,119 @@
+"""One step of one cache as index tensors: where to write, where to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from ..blocks import Table
+
+
+class Lane(NamedTuple):
+    """Rows that lie side by side: token t of row i is in slot first + i * stride + t, so the batch is one strided view."""
+
+    first: int
+    stride: int
+
+
+class Batch:
+    """Where the tokens of every row lie, after the step that made it.
+
+    Columns count as transformers does, left padding included: row i begins at column starts[i], and column c of it is
+    token c - starts[i] of its table. The batch reads tables that others may change later; it refuses to answer then.
+    """
+
+    def __init__(
+        self, tables: list[Table], starts: list[int] | None, columns: int, new: int, lane: Lane | None, is_current: Callable[[], bool]
+    ) -> None:
+        self.tables, self.starts, self.columns, self.new, self.lane = tables, starts, columns, new, lane
+        self._is_current = is_current
+        self._written: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._blocks: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._slots: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._visible: dict[tuple[torch.device, int, int | None], torch.Tensor | None] = {}
+
+    @property
+    def rows(self) -> int:
+        return len(self.tables)
+
+    @property
+    def block_size(self) -> int:
+        return self.tables[0].pool.block_size
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this step's tokens are all there is."""
+        return self.new == self.columns
+
+    def first_visible(self, window: int | None) -> int:
+        """The first column that any of the new tokens may look at."""
+        return 0 if window is None else max(0, self.columns - (window - 1 + self.new))
+
+    def _check(self) -> None:
+        if not self._is_current():
+            raise RuntimeError("the cache has changed since these keys and values were handed out; read them from the cache again")
+
+    def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Slots [n] that take the new tokens, and which of the rows * new tokens those are (None: all of them)."""
+        if device not in self._written:
+            self._check()
+            slots, sources = [], []
+            for i, table in enumerate(self.tables):
+                count = min(self.new, table.length)
+                slots += [table.slot(position) for position in range(table.length - count, table.length)]
+                sources += range((i + 1) * self.new - count, (i + 1) * self.new)
+            every = len(slots) == self.rows * self.new
+            self._written[device] = (
+                torch.tensor(slots, device=device, dtype=torch.long),
+                None if every else torch.tensor(sources, device=device, dtype=torch.long),
+            )
+        return self._written[device]
+
+    def blocks(self, first: int, device: torch.device) -> torch.Tensor:
+        """Block ids [rows, n] from the block of column `first` on, for rows without padding."""
+        if (device, first) not in self._blocks:
+            self._check()
+            begin = first // self.block_size
+            ids = list(chain.from_iterable(table.blocks[begin - table.released :] for table in self.tables))
+            self._blocks[device, first] = torch.tensor(ids, device=device, dtype=torch.long).view(self.rows, -1)
+        return self._blocks[device, first]
+
+    def slots(self, first: int, device: torch.device) -> torch.Tensor:
+        """Slots [rows, columns - first], padding included: it points at the row's first token, so it is finite and masked."""
+        if (device, first) not in self._slots:
+            self._check()
+            size, filler = self.block_size, next((table.blocks[0] for table in self.tables if table.blocks), 0)
+            width = max(len(table.blocks) for table in self.tables) or 1
+            ids = torch.tensor([table.blocks + [filler] * (width - len(table.blocks)) for table in self.tables])
+            released = torch.tensor([table.released for table in self.tables])[:, None]
+            lengths = torch.tensor([table.length for table in self.tables])[:, None]
+            position = torch.arange(first, self.columns) - torch.tensor(self.starts or [0] * self.rows)[:, None]
+            position = torch.minimum(position, lengths - 1).maximum(released * size)
+            slots = ids.gather(1, position // size - released) * size + position % size
+            self._slots[device, first] = slots.to(device)
+        return self._slots[device, first]
+
+    def visible(self, first: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """Which columns from `first` on each new token sees, [rows or 1, 1, new, columns - first]; None: all of them."""
+        key = (device, first, window)
+        if key not in self._visible:
+            self._visible[key] = self._make_visible(first, window, device)
+        return self._visible[key]
+
+    def _make_visible(self, first: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+        column = torch.arange(first, self.columns, device=device)
+        seen = None
+        if self.new > 1:
+            at = torch.arange(self.columns - self.new, self.columns, device=device)[:, None]
+            seen = column <= at
+            if window is not None:
+                seen = seen & (column > at - window)
+            seen = seen[None, None]
+        if self.starts is not None and max(self.starts) > first:
+            starts = torch.tensor(self.starts, device=device)[:, None]
+            real = (column >= starts)[:, None, None]
+            seen = real if seen is None else seen & real
+        return seen

@@ -1,0 +1,235 @@
+"""The pools of one model: per kind of layer the books, and the stores that their block ids mean."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from ..blocks import BlockPool, Copy, OutOfBlocks
+from ..config import CacheConfig
+from .budget import free_bytes
+from .store import Layout, Store
+
+if TYPE_CHECKING:
+    from .sequences import Sequences
+
+logger = logging.getLogger("hf_paged")
+
+AFFORDABLE = 0.5
+"""The share of the free memory that a pool takes ahead of need; beyond it, it grows with the tokens."""
+
+
+class Kind(NamedTuple):
+    """What the layers of a group have in common: they hold the same tokens, so one table serves them all."""
+
+    name: Literal["full", "window", "cross"]
+    window: int | None = None
+
+
+class Group:
+    """The layers of one kind: one pool of block ids, and a store per layout they come in."""
+
+    def __init__(self, memory: Memory, kind: Kind, config: CacheConfig, layers: int, share: float) -> None:
+        self.memory, self.kind, self.config, self.share = memory, kind, config, share
+        self.pool = BlockPool(config.num_blocks or 0, config.block_size)
+        self._expected_layers = layers
+        self._place: dict[int, tuple[Layout, int]] = {}
+        self._count: Counter[Layout] = Counter()
+        self._stores: dict[Layout, Store] = {}
+
+    # ---- layers and their stores
+
+    def place(self, layer: int, layout: Layout) -> None:
+        """Note what layer number `layer` looks like, before its first token or when it has changed."""
+        known = self._place.get(layer)
+        if known is not None and known[0] == layout:
+            return
+        if known is not None:
+            if self.pool.held:
+                raise ValueError(f"layer {layer} holds keys and values like {known[0]} and cannot take {layout}; drop the caches you keep")
+            self.give_back()
+            self._place.clear()
+            self._count.clear()
+        self._place[layer] = (layout, self._count[layout])
+        self._count[layout] += 1
+
+    def store(self, layer: int) -> tuple[Store, int]:
+        """The store that layer number `layer` lives in, allocated when first needed, and its place there."""
+        layout, index = self._place[layer]
+        store = self._stores.get(layout)
+        if store is None or index >= store.layers:
+            store = self._make_store(layout, store)
+        return store, index
+
+    def _make_store(self, layout: Layout, old: Store | None) -> Store:
+        # The first layer speaks for all until others show another layout.
+        layers = max(self._count[layout], self._expected_layers if len(self._count) == 1 else 0)
+        if old is not None:
+            layers = max(layers, min(2 * old.layers, self._expected_layers))
+        try:
+            store = Store(layout, layers, self.pool.total, self.pool.block_size)
+        except (MemoryError, RuntimeError) as error:
+            raise self._translate(error) from error
+        if old is not None:
+            store.keys[: old.layers], store.values[: old.layers] = old.keys, old.values
+        self._stores[layout] = store
+        return store
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers of the group, as far as they are known."""
+        unseen = max(0, self._expected_layers - sum(self._count.values()))
+        tokens = sum(layout.token_bytes * count for layout, count in self._count.items())
+        tokens += unseen * next((layout.token_bytes for layout in self._count), 0)
+        return tokens * self.pool.block_size
+
+    @property
+    def bytes(self) -> int:
+        return sum(store.bytes for store in self._stores.values())
+
+    def copy(self, copies: list[Copy]) -> None:
+        """Carry out copies on write in every store."""
+        for store in self._stores.values():
+            store.copy(copies)
+
+    # ---- size
+
+    def make_room(self, need: int, hint: int) -> None:
+        """See to it that `need` blocks are available; `hint` is what the whole call may come to need."""
+        pool, fixed = self.pool, self.config.fixed
+        if self.config.memory_fraction is not None and not pool.total:
+            self._grow_to(self._fraction_blocks())
+        if not fixed and not pool.held:
+            self._grow_to(max(need, min(hint, self._affordable())))
+        if need <= pool.available:
+            return
+        self.memory.drain()
+        if need > pool.available and fixed:
+            gc.collect()
+            self.memory.drain()
+        if need > pool.available and fixed:
+            raise OutOfBlocks(self._explain(need))
+        self._grow_to(max(pool.held + need, min(2 * pool.total, self._affordable())))
+
+    def _grow_to(self, total: int) -> None:
+        """Grow the books and the tensors; an idle group lets go of its tensors first and forgets what it cached."""
+        pool = self.pool
+        if total <= pool.total:
+            return
+        if pool.total:
+            logger.info("the pool of the %s layers grows from %d to %d blocks", self.kind.name, pool.total, total)
+        if not pool.held:
+            self.give_back()
+        try:
+            for store in self._stores.values():
+                store.grow(total)
+        except (MemoryError, RuntimeError) as error:
+            raise self._translate(error, total) from error
+        pool.grow(total)
+
+    def _affordable(self) -> int:
+        """The blocks that may be allocated ahead of need."""
+        device = next(iter(self._count)).device
+        return self.pool.total + int(AFFORDABLE * self.share * free_bytes(device)) // self.block_bytes
+
+    def _fraction_blocks(self) -> int:
+        assert self.config.memory_fraction is not None
+        device = next(iter(self._count)).device
+        blocks = int(self.config.memory_fraction * self.share * free_bytes(device)) // self.block_bytes
+        if blocks < 1:
+            raise OutOfBlocks(
+                f"memory_fraction={self.config.memory_fraction} of the free memory on {device} is less than one block of "
+                f"{self.block_bytes} bytes; raise it or lower block_size={self.pool.block_size}"
+            )
+        return blocks
+
+    def _explain(self, need: int) -> str:
+        config, pool = self.config, self.pool
+        sized = f"num_blocks={config.num_blocks}" if config.num_blocks else f"memory_fraction={config.memory_fraction}"
+        return (
+            f"{need} more blocks of {pool.block_size} tokens are needed for the {self.kind.name} layers, {pool.available} of "
+            f"{pool.total} are free ({sized}, {self.block_bytes} bytes a block); raise it, lower the batch size, num_beams "
+            "or max_length, or drop caches that you keep"
+        )
+
+    def _translate(self, error: Exception, total: int | None = None) -> Exception:
+        """Say in the pool's own words that the device has no memory; any other error stays what it is."""
+        if not is_out_of_memory(error):
+            return error
+        blocks = total or self.pool.total
+        return OutOfBlocks(
+            f"no memory for a pool of {blocks} blocks of {self.block_bytes} bytes for the {self.kind.name} layers ({error}); lower "
+            "the batch size, num_beams or max_length, drop caches that you keep, or fix a smaller num_blocks"
+        )
+
+    def give_back(self) -> None:
+        """Let go of the tensors; the books keep their size."""
+        self.pool.forget()
+        self._stores.clear()
+
+
+class Memory:
+    """All pools of one model. One lock guards books and tensors: a step of one cache runs at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.groups: dict[tuple[Kind, CacheConfig], Group] = {}
+        self._abandoned: deque[Sequences] = deque()
+
+    def group(self, kind: Kind, config: CacheConfig, layers: int, share: float) -> Group:
+        """The group of `kind` under `config`: other options mean another pool, so nobody's choice changes a pool in use."""
+        with self.lock:
+            self.drain()
+            if (kind, config) not in self.groups:
+                for group in self.groups.values():
+                    if group.kind == kind and not group.pool.held:
+                        group.give_back()
+                self.groups[kind, config] = Group(self, kind, config, layers, share)
+            return self.groups[kind, config]
+
+    def abandon(self, sequences: Sequences) -> None:
+        """Note the rows of a cache that is gone. Finalizers call it, in any thread, in the middle of anything: it only notes."""
+        self._abandoned.append(sequences)
+
+    def drain(self) -> None:
+        """Free what finalizers have noted."""
+        with self.lock:
+            while self._abandoned:
+                self._abandoned.popleft().free()
+
+    @property
+    def held(self) -> int:
+        """Blocks that caches hold now."""
+        self.drain()
+        return sum(group.pool.held for group in self.groups.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(group.bytes for group in self.groups.values())
+
+    def release(self) -> int:
+        """Give back the tensors of every idle group and answer with the number of their bytes."""
+        with self.lock:
+            self.drain()
+            idle = [group for group in self.groups.values() if not group.pool.held]
+            freed = sum(group.bytes for group in idle)
+            for group in idle:
+                group.give_back()
+            return freed
+
+    def check(self) -> None:
+        """Recount the books of every group."""
+        with self.lock:
+            self.drain()
+            for group in self.groups.values():
+                group.pool.check()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed for want of memory, on whatever device."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

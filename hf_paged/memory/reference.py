@@ -1,0 +1,117 @@
+"""Paged attention in plain torch: right on every device, and the path of CPUs."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from .batch import Batch
+from .store import Pages
+
+
+def write(pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Put the new tokens' keys [rows, heads, new, key_dim] and values [rows, heads, new, value_dim] in their slots."""
+    batch = pages.batch
+    for data, tokens in ((pages.keys, keys), (pages.values, values)):
+        if batch.lane is not None:
+            _lane_view(data, batch, batch.columns - batch.new).copy_(tokens)
+            continue
+        slots, sources = batch.written(data.device)
+        flat = tokens.transpose(1, 2).reshape(-1, data.shape[1], data.shape[2])
+        data.index_copy_(0, slots, flat if sources is None else flat.index_select(0, sources))
+
+
+def gather(data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
+    """Columns from `first` on of data [slots, heads, dim], as [rows, heads, columns - first, dim].
+
+    Rows side by side are answered with a view. Columns of left padding hold some token's content; mask them.
+    """
+    if batch.lane is not None:
+        return _lane_view(data, batch, first)
+    slots, heads, dim = data.shape
+    if batch.starts is None:
+        size = batch.block_size
+        blocks = batch.blocks(first, data.device)
+        found = data.view(slots // size, size * heads * dim).index_select(0, blocks.flatten())
+        begin = first % size
+        found = found.view(batch.rows, -1, heads, dim)[:, begin : begin + batch.columns - first]
+    else:
+        index = batch.slots(first, data.device)
+        found = data.view(slots, heads * dim).index_select(0, index.flatten()).view(batch.rows, -1, heads, dim)
+    return found.transpose(1, 2)
+
+
+def _lane_view(data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
+    """[rows, heads, columns - first, dim] over rows that lie at one distance from each other."""
+    assert batch.lane is not None
+    heads, dim = data.shape[1:]
+    token = heads * dim
+    offset = data.storage_offset() + (batch.lane.first + first) * token
+    return data.as_strided((batch.rows, heads, batch.columns - first, dim), (batch.lane.stride * token, dim, token, 1), offset)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(softcap(query keys^T * scale) + mask) values, with an optional sink per head that only takes weight.
+
+    query [rows, query_heads, new, key_dim]; keys and values [rows, heads, columns, dim], each head serving
+    query_heads / heads of the query's; mask [rows or 1, 1, new, columns], boolean (True is seen) or added; causal: the
+    new tokens are all the columns, each sees itself and what is before. The answer is [rows, new, query_heads, value_dim].
+    A token that sees nothing gives 0.
+    """
+    rows, query_heads, new, _ = query.shape
+    heads = keys.shape[1]
+    repeats = query_heads // heads
+    if causal and softcap is None and sinks is None:
+        out = scaled_dot_product_attention(query, _repeat(keys, repeats), _repeat(values, repeats), is_causal=True, scale=scale)
+        return out.transpose(1, 2).contiguous()
+    if causal:
+        mask = torch.ones(new, new, dtype=torch.bool, device=query.device).tril()[None, None]
+    # All query heads of one key head become query tokens of it: no key is ever repeated.
+    folded = query.reshape(rows, heads, repeats * new, query.shape[3])
+    if mask is not None and new > 1 and repeats > 1:
+        mask = mask[:, :, None].expand(-1, -1, repeats, -1, -1).flatten(2, 3)
+    if softcap is None and sinks is None:
+        out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+    else:
+        sink = None if sinks is None else sinks.reshape(1, heads, repeats, 1).expand(rows, -1, -1, new).reshape(rows, heads, -1, 1)
+        out = _attend_by_hand(folded, keys, values, mask, scale, softcap, sink)
+    return out.reshape(rows, query_heads, new, values.shape[3]).transpose(1, 2).contiguous()
+
+
+def _repeat(x: torch.Tensor, repeats: int) -> torch.Tensor:
+    return x if repeats == 1 else x.repeat_interleave(repeats, 1)
+
+
+def _attend_by_hand(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with what scaled_dot_product_attention has no words for; `sink` is [rows, heads, tokens, 1]."""
+    scores = (query @ keys.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(scores)], dim=-1)
+    weights = scores.softmax(-1)
+    if mask is not None and sink is None:
+        weights = weights.masked_fill(~(scores > -torch.inf).any(-1, keepdim=True), 0)
+    if sink is not None:
+        weights = weights[..., :-1]
+    return weights.to(values.dtype) @ values

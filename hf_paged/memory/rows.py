@@ -1,0 +1,184 @@
+"""The rows of one cache in one group: their tables, and what a step does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..blocks import Table, append, blocks_needed, reorder
+from .batch import Batch, Lane
+from .group import Group
+
+
+class Rows:
+    """One table per row, all at the same column. Rows may begin at different columns: left padding is not stored.
+
+    The cache is an engine without a scheduler: this is its list of running sequences.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.tables: list[Table] = []
+        self.starts: list[int] | None = None
+        """The column at which each row begins; None where no row is padded."""
+        self.columns = 0
+        self.expected_columns = 0
+        """How long the rows may become; 0 if nobody knows."""
+        self.expected_fork = 1
+        """Into how many rows each row will be forked after the prompt."""
+        self.keep_past = False
+        """Whether blocks behind a window stay until `crop` says how far back the next step may go."""
+        self._lane: Lane | None = None
+        self._version = 0
+        self._batch: Batch | None = None
+
+    @property
+    def window(self) -> int | None:
+        return self.group.kind.window
+
+    # ---- a step
+
+    def extend(self, rows: int, new: int) -> Batch:
+        """Make room for `new` columns in every row and copy what must be copied; on failure nothing has changed."""
+        with self.group.memory.lock:
+            first_step = self.columns == 0
+            if first_step:
+                self._open(rows)
+            elif rows != len(self.tables):
+                raise ValueError(f"this cache holds {len(self.tables)} rows and was given {rows}; use a new cache for another batch")
+            if self.window is not None and not self.keep_past:
+                self._release_behind_window()
+            counts = self._new_tokens(new)
+            try:
+                self.group.make_room(blocks_needed(self.tables, counts), self._hint(rows, new))
+                if first_step:
+                    self._lay_out()
+                copies = append(self.tables, counts)
+            except BaseException:
+                if first_step:
+                    self.tables = []
+                raise
+            if copies:
+                self.group.copy(copies)
+            self.columns += new
+            self._keep_lane(bool(copies) or first_step or new > 1)
+            return self._changed(new)
+
+    def _open(self, rows: int) -> None:
+        if self.starts is not None and len(self.starts) != rows:
+            raise ValueError(f"this cache was prepared for {len(self.starts)} rows and was given {rows}")
+        for table in self.tables:
+            table.free()
+        self._lane = None
+        self.tables = [Table(self.group.pool) for _ in range(rows)]
+
+    def _new_tokens(self, new: int) -> list[int]:
+        if self.starts is None:
+            return [new] * len(self.tables)
+        return [min(new, max(0, self.columns + new - start)) for start in self.starts]
+
+    def _hint(self, rows: int, new: int) -> int:
+        """The blocks that these rows may come to hold, if somebody said how long they become."""
+        pool = self.group.pool
+        full = pool.blocks_for(max(self.expected_columns, self.columns + new))
+        if self.window is not None:
+            full = min(full, pool.blocks_for(self.window - 1 + max(new, pool.block_size)) + 1)
+        if self.expected_fork == 1:
+            return rows * full
+        prompt = pool.blocks_for(self.columns + new)
+        return rows * (prompt + self.expected_fork * (max(0, full - prompt) + 1))
+
+    def _lay_out(self) -> None:
+        """Ask for blocks that keep each row in one run and all rows at one distance."""
+        pool = self.group.pool
+        stride = pool.blocks_for(max(self.expected_columns, 1))
+        first = pool.find_run(stride * len(self.tables)) if self.expected_columns and self.starts is None else None
+        if first is not None:
+            self._lane = Lane(first * pool.block_size, stride * pool.block_size)
+            for i, table in enumerate(self.tables):
+                table.near = first + i * stride
+
+    def _keep_lane(self, look_closely: bool) -> None:
+        """Forget the lane as soon as a block lies elsewhere; after one more token only the last blocks can."""
+        if self._lane is None:
+            return
+        size = self.group.pool.block_size
+        for i, table in enumerate(self.tables):
+            home = (self._lane.first + i * self._lane.stride) // size
+            last_in_place = not table.blocks or table.blocks[-1] == home + table.end - 1
+            if not last_in_place or (look_closely and table.blocks != list(range(home + table.released, home + table.end))):
+                self._lane = None
+                return
+
+    def _release_behind_window(self) -> None:
+        assert self.window is not None
+        for table in self.tables:
+            table.release_before(table.length - self.window + 1)
+
+    def _changed(self, new: int = 0) -> Batch:
+        self._version += 1
+        version = self._version
+        self._batch = Batch(self.tables, self.starts, self.columns, new, self._lane, lambda: version == self._version)
+        return self._batch
+
+    @property
+    def batch(self) -> Batch:
+        """Where everything lies now."""
+        return self._batch if self._batch is not None else self._changed()
+
+    # ---- rows come, go and change places
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Replace row i by row sources[i]: tables change, no tensor moves."""
+        with self.group.memory.lock:
+            if list(sources) == list(range(len(self.tables))):
+                return
+            self.tables = reorder(self.tables, sources)
+            if self.starts is not None:
+                self.starts = [self.starts[source] for source in sources]
+            self._lane = None
+            self._changed()
+
+    def crop(self, columns: int) -> None:
+        """Forget the last `columns` columns; behind a window, also what no later step can see."""
+        with self.group.memory.lock:
+            if not 0 <= columns <= self.columns:
+                raise ValueError(f"cannot take {columns} tokens from a cache of {self.columns}; give 0 to {self.columns}")
+            self.check_past(columns)
+            before = [table.length for table in self.tables]
+            for i, table in enumerate(self.tables):
+                start = self.starts[i] if self.starts is not None else 0
+                table.crop(before[i] - max(0, self.columns - columns - start))
+            self.columns -= columns
+            if self.window is not None:
+                self._release_behind_window()
+            self._changed()
+
+    def check_past(self, columns: int) -> None:
+        """Refuse to go back to where the window would look at blocks that were given back."""
+        if self.window is None or columns == 0:
+            return
+        for table in self.tables:
+            length = max(0, table.length - columns)
+            if table.released * table.pool.block_size > max(0, length - self.window + 1):
+                raise RuntimeError(
+                    f"cannot go back {columns} tokens: a window of {self.window} tokens was reached and the past was given back; "
+                    "call activate_past_recording() before generating"
+                )
+
+    def fork(self) -> Rows:
+        """A second set of rows over the same blocks; no tensor moves."""
+        with self.group.memory.lock:
+            twin = Rows(self.group)
+            twin.tables = [table.fork() for table in self.tables]
+            twin.starts = None if self.starts is None else list(self.starts)
+            twin.columns, twin.expected_columns, twin.keep_past = self.columns, self.expected_columns, self.keep_past
+            twin._lane = self._lane
+            return twin
+
+    def free(self) -> None:
+        """Give back every block; the rows are empty and may begin anew."""
+        with self.group.memory.lock:
+            for table in self.tables:
+                table.free()
+            self.tables, self.starts, self.columns, self._lane = [], None, 0, None
+            self._changed()

@@ -1,0 +1,138 @@
+"""The rows of one cache in all its groups, and what is still owed to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..blocks import Table
+from .batch import Batch
+from .group import Group, Kind, Memory
+from .rows import Rows
+
+
+class Sequences:
+    """What a cache and its layers share: one `Rows` per kind of layer, all holding the same rows.
+
+    Two debts are paid late. `unforked`: the rows so far stand for that many equal rows each (beams and samples of one
+    prompt) and are forked when they begin to differ. A pending reorder: its indices are on their way from the device
+    and are applied when the next step is planned. Whoever reads rows settles first (C16).
+    """
+
+    def __init__(self, memory: Memory, groups: Mapping[Kind, Group]) -> None:
+        self.memory = memory
+        self.rows = {kind: Rows(group) for kind, group in groups.items()}
+        self.unforked = 1
+        self.padding_known = True
+        """Whether the rows' starts say all that the attention mask of this call says."""
+        self._pending: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    @property
+    def columns(self) -> int:
+        return max((rows.columns for rows in self.rows.values()), default=0)
+
+    @property
+    def starts(self) -> list[int] | None:
+        return next((rows.starts for rows in self.rows.values()), None)
+
+    @property
+    def count(self) -> int:
+        """The rows stored; 0 before the first step."""
+        return max((len(rows.tables) for rows in self.rows.values() if rows.columns), default=0)
+
+    def expect(self, columns: int, fork: int) -> None:
+        """Say how long the rows may become, and into how many each prompt's row will be forked."""
+        for rows in self.rows.values():
+            rows.expected_columns, rows.expected_fork = columns, fork
+
+    def begin_at(self, starts: list[int] | None) -> None:
+        """Say at which column each row begins; what lies before is padding and is not stored."""
+        for rows in self.rows.values():
+            rows.starts = None if starts is None else list(starts)
+
+    def extend(self, kind: Kind, rows: int, new: int) -> Batch:
+        """Plan a step of `new` columns for the layers of `kind`."""
+        if self.unforked > 1 and rows == self.count * self.unforked:
+            self.spread()
+        self.flush()
+        return self.rows[kind].extend(rows, new)
+
+    # ---- debts
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Replace row i by row index[i] before the next step; a device's indices travel meanwhile."""
+        self.settle()
+        if index.device.type != "cuda":
+            self._pending = (index, None)
+            return
+        host = torch.empty(index.shape, dtype=index.dtype, pin_memory=True)
+        host.copy_(index, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(index.device))
+        self._pending = (host, arrived)
+
+    def flush(self) -> None:
+        """Apply a pending reorder."""
+        if self._pending is None:
+            return
+        index, arrived = self._pending
+        self._pending = None
+        if arrived is not None:
+            arrived.synchronize()
+        self.select(index.tolist())
+
+    def spread(self) -> None:
+        """Fork every row into the rows it stands for."""
+        copies, self.unforked = self.unforked, 1
+        if copies > 1:
+            self.select([row for row in range(self.count) for _ in range(copies)])
+
+    def settle(self) -> None:
+        """Pay every debt."""
+        with self.memory.lock:
+            self.flush()
+            self.spread()
+
+    def select(self, sources: list[int]) -> None:
+        """Make row i what row sources[i] was, for as many rows as there are sources."""
+        with self.memory.lock:
+            for rows in self.rows.values():
+                if rows.columns:
+                    rows.reorder(sources)
+
+    # ---- all kinds at once
+
+    def crop(self, columns: int) -> None:
+        self.flush()
+        with self.memory.lock:
+            for rows in self.rows.values():
+                if rows.columns:
+                    rows.check_past(columns)
+            for rows in self.rows.values():
+                if rows.columns:
+                    rows.crop(columns)
+
+    def keep_past(self) -> None:
+        """Keep what lies behind windows until `crop`, so that a step can be taken back."""
+        for rows in self.rows.values():
+            rows.keep_past = True
+
+    def fork(self) -> Sequences:
+        """A second cache's sequences over the same blocks; no tensor moves."""
+        self.settle()
+        twin = Sequences(self.memory, {kind: rows.group for kind, rows in self.rows.items()})
+        twin.rows = {kind: rows.fork() for kind, rows in self.rows.items()}
+        twin.padding_known = self.padding_known
+        return twin
+
+    def free(self) -> None:
+        """Give back every block."""
+        self._pending, self.unforked = None, 1
+        for rows in self.rows.values():
+            rows.free()
+
+    def tables(self, kind: Kind) -> list[Table]:
+        """The tables of the rows in the group of `kind`, debts paid."""
+        self.settle()
+        return self.rows[kind].tables

@@ -1,0 +1,96 @@
+"""Keys and values of the layers of one group: one allocation, addressed by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..blocks.table import Copy
+from .batch import Batch
+
+
+class Layout(NamedTuple):
+    """What a layer's keys and values look like, read off the tensors themselves (tensor parallel, MLA, device maps)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Layout:
+        """Read the layout off keys [rows, heads, tokens, key_dim] and values [rows, heads, tokens, value_dim]."""
+        if keys.shape[:3] != values.shape[:3]:
+            raise ValueError(
+                f"Invalid shape of values: expected [{', '.join(map(str, keys.shape[:3]))}, value_dim], got {list(values.shape)}"
+            )
+        return cls(keys.device, keys.dtype, keys.shape[1], keys.shape[3], values.shape[3])
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class Pages(NamedTuple):
+    """What the attention of one layer reads: the layer's slots, and where the rows' tokens lie in them."""
+
+    keys: torch.Tensor
+    """[slots, heads, key_dim]"""
+    values: torch.Tensor
+    """[slots, heads, value_dim]"""
+    batch: Batch
+
+
+class Store:
+    """Keys and values of `layers` layers of one layout: `blocks` blocks, one allocation (contract C5).
+
+    Slot s belongs to block s // block_size. Layers lie one behind the other, all keys before all values.
+    """
+
+    def __init__(self, layout: Layout, layers: int, blocks: int, block_size: int) -> None:
+        self.layout, self.layers, self.block_size = layout, layers, block_size
+        self.keys, self.values = self._allocate(blocks)
+
+    @property
+    def blocks(self) -> int:
+        return self.keys.shape[1] // self.block_size
+
+    @property
+    def bytes(self) -> int:
+        return self.layers * self.blocks * self.block_size * self.layout.token_bytes
+
+    def _allocate(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One buffer, seen as keys [layers, slots, heads, key_dim] and values [layers, slots, heads, value_dim]."""
+        device, dtype, heads, key_dim, value_dim = self.layout
+        slots = blocks * self.block_size
+        border = self.layers * slots * heads * key_dim
+        buffer = _empty(self.layers * slots * heads * (key_dim + value_dim), dtype, device)
+        keys = buffer[:border].view(self.layers, slots, heads, key_dim)
+        values = buffer[border:].view(self.layers, slots, heads, value_dim)
+        return keys, values
+
+    def grow(self, blocks: int) -> None:
+        """Move to a larger allocation; every slot keeps its number and content."""
+        slots = self.keys.shape[1]
+        keys, values = self._allocate(blocks)
+        keys[:, :slots] = self.keys
+        values[:, :slots] = self.values
+        self.keys, self.values = keys, values
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Carry out the copies on write of a step, all layers together (C15)."""
+        sources = torch.tensor([copy.source for copy in copies], device=self.layout.device)
+        targets = torch.tensor([copy.target for copy in copies], device=self.layout.device)
+        for data in (self.keys, self.values):
+            blocks = data.view(self.layers, -1, self.block_size * data.shape[2] * data.shape[3])
+            blocks.index_copy_(1, targets, blocks.index_select(1, sources))
+
+
+def _empty(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # What lives on must be writable outside inference mode too, wherever it was allocated.
+    with torch.inference_mode(False):
+        return torch.empty(elements, dtype=dtype, device=device)
