@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 import hf_paged
-from hf_paged.integration.registry import memories
+from hf_paged.integration.registry import memory_of
 
 TOLERANCE = 2e-4
 
@@ -81,9 +81,9 @@ def _assert_caches(stock: Cache, paged: Cache, where: str) -> None:
 
 def assert_clean(model: Any, setting: str) -> None:
     """Every block is back, the books add up, the model is as it was."""
-    for memory in memories():
-        memory.check()
-        assert memory.held == 0, f"{memory.held} blocks are still held"
+    memory = memory_of(model)
+    memory.check()
+    assert memory.held == 0, f"{memory.held} blocks are still held"
     assert "forward" not in model.__dict__
     for module in model.modules():
         config = getattr(module, "config", None)

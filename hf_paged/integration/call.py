@@ -9,12 +9,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from .attention import NAME
 from .cache import PagedCache
 from .forward import wrap
 from .registry import memory_of
+from .support import warn
 from .switch import decoder_configs, restore, switch
 
 
@@ -71,8 +73,8 @@ class Call:
             plug.count += 1
             self.model = model
 
-    def close(self, failed: bool) -> None:
-        """Leave everything as it was. A call that failed gives its own caches' blocks back at once."""
+    def close(self, answer: Any) -> None:
+        """Leave everything as it was; `answer` is None if the call failed, and its own caches' blocks are back at once."""
         model, self.model = self.model, None
         if model is None:
             return
@@ -82,12 +84,20 @@ class Call:
             if plug.count == 0:
                 plug.pull_out(model)
                 del _plugs[model]
-        for cache in self.made if failed else ():
+        for cache in self.made if answer is None else ():
             cache.reset()
         for cache in self.used:
             cache.spread()
+        if answer is not None and left_behind(self.used[0], answer):
+            warn(f"{type(model).__name__} went on with another cache, as peft's prefix tuning and long rope do")
         self.made, self.used = [], []
         memory_of(model).drain()
+
+
+def left_behind(cache: PagedCache, answer: Any) -> bool:
+    """Whether the tokens of `answer` went through another cache than the one that was prepared."""
+    sequences = answer if isinstance(answer, torch.Tensor) else getattr(answer, "sequences", None)
+    return isinstance(sequences, torch.Tensor) and sequences.ndim == 2 and cache.get_seq_length() < sequences.shape[1] - 1
 
 
 current: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)

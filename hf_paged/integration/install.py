@@ -76,14 +76,13 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
             del kwargs["cache_implementation"]
         call = Call(asked)
         token = current.set(call)
-        failed = True
+        answer = None
         try:
             answer = stock(self, *args, **kwargs)
-            failed = False
             return answer
         finally:
             current.reset(token)
-            call.close(failed)
+            call.close(answer)
 
     return _marked(generate)
 

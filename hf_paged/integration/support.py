@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from .cache import layer_kinds
 from ..memory import Kind
+from .cache import layer_kinds
 
 
 class FallbackWarning(UserWarning):

@@ -52,14 +52,15 @@ class Batch:
         """The first column that any of the new tokens may look at."""
         return 0 if window is None else max(0, self.columns - (window - 1 + self.new))
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise if the tables have changed since."""
         if not self._is_current():
             raise RuntimeError("the cache has changed since these keys and values were handed out; read them from the cache again")
 
     def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Slots [n] that take the new tokens, and which of the rows * new tokens those are (None: all of them)."""
         if device not in self._written:
-            self._check()
+            self.check()
             slots, sources = [], []
             for i, table in enumerate(self.tables):
                 count = min(self.new, table.length)
@@ -75,7 +76,7 @@ class Batch:
     def blocks(self, first: int, device: torch.device) -> torch.Tensor:
         """Block ids [rows, n] from the block of column `first` on, for rows without padding."""
         if (device, first) not in self._blocks:
-            self._check()
+            self.check()
             begin = first // self.block_size
             ids = list(chain.from_iterable(table.blocks[begin - table.released :] for table in self.tables))
             self._blocks[device, first] = torch.tensor(ids, device=device, dtype=torch.long).view(self.rows, -1)
@@ -84,7 +85,7 @@ class Batch:
     def slots(self, first: int, device: torch.device) -> torch.Tensor:
         """Slots [rows, columns - first], padding included: it points at the row's first token, so it is finite and masked."""
         if (device, first) not in self._slots:
-            self._check()
+            self.check()
             size, filler = self.block_size, next((table.blocks[0] for table in self.tables if table.blocks), 0)
             width = max(len(table.blocks) for table in self.tables) or 1
             ids = torch.tensor([table.blocks + [filler] * (width - len(table.blocks)) for table in self.tables])

@@ -99,11 +99,25 @@ class Group:
 
     # ---- size
 
+    def refuse_hopeless(self, tokens: int, blocks: int) -> None:
+        """Raise at once if a fixed pool cannot hold even one sequence of `tokens` tokens, which takes `blocks` (C11)."""
+        if self.config.memory_fraction is not None and not self.pool.total:
+            self._grow_to(self._fraction_blocks())
+        if self.config.fixed and blocks > self.pool.total:
+            raise OutOfBlocks(
+                f"{self._sized} cannot hold one sequence of {tokens} tokens (the {self.kind.name} layers need {blocks} blocks of "
+                f"{self.pool.block_size}, the pool has {self.pool.total}); raise it or lower max_length"
+            )
+
+    @property
+    def _sized(self) -> str:
+        """The option that fixed the pool's size, as the user gave it."""
+        config = self.config
+        return f"num_blocks={config.num_blocks}" if config.num_blocks else f"memory_fraction={config.memory_fraction}"
+
     def make_room(self, need: int, hint: int) -> None:
         """See to it that `need` blocks are available; `hint` is what the whole call may come to need."""
         pool, fixed = self.pool, self.config.fixed
-        if self.config.memory_fraction is not None and not pool.total:
-            self._grow_to(self._fraction_blocks())
         if not fixed and not pool.held:
             self._grow_to(max(need, min(hint, self._affordable())))
         if need <= pool.available:
@@ -149,11 +163,10 @@ class Group:
         return blocks
 
     def _explain(self, need: int) -> str:
-        config, pool = self.config, self.pool
-        sized = f"num_blocks={config.num_blocks}" if config.num_blocks else f"memory_fraction={config.memory_fraction}"
+        pool = self.pool
         return (
             f"{need} more blocks of {pool.block_size} tokens are needed for the {self.kind.name} layers, {pool.available} of "
-            f"{pool.total} are free ({sized}, {self.block_bytes} bytes a block); raise it, lower the batch size, num_beams "
+            f"{pool.total} are free ({self._sized}, {self.block_bytes} bytes a block); raise it, lower the batch size, num_beams "
             "or max_length, or drop caches that you keep"
         )
 

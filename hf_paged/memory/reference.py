@@ -26,6 +26,7 @@ def gather(data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
 
     Rows side by side are answered with a view. Columns of left padding hold some token's content; mask them.
     """
+    batch.check()
     if batch.lane is not None:
         return _lane_view(data, batch, first)
     slots, heads, dim = data.shape

@@ -49,6 +49,8 @@ class Rows:
                 self._release_behind_window()
             counts = self._new_tokens(new)
             try:
+                if first_step:
+                    self.group.refuse_hopeless(self.expected_columns, self._row_blocks(new))
                 self.group.make_room(blocks_needed(self.tables, counts), self._hint(rows, new))
                 if first_step:
                     self._lay_out()
@@ -76,16 +78,20 @@ class Rows:
             return [new] * len(self.tables)
         return [min(new, max(0, self.columns + new - start)) for start in self.starts]
 
+    def _row_blocks(self, new: int) -> int:
+        """The blocks of one row when it is as long as somebody said it becomes."""
+        blocks = self.group.pool.blocks_for(max(self.expected_columns, self.columns + new))
+        if self.window is None:
+            return blocks
+        return min(blocks, self.group.pool.blocks_for(self.window - 1 + max(new, self.group.pool.block_size)) + 1)
+
     def _hint(self, rows: int, new: int) -> int:
-        """The blocks that these rows may come to hold, if somebody said how long they become."""
-        pool = self.group.pool
-        full = pool.blocks_for(max(self.expected_columns, self.columns + new))
-        if self.window is not None:
-            full = min(full, pool.blocks_for(self.window - 1 + max(new, pool.block_size)) + 1)
+        """The blocks that these rows may come to hold, a prompt's counted once for all rows that are forked from it."""
+        whole = self._row_blocks(new)
         if self.expected_fork == 1:
-            return rows * full
-        prompt = pool.blocks_for(self.columns + new)
-        return rows * (prompt + self.expected_fork * (max(0, full - prompt) + 1))
+            return rows * whole
+        prompt = self.group.pool.blocks_for(self.columns + new)
+        return rows * (prompt + self.expected_fork * (max(0, whole - prompt) + 1))
 
     def _lay_out(self) -> None:
         """Ask for blocks that keep each row in one run and all rows at one distance."""

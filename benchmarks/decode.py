@@ -1,0 +1,117 @@
+"""One decoding step of generate(), stock against paged, on whatever device there is.
+
+    OMP_NUM_THREADS=1 python benchmarks/decode.py             # the table of docs/benchmarks.md
+    python benchmarks/decode.py --rows 8 --contexts 512       # a part of it
+
+Both caches are filled with the same random keys and values, then stock generate() decodes on them. Steps of the two
+alternate in rounds within one process; a step's time is the time between two calls of the logits processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+
+import torch
+import transformers
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+
+import hf_paged
+
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+}
+
+
+class Clock(LogitsProcessor):
+    """Notes when each step has its logits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.times = device, []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+        return scores
+
+    @property
+    def steps(self) -> list[float]:
+        # The first step after a fill also touches memory for the first time.
+        return [late - early for early, late in zip(self.times[1:], self.times[2:], strict=False)]
+
+
+def filled(model: LlamaForCausalLM, paged: bool, rows: int, context: int, new: int) -> DynamicCache:
+    """A cache that has seen `context` random tokens in every row."""
+    config = model.config
+    cache = hf_paged.PagedCache(model) if paged else DynamicCache(config=config)
+    if paged:
+        cache.sequences.expect(context + new, 1)
+    heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    random = torch.Generator(model.device).manual_seed(0)
+    for layer in range(config.num_hidden_layers):
+        shape = (rows, heads, context, dim)
+        keys, values = (torch.randn(shape, generator=random, device=model.device, dtype=model.dtype) for _ in "kv")
+        cache.update(keys, values, layer)
+    return cache
+
+
+def steps(model: LlamaForCausalLM, paged: bool, rows: int, context: int, new: int) -> list[float]:
+    """Seconds of each decoding step."""
+    clock = Clock(model.device)
+    ids = torch.randint(10, 1000, (rows, context + 1), device=model.device, generator=torch.Generator(model.device).manual_seed(1))
+    with torch.no_grad():
+        cache = filled(model, paged, rows, context, new)
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, min_new_tokens=new, do_sample=False,
+        logits_processor=LogitsProcessorList([clock]),
+    )  # fmt: skip
+    return clock.steps
+
+
+def cell(model: LlamaForCausalLM, rows: int, context: int, rounds: int, new: int) -> tuple[float, float]:
+    """Median milliseconds of a step, stock and paged."""
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(rounds + 1):
+        for paged in (False, True):
+            measured = steps(model, paged, rows, context, new)
+            if turn:
+                times[paged] += measured
+    return statistics.median(times[False]) * 1e3, statistics.median(times[True]) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[128, 512, 2048])
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new", type=int, default=12)
+    options = parser.parse_args()
+    name = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
+    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, hf_paged {hf_paged.__version__}")
+    print("| dtype | rows | context | stock ms | paged ms | paged / stock |\n|---|---|---|---|---|---|")
+    worst = 0.0
+    for dtype in options.dtypes:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval().to(options.device, getattr(torch, dtype))
+        for rows in options.rows:
+            for context in options.contexts:
+                stock, paged = cell(model, rows, context, options.rounds, options.new)
+                worst = max(worst, paged / stock)
+                print(f"| {dtype} | {rows} | {context} | {stock:.2f} | {paged:.2f} | {paged / stock:.2f} |", flush=True)
+                hf_paged.release(model)
+    print(f"worst ratio {worst:.2f}")
+
+
+if __name__ == "__main__":
+    main()

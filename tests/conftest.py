@@ -1,0 +1,39 @@
+"""Every test leaves every pool whole: the books add up afterwards (contract C7)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from families import BY_NAME, VOCABULARY, build
+
+import hf_paged
+from hf_paged.integration.registry import memories
+
+
+@pytest.fixture(autouse=True)
+def _whole_pools() -> Iterator[None]:
+    yield
+    for memory in memories():
+        memory.check()
+    gc.collect()
+    assert hf_paged.installed()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def llama() -> torch.nn.Module:
+    """A fresh tiny Llama with grouped-query attention."""
+    return build(BY_NAME["llama"])
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    """Three prompts of 13 tokens."""
+    return torch.randint(5, VOCABULARY, (3, 13), generator=torch.Generator().manual_seed(3))

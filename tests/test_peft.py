@@ -1,0 +1,110 @@
+"""A model fine-tuned with peft is a model like any other."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_clean
+from families import BY_NAME, build
+
+import hf_paged
+
+peft = pytest.importorskip("peft", reason="peft is an extra")
+TARGETS = ["q_proj", "k_proj", "v_proj"]
+
+
+def lora(**options: Any) -> Any:
+    return peft.LoraConfig(r=4, lora_alpha=16, target_modules=TARGETS, init_lora_weights=False, **options)
+
+
+@pytest.fixture
+def model() -> Any:
+    """A Llama with two adapters that do something."""
+    torch.manual_seed(0)
+    made = peft.get_peft_model(build(BY_NAME["llama"]), lora(), adapter_name="one")
+    made.add_adapter("two", lora())
+    return made.eval()
+
+
+def _same(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8, **arguments}
+    torch.manual_seed(0)
+    stock = model.generate(**call)
+    torch.manual_seed(0)
+    paged = model.generate(**call, cache_implementation="paged", cache_config={"block_size": 4})
+    assert torch.equal(stock, paged)
+    return paged
+
+
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=["greedy", "beams", "samples"])
+def test_lora(model: Any, ids: torch.Tensor, mode: dict[str, Any]) -> None:
+    """Active, switched, disabled, merged: each gives its own tokens, the same as stock's."""
+    one = _same(model, ids, **mode)
+    model.set_adapter("two")
+    two = _same(model, ids, **mode)
+    with model.disable_adapter():
+        none = _same(model, ids, **mode)
+    assert not torch.equal(one, two)
+    assert not torch.equal(one, none)
+    model.merge_adapter()
+    assert torch.equal(_same(model, ids, **mode), two)
+    model.unmerge_adapter()
+    assert_clean(model.get_base_model(), "sdpa")
+
+
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"])
+def test_adapter_names(model: Any, ids: torch.Tensor, mode: dict[str, Any]) -> None:
+    """A row for each adapter in one batch, and it is really the row's own adapter."""
+    mixed = _same(model, ids, adapter_names=["one", "__base__", "two"], **mode)
+    model.set_adapter("two")
+    per = mode.get("num_return_sequences", 1)
+    alone = _same(model, ids[2:], **mode)
+    width = min(mixed.shape[1], alone.shape[1])
+    assert torch.equal(mixed[2 * per :, :width], alone[:, :width])
+    assert not any("adapter_names" in str(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+
+
+def test_a_cache_of_the_peft_model(model: Any, ids: torch.Tensor) -> None:
+    """PagedCache(model) unwraps the peft model."""
+    cache = hf_paged.PagedCache(model)
+    assert cache.model is model.get_base_model()
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
+    assert torch.equal(model.generate(**call, past_key_values=cache), model.generate(**call))
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_prompt_tuning(ids: torch.Tensor, beams: int) -> None:
+    """Virtual tokens before left padding: a mask that is no left padding any more."""
+    base = build(BY_NAME["llama"])
+    model = peft.get_peft_model(base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    _same(model, ids, attention_mask=mask, num_beams=beams)
+    assert_clean(base, "sdpa")
+
+
+def test_prefix_tuning_brings_its_own_cache(ids: torch.Tensor) -> None:
+    """peft replaces the cache by one that holds its prefix: stock's runs, and a warning says so."""
+    base = build(BY_NAME["llama"])
+    model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
+    with pytest.warns(hf_paged.FallbackWarning, match="another cache"):
+        paged = model.generate(**call, cache_implementation="paged")
+    assert torch.equal(paged, model.generate(**call))
+    assert_clean(base, "sdpa")
+
+
+def test_training_between_calls(model: Any, ids: torch.Tensor) -> None:
+    """An optimizer step changes the next answer as it changes stock's."""
+    before = _same(model, ids)
+    model.train()
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=5.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    model.eval()
+    assert not torch.equal(_same(model, ids), before)

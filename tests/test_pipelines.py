@@ -1,0 +1,52 @@
+"""pipeline("text-generation"): single, batched, chat; and a folder that was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+from hf_paged import demo
+
+
+@pytest.fixture(scope="module")
+def generator() -> Any:
+    return pipeline("text-generation", model=demo.model(), tokenizer=demo.tokenizer())
+
+
+@pytest.mark.parametrize("mode", [{"do_sample": False}, {"num_beams": 4, "do_sample": False}, {"do_sample": True, "num_return_sequences": 2}])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_prompts(generator: Any, mode: dict[str, Any], batch_size: int) -> None:
+    """The same texts; batches are padded on the left."""
+    answers = []
+    for word in ({}, {"cache_implementation": "paged"}):
+        torch.manual_seed(0)
+        answers.append(generator(demo.prompts(), batch_size=batch_size, max_new_tokens=16, **mode, **word))
+    assert answers[0] == answers[1]
+    assert all(text["generated_text"] != prompt for prompt, texts in zip(demo.prompts(), answers[1], strict=True) for text in texts)
+
+
+def test_chat(generator: Any) -> None:
+    """Messages in, messages out."""
+    chat = [{"role": "user", "content": "Tell me about the fox."}]
+    answers = [generator(chat, max_new_tokens=16, do_sample=False, **word) for word in ({}, {"cache_implementation": "paged"})]
+    assert answers[0] == answers[1]
+    assert answers[1][0]["generated_text"][-1]["role"] == "assistant"
+
+
+def test_saved_folder(tmp_path: Path) -> None:
+    """AutoModel from a folder, and a generation config that asks for pages."""
+    model, tokenizer = demo.model(), demo.tokenizer()
+    inputs = tokenizer(demo.prompts()[:2], return_tensors="pt", padding=True)
+    stock = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    model.generation_config.cache_implementation = "paged"
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    inputs = AutoTokenizer.from_pretrained(tmp_path)(demo.prompts()[:2], return_tensors="pt", padding=True)
+    answer = loaded.generate(**inputs, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(answer.sequences, stock)
+    assert type(answer.past_key_values).__name__ == "PagedCache"
