@@ -36,7 +36,16 @@ def _gpt2() -> tf.PreTrainedModel:
 
 
 def _opt() -> tf.PreTrainedModel:
-    config = tf.OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY, word_embed_proj_dim=32, **LONG, **TOKENS)
+    config = tf.OPTConfig(
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        word_embed_proj_dim=32,
+        **LONG,
+        **TOKENS,
+    )
     return tf.OPTForCausalLM(config)
 
 
@@ -45,19 +54,38 @@ def _bloom() -> tf.PreTrainedModel:
 
 
 def _falcon() -> tf.PreTrainedModel:
-    config = tf.FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY, new_decoder_architecture=True, num_kv_heads=2, **TOKENS)
+    config = tf.FalconConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+        **TOKENS,
+    )
     return tf.FalconForCausalLM(config)
 
 
 def _t5() -> tf.PreTrainedModel:
-    config = tf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=VOCABULARY, decoder_start_token_id=0, eos_token_id=2, pad_token_id=0)
+    config = tf.T5Config(
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        vocab_size=VOCABULARY,
+        decoder_start_token_id=0,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     return tf.T5ForConditionalGeneration(config)
 
 
 def _bart() -> tf.PreTrainedModel:
     config = tf.BartConfig(
-        d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
-        vocab_size=VOCABULARY, decoder_start_token_id=2, forced_eos_token_id=None, **LONG, **TOKENS,
+        d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=VOCABULARY, decoder_start_token_id=2, forced_eos_token_id=None, **LONG, **TOKENS,
     )  # fmt: skip
     return tf.BartForConditionalGeneration(config)
 
@@ -72,12 +100,32 @@ FAMILIES = [
     _decoder("qwen3", tf.Qwen3Config, tf.Qwen3ForCausalLM, num_key_value_heads=2, head_dim=8),
     _decoder("mistral", tf.MistralConfig, tf.MistralForCausalLM, num_key_value_heads=2, sliding_window=None),
     _decoder("mistral-window", tf.MistralConfig, tf.MistralForCausalLM, num_key_value_heads=2, sliding_window=6),
-    _decoder("gemma2", tf.Gemma2Config, tf.Gemma2ForCausalLM, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=5.0, **ALTERNATING),
-    _decoder("gemma3", tf.Gemma3TextConfig, tf.Gemma3ForCausalLM, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, **ALTERNATING),
+    _decoder(
+        "gemma2",
+        tf.Gemma2Config,
+        tf.Gemma2ForCausalLM,
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=5.0,
+        **ALTERNATING,
+    ),
+    _decoder(
+        "gemma3", tf.Gemma3TextConfig, tf.Gemma3ForCausalLM, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, **ALTERNATING
+    ),
     _decoder("gpt-neox", tf.GPTNeoXConfig, tf.GPTNeoXForCausalLM),
     _decoder("phi3", tf.Phi3Config, tf.Phi3ForCausalLM, num_key_value_heads=2),
     _decoder("mixtral", tf.MixtralConfig, tf.MixtralForCausalLM, **EXPERTS),
-    _decoder("qwen3-moe", tf.Qwen3MoeConfig, tf.Qwen3MoeForCausalLM, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    _decoder(
+        "qwen3-moe",
+        tf.Qwen3MoeConfig,
+        tf.Qwen3MoeForCausalLM,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    ),
     _decoder("gpt-oss", tf.GptOssConfig, tf.GptOssForCausalLM, head_dim=8, **EXPERTS, **ALTERNATING),
     Family("gpt2", _gpt2),
     Family("opt", _opt),

@@ -28,7 +28,12 @@ def test_word_in_a_generation_config(llama: Any, ids: torch.Tensor) -> None:
     """A GenerationConfig and the model's own config ask as the keyword does."""
     stock = llama.generate(**call(ids))
     config = GenerationConfig(
-        max_new_tokens=8, cache_implementation="paged", cache_config={"block_size": 2}, return_dict_in_generate=True, eos_token_id=2, pad_token_id=0
+        max_new_tokens=8,
+        cache_implementation="paged",
+        cache_config={"block_size": 2},
+        return_dict_in_generate=True,
+        eos_token_id=2,
+        pad_token_id=0,
     )
     given = llama.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     llama.generation_config.cache_implementation = "paged"
@@ -153,7 +158,8 @@ def test_left_padded_forwards_without_a_scope(llama: Any, ids: torch.Tensor) -> 
     mask[0, :6] = 0
     with torch.no_grad():
         logits = [
-            llama(ids, attention_mask=mask, past_key_values=cache).logits[:, -1] for cache in (DynamicCache(config=llama.config), hf_paged.PagedCache(llama))
+            llama(ids, attention_mask=mask, past_key_values=cache).logits[:, -1]
+            for cache in (DynamicCache(config=llama.config), hf_paged.PagedCache(llama))
         ]
     torch.testing.assert_close(*logits, atol=2e-4, rtol=2e-4)
 
@@ -173,7 +179,14 @@ def test_padding_is_not_stored(llama: Any, ids: torch.Tensor) -> None:
     """C1, C2: a row of 4 real tokens among 13 columns holds the blocks of 4 tokens."""
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
-    answer = llama.generate(ids, attention_mask=mask, max_new_tokens=1, return_dict_in_generate=True, cache_implementation="paged", cache_config={"block_size": 4})
+    answer = llama.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=1,
+        return_dict_in_generate=True,
+        cache_implementation="paged",
+        cache_config={"block_size": 4},
+    )
     assert [len(row) for row in answer.past_key_values.tables()] == [4, 1, 4]
 
 
@@ -278,11 +291,18 @@ def test_long_rope_drops_the_cache() -> None:
     """Trap 7: at its border Phi-3's long rope goes on with a plain cache; so do we, with the same tokens."""
     import transformers as tf
 
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 1e4,
+    }
     torch.manual_seed(0)
     config = tf.Phi3Config(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, vocab_size=VOCABULARY,
-        max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=rope, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=VOCABULARY, max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=rope, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = tf.Phi3ForCausalLM(config).eval()
     ids = torch.randint(5, VOCABULARY, (2, 12))

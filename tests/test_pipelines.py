@@ -17,7 +17,9 @@ def generator() -> Any:
     return pipeline("text-generation", model=demo.model(), tokenizer=demo.tokenizer())
 
 
-@pytest.mark.parametrize("mode", [{"do_sample": False}, {"num_beams": 4, "do_sample": False}, {"do_sample": True, "num_return_sequences": 2}])
+@pytest.mark.parametrize(
+    "mode", [{"do_sample": False}, {"num_beams": 4, "do_sample": False}, {"do_sample": True, "num_return_sequences": 2}]
+)
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_prompts(generator: Any, mode: dict[str, Any], batch_size: int) -> None:
     """The same texts; batches are padded on the left."""

@@ -20,7 +20,9 @@ def counted(model: Any) -> Iterator[list[tuple[int, int]]]:
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model.model
     layers = getattr(decoder, "layers", None) or decoder.block
     seen: list[tuple[int, int]] = []
-    handle = layers[0].register_forward_pre_hook(lambda module, args, kwargs: seen.append(tuple((*args, *kwargs.values())[0].shape[:2])), with_kwargs=True)
+    handle = layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(tuple((*args, *kwargs.values())[0].shape[:2])), with_kwargs=True
+    )
     try:
         yield seen
     finally:
@@ -38,7 +40,9 @@ def _call(model: Any, prompts: int, **arguments: Any) -> tuple[Any, list[tuple[i
     return answer, seen
 
 
-@pytest.mark.parametrize("mode", [{"num_beams": 4, "do_sample": False}, {"do_sample": True, "num_return_sequences": 4}], ids=["beams", "samples"])
+@pytest.mark.parametrize(
+    "mode", [{"num_beams": 4, "do_sample": False}, {"do_sample": True, "num_return_sequences": 4}], ids=["beams", "samples"]
+)
 def test_prompt_is_computed_once(llama: Any, mode: dict[str, Any]) -> None:
     """Two prompts with four rows each: the prefill runs two rows, every step after it eight."""
     answer, seen = _call(llama, 2, **mode)
@@ -47,7 +51,9 @@ def test_prompt_is_computed_once(llama: Any, mode: dict[str, Any]) -> None:
     assert answer.past_key_values.sequences.count == 8
 
 
-@pytest.mark.parametrize("mode", [{"num_beams": 4, "do_sample": False}, {"do_sample": True, "num_return_sequences": 4}], ids=["beams", "samples"])
+@pytest.mark.parametrize(
+    "mode", [{"num_beams": 4, "do_sample": False}, {"do_sample": True, "num_return_sequences": 4}], ids=["beams", "samples"]
+)
 def test_prompt_is_stored_once(llama: Any, mode: dict[str, Any]) -> None:
     """C6, C13: all full blocks of a prompt are the same in the rows of its group."""
     answer, _ = _call(llama, 2, **mode)
@@ -78,7 +84,9 @@ def test_training_mode_is_not_shared(llama: Any) -> None:
     llama.train()
     ids = torch.randint(5, VOCABULARY, (1, PROMPT))
     with counted(llama) as seen:
-        llama.generate(ids, attention_mask=torch.ones_like(ids), num_beams=3, max_new_tokens=3, min_new_tokens=3, cache_implementation="paged")
+        llama.generate(
+            ids, attention_mask=torch.ones_like(ids), num_beams=3, max_new_tokens=3, min_new_tokens=3, cache_implementation="paged"
+        )
     assert seen[0] == (3, PROMPT)
 
 
@@ -118,7 +126,7 @@ def test_reorder_moves_no_tensor(llama: Any, monkeypatch: pytest.MonkeyPatch) ->
     original = Store.copy
     monkeypatch.setattr(Store, "copy", lambda self, copies: (copied.append(len(copies)), original(self, copies))[1])
     _call(llama, 1, num_beams=4)
-    assert 0 < sum(copied)
+    assert sum(copied) > 0
     assert max(copied) <= 4
     assert len(copied) < NEW
 
@@ -131,7 +139,13 @@ def test_mixed_adapters_are_sliced_with_the_rows(ids: torch.Tensor) -> None:
     model = get_peft_model(base, LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"]), adapter_name="one")
     model.add_adapter("two", LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"]))
     model.eval()
-    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "adapter_names": ["one", "__base__", "two"], "num_beams": 3, "max_new_tokens": 6}
+    call = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "adapter_names": ["one", "__base__", "two"],
+        "num_beams": 3,
+        "max_new_tokens": 6,
+    }
     with counted(base) as seen:
         paged = model.generate(**call, cache_implementation="paged")
     assert seen[0] == (3, 13)

@@ -16,7 +16,9 @@ from hf_paged.integration.registry import memory_of
 
 
 def paged(model: Any, ids: torch.Tensor, **arguments: Any) -> Any:
-    return model.generate(ids, **{"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "cache_implementation": "paged", **arguments})
+    return model.generate(
+        ids, **{"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "cache_implementation": "paged", **arguments}
+    )
 
 
 def stock(model: Any, ids: torch.Tensor, **arguments: Any) -> Any:
@@ -169,7 +171,11 @@ def test_a_forward_that_fails_halfway(name: str, layer: int, ids: torch.Tensor) 
 
 def test_threads_on_one_model(llama: Any, ids: torch.Tensor) -> None:
     """Paged and stock calls of several threads at once: every answer is right."""
-    jobs = [dict(num_beams=beams, block_size=size, word=word) for beams in (1, 3) for size, word in ((4, True), (4, True), (8, True), (0, False))]
+    jobs = [
+        {"num_beams": beams, "block_size": size, "word": word}
+        for beams in (1, 3)
+        for size, word in ((4, True), (4, True), (8, True), (0, False))
+    ]
     expected = {beams: stock(llama, ids, num_beams=beams) for beams in (1, 3)}
     wrong: list[object] = []
 

@@ -99,7 +99,7 @@ def _attend_pages(
     forward = running.get()
     if forward is None or forward.dense or not _plain(module, kwargs):
         return None
-    options = {"scale": kwargs.get("scaling"), "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    options: dict[str, Any] = {"scale": kwargs.get("scaling"), "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     batch, cross = key.pages.batch, key.layer.kind.name == "cross"
     if isinstance(mask, LazyMask) and not cross:
         if key.layer.kind.window not in (None, mask.window) or kwargs.get("is_causal") is False:

@@ -81,7 +81,8 @@ class PagedCache(DynamicCache):
         return [list(table.blocks) for table in self.sequences.tables(kind)]
 
     def __repr__(self) -> str:
-        return f"PagedCache(rows={self.sequences.count}, tokens={self.sequences.columns}, block_size={self.config.block_size}, layers={len(self)})"
+        rows, tokens = self.sequences.count, self.sequences.columns
+        return f"PagedCache(rows={rows}, tokens={tokens}, block_size={self.config.block_size}, layers={len(self)})"
 
     # ---- rows
 
@@ -124,7 +125,8 @@ class PagedCache(DynamicCache):
     def reset(self) -> None:
         """Give back every block and begin anew."""
         self.sequences.free()
-        super().reset()
+        for layer in self.layers:
+            layer.reset()
 
     def _others(self, method: str, index: torch.Tensor) -> None:
         """Do to the layers that are not paged what was done to the tables."""
@@ -168,9 +170,9 @@ class PagedCache(DynamicCache):
         return stock
 
 
-def layer_kinds(model: nn.Module, cross: bool) -> list[Any]:
+def layer_kinds(model: Any, cross: bool) -> list[Any]:
     """For each layer what kind of pages it gets, or the stock layer that it keeps."""
-    config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr]  # every transformers model has one
+    config = model.config.get_text_config(decoder=True)
     stock = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
     return [_kind(layer, cross) for layer in stock]
 

@@ -103,32 +103,36 @@ def _wrap_prepare_cache(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def _prepare_cache_for_generation(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
-    ) -> None:
-        call, given = current.get(), model_kwargs.get("past_key_values")
-        ours = paged_parts(given)
-        asked = generation_config.cache_implementation == WORD
-        if call is None or not installed() or not (asked or ours):
+    ) -> Any:
+        call = current.get()
+        if call is None or not installed() or not _takes(self, generation_config, model_kwargs):
             return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        if given is not None and not ours:
-            # Stock's own words for a cache and the name of another in one call.
-            return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        options = CacheConfig.of(generation_config.cache_config if asked else None)
-        reason = why_not(self, generation_config)
-        if reason is not None and not ours:
-            warn(reason)
-            generation_config.cache_implementation = generation_config.cache_config = None
-            return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        cache = _given(self, given, ours) if ours else _made(self, options)
+        given = model_kwargs.get("past_key_values")
+        cache = _made(self, CacheConfig.of(generation_config.cache_config)) if given is None else _given(self, given)
         model_kwargs["past_key_values"] = cache
-        fork = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         parts = paged_parts(cache)
-        _prepare(parts, generation_config, model_kwargs, fork, max_cache_length)
+        _prepare(parts, generation_config, max_cache_length)
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        call.plug(self, parts, made=not ours)
+        call.plug(self, parts, made=given is None)
         return None
 
     return _marked(_prepare_cache_for_generation)
+
+
+def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether this call runs on pages: it was given a paged cache, or asks for one and can have it."""
+    given = model_kwargs.get("past_key_values")
+    if paged_parts(given):
+        return True
+    # A foreign cache and the word together: stock has its own error for that.
+    if generation_config.cache_implementation != WORD or given is not None:
+        return False
+    reason = why_not(model, generation_config)
+    if reason is not None:
+        warn(reason)
+        generation_config.cache_implementation = generation_config.cache_config = None
+    return reason is None
 
 
 def _made(model: Any, options: CacheConfig) -> Any:
@@ -138,12 +142,13 @@ def _made(model: Any, options: CacheConfig) -> Any:
     return cache
 
 
-def _given(model: Any, given: Any, parts: list[PagedCache]) -> Any:
+def _given(model: Any, given: Any) -> Any:
     """A cache that the user passed: check whose it is, and complete it for an encoder-decoder."""
-    if parts[0].model is not model:
-        owner = type(parts[0].model).__name__ if parts[0].model is not None else "a model that is gone"
+    own = paged_parts(given)[0]
+    if id(own.model) != id(model):
+        owner = "a model that is gone" if own.model is None else f"another model ({type(own.model).__name__})"
         raise ValueError(
-            f"this PagedCache belongs to another model ({owner}) and cannot be used by this {type(model).__name__}; "
+            f"this PagedCache belongs to {owner} and cannot be used by this {type(model).__name__}; "
             "make one with hf_paged.PagedCache(model)"
         )
     if model.config.is_encoder_decoder and isinstance(given, PagedCache):
@@ -152,13 +157,11 @@ def _given(model: Any, given: Any, parts: list[PagedCache]) -> Any:
     return given
 
 
-def _prepare(parts: list[PagedCache], generation_config: Any, model_kwargs: dict[str, Any], fork: int, max_cache_length: int) -> None:
+def _prepare(parts: list[PagedCache], generation_config: Any, max_cache_length: int) -> None:
     """Tell the caches what the call is going to do with them."""
-    cache, cross = parts[0], parts[1:]
-    cache.sequences.expect(max_cache_length, fork)
-    cache.prompt_in_chunks = generation_config.prefill_chunk_size is not None
+    fork = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     for part in parts:
+        part.prompt_in_chunks = generation_config.prefill_chunk_size is not None
         if part.sequences.columns == 0:
             part.sequences.unforked = fork
-    for part in cross:
-        part.sequences.expect(0, 1)
+    parts[0].sequences.expect(max_cache_length, fork)

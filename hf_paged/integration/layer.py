@@ -51,10 +51,8 @@ class PagedLayer(DynamicLayer):
         with self.sequences.memory.lock:
             rows.group.place(self.number, Layout.of(key_states, value_states))
             new = key_states.shape[2]
-            if self.columns == rows.columns:
-                batch = self.sequences.extend(self.kind, key_states.shape[0], new)
-            else:
-                batch = rows.batch
+            first_of_step = self.columns == rows.columns
+            batch = self.sequences.extend(self.kind, key_states.shape[0], new) if first_of_step else rows.batch
             if batch.rows != key_states.shape[0] or batch.new != new or self.columns + new != rows.columns:
                 raise RuntimeError(
                     f"layer {self.number} holds {self.columns} tokens and was given {new} more for {key_states.shape[0]} rows, while "
@@ -81,7 +79,7 @@ class PagedLayer(DynamicLayer):
     # ---- what transformers reads
 
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the parent
+    def keys(self) -> torch.Tensor | None:
         return self._stored("keys")
 
     @keys.setter
@@ -89,7 +87,7 @@ class PagedLayer(DynamicLayer):
         _only_none(value)
 
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the parent
+    def values(self) -> torch.Tensor | None:
         return self._stored("values")
 
     @values.setter

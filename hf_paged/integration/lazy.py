@@ -6,7 +6,7 @@ tensors' place. Whoever computes with it instead (a model with an attention of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +26,16 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *args: Any) -> LazyTensor:
-        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]  # private, documented for subclasses
+        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         lazy._dense = None
         return lazy
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what torch documents for wrappers
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        return func(*tree_map(as_dense, args), **tree_map(as_dense, dict(kwargs or {})))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Torch hands kwargs as None where there are none.
+        return func(*tree_map(as_dense, args), **tree_map(as_dense, kwargs or {}))
 
     def dense(self) -> torch.Tensor:
         """The content, made once."""
@@ -45,7 +46,7 @@ class LazyTensor(torch.Tensor):
     def _make(self) -> torch.Tensor:
         raise NotImplementedError
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -72,7 +73,7 @@ def as_dense(value: Any) -> Any:
 class LazyPages(LazyTensor):
     """Keys or values [rows, heads, visible columns, dim] of one layer, in their pages.
 
-    `new` are those of the step that handed it out: where they are all there is, nobody needs to gather them.
+    `step_tokens` are those of the step that handed it out: where they are all there is, nobody needs to gather them.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class LazyPages(LazyTensor):
         layer: PagedLayer,
         pages: Pages,
         data: torch.Tensor,
-        new: torch.Tensor | None,
+        step_tokens: torch.Tensor | None,
     ) -> None:
-        self.layer, self.pages, self.data_in_pages, self.new = layer, pages, data, new
+        self.layer, self.pages, self.data_in_pages, self.step_tokens = layer, pages, data, step_tokens
 
     @property
     def first(self) -> int:
@@ -94,8 +95,8 @@ class LazyPages(LazyTensor):
 
     def columns_from(self, first: int) -> torch.Tensor:
         """[rows, heads, columns - first, dim], without a copy where rows lie side by side."""
-        if self.new is not None and first == 0 and self.pages.batch.fresh:
-            return self.new
+        if self.step_tokens is not None and first == 0 and self.pages.batch.fresh:
+            return self.step_tokens
         return reference.gather(self.data_in_pages, self.pages.batch, first)
 
     def _make(self) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 SCALARS = (bool, int, float, str, torch.dtype, type(None), Cache)
 
@@ -52,7 +52,8 @@ def repeat_rows(value: Any, rows: int, copies: int) -> Any:
         if x.ndim == 0 or x.shape[0] % rows:
             return x
         # Routers flatten [rows, tokens]: their first dimension is a multiple of the rows.
-        return x.unflatten(0, (rows, -1)).repeat_interleave(copies, 0).flatten(0, 1)
+        per_row: torch.Tensor = x.unflatten(0, (rows, -1))
+        return per_row.repeat_interleave(copies, 0).flatten(0, 1)
 
     return _each(value, repeat)
 

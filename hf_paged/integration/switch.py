@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -60,15 +60,16 @@ def decoder_configs(model: nn.Module) -> list[Any]:
         config = getattr(module, "config", None)
         if config is None or getattr(module, "layer_idx", None) is None or not hasattr(config, "_attn_implementation_internal"):
             continue
-        if uses_registry(type(module)):
+        attention: Any = type(module)
+        if uses_registry(attention):
             ours[id(config)] = config
-        elif "ttention" in type(module).__name__:
+        elif "ttention" in attention.__name__:
             others.add(id(config))
     return [config for key, config in ours.items() if key not in others]
 
 
-@lru_cache(maxsize=None)
-def uses_registry(cls: type[nn.Module]) -> bool:
+@cache
+def uses_registry(cls: Any) -> bool:
     """Whether an attention class asks transformers' registry for its function."""
     try:
         source = inspect.getsource(cls)

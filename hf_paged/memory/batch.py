@@ -61,7 +61,8 @@ class Batch:
         """Slots [n] that take the new tokens, and which of the rows * new tokens those are (None: all of them)."""
         if device not in self._written:
             self.check()
-            slots, sources = [], []
+            slots: list[int] = []
+            sources: list[int] = []
             for i, table in enumerate(self.tables):
                 count = min(self.new, table.length)
                 slots += [table.slot(position) for position in range(table.length - count, table.length)]

@@ -1,6 +1,6 @@
 """How much memory a device has to give."""
 
-import psutil
+import psutil  # type: ignore[import-untyped]  # comes with accelerate, without stubs
 import torch
 
 
@@ -9,4 +9,4 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return psutil.virtual_memory().available
+    return int(psutil.virtual_memory().available)
