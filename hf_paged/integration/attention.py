@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..memory import reference
+from ..memory import Batch, reference
 from .cache import PagedCache
 from .lazy import LazyMask, LazyPages, as_dense
 from .switch import original_implementation
@@ -92,6 +92,24 @@ def paged_attention(
     return stock(module, query, as_dense(key), as_dense(value), as_dense(attention_mask), **kwargs)
 
 
+class Seen(NamedTuple):
+    """What the new tokens of a layer look at: the columns from `first` on, through a mask or simply causally."""
+
+    first: int
+    mask: torch.Tensor | None = None
+    causal: bool = False
+
+    def biased(self, bias: torch.Tensor | None, batch: Batch) -> Seen:
+        """The same with a learned bias [rows or 1, query_heads, new, columns] on every score."""
+        if bias is None:
+            return self
+        mask = batch.visible(self.first, None, bias.device) if self.causal else self.mask
+        if mask is None:
+            return Seen(self.first, bias)
+        lowest = torch.finfo(bias.dtype).min
+        return Seen(self.first, torch.where(mask, bias, lowest) if mask.dtype == torch.bool else mask + bias)
+
+
 def _attend_pages(
     module: nn.Module, query: torch.Tensor, key: LazyPages, value: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
@@ -99,35 +117,49 @@ def _attend_pages(
     forward = running.get()
     if forward is None or forward.dense or not _plain(module, kwargs):
         return None
-    options: dict[str, Any] = {"scale": kwargs.get("scaling"), "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
-    batch, cross = key.pages.batch, key.layer.kind.name == "cross"
-    if isinstance(mask, LazyMask) and not cross:
-        if key.layer.kind.window not in (None, mask.window) or kwargs.get("is_causal") is False:
+    seen = _seen(query, key, mask, kwargs)
+    if seen is None:
+        return None
+    seen = seen.biased(kwargs.get("position_bias"), key.pages.batch)
+    return reference.attend(
+        query,
+        key.columns_from(seen.first),
+        value.columns_from(seen.first),
+        seen.mask,
+        causal=seen.causal,
+        scale=kwargs.get("scaling"),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+
+
+def _seen(query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> Seen | None:
+    """What the mask lets each new token see, or None if the pages have no words for it."""
+    cross, window = key.layer.kind.name == "cross", key.layer.kind.window
+    if isinstance(mask, LazyMask):
+        # A layer that forgets behind its window under a mask without one shows what stock's cache would show.
+        if cross or window not in (None, mask.window) or kwargs.get("is_causal") is False:
             return None
-        return _attend_causal(query, key, value, mask.window, options)
-    if mask is None and cross:
-        return reference.attend(query, key.columns_from(0), value.columns_from(0), None, **options)
-    if isinstance(mask, torch.Tensor) and not isinstance(mask, LazyMask):
-        fits = mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[0] in (1, batch.rows)
-        if fits and mask.shape[2] == query.shape[2] and mask.shape[3] == key.shape[2]:
-            return reference.attend(query, key.columns_from(key.first), value.columns_from(value.first), mask, **options)
-    return None
+        return _seen_causally(key.pages.batch, mask.window, query.device)
+    if mask is None:
+        return Seen(0) if cross else None
+    fits = mask.ndim == 4 and mask.shape[0] in (1, query.shape[0]) and mask.shape[1] in (1, query.shape[1])
+    return Seen(key.first, mask) if fits and mask.shape[2:] == (query.shape[2], key.shape[2]) else None
 
 
-def _attend_causal(query: torch.Tensor, key: LazyPages, value: LazyPages, window: int | None, options: dict[str, Any]) -> torch.Tensor:
-    batch = key.pages.batch
+def _seen_causally(batch: Batch, window: int | None, device: torch.device) -> Seen:
     first = batch.first_visible(window)
     narrow = window is not None and batch.new > 1 and batch.columns > window
-    causal = batch.fresh and batch.new > 1 and batch.starts is None and not narrow
-    mask = None if causal else batch.visible(first, window, query.device)
-    return reference.attend(query, key.columns_from(first), value.columns_from(first), mask, causal=causal, **options)
+    if batch.fresh and batch.new > 1 and batch.starts is None and not narrow:
+        return Seen(first, causal=True)
+    return Seen(first, batch.visible(first, window, device))
 
 
 def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether the keywords ask for nothing beyond scale, softcap and sinks."""
+    """Whether the keywords ask for nothing beyond scale, softcap, sinks and a bias."""
     if kwargs.get("dropout") and module.training:
         return False
-    known = {"scaling", "dropout", "softcap", "s_aux", "is_causal"} | PASSED_ALONG
+    known = {"scaling", "dropout", "softcap", "s_aux", "is_causal", "position_bias"} | PASSED_ALONG
     return all(name in known or setting is None or setting is False for name, setting in kwargs.items())
 
 

@@ -65,7 +65,7 @@ def attend(
     """softmax(softcap(query keys^T * scale) + mask) values, with an optional sink per head that only takes weight.
 
     query [rows, query_heads, new, key_dim]; keys and values [rows, heads, columns, dim], each head serving
-    query_heads / heads of the query's; mask [rows or 1, 1, new, columns], boolean (True is seen) or added; causal: the
+    query_heads / heads of the query's; mask [rows or 1, query_heads or 1, new, columns], boolean (True is seen) or added; causal: the
     new tokens are all the columns, each sees itself and what is before. The answer is [rows, new, query_heads, value_dim].
     A token that sees nothing gives 0.
     """
@@ -79,7 +79,9 @@ def attend(
         mask = torch.ones(new, new, dtype=torch.bool, device=query.device).tril()[None, None]
     # All query heads of one key head become query tokens of it: no key is ever repeated.
     folded = query.reshape(rows, heads, repeats * new, query.shape[3])
-    if mask is not None and new > 1 and repeats > 1:
+    if mask is not None and repeats > 1 and mask.shape[1] > 1:
+        mask = mask.unflatten(1, (heads, repeats)).flatten(2, 3)
+    elif mask is not None and repeats > 1 and new > 1:
         mask = mask[:, :, None].expand(-1, -1, repeats, -1, -1).flatten(2, 3)
     if softcap is None and sinks is None:
         out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)

@@ -1,0 +1,84 @@
+"""The floors of the house: imports point downwards only, and the books know no tensor."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "hf_paged"
+
+BELOW = {
+    "blocks": set(),
+    "config": {"blocks"},
+    "memory": {"config", "blocks"},
+    "integration": {"memory", "config", "blocks"},
+    "demo": {"integration", "memory", "config", "blocks", ""},
+    "": {"integration", "memory", "config", "blocks"},
+}
+"""For each floor the floors it may import; "" is the package's own front door."""
+
+
+def _floor(file: Path) -> str:
+    parts = file.relative_to(PACKAGE).parts
+    return "" if parts == ("__init__.py",) else parts[0].removesuffix(".py")
+
+
+def _imports(file: Path) -> list[str]:
+    """Absolute names of everything a file imports, TYPE_CHECKING included."""
+    package = file.relative_to(ROOT).with_suffix("").parts
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level]) if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found += [module] if node.module else [f"{module}.{alias.name}" for alias in node.names]
+    return found
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_point_downwards(file: Path) -> None:
+    floor = _floor(file)
+    for name in _imports(file):
+        if name.split(".")[0] == "hf_paged":
+            target = (name.split(".") + [""])[1]
+            assert target == floor or target in BELOW[floor], f"{floor or 'the front door'} must not import {name}"
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if _floor(file) in ("blocks", "config")], ids=lambda file: file.name)
+def test_the_books_need_the_standard_library_only(file: Path) -> None:
+    for name in _imports(file):
+        top = name.split(".")[0]
+        assert top == "hf_paged" or top in sys.stdlib_module_names, f"{file.name} imports {name}"
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if _floor(file) == "memory"], ids=lambda file: file.name)
+def test_the_memory_does_not_know_transformers(file: Path) -> None:
+    assert not [name for name in _imports(file) if name.split(".")[0] in ("transformers", "peft", "accelerate")]
+
+
+def test_kernels_is_a_plain_folder() -> None:
+    """A package named kernels would hide PyPI's, which transformers imports."""
+    assert not [path for path in ROOT.rglob("kernels/__init__.py") if ".venv" not in str(path)]
+
+
+def test_functions_are_short() -> None:
+    """A function of more than 50 lines misses a noun."""
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno < 50, f"{file.name}:{node.name} has {node.end_lineno - node.lineno + 1} lines"
+
+
+def test_files_are_short() -> None:
+    for file in FILES:
+        assert len(file.read_text().splitlines()) <= 400, file.name

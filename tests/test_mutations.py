@@ -1,0 +1,87 @@
+"""The comparison with stock is sensitive: with one thing taken out, some mode fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compare import both
+from families import BY_NAME, VOCABULARY, build
+
+from hf_paged.blocks import table
+from hf_paged.integration import forward
+from hf_paged.memory import rows, sequences, store
+
+NEW = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
+
+
+def _no_reorder(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sequences.Sequences, "reorder", lambda self, index: self.settle())
+
+
+def _no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store.Store, "copy", lambda self, copies: None)
+
+
+def _write_into_shared_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(table.Table, "_own_last_block", lambda self: table.Copy(self.blocks[-1], self.blocks[-1]))
+
+
+def _no_crop(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rows.Rows, "crop", lambda self, columns: None)
+
+
+def _no_padding(patch: pytest.MonkeyPatch) -> None:
+    original = forward._read_mask
+    patch.setattr(forward, "_read_mask", lambda mask, cache, dense: original(torch.ones_like(mask), cache, dense))
+
+
+def _no_window(patch: pytest.MonkeyPatch) -> None:
+    from hf_paged.memory.batch import Batch
+
+    patch.setattr(Batch, "first_visible", lambda self, window: 0)
+
+
+def _beams(ids: torch.Tensor) -> dict[str, Any]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "num_beams": 4, **NEW}
+
+
+def _padded(ids: torch.Tensor) -> dict[str, Any]:
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    return {"input_ids": ids, "attention_mask": mask, **NEW}
+
+
+def _lookup(ids: torch.Tensor) -> dict[str, Any]:
+    repeating = torch.cat([ids[:1, :6].repeat(1, 3), ids[:1, :5]], 1)
+    return {"input_ids": repeating, "attention_mask": torch.ones_like(repeating), "prompt_lookup_num_tokens": 3, **NEW}
+
+
+MUTATIONS: list[tuple[str, Callable[[pytest.MonkeyPatch], None], str, Callable[[torch.Tensor], dict[str, Any]]]] = [
+    ("reorder", _no_reorder, "llama", _beams),
+    ("copy", _no_copy_on_write, "llama", _beams),
+    ("private-tail", _write_into_shared_blocks, "llama", _beams),
+    ("crop", _no_crop, "llama", _lookup),
+    ("padding", _no_padding, "llama", _padded),
+    ("window", _no_window, "mistral-window", _padded),
+]
+
+
+@pytest.mark.parametrize(("mutate", "family", "mode"), [case[1:] for case in MUTATIONS], ids=[case[0] for case in MUTATIONS])
+def test_mutation_is_caught(mutate: Any, family: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right before, wrong (or an error) while it is missing, right again after."""
+    model = build(BY_NAME[family])
+    ids = torch.randint(5, VOCABULARY, (3, 13), generator=torch.Generator().manual_seed(5))
+    assert torch.equal(*both(model, **mode(ids)))
+    with monkeypatch.context() as patch:
+        mutate(patch)
+        try:
+            stock, paged = both(model, **mode(ids))
+        except Exception as error:  # a broken book is allowed to say so
+            assert not isinstance(error, AttributeError), "the mutation no longer fits the code"
+        else:
+            assert not torch.equal(stock, paged), "the comparison did not notice"
+    fresh = build(BY_NAME[family])
+    assert torch.equal(*both(fresh, **mode(ids)))
