@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +17,6 @@ def _whole_pools() -> Iterator[None]:
     yield
     for memory in memories():
         memory.check()
-    gc.collect()
     assert hf_paged.installed()
 
 

@@ -92,9 +92,6 @@ def _bart() -> tf.PreTrainedModel:
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
 
-# T5 asks the registry for its attention from transformers 5.21 on; before, it computes on dense copies.
-T5_ASKS = tuple(int(part) for part in tf.__version__.split(".")[:2]) >= (5, 21)
-
 FAMILIES = [
     _decoder("llama", tf.LlamaConfig, tf.LlamaForCausalLM, num_key_value_heads=2),
     _decoder("llama-mha", tf.LlamaConfig, tf.LlamaForCausalLM, num_key_value_heads=4),
@@ -111,6 +108,7 @@ FAMILIES = [
         head_dim=8,
         query_pre_attn_scalar=8,
         attn_logit_softcapping=5.0,
+        attn_implementation="eager",
         **ALTERNATING,
     ),
     _decoder(
@@ -134,7 +132,7 @@ FAMILIES = [
     Family("opt", _opt),
     Family("bloom", _bloom, path="dense"),
     Family("falcon", _falcon, path="dense"),
-    Family("t5", _t5, path="paged" if T5_ASKS else "dense", seq2seq=True),
+    Family("t5", _t5, seq2seq=True),
     Family("bart", _bart, seq2seq=True),
 ]
 BY_NAME = {family.name: family for family in FAMILIES}

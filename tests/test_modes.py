@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compare import assert_clean, assert_same
+import transformers
+from compare import assert_clean, assert_equal, assert_same
 from families import FAMILIES, VOCABULARY, Family, build
 from modes import MODES, supported
+
+STOCK_LOSES_WINDOWS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 19)
+"""Whether stock's own sliding cache breaks when an assistant drafts several tokens."""
 
 CELLS = [(family, mode) for family in FAMILIES for mode in MODES if supported(mode, family.seq2seq)]
 
@@ -38,6 +42,10 @@ def test_same_as_stock(models: dict[str, object], family: Family, mode: str) -> 
     arguments = {"input_ids": ids, **MODES[mode](model, ids)}
     if "attention_mask" not in arguments:
         arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
-    answer = assert_same(model, **arguments)
-    del answer
+    if mode == "assisted" and STOCK_LOSES_WINDOWS and len(set(getattr(model.config, "layer_types", None) or ())) > 1:
+        # Assisted decoding changes the speed and not the tokens, so plain greedy is the reference where stock raises.
+        stock = model.generate(**{**arguments, "assistant_model": None})
+        assert_equal(stock, model.generate(**arguments, cache_implementation="paged", cache_config={"block_size": 4}))
+    else:
+        assert_same(model, **arguments)
     assert_clean(model, setting)

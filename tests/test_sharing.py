@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_same
+from compare import assert_equal
 from families import BY_NAME, VOCABULARY, build
+
+from hf_paged import PagedCache
+from hf_paged.integration.forward import wrap
 
 PROMPT, NEW = 24, 10
 
@@ -94,9 +97,6 @@ def test_rows_that_a_user_made_different_are_all_computed(llama: Any) -> None:
     """Embeddings with noise on every row are not one prompt."""
     embeds = torch.randn(6, PROMPT, 32)
     with counted(llama) as seen, torch.no_grad():
-        from hf_paged import PagedCache
-        from hf_paged.integration.forward import wrap
-
         cache = PagedCache(llama)
         cache.sequences.unforked = 3
         wrap(llama, llama.forward)(inputs_embeds=embeds, past_key_values=cache)
@@ -155,5 +155,12 @@ def test_mixed_adapters_are_sliced_with_the_rows(ids: torch.Tensor) -> None:
 def test_moe_router_outputs_are_repeated() -> None:
     """A router's logits are [rows * tokens, experts]: all rows must be there."""
     model = build(BY_NAME["mixtral"])
-    ids = torch.randint(5, VOCABULARY, (2, 9))
-    assert_same(model, input_ids=ids, attention_mask=torch.ones_like(ids), num_beams=2, max_new_tokens=4, output_router_logits=True)
+    ids = torch.randint(5, VOCABULARY, (2, 9)).repeat_interleave(3, 0)
+    cache = PagedCache(model)
+    cache.sequences.unforked = 3
+    with torch.no_grad(), counted(model) as seen:
+        paged = wrap(model, model.forward)(input_ids=ids, past_key_values=cache, output_router_logits=True)
+        stock = model(input_ids=ids, output_router_logits=True)
+    assert seen[0] == (2, 9)
+    assert_equal(stock.logits, paged.logits)
+    assert_equal(stock.router_logits, paged.router_logits)

@@ -159,6 +159,9 @@ def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether the keywords ask for nothing beyond scale, softcap, sinks and a bias."""
     if kwargs.get("dropout") and module.training:
         return False
+    capped = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+    if capped and original_implementation(getattr(module, "config", None)) == "sdpa":
+        return False  # stock's sdpa drops or refuses them, and we answer as stock does
     known = {"scaling", "dropout", "softcap", "s_aux", "is_causal", "position_bias"} | PASSED_ALONG
     return all(name in known or setting is None or setting is False for name, setting in kwargs.items())
 
