@@ -69,6 +69,14 @@ MUTATIONS: list[tuple[str, Callable[[pytest.MonkeyPatch], None], str, Callable[[
 ]
 
 
+def _alike(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether the mutated call still answers as stock; broken books are allowed to raise instead."""
+    try:
+        return torch.equal(*both(model, **arguments))
+    except (RuntimeError, ValueError, AssertionError, IndexError):
+        return False
+
+
 @pytest.mark.parametrize(("mutate", "family", "mode"), [case[1:] for case in MUTATIONS], ids=[case[0] for case in MUTATIONS])
 def test_mutation_is_caught(mutate: Any, family: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right before, wrong (or an error) while it is missing, right again after."""
@@ -77,11 +85,6 @@ def test_mutation_is_caught(mutate: Any, family: str, mode: Any, monkeypatch: py
     assert torch.equal(*both(model, **mode(ids)))
     with monkeypatch.context() as patch:
         mutate(patch)
-        try:
-            stock, paged = both(model, **mode(ids))
-        except Exception as error:  # a broken book is allowed to say so
-            assert not isinstance(error, AttributeError), "the mutation no longer fits the code"
-        else:
-            assert not torch.equal(stock, paged), "the comparison did not notice"
+        assert not _alike(model, mode(ids)), "the comparison did not notice"
     fresh = build(BY_NAME[family])
     assert torch.equal(*both(fresh, **mode(ids)))

@@ -1,0 +1,106 @@
+"""Stock against pages on a CUDA device, in float32 and bfloat16: the same tokens up to ties that rounding explains.
+
+PYTHONPATH=.:tests python -m pytest tests/test_gpu.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_clean
+from families import BY_NAME, FAMILIES, VOCABULARY, build
+from modes import NEW
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+LOGITS = {"return_dict_in_generate": True, "output_logits": True}
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False, **LOGITS},
+    "sample": {"do_sample": True, "num_return_sequences": 2, **LOGITS},
+    "beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2, "return_dict_in_generate": True},
+    "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3, **LOGITS},
+    "chunks": {"do_sample": False, "prefill_chunk_size": 5, **LOGITS},
+}
+NOISE = {torch.float32: 2e-4, torch.bfloat16: 2**-5}
+"""How far two ways of computing a logit may lie apart, relative to the largest one."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _full_float32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def assert_same_up_to_ties(stock: Any, paged: Any, prompt: int, noise: float) -> None:
+    """Row by row: logits agree up to the first token that differs, and there the two tokens are a tie."""
+    logits = [torch.stack(answer.logits, 1).float() for answer in (stock, paged)]
+    for row in range(stock.sequences.shape[0]):
+        ours, theirs = paged.sequences[row, prompt:], stock.sequences[row, prompt:]
+        steps = min(ours.numel(), theirs.numel(), logits[0].shape[1], logits[1].shape[1])
+        different = (ours[:steps] != theirs[:steps]).nonzero().flatten().tolist()
+        last = different[0] if different else steps - 1
+        one, other = logits[0][row, : last + 1], logits[1][row, : last + 1]
+        bound = noise * max(1.0, one.abs().max().item())
+        assert (one - other).abs().max().item() <= bound, f"row {row}: logits differ by more than rounding"
+        if different:
+            gap = (one[last, theirs[last]] - one[last, ours[last]]).abs().item()
+            assert gap <= 2 * bound, f"row {row}: {ours.tolist()} instead of {theirs.tolist()}, and {gap} is no tie"
+
+
+CELLS = [
+    (family.name, call)
+    for family in FAMILIES
+    for call in CALLS
+    if not (family.seq2seq and call in ("lookup", "chunks"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(("name", "call"), CELLS, ids=[f"{name}-{call}" for name, call in CELLS])
+def test_same_up_to_ties(name: str, call: str, padded: bool, dtype: torch.dtype) -> None:
+    family = BY_NAME[name]
+    model = build(family).to("cuda", dtype)
+    setting = model.config._attn_implementation
+    rows = 1 if call == "lookup" else 3
+    if padded and rows == 1:
+        padded = False
+    ids = torch.randint(5, VOCABULARY, (rows, 13), generator=torch.Generator().manual_seed(2)).cuda()
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[(0, slice(9, None)) if family.seq2seq else (0, slice(4))] = 0
+    arguments = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": NEW, "min_new_tokens": NEW, **CALLS[call]}
+    answers = []
+    for word in ({}, {"cache_implementation": "paged", "cache_config": {"block_size": 4}}):
+        torch.manual_seed(0)
+        answers.append(model.generate(**arguments, **word))
+    prompt = 1 if family.seq2seq else ids.shape[1]
+    if call == "beams":
+        stock, paged = (answer.sequences_scores.float() for answer in answers)
+        torch.testing.assert_close(paged, stock, atol=4 * NOISE[dtype], rtol=4 * NOISE[dtype])
+    elif call == "sample":
+        # A draw may fall on the other side of a rounded probability; up to there the logits agree.
+        _assert_logits_agree(*answers, prompt, NOISE[dtype])
+    else:
+        assert_same_up_to_ties(*answers, prompt, NOISE[dtype])
+    answers.clear()
+    assert_clean(model, setting)
+
+
+def _assert_logits_agree(stock: Any, paged: Any, prompt: int, noise: float) -> None:
+    logits = [torch.stack(answer.logits, 1).float() for answer in (stock, paged)]
+    bound = noise * max(1.0, logits[0].abs().max().item())
+    for row in range(stock.sequences.shape[0]):
+        different = (paged.sequences[row, prompt:] != stock.sequences[row, prompt:]).nonzero().flatten().tolist()
+        last = different[0] if different else logits[0].shape[1] - 1
+        assert (logits[0][row, : last + 1] - logits[1][row, : last + 1]).abs().max().item() <= bound
+
+
+def test_float32_beams_are_identical() -> None:
+    """In float32 the beams themselves agree on the device, not only their scores."""
+    for name in ("llama", "gemma3", "gpt-oss", "bart"):
+        model = build(BY_NAME[name]).cuda()
+        ids = torch.randint(5, VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(4)).cuda()
+        arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "num_beams": 4, "max_new_tokens": 24, "do_sample": False}
+        assert torch.equal(model.generate(**arguments), model.generate(**arguments, cache_implementation="paged"))
