@@ -48,6 +48,11 @@ class Batch:
         """Whether this step's tokens are all there is."""
         return self.new == self.columns
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing but padding was seen so far, so that no slot holds anything."""
+        return not any(table.length for table in self.tables)
+
     def first_visible(self, window: int | None) -> int:
         """The first column that any of the new tokens may look at."""
         return 0 if window is None else max(0, self.columns - (window - 1 + self.new))

@@ -30,6 +30,8 @@ def gather(data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
     if batch.lane is not None:
         return _lane_view(data, batch, first)
     slots, heads, dim = data.shape
+    if batch.empty:
+        return data.new_zeros(batch.rows, heads, batch.columns - first, dim)
     if batch.starts is None:
         size = batch.block_size
         blocks = batch.blocks(first, data.device)

@@ -1,0 +1,33 @@
+"""The examples and the README run as they stand."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_example(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(example), run_name="__main__")
+    assert len(capsys.readouterr().out.split()) > 20
+
+
+def test_readme_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """The ten lines of the first screen."""
+    code = next(block for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "demo.model()" in block)
+    exec(compile(code, "README.md", "exec"), {})
+    assert "PagedCache(rows=12" in capsys.readouterr().out
+
+
+def test_demo_draws_the_blocks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What scripts/demo shows: identical tokens, and blocks that several rows share."""
+    monkeypatch.setattr("sys.argv", ["demo", "--new", "16"])
+    runpy.run_module("hf_paged.demo", run_name="__main__")
+    out = capsys.readouterr().out
+    assert re.search(r"tokens +identical", out)
+    assert re.search(r"row 3 .*\dx4", out)
