@@ -248,3 +248,64 @@ def test_pool_grows_around_a_kept_cache(llama: Any, ids: torch.Tensor) -> None:
     assert memory_of(llama).bytes > before
     longer = torch.cat([history, ids], 1)
     assert torch.equal(stock(llama, longer, past_key_values=cache), stock(llama, longer))
+
+
+PLACES = [
+    "hf_paged.memory.rows.append",
+    "hf_paged.memory.rows.reorder",
+    "hf_paged.memory.store.Store.copy",
+    "hf_paged.memory.reference.write",
+    "hf_paged.memory.reference.scaled_dot_product_attention",
+    "hf_paged.blocks.pool.BlockPool.take",
+    "hf_paged.blocks.pool.BlockPool.share",
+    "hf_paged.blocks.pool.BlockPool.drop",
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.rpartition(".")[2])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_an_interrupt_anywhere(place: str, after: bool, llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at the n-th use of every part of the machine, before or after it did its work: nothing is lost, the next call is right."""
+    import pkgutil
+
+    name = place.rpartition(".")
+    owner, expected = pkgutil.resolve_name(name[0]), stock(llama, ids, num_beams=3)
+    original = getattr(owner, name[2])
+    options = {"num_beams": 3, "cache_config": {"block_size": 4}}
+    for turn in (1, 2, 3, 5, 8, 13, 40):
+        uses = []
+
+        def break_off(*args: Any, uses: list[int] = uses, turn: int = turn, **kwargs: Any) -> Any:
+            uses.append(1)
+            if len(uses) != turn:
+                return original(*args, **kwargs)
+            if after:
+                original(*args, **kwargs)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name[2], break_off)
+            try:
+                paged(llama, ids, **options)
+            except KeyboardInterrupt:
+                patch.undo()
+                assert_clean(llama, "sdpa")
+        assert torch.equal(paged(llama, ids, **options), expected)
+        assert_clean(llama, "sdpa")
+
+
+def test_a_torn_cache_is_not_read(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept cache whose copy on write broke off says so, instead of answering from a block that was never filled."""
+    from hf_paged.memory.store import Store
+
+    cache = hf_paged.PagedCache(llama)
+    history = stock(llama, ids, past_key_values=cache)
+    cache.reorder_cache(torch.tensor([0, 0, 1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "copy", lambda self, copies: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            stock(llama, torch.cat([history, ids[:, :1]], 1), past_key_values=cache)
+    with pytest.raises(RuntimeError, match="broke off in the middle"):
+        stock(llama, torch.cat([history, ids[:, :1]], 1), past_key_values=cache)
+    cache.reset()
+    assert torch.equal(stock(llama, ids, past_key_values=cache), stock(llama, ids))

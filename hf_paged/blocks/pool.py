@@ -234,6 +234,17 @@ class BlockPool:
         self._block_of.clear()
         self.epoch += 1
 
+    def recover(self) -> None:
+        """Make the books agree with the tables again, after something broke into the middle of a change."""
+        named = Counter(block for table in self._tables for block in table.blocks)
+        if all(self._references[block] == named[block] for block in range(self.total)) and self._held == len(named):
+            return
+        self.forget()
+        self._references = [named[block] for block in range(self.total)]
+        self._state = bytearray(HELD if count else FREE for count in self._references)
+        self._evictor = Evictor()
+        self._held, self._lowest_free = len(named), 0
+
     # ---- the audit
 
     def register(self, table: Table) -> None:

@@ -88,24 +88,28 @@ class PagedCache(DynamicCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace row i by row beam_idx[i]. Tables are forked, no tensor moves."""
+        self.spread()
         self.sequences.reorder(beam_idx)
         self._others("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Fork every row into `repeats` rows."""
-        self.sequences.settle()
+        self.settle()
         self.sequences.unforked = repeats
-        self.sequences.spread()
-        index = torch.arange(self.sequences.count // repeats).repeat_interleave(repeats)
-        self._others("reorder_cache", index)
+        self.spread()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, in that order."""
-        self.sequences.settle()
+        self.settle()
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         self.sequences.select(indices.tolist())
         self._others("batch_select_indices", indices)
+
+    def settle(self) -> None:
+        """Pay what the rows are owed, in every layer."""
+        self.sequences.flush()
+        self.spread()
 
     def spread(self) -> None:
         """Fork the rows that stand for several equal ones, in every layer."""
@@ -137,14 +141,14 @@ class PagedCache(DynamicCache):
     def roll_back(self, columns: dict[Kind, int]) -> None:
         """Undo a step that failed halfway: every group back to where it was. Layers that are not paged keep what they have."""
         for kind, rows in self.sequences.rows.items():
-            if rows.columns > columns[kind]:
+            if rows.columns > columns[kind] and not rows.torn:
                 rows.crop(rows.columns - columns[kind])
         for layer in self.paged_layers:
             layer.crop(0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """A fork: the same blocks under new tables, copied only where one of the two writes."""
-        self.spread()
+        self.settle()
         twin = PagedCache.__new__(PagedCache)
         memo[id(self)] = twin
         layers = [layer.kind if isinstance(layer, PagedLayer) else deepcopy(layer, memo) for layer in self.layers]
@@ -161,7 +165,7 @@ class PagedCache(DynamicCache):
 
     def to_dynamic(self) -> DynamicCache:
         """A stock cache with the same content, in tensors of its own."""
-        self.spread()
+        self.settle()
         stock = DynamicCache()
         for i, layer in enumerate(self.layers):
             if isinstance(layer, PagedLayer) and layer.columns:

@@ -27,7 +27,7 @@ class _Plug:
         self.count = 0
         self.configs = decoder_configs(model)
         self.own: Callable[..., Any] | None = model.__dict__.get("forward")
-        self.wrapper = wrap(model, model.forward)
+        self.wrapper = wrap(model, model.forward, masks_known=bool(self.configs))
 
     def push_in(self, model: nn.Module) -> None:
         switch(self.configs, NAME)
@@ -84,14 +84,19 @@ class Call:
             if plug.count == 0:
                 plug.pull_out(model)
                 del _plugs[model]
-        for cache in self.made if answer is None else ():
-            cache.reset()
+        memory = memory_of(model)
+        if answer is None:
+            memory.suspect = True
+            memory.drain()
+            memory.suspect = bool(self.made)
+            for cache in self.made:
+                cache.reset()
         for cache in self.used:
             cache.spread()
         if answer is not None and left_behind(self.used[0], answer):
             warn(f"{type(model).__name__} went on with another cache, as peft's prefix tuning and long rope do")
         self.made, self.used = [], []
-        memory_of(model).drain()
+        memory.drain()
 
 
 def left_behind(cache: PagedCache, answer: Any) -> bool:

@@ -17,8 +17,12 @@ from .prompts import adapters_agree, adapters_of_unique_rows, repeat_rows, uniqu
 INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 
 
-def wrap(model: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` with the pages known to attention and masks; forwards on any other cache pass through."""
+def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = True) -> Callable[..., Any]:
+    """`original` with the pages known to attention and masks; forwards on any other cache pass through.
+
+    masks_known: whether the model's masks are made by our function. A model that makes its own may show what is padding
+    to others, so its padding is stored.
+    """
     names = list(inspect.signature(original).parameters)
 
     @functools.wraps(original)
@@ -30,7 +34,7 @@ def wrap(model: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         with parts[0].sequences.memory.lock:
             before = [{kind: rows.columns for kind, rows in part.sequences.rows.items()} for part in parts]
             try:
-                return _run(model, original, arguments, parts)
+                return _run(model, original, arguments, parts, masks_known)
             except BaseException:
                 for part, columns in zip(parts, before, strict=True):
                     part.roll_back(columns)
@@ -48,31 +52,33 @@ def _without_pages(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         running.reset(token)
 
 
-def _run(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache]) -> Any:
+def _run(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache], masks_known: bool) -> Any:
     copies = parts[0].sequences.unforked
     if copies > 1:
         rows = _rows(arguments)
         kept = unique_rows(arguments, rows, copies) if _may_share(model, arguments, parts[0], rows) else None
         if kept is not None:
             with adapters_of_unique_rows(model, rows, copies):
-                answer = _paged(model, original, kept, parts)
+                answer = _paged(model, original, kept, parts[0], masks_known)
             return repeat_rows(answer, rows // copies, copies)
         for part in parts:
             part.spread()
-    return _paged(model, original, arguments, parts)
+    return _paged(model, original, arguments, parts[0], masks_known)
 
 
 def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, rows: int) -> bool:
     """Whether equal rows may be computed once: not under dropout, and only in the prompt (in chunks: while they are equal)."""
     copies = cache.sequences.unforked
     in_prompt = cache.sequences.columns == 0 or cache.prompt_in_chunks
-    return in_prompt and not model.training and rows % copies == 0 and adapters_agree(model, rows, copies)
+    # A recurrent state may live in the modules, where nobody could fork it.
+    keeps_rows = model.training or getattr(model, "_is_stateful", False)
+    return in_prompt and not keeps_rows and rows % copies == 0 and adapters_agree(model, rows, copies)
 
 
-def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache]) -> Any:
+def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], cache: PagedCache, masks_known: bool) -> Any:
     dense = _wants_attention_itself(model, arguments)
-    _note_padding(model, arguments, parts[0], dense)
-    token = running.set(Forward(parts[0], dense))
+    _note_padding(model, arguments, cache, store_all=dense or not masks_known)
+    token = running.set(Forward(cache, dense))
     try:
         return original(**arguments)
     finally:
@@ -88,7 +94,7 @@ def _rows(arguments: Mapping[str, Any]) -> int:
     return next((arguments[name].shape[0] for name in INPUTS[::-1] if arguments.get(name) is not None), 0)
 
 
-def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, dense: bool) -> None:
+def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, store_all: bool) -> None:
     """Learn from the attention mask where each row begins, or that the mask says something else."""
     sequences = cache.sequences
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
@@ -103,20 +109,20 @@ def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCa
         sequences.padding_known = False
     elif mask.device.type == "cpu" or inputs[0].shape[1] > 1 or not cache.mask_read:
         # Reading a device's mask waits for it, so a decoding step trusts what its call has read.
-        _read_mask(mask.bool(), cache, dense)
+        _read_mask(mask.bool(), cache, store_all)
         cache.mask_read = True
 
 
-def _read_mask(mask: torch.Tensor, cache: PagedCache, dense: bool) -> None:
-    """Take mask [rows, columns] apart into where rows begin."""
+def _read_mask(mask: torch.Tensor, cache: PagedCache, store_all: bool) -> None:
+    """Take mask [rows, columns] apart into where rows begin; with `store_all` padding is stored like anything else."""
     sequences = cache.sequences
     begin = (mask.cumsum(1) == 0).sum(1)
     column = torch.arange(mask.shape[1], device=mask.device)
     plain = bool((mask == (column >= begin[:, None])).all())
     starts = begin.tolist()
     if sequences.columns == 0:
-        sequences.begin_at(starts if plain and not dense and any(starts) else None)
-        sequences.padding_known = plain and (not any(starts) or not dense)
+        sequences.begin_at(starts if plain and not store_all and any(starts) else None)
+        sequences.padding_known = plain and (not any(starts) or not store_all)
         return
     known = sequences.starts
     if known is None:

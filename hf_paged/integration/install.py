@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..config import CacheConfig
 from .attention import NAME, paged_attention, paged_mask
@@ -108,10 +108,14 @@ def _wrap_prepare_cache(stock: Callable[..., Any]) -> Callable[..., Any]:
         if call is None or not installed() or not _takes(self, generation_config, model_kwargs):
             return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         given = model_kwargs.get("past_key_values")
-        cache = _made(self, CacheConfig.of(generation_config.cache_config)) if given is None else _given(self, given)
+        cache = (
+            _made(self, CacheConfig.of(generation_config.cache_config))
+            if given is None
+            else _given(self, given, generation_config.cache_config)
+        )
         model_kwargs["past_key_values"] = cache
         parts = paged_parts(cache)
-        _prepare(parts, generation_config, max_cache_length)
+        _prepare(cache, parts, generation_config, max_cache_length)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         call.plug(self, parts, made=given is None)
@@ -136,30 +140,42 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> 
 
 
 def _made(model: Any, options: CacheConfig) -> Any:
-    cache = PagedCache.make(model, options)
-    if model.config.is_encoder_decoder:
-        return EncoderDecoderCache(cache, PagedCache.make(model, options, cross=True))
-    return cache
+    return _with_cross(model, PagedCache.make(model, options))
 
 
-def _given(model: Any, given: Any) -> Any:
-    """A cache that the user passed: check whose it is, and complete it for an encoder-decoder."""
+def _with_cross(model: Any, cache: PagedCache) -> Any:
+    """The cache as the model wants it: an encoder-decoder's has a second half for what the decoder sees of the encoder."""
+    if not model.config.is_encoder_decoder:
+        return cache
+    prepare = inspect.unwrap(type(model)._prepare_cache_for_generation)
+    if prepare is not inspect.unwrap(GenerationMixin._prepare_cache_for_generation):
+        # The model makes its cross cache anew from the type of ours, so it gets stock's.
+        return EncoderDecoderCache(cache, DynamicCache())
+    return EncoderDecoderCache(cache, PagedCache.make(model, cache.config, cross=True))
+
+
+def _given(model: Any, given: Any, asked: Any) -> Any:
+    """A cache that the user passed: check whose it is and what `asked` for, and complete it for an encoder-decoder."""
     own = paged_parts(given)[0]
+    if asked is not None and CacheConfig.of(asked) != own.config:
+        raise ValueError(f"cache_config={asked} does not fit the PagedCache that was passed, made with {own.config}; give one of them")
     if id(own.model) != id(model):
         owner = "a model that is gone" if own.model is None else f"another model ({type(own.model).__name__})"
         raise ValueError(
             f"this PagedCache belongs to {owner} and cannot be used by this {type(model).__name__}; "
             "make one with hf_paged.PagedCache(model)"
         )
-    if model.config.is_encoder_decoder and isinstance(given, PagedCache):
-        given = EncoderDecoderCache(given, PagedCache.make(model, given.config, cross=True))
+    if isinstance(given, PagedCache):
+        given = _with_cross(model, given)
     given._is_user_defined = True
     return given
 
 
-def _prepare(parts: list[PagedCache], generation_config: Any, max_cache_length: int) -> None:
+def _prepare(cache: Any, parts: list[PagedCache], generation_config: Any, max_cache_length: int) -> None:
     """Tell the caches what the call is going to do with them."""
     fork = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    if isinstance(cache, EncoderDecoderCache) and len(parts) < 2:
+        fork = 1  # a half that is not ours cannot be forked late
     for part in parts:
         part.prompt_in_chunks = generation_config.prefill_chunk_size is not None
         if part.sequences.columns == 0:

@@ -27,7 +27,9 @@ def memory_of(model: nn.Module) -> Memory:
         memory = _memories.get(model)
         if memory is None:
             memory = _memories[model] = Memory()
-            _give_back_in_training(model, memory)
+            # A copied model brings the hook along.
+            if give_back_in_training not in model._forward_pre_hooks.values():
+                model.register_forward_pre_hook(give_back_in_training)
         return memory
 
 
@@ -46,13 +48,9 @@ def release(model: nn.Module) -> int:
     return 0 if memory is None else memory.release()
 
 
-def _give_back_in_training(model: nn.Module, memory: Memory) -> None:
-    """A forward that trains wants the memory: idle pools go then."""
-    known = weakref.ref(memory)
-
-    def before_forward(module: nn.Module, *_: Any) -> None:
-        memory = known()
-        if module.training and torch.is_grad_enabled() and memory is not None and memory.bytes:
+def give_back_in_training(model: nn.Module, *_: Any) -> None:
+    """A forward that trains wants the memory: idle pools go then. A hook of the model, found by name when it is pickled."""
+    if model.training and torch.is_grad_enabled():
+        memory = _memories.get(model)
+        if memory is not None and memory.bytes:
             memory.release()
-
-    model.register_forward_pre_hook(before_forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -20,6 +21,8 @@ def why_not(model: Any, generation_config: Any) -> str | None:
         return "use_cache=False leaves nothing to page"
     if "mamba" in name.lower() or not model._supports_default_dynamic_cache():
         return f"{name} keeps a state of its own instead of keys and values"
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return f"{name}.forward takes no past_key_values"
     if not any(isinstance(kind, Kind) for kind in layer_kinds(model, cross=False)):
         return f"no layer of {name} keeps plain keys and values"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 from functools import cache
 from typing import Any
@@ -75,4 +76,5 @@ def uses_registry(cls: Any) -> bool:
         source = inspect.getsource(cls)
     except (OSError, TypeError):
         return False
-    return "ALL_ATTENTION_FUNCTIONS" in source
+    # A class that asks whether its function is one of stock's would take ours for something else.
+    return "ALL_ATTENTION_FUNCTIONS" in source and not re.search(r"_attn_implementation (not )?in ", source)

@@ -192,6 +192,8 @@ class Memory:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.groups: dict[tuple[Kind, CacheConfig], Group] = {}
+        self.suspect = False
+        """Whether a call failed since the books were last known to agree with the tables."""
         self._abandoned: deque[Sequences] = deque()
 
     def group(self, kind: Kind, config: CacheConfig, layers: int, share: float) -> Group:
@@ -210,10 +212,16 @@ class Memory:
         self._abandoned.append(sequences)
 
     def drain(self) -> None:
-        """Free what finalizers have noted."""
+        """Free what finalizers have noted. If something broke into a change of the books, make them whole first."""
         with self.lock:
+            if self.suspect:
+                for group in self.groups.values():
+                    group.pool.recover()
+                self.suspect = False
             while self._abandoned:
+                self.suspect = True
                 self._abandoned.popleft().free()
+                self.suspect = False
 
     @property
     def held(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ..blocks import Table, append, blocks_needed, reorder
 from .batch import Batch, Lane
@@ -28,6 +29,8 @@ class Rows:
         self.keep_past = False
         """Whether blocks behind a window stay until `crop` says how far back the next step may go."""
         self._lane: Lane | None = None
+        self.torn = False
+        """Whether a step broke off between the books and the tensors: what the rows hold is not known any more."""
         self._version = 0
         self._batch: Batch | None = None
 
@@ -52,18 +55,28 @@ class Rows:
                 if first_step:
                     self.group.refuse_hopeless(self.expected_columns, self._row_blocks(new))
                 self.group.make_room(blocks_needed(self.tables, counts), self._hint(rows, new))
-                if first_step:
-                    self._lay_out()
-                copies = append(self.tables, counts)
             except BaseException:
                 if first_step:
                     self.tables = []
                 raise
-            if copies:
-                self.group.copy(copies)
-            self.columns += new
-            self._keep_lane(bool(copies) or first_step or new > 1)
-            return self._changed(new)
+            if first_step:
+                self._lay_out()
+            with self._whole():
+                copies = append(self.tables, counts)
+                if copies:
+                    self.group.copy(copies)
+                self.columns += new
+                self._keep_lane(bool(copies) or first_step or new > 1)
+                return self._changed(new)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Change the rows; whoever breaks in (an interrupt, a device error) leaves them torn, and nobody reads them again."""
+        if self.torn:
+            raise RuntimeError("a step of this cache broke off in the middle, so its content is not known; use a new cache")
+        self.torn = True
+        yield
+        self.torn = False
 
     def _open(self, rows: int) -> None:
         if self.starts is not None and len(self.starts) != rows:
@@ -138,11 +151,12 @@ class Rows:
         with self.group.memory.lock:
             if list(sources) == list(range(len(self.tables))):
                 return
-            self.tables = reorder(self.tables, sources)
-            if self.starts is not None:
-                self.starts = [self.starts[source] for source in sources]
-            self._lane = None
-            self._changed()
+            with self._whole():
+                self.tables = reorder(self.tables, sources)
+                if self.starts is not None:
+                    self.starts = [self.starts[source] for source in sources]
+                self._lane = None
+                self._changed()
 
     def crop(self, columns: int) -> None:
         """Forget the last `columns` columns; behind a window, also what no later step can see."""
@@ -150,14 +164,14 @@ class Rows:
             if not 0 <= columns <= self.columns:
                 raise ValueError(f"cannot take {columns} tokens from a cache of {self.columns}; give 0 to {self.columns}")
             self.check_past(columns)
-            before = [table.length for table in self.tables]
-            for i, table in enumerate(self.tables):
-                start = self.starts[i] if self.starts is not None else 0
-                table.crop(before[i] - max(0, self.columns - columns - start))
-            self.columns -= columns
-            if self.window is not None:
-                self._release_behind_window()
-            self._changed()
+            with self._whole():
+                for i, table in enumerate(self.tables):
+                    start = self.starts[i] if self.starts is not None else 0
+                    table.crop(table.length - max(0, self.columns - columns - start))
+                self.columns -= columns
+                if self.window is not None:
+                    self._release_behind_window()
+                self._changed()
 
     def check_past(self, columns: int) -> None:
         """Refuse to go back to where the window would look at blocks that were given back."""
@@ -186,5 +200,5 @@ class Rows:
         with self.group.memory.lock:
             for table in self.tables:
                 table.free()
-            self.tables, self.starts, self.columns, self._lane = [], None, 0, None
+            self.tables, self.starts, self.columns, self._lane, self.torn = [], None, 0, None, False
             self._changed()
