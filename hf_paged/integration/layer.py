@@ -68,7 +68,7 @@ class PagedLayer(DynamicLayer):
     def _pages(self) -> Pages:
         rows = self.sequences.rows[self.kind]
         store, index = rows.group.store(self.number)
-        return Pages(store.keys[index], store.values[index], rows.batch)
+        return Pages(*store.of_layer[index], rows.batch)
 
     def _lazy(self, pages: Pages, data: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
         batch, window = pages.batch, self.kind.window

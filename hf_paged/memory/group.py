@@ -116,10 +116,10 @@ class Group:
         return f"num_blocks={config.num_blocks}" if config.num_blocks else f"memory_fraction={config.memory_fraction}"
 
     def make_room(self, need: int, hint: int) -> None:
-        """See to it that `need` blocks are available; `hint` is what the whole call may come to need."""
+        """See to it that `need` blocks are available; `hint` is what a call that begins may come to need."""
         pool, fixed = self.pool, self.config.fixed
-        if not fixed and not pool.held:
-            self._grow_to(max(need, min(hint, self._affordable())))
+        if not fixed and hint > pool.available:
+            self._grow_to(max(pool.held + need, min(pool.held + hint, self._affordable())))
         if need <= pool.available:
             return
         self.memory.drain()

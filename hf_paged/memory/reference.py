@@ -90,6 +90,8 @@ def attend(
     else:
         sink = None if sinks is None else sinks.reshape(1, heads, repeats, 1).expand(rows, -1, -1, new).reshape(rows, heads, -1, 1)
         out = _attend_by_hand(folded, keys, values, mask, scale, softcap, sink)
+    if new == 1:
+        return out.reshape(rows, 1, query_heads, values.shape[3])
     return out.reshape(rows, query_heads, new, values.shape[3]).transpose(1, 2).contiguous()
 
 

@@ -54,7 +54,7 @@ class Rows:
             try:
                 if first_step:
                     self.group.refuse_hopeless(self.expected_columns, self._row_blocks(new))
-                self.group.make_room(blocks_needed(self.tables, counts), self._hint(rows, new))
+                self.group.make_room(blocks_needed(self.tables, counts), self._hint(rows, new) if first_step else 0)
             except BaseException:
                 if first_step:
                     self.tables = []

@@ -53,7 +53,12 @@ class Store:
 
     def __init__(self, layout: Layout, layers: int, blocks: int, block_size: int) -> None:
         self.layout, self.layers, self.block_size = layout, layers, block_size
-        self.keys, self.values = self._allocate(blocks)
+        self._hold(*self._allocate(blocks))
+
+    def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.of_layer = list(zip(keys.unbind(), values.unbind(), strict=True))
+        """Keys [slots, heads, key_dim] and values [slots, heads, value_dim] of each layer."""
 
     @property
     def blocks(self) -> int:
@@ -79,7 +84,7 @@ class Store:
         keys, values = self._allocate(blocks)
         keys[:, :slots] = self.keys
         values[:, :slots] = self.values
-        self.keys, self.values = keys, values
+        self._hold(keys, values)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Carry out the copies on write of a step, all layers together (C15)."""
