@@ -20,14 +20,25 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProc
 
 import hf_paged
 
-SHAPE = {
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
+SHAPES = {
+    "small": {
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+    },
+    "llama8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
 }
 
 
@@ -51,6 +62,17 @@ class Clock(LogitsProcessor):
     def steps(self) -> list[float]:
         # The first step after a fill also touches memory for the first time.
         return [late - early for early, late in zip(self.times[1:], self.times[2:], strict=False)]
+
+
+def build(shape: str, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A model of the shape with random weights, made on the device."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(LlamaConfig(**SHAPES[shape])).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def filled(model: LlamaForCausalLM, paged: bool, rows: int, context: int, new: int) -> DynamicCache:
@@ -95,28 +117,48 @@ def cell(model: LlamaForCausalLM, rows: int, context: int, rounds: int, new: int
     return statistics.median(times[False]) * 1e3, statistics.median(times[True]) * 1e3
 
 
+def beam_searches(model: LlamaForCausalLM, dtype: str) -> None:
+    """Seconds of 16 beam searches of width 4 and 8 over prompts of 256 tokens, 64 new, warm."""
+    ids = torch.randint(10, 1000, (16, 256), device=model.device, generator=torch.Generator(model.device).manual_seed(1))
+    length = {"max_new_tokens": 64, "min_new_tokens": 64}
+    for width in (4, 8):
+        seconds = {}
+        for word in ({}, {"cache_implementation": "paged"}):
+            for _ in range(2):
+                begin = time.perf_counter()
+                model.generate(ids, attention_mask=torch.ones_like(ids), num_beams=width, do_sample=False, **length, **word)
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize()
+                seconds[bool(word)] = time.perf_counter() - begin
+        stock, paged = seconds[False], seconds[True]
+        print(f"| {dtype} | 16 x {width} beams | 256 + 64 | {stock:.2f} s | {paged:.2f} s | {paged / stock:.2f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="*", default=[128, 512, 2048])
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new", type=int, default=12)
+    parser.add_argument("--beams", action="store_true", help="also 16 beam searches of widths 4 and 8, 256 + 64 tokens")
     options = parser.parse_args()
     name = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, hf_paged {hf_paged.__version__}")
     print("| dtype | rows | context | stock ms | paged ms | paged / stock |\n|---|---|---|---|---|---|")
     worst = 0.0
     for dtype in options.dtypes:
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval().to(options.device, getattr(torch, dtype))
+        model = build(options.shape, options.device, getattr(torch, dtype))
         for rows in options.rows:
             for context in options.contexts:
                 stock, paged = cell(model, rows, context, options.rounds, options.new)
                 worst = max(worst, paged / stock)
                 print(f"| {dtype} | {rows} | {context} | {stock:.2f} | {paged:.2f} | {paged / stock:.2f} |", flush=True)
                 hf_paged.release(model)
+        if options.beams:
+            beam_searches(model, dtype)
     print(f"worst ratio {worst:.2f}")
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 
 from .blocks.pool import check_block_size
 
+KERNELS = ("auto", "triton", "torch")
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -16,14 +18,18 @@ class CacheConfig:
     block_size: tokens in a block, a power of two from 1 to 256.
     num_blocks: blocks of every layer group, fixed. Without it the pool is sized from what the call needs and grows.
     memory_fraction: instead of num_blocks: the share of the device's free memory that the pools get, fixed as well.
+    kernels: "torch", "triton" (an error where they cannot run), or "auto", which is torch as long as steps are not captured.
     """
 
     block_size: int = 16
     num_blocks: int | None = None
     memory_fraction: float | None = None
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
+        if self.kernels not in KERNELS:
+            raise ValueError(f"kernels={self.kernels!r} is not one of {KERNELS}")
         if self.num_blocks is not None and self.memory_fraction is not None:
             raise ValueError(
                 f"num_blocks={self.num_blocks} and memory_fraction={self.memory_fraction} both size the pool; give one of them"

@@ -5,6 +5,7 @@ PYTHONPATH=.:tests python -m pytest tests/test_gpu.py
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from compare import assert_clean
 from families import BY_NAME, FAMILIES, VOCABULARY, build
 from modes import NEW
+from paged_layer import Paged
 from torch.nn.functional import linear
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -95,8 +97,9 @@ CELLS = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize(("name", "call"), CELLS, ids=[f"{name}-{call}" for name, call in CELLS])
-def test_same_up_to_ties(name: str, call: str, padded: bool, dtype: torch.dtype) -> None:
+def test_same_up_to_ties(name: str, call: str, kernels: str, padded: bool, dtype: torch.dtype) -> None:
     family = BY_NAME[name]
     model = build(family).to("cuda", dtype)
     setting = model.config._attn_implementation
@@ -117,7 +120,7 @@ def test_same_up_to_ties(name: str, call: str, padded: bool, dtype: torch.dtype)
         first_ties(ties, count, len(model.model.layers)) if ties and call in ("greedy", "sample", "chunks") else [torch.inf] * count
     )
     torch.manual_seed(0)
-    answers.append(model.generate(**arguments, cache_implementation="paged", cache_config={"block_size": 4}))
+    answers.append(model.generate(**arguments, cache_implementation="paged", cache_config={"block_size": 4, "kernels": kernels}))
     prompt = 1 if family.seq2seq else ids.shape[1]
     if call == "beams":
         stock, paged = (answer.sequences_scores.float() for answer in answers)
@@ -140,6 +143,45 @@ def _assert_logits_agree(stock: Any, paged: Any, prompt: int, noise: float, comp
         different = (paged.sequences[row, prompt:] != stock.sequences[row, prompt:]).nonzero().flatten().tolist()
         last = different[0] if different else logits[0].shape[1] - 1
         assert (logits[0][row, : last + 1] - logits[1][row, : last + 1]).abs().max().item() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 64), (80, 80), (256, 256), (8, 8)], ids=str)
+def test_kernels_over_any_history(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    """C3, C10, C14: appends, forks, reorders and crops, read by the kernels in place, against the formula in float64."""
+    # Every other constant is another kernel to compile, so a walk keeps its own and changes what the kernels read from memory.
+    for seed, (size, window, heads, softcap, sinks) in enumerate(
+        [(16, None, 8, None, False), (4, 17, 4, 3.0, True), (1, None, 2, None, False)]
+    ):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        count = rng.randint(1, 5)
+        starts = rng.choice([None, [rng.randint(0, 9) for _ in range(count)]])
+        layer = Paged(count, size, window, starts, dims=dims, kernels="triton", device="cuda", dtype=dtype)
+        layer.rows.keep_past = window is not None
+        for _ in range(16):
+            pages = layer.step(rng.choice([1, 1, 1, 2, 6, 40]))
+            tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+            layer.assert_attends(pages, heads, softcap, sinks, tolerance)
+            move = rng.choice(["on", "reorder", "fork", "crop"])
+            if move == "reorder":
+                layer.reorder([rng.randrange(layer.count) for _ in range(layer.count)])
+            elif move == "fork" and layer.count < 9:
+                layer.reorder([row for row in range(layer.count) for _ in range(2)])
+            elif move == "crop":
+                layer.crop(rng.randint(0, min(pages.batch.new, layer.rows.columns - 1)))
+            layer.group.pool.check()
+        layer.rows.free()
+
+
+def test_kernels_are_chosen() -> None:
+    """What the user asked for is what runs."""
+    model = build(BY_NAME["llama"]).cuda()
+    ids = torch.randint(5, VOCABULARY, (2, 9)).cuda()
+    for kernels, expected in (("auto", "Ops"), ("triton", "TritonOps"), ("torch", "Ops")):
+        options = {"cache_implementation": "paged", "cache_config": {"kernels": kernels}, "return_dict_in_generate": True}
+        cache = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, **options).past_key_values
+        assert type(cache.layers[0]._pages().ops).__name__ == expected
 
 
 def test_float32_beams_are_identical() -> None:

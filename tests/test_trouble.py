@@ -35,6 +35,8 @@ def stock(model: Any, ids: torch.Tensor, **arguments: Any) -> Any:
         ({"num_blocks": 4, "memory_fraction": 0.5}, ValueError, "give one of them"),
         ({"memory_fraction": 1.5}, ValueError, r"memory_fraction=1.5 is not in \(0, 1\]"),
         ({"memory_fraction": 1e-13}, hf_paged.OutOfBlocks, "less than one block"),
+        ({"kernels": "cuda"}, ValueError, "kernels='cuda' is not one of"),
+        ({"kernels": "triton"}, ValueError, "the kernels need a CUDA device, the keys are on cpu"),
         ({"blocksize": 16}, ValueError, "did you mean 'block_size'"),
         ({"num_blocks": 1}, hf_paged.OutOfBlocks, r"num_blocks=1 cannot hold one sequence of 20 tokens .* need 2 blocks"),
         ({"num_blocks": 4}, hf_paged.OutOfBlocks, r"\d+ more blocks .* are free \(num_blocks=4"),

@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..memory import Batch, reference
+from ..memory import Seen
 from .cache import PagedCache
 from .lazy import LazyMask, LazyPages, as_dense
 from .switch import original_implementation
@@ -92,24 +92,6 @@ def paged_attention(
     return stock(module, query, as_dense(key), as_dense(value), as_dense(attention_mask), **kwargs)
 
 
-class Seen(NamedTuple):
-    """What the new tokens of a layer look at: the columns from `first` on, through a mask or simply causally."""
-
-    first: int
-    mask: torch.Tensor | None = None
-    causal: bool = False
-
-    def biased(self, bias: torch.Tensor | None, batch: Batch) -> Seen:
-        """The same with a learned bias [rows or 1, query_heads, new, columns] on every score."""
-        if bias is None:
-            return self
-        mask = batch.visible(self.first, None, bias.device) if self.causal else self.mask
-        if mask is None:
-            return Seen(self.first, bias)
-        lowest = torch.finfo(bias.dtype).min
-        return Seen(self.first, torch.where(mask, bias, lowest) if mask.dtype == torch.bool else mask + bias)
-
-
 def _attend_pages(
     module: nn.Module, query: torch.Tensor, key: LazyPages, value: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
@@ -120,13 +102,12 @@ def _attend_pages(
     seen = _seen(query, key, mask, kwargs)
     if seen is None:
         return None
-    seen = seen.biased(kwargs.get("position_bias"), key.pages.batch)
-    return reference.attend(
+    new = None if key.step_tokens is None or value.step_tokens is None else (key.step_tokens, value.step_tokens)
+    return key.pages.ops.attend(
         query,
-        key.columns_from(seen.first),
-        value.columns_from(seen.first),
-        seen.mask,
-        causal=seen.causal,
+        key.pages,
+        seen.biased(kwargs.get("position_bias"), key.pages.batch),
+        new,
         scale=kwargs.get("scaling"),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
@@ -140,19 +121,11 @@ def _seen(query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs
         # A layer that forgets behind its window under a mask without one shows what stock's cache would show.
         if cross or window not in (None, mask.window) or kwargs.get("is_causal") is False:
             return None
-        return _seen_causally(key.pages.batch, mask.window, query.device)
+        return Seen(key.pages.batch.first_visible(mask.window), causal=True, window=mask.window)
     if mask is None:
         return Seen(0) if cross else None
     fits = mask.ndim == 4 and mask.shape[0] in (1, query.shape[0]) and mask.shape[1] in (1, query.shape[1])
     return Seen(key.first, mask) if fits and mask.shape[2:] == (query.shape[2], key.shape[2]) else None
-
-
-def _seen_causally(batch: Batch, window: int | None, device: torch.device) -> Seen:
-    first = batch.first_visible(window)
-    narrow = window is not None and batch.new > 1 and batch.columns > window
-    if batch.fresh and batch.new > 1 and batch.starts is None and not narrow:
-        return Seen(first, causal=True)
-    return Seen(first, batch.visible(first, window, device))
 
 
 def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -29,9 +29,15 @@ class PagedCache(DynamicCache):
     """
 
     def __init__(
-        self, model: nn.Module, *, block_size: int = 16, num_blocks: int | None = None, memory_fraction: float | None = None
+        self,
+        model: nn.Module,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory_fraction: float | None = None,
+        kernels: str = "auto",
     ) -> None:
-        self._open(base_model(model), CacheConfig(block_size, num_blocks, memory_fraction), cross=False)
+        self._open(base_model(model), CacheConfig(block_size, num_blocks, memory_fraction, kernels), cross=False)
 
     @classmethod
     def make(cls, model: nn.Module, config: CacheConfig, *, cross: bool = False) -> PagedCache:

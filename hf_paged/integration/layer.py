@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..memory import Kind, Layout, Pages, Sequences, reference
+from ..memory import Kind, Layout, Pages, Sequences
 from .lazy import LazyPages
 
 Path = Literal["unused", "paged", "dense"]
@@ -59,7 +59,7 @@ class PagedLayer(DynamicLayer):
                     f"the other layers hold {rows.columns} for {batch.rows}; a forward failed halfway, use a new cache"
                 )
             pages = self._pages()
-            reference.write(pages, key_states, value_states)
+            pages.ops.write(pages, key_states, value_states)
             self.columns = rows.columns
         self.is_initialized = True
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -68,7 +68,7 @@ class PagedLayer(DynamicLayer):
     def _pages(self) -> Pages:
         rows = self.sequences.rows[self.kind]
         store, index = rows.group.store(self.number)
-        return Pages(*store.of_layer[index], rows.batch)
+        return Pages(*store.of_layer[index], rows.batch, store.ops)
 
     def _lazy(self, pages: Pages, data: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
         batch, window = pages.batch, self.kind.window

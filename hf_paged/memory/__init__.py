@@ -2,8 +2,9 @@
 
 from .batch import Batch
 from .group import Group, Kind, Memory
+from .ops import Seen
 from .rows import Rows
 from .sequences import Sequences
 from .store import Layout, Pages, Store
 
-__all__ = ["Batch", "Group", "Kind", "Layout", "Memory", "Pages", "Rows", "Sequences", "Store"]
+__all__ = ["Batch", "Group", "Kind", "Layout", "Memory", "Pages", "Rows", "Seen", "Sequences", "Store"]

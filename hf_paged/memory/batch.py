@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,13 +26,23 @@ class Batch:
     """
 
     def __init__(
-        self, tables: list[Table], starts: list[int] | None, columns: int, new: int, lane: Lane | None, is_current: Callable[[], bool]
+        self,
+        tables: list[Table],
+        starts: list[int] | None,
+        columns: int,
+        new: int,
+        lane: Lane | None,
+        is_current: Callable[[], bool],
+        workspace: dict[str, Any] | None = None,
     ) -> None:
         self.tables, self.starts, self.columns, self.new, self.lane = tables, starts, columns, new, lane
         self._is_current = is_current
+        self.workspace: dict[str, Any] = {} if workspace is None else workspace
+        """What outlives a step: plans of kernels, and the device's copy of the tables until a block changes."""
         self._written: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._blocks: dict[tuple[torch.device, int], torch.Tensor] = {}
         self._slots: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._lengths: dict[torch.device, torch.Tensor] = {}
         self._visible: dict[tuple[torch.device, int, int | None], torch.Tensor | None] = {}
 
     @property
@@ -78,6 +88,34 @@ class Batch:
                 None if every else torch.tensor(sources, device=device, dtype=torch.long),
             )
         return self._written[device]
+
+    def targets(self, device: torch.device) -> torch.Tensor:
+        """Slots [rows * new] that take the new tokens, -1 for padding, which takes none."""
+        slots, sources = self.written(device)
+        if sources is None:
+            return slots
+        return torch.full((self.rows * self.new,), -1, device=device).index_copy_(0, sources, slots)
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """Block ids [rows, most blocks of a row], int32: token t of row i lies in block t // block_size of row i.
+
+        Places that hold nothing (behind a window, after a shorter row's end) name some block that exists.
+        """
+        tables = self.workspace.setdefault("tables", {})
+        if device not in tables:
+            self.check()
+            width = max(max(table.end for table in self.tables), 1)
+            rows = [[0] * table.released + table.blocks + [0] * (width - table.end) for table in self.tables]
+            tables[device] = torch.tensor(rows, dtype=torch.int32, device=device)
+        found: torch.Tensor = tables[device]
+        return found
+
+    def lengths(self, device: torch.device) -> torch.Tensor:
+        """The tokens [rows] of each row, int32."""
+        if device not in self._lengths:
+            self.check()
+            self._lengths[device] = torch.tensor([table.length for table in self.tables], dtype=torch.int32, device=device)
+        return self._lengths[device]
 
     def blocks(self, first: int, device: torch.device) -> torch.Tensor:
         """Block ids [rows, n] from the block of column `first` on, for rows without padding."""

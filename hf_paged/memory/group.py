@@ -72,7 +72,7 @@ class Group:
         if old is not None:
             layers = max(layers, min(2 * old.layers, self._expected_layers))
         try:
-            store = Store(layout, layers, self.pool.total, self.pool.block_size)
+            store = Store(layout, layers, self.pool.total, self.pool.block_size, self.config.kernels)
         except (MemoryError, RuntimeError) as error:
             raise self._translate(error) from error
         if old is not None:

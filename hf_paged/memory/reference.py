@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .batch import Batch
-from .store import Pages
+
+if TYPE_CHECKING:
+    from .store import Pages
 
 
 def write(pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -87,6 +91,9 @@ def attend(
         mask = mask[:, :, None].expand(-1, -1, repeats, -1, -1).flatten(2, 3)
     if softcap is None and sinks is None:
         out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+        if mask is not None and mask.dtype == torch.bool and new > 1 and query.is_cuda:
+            # In half precision a CUDA device answers with an average where nothing is seen.
+            out = out.masked_fill(~mask.any(-1, keepdim=True), 0)
     else:
         sink = None if sinks is None else sinks.reshape(1, heads, repeats, 1).expand(rows, -1, -1, new).reshape(rows, heads, -1, 1)
         out = _attend_by_hand(folded, keys, values, mask, scale, softcap, sink)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from ..blocks import Table, append, blocks_needed, reorder
 from .batch import Batch, Lane
@@ -33,6 +34,7 @@ class Rows:
         """Whether a step broke off between the books and the tensors: what the rows hold is not known any more."""
         self._version = 0
         self._batch: Batch | None = None
+        self._workspace: dict[str, Any] = {}
 
     @property
     def window(self) -> int | None:
@@ -51,10 +53,11 @@ class Rows:
             if self.window is not None and not self.keep_past:
                 self._release_behind_window()
             counts = self._new_tokens(new)
+            need = blocks_needed(self.tables, counts)
             try:
                 if first_step:
                     self.group.refuse_hopeless(self.expected_columns, self._row_blocks(new))
-                self.group.make_room(blocks_needed(self.tables, counts), self._hint(rows, new) if first_step else 0)
+                self.group.make_room(need, self._hint(rows, new) if first_step else 0)
             except BaseException:
                 if first_step:
                     self.tables = []
@@ -67,7 +70,7 @@ class Rows:
                     self.group.copy(copies)
                 self.columns += new
                 self._keep_lane(bool(copies) or first_step or new > 1)
-                return self._changed(new)
+                return self._changed(new, same_blocks=not need)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -133,10 +136,12 @@ class Rows:
         for table in self.tables:
             table.release_before(table.length - self.window + 1)
 
-    def _changed(self, new: int = 0) -> Batch:
+    def _changed(self, new: int = 0, same_blocks: bool = False) -> Batch:
         self._version += 1
         version = self._version
-        self._batch = Batch(self.tables, self.starts, self.columns, new, self._lane, lambda: version == self._version)
+        if not same_blocks:
+            self._workspace.pop("tables", None)
+        self._batch = Batch(self.tables, self.starts, self.columns, new, self._lane, lambda: version == self._version, self._workspace)
         return self._batch
 
     @property

@@ -9,6 +9,7 @@ import torch
 
 from ..blocks.table import Copy
 from .batch import Batch
+from .ops import Ops, choose
 
 
 class Layout(NamedTuple):
@@ -43,6 +44,7 @@ class Pages(NamedTuple):
     values: torch.Tensor
     """[slots, heads, value_dim]"""
     batch: Batch
+    ops: Ops
 
 
 class Store:
@@ -51,8 +53,9 @@ class Store:
     Slot s belongs to block s // block_size. Layers lie one behind the other, all keys before all values.
     """
 
-    def __init__(self, layout: Layout, layers: int, blocks: int, block_size: int) -> None:
+    def __init__(self, layout: Layout, layers: int, blocks: int, block_size: int, kernels: str = "auto") -> None:
         self.layout, self.layers, self.block_size = layout, layers, block_size
+        self.ops = choose(kernels, layout)
         self._hold(*self._allocate(blocks))
 
     def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -90,9 +93,8 @@ class Store:
         """Carry out the copies on write of a step, all layers together (C15)."""
         sources = torch.tensor([copy.source for copy in copies], device=self.layout.device)
         targets = torch.tensor([copy.target for copy in copies], device=self.layout.device)
-        for data in (self.keys, self.values):
-            blocks = data.view(self.layers, -1, self.block_size * data.shape[2] * data.shape[3])
-            blocks.index_copy_(1, targets, blocks.index_select(1, sources))
+        pools = [data.view(self.layers, self.blocks, -1) for data in (self.keys, self.values)]
+        self.ops.copy(pools, sources, targets)
 
 
 def _empty(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,188 @@
+"""What is done to pages, behind one interface: plain torch or Triton kernels. Chosen once, when the pages are allocated."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from . import reference
+from .batch import Batch
+
+if TYPE_CHECKING:
+    from .store import Layout, Pages
+
+WIDEST_HEAD = 256
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Seen(NamedTuple):
+    """What the new tokens of a layer look at: the columns from `first` on.
+
+    mask: [rows or 1, query_heads or 1, new, columns - first], boolean or added. Without one, everything from `first` on, or
+    if `causal` each token what is at or before it and, with a window, not further back than that.
+    """
+
+    first: int
+    mask: torch.Tensor | None = None
+    causal: bool = False
+    window: int | None = None
+
+    def biased(self, bias: torch.Tensor | None, batch: Batch) -> Seen:
+        """The same with a learned bias [rows or 1, query_heads, new, columns] on every score."""
+        if bias is None:
+            return self
+        mask = batch.visible(self.first, self.window, bias.device) if self.causal else self.mask
+        if mask is None:
+            return Seen(self.first, bias)
+        lowest = torch.finfo(bias.dtype).min
+        return Seen(self.first, torch.where(mask, bias, lowest) if mask.dtype == torch.bool else mask + bias)
+
+
+class Ops:
+    """Plain torch: right on every device, and the path of CPUs."""
+
+    def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put a step's keys [rows, heads, new, key_dim] and values into their slots."""
+        reference.write(pages, keys, values)
+
+    def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """pool[:, targets[i]] = pool[:, sources[i]] for every pool [layers, blocks, ...]; no target is a source."""
+        for pool in pools:
+            pool.index_copy_(1, targets, pool.index_select(1, sources))
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: Pages,
+        seen: Seen,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of query [rows, query_heads, new, key_dim] over what it sees: [rows, new, query_heads, value_dim].
+
+        `new` are the step's own keys and values, if the caller still has them: where they are all there is, they are read.
+        """
+        batch = pages.batch
+        keys, values = new if new is not None and batch.fresh and seen.first == 0 else _gathered(pages, seen.first)
+        narrow = seen.window is not None and batch.columns > seen.window
+        simply = seen.causal and batch.fresh and batch.new > 1 and batch.starts is None and not narrow
+        mask = batch.visible(seen.first, seen.window, query.device) if seen.causal and not simply else seen.mask
+        return reference.attend(query, keys, values, mask, causal=simply, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def _gathered(pages: Pages, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference.gather(pages.keys, pages.batch, first), reference.gather(pages.values, pages.batch, first)
+
+
+class TritonOps(Ops):
+    """Kernels that read the pages in place. What they have no words for (masks, biases, whole prompts) stays with torch."""
+
+    def __init__(self) -> None:
+        import hf_paged_kernels
+
+        self.kernels: Any = hf_paged_kernels
+
+    def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.stride(3) != 1 or values.stride(3) != 1:
+            keys, values = keys.contiguous(), values.contiguous()
+        blocks = [_by_block(data, pages.batch.block_size) for data in (pages.keys, pages.values)]
+        with torch.cuda.device(keys.device):
+            self.kernels.write(keys, values, *blocks, pages.batch.targets(keys.device))
+
+    def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        with torch.cuda.device(sources.device):
+            self.kernels.copy(list(pools), sources, targets)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: Pages,
+        seen: Seen,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        batch = pages.batch
+        # A whole prompt has its keys at hand, and rows of several lengths would have to be packed: both are torch's.
+        whole = batch.new > 1 and (batch.fresh or batch.starts is not None)
+        if not seen.causal or whole or query.dtype != pages.keys.dtype:
+            return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
+        options = {"scale": scale, "softcap": softcap, "sinks": None if sinks is None else sinks.float()}
+        with torch.cuda.device(query.device):
+            if batch.new == 1:
+                return self._decode(query, pages, seen.window, options)
+            return self._prefill(query, pages, seen.window, options)
+
+    def _decode(self, query: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]) -> torch.Tensor:
+        batch = pages.batch
+        keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
+        tokens = query[:, :, 0]
+        plan = self._plan(tokens, keys, values, window, batch)
+        out: torch.Tensor = self.kernels.decode(tokens, keys, values, batch.table(query.device), plan, **options)
+        return out.unsqueeze(1)
+
+    def _plan(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, batch: Batch) -> Any:
+        """The step's plan for layers of one shape and window: kept from step to step, updated once in each."""
+        key = (query.shape, query.dtype, query.device, values.shape[2:], window, batch.columns.bit_length())
+        plans = batch.workspace.setdefault("plans", {})
+        plan, planned = plans.get(key, (None, None))
+        if plan is None:
+            plan = self.kernels.Plan(query, keys, values, mean_length=batch.columns, window=window)
+        if planned is not batch:
+            plan.update(batch.lengths(query.device))
+            plans[key] = (plan, batch)
+        return plan
+
+    def _prefill(self, query: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]) -> torch.Tensor:
+        rows, heads, new, dim = query.shape
+        batch, device = pages.batch, query.device
+        keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
+        borders = torch.arange(0, (rows + 1) * new, new, dtype=torch.int32, device=device)
+        packed = query.transpose(1, 2).reshape(rows * new, heads, dim)
+        out: torch.Tensor = self.kernels.prefill(
+            packed, keys, values, batch.table(device), borders, batch.lengths(device), new, window=window, **options
+        )
+        by_row: torch.Tensor = out.unflatten(0, (rows, new))
+        return by_row
+
+
+def _by_block(data: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Slots [slots, heads, dim] as [blocks, block_size, heads, dim]."""
+    return data.view(-1, block_size, *data.shape[1:])
+
+
+def choose(wanted: str, layout: Layout) -> Ops:
+    """The ops for pages of `layout`.
+
+    "auto" is plain torch: launched one by one from Python, the kernels cost the host more than they save the device. That
+    turns round when whole steps are captured.
+    """
+    if wanted != "triton":
+        return Ops()
+    reason = why_no_kernels(layout)
+    if reason is not None:
+        raise ValueError(f"kernels='triton' cannot run here: {reason}; use kernels='auto'")
+    return TritonOps()
+
+
+def why_no_kernels(layout: Layout) -> str | None:
+    """Why the Triton kernels cannot serve pages of `layout`, or None if they can."""
+    if layout.device.type != "cuda":
+        return f"the kernels need a CUDA device, the keys are on {layout.device}"
+    if torch.version.hip is not None:
+        return "the kernels are made for CUDA, this torch is built for ROCm"
+    if layout.dtype not in KERNEL_DTYPES:
+        return f"the kernels know {', '.join(map(str, KERNEL_DTYPES))}, the keys are {layout.dtype}"
+    if max(layout.key_dim, layout.value_dim) > WIDEST_HEAD:
+        return f"the kernels know heads up to {WIDEST_HEAD} wide, these are {layout.key_dim} and {layout.value_dim}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None

@@ -1,0 +1,207 @@
+"""Paged attention for several query tokens a row: prompts, chunks of prompts, and tokens to verify."""
+
+# ruff: noqa: SIM108 - a branch on a constant must stay a plain if: Triton compiles the other side away
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .tiles import LOG2E, Strides, block_ids, capped, check, load_tile, precision, token_offsets
+from .tuning import Tiling, prefill_tiling
+
+
+def prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    borders: torch.Tensor,
+    lengths: torch.Tensor,
+    most_queries: int,
+    *,
+    starts: torch.Tensor | None = None,
+    window: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """softmax(softcap(query keys^T * scale) + slope * distance) values, each query token over what is at or before it.
+
+    query [tokens, query_heads, key_dim], the rows' tokens one behind the other; borders [rows + 1]: row i's query tokens are
+    borders[i] to borders[i + 1], and they are the last of its lengths[i] tokens in the cache; most_queries: no row has more.
+    keys and values [blocks, block_size, heads, dim] of one layer; table [rows, blocks of a row]; lengths and starts [rows], all
+    int32 on the device: tokens before starts[i] are not seen, nor those `window` or more behind a query token. With causal False
+    every query token sees what the last one sees. sinks and slopes [query_heads], fp32. The answer is
+    [tokens, query_heads, value_dim]; a query token that sees nothing gives 0.
+    """
+    check(query, keys, values, table)
+    rows, (block_size, heads, key_dim), value_dim = table.shape[0], keys.shape[1:], values.shape[3]
+    if borders.shape != (rows + 1,) or lengths.shape != (rows,):
+        raise ValueError(f"Invalid shape of borders or lengths: expected [{rows + 1}] and [{rows}], got {borders.shape}, {lengths.shape}")
+    if out is None:
+        out = query.new_empty(*query.shape[:2], value_dim)
+    strides, group = Strides.of(keys, values), query.shape[1] // heads
+    key_dims, value_dims = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    tiling = tiling or prefill_tiling((key_dims + value_dims) * query.element_size(), group * most_queries, query.dtype == torch.float32)
+    tokens_a_tile = tiling.block_m // triton.next_power_of_2(group)
+    _prefill[(triton.cdiv(most_queries, tokens_a_tile), heads, rows)](
+        query, keys, values, table, borders, lengths, lengths if starts is None else starts, out,
+        query if sinks is None else sinks, query if slopes is None else slopes,
+        (key_dim**-0.5 if scale is None else scale) * LOG2E.value,
+        query.stride(0), query.stride(1), out.stride(0), out.stride(1), table.stride(0),
+        KEY_BLOCK=strides.key_block, KEY_TOKEN=strides.key_token, KEY_HEAD=strides.key_head,
+        VALUE_BLOCK=strides.value_block, VALUE_TOKEN=strides.value_token, VALUE_HEAD=strides.value_head,
+        WIDE=strides.wide, GROUP=group, GROUPS=triton.next_power_of_2(group), KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        KEY_DIMS=key_dims, VALUE_DIMS=value_dims, PAGE=block_size, BLOCK_M=tiling.block_m, TILE=tiling.block_n,
+        STAGES=tiling.stages, WINDOW=window or 0, CAUSAL=causal, HAS_START=starts is not None, SOFTCAP=softcap or 0.0,
+        HAS_SINK=sinks is not None, HAS_SLOPE=slopes is not None, PRECISION=precision(query.dtype),
+        num_warps=tiling.warps, num_stages=tiling.stages, maxnreg=tiling.registers,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _prefill(
+    Q, K, V, TABLE, BORDERS, LENGTHS, STARTS, OUT, SINKS, SLOPES, scale_log2, q_token, q_head, out_token, out_head, table_row,
+    KEY_BLOCK: tl.constexpr, KEY_TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, VALUE_TOKEN: tl.constexpr, VALUE_HEAD: tl.constexpr, WIDE: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, HAS_START: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINK: tl.constexpr, HAS_SLOPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """o_i = sum_t 2^(s_it - m_i) v_t / sum_t 2^(s_it - m_i), s_it = log2(e) (softcap(q_i k_t * scale) + slope (t - at_i)).
+
+    Over start <= t <= at_i and t > at_i - WINDOW, where at_i is query token i's place: its row's length - queries + i (the last
+    one's for all if not CAUSAL). Q [tokens, heads * GROUP, KEY_DIM]; K [blocks, PAGE, heads, KEY_DIM]; V [blocks, PAGE, heads,
+    VALUE_DIM]; TABLE [rows, blocks of a row]; BORDERS [rows + 1]; LENGTHS, STARTS [rows]; SINKS, SLOPES [heads * GROUP]; OUT
+    [tokens, heads * GROUP, VALUE_DIM]. One program takes BLOCK_M / GROUPS query tokens in all query heads of one key head, the
+    last tokens of a row first. Only the tiles at the edges of what is seen are masked.
+    """
+    row = tl.program_id(2)
+    head = tl.program_id(1)
+    STEP: tl.constexpr = BLOCK_M // GROUPS
+    border = tl.load(BORDERS + row)
+    queries = tl.load(BORDERS + row + 1) - border
+    tile = tl.cdiv(queries, STEP) - 1 - tl.program_id(0)
+    if tile < 0:
+        return
+    length = tl.load(LENGTHS + row)
+    start = 0
+    if HAS_START:
+        start = tl.load(STARTS + row)
+    offsets = tl.arange(0, TILE)
+    key_dims = tl.arange(0, KEY_DIMS)
+    value_dims = tl.arange(0, VALUE_DIMS)
+    member = tl.arange(0, BLOCK_M) % GROUPS
+    asked = tile * STEP + tl.arange(0, BLOCK_M) // GROUPS
+    real = (asked < queries) & (member < GROUP)
+    query_head = head * GROUP + member
+    token = (border + asked).to(tl.int64)
+    # The places of the tile's first and last query token.
+    lowest = length - queries + tile * STEP
+    highest = tl.minimum(lowest + STEP, length) - 1
+    at = length - queries + asked
+    if not CAUSAL:
+        lowest = length - 1
+        highest = length - 1
+        at = tl.zeros([BLOCK_M], tl.int32) + length - 1
+    q = load_tile(Q, token * q_token + query_head * q_head, real, key_dims, KEY_DIM, True)
+    keys = K + head.to(tl.int64) * KEY_HEAD
+    values = V + head.to(tl.int64) * VALUE_HEAD
+    table = TABLE + row.to(tl.int64) * table_row
+    if HAS_SLOPE:
+        slope = tl.load(SLOPES + query_head, mask=real, other=0.0).to(tl.float32) * LOG2E
+    else:
+        slope = tl.zeros([BLOCK_M], tl.float32)
+    # Every query token of the tile sees the tokens from open_from to lowest; none sees one before start or after highest.
+    open_from = start
+    if WINDOW > 0:
+        open_from = tl.maximum(start, highest - WINDOW + 1)
+        start = tl.maximum(start, lowest - WINDOW + 1)
+    begin = start // TILE * TILE
+    end = highest + 1
+    closed = tl.maximum((lowest + 1) // TILE * TILE, begin)
+    opened = tl.minimum(tl.cdiv(open_from, TILE) * TILE, closed)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE_DIMS], tl.float32)
+    if HAS_START or WINDOW > 0:
+        for n in tl.range(begin, opened, TILE, num_stages=1):
+            ids = block_ids(table, n, end, offsets, PAGE, TILE)
+            m, total, acc = _attend(
+                q, keys, values, ids, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m, total, acc,
+                KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW, SOFTCAP, HAS_SLOPE,
+                PRECISION, True,
+            )  # fmt: skip
+    # As in decoding, the ids of a tile's blocks are loaded one tile ahead.
+    ids = block_ids(table, opened, end, offsets, PAGE, TILE)
+    for n in tl.range(opened, closed, TILE, num_stages=STAGES):
+        these = ids
+        ids = block_ids(table, n + TILE, end, offsets, PAGE, TILE)
+        m, total, acc = _attend(
+            q, keys, values, these, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m, total, acc,
+            KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW, SOFTCAP, HAS_SLOPE,
+            PRECISION, False,
+        )  # fmt: skip
+    for n in tl.range(closed, end, TILE, num_stages=1):
+        ids = block_ids(table, n, end, offsets, PAGE, TILE)
+        m, total, acc = _attend(
+            q, keys, values, ids, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m, total, acc,
+            KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW, SOFTCAP, HAS_SLOPE,
+            PRECISION, True,
+        )  # fmt: skip
+    if HAS_SINK:
+        sink = tl.load(SINKS + query_head, mask=real, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(m, sink)
+        fade = tl.exp2(m - top)
+        total = total * fade + tl.exp2(sink - top)
+        acc = acc * fade[:, None]
+    o = acc / tl.where(total > 0, total, 1.0)[:, None]
+    to = OUT + (token * out_token + query_head * out_head)[:, None] + value_dims[None, :]
+    tl.store(to, o.to(OUT.dtype.element_ty), mask=real[:, None] & (value_dims < VALUE_DIM)[None, :])
+
+
+@triton.jit
+def _attend(
+    q, keys, values, ids, tokens, at, start, end, slope, scale_log2, key_dims, value_dims, m, total, acc,
+    KEY_BLOCK: tl.constexpr, KEY_TOKEN: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_TOKEN: tl.constexpr, WIDE: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SLOPE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of the running softmax: `tokens` [TILE] of the blocks `ids` for the queries q [BLOCK_M, KEY_DIMS] at `at`."""
+    key_at = token_offsets(ids, tokens, KEY_BLOCK, KEY_TOKEN, PAGE, WIDE)
+    if KEY_BLOCK == VALUE_BLOCK and KEY_TOKEN == VALUE_TOKEN:
+        value_at = key_at
+    else:
+        value_at = token_offsets(ids, tokens, VALUE_BLOCK, VALUE_TOKEN, PAGE, WIDE)
+    there = (tokens >= start) & (tokens < end)
+    k = load_tile(keys, key_at, there, key_dims, KEY_DIM, MASKED)
+    v = load_tile(values, value_at, there, value_dims, VALUE_DIM, MASKED)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    PLAIN: tl.constexpr = SOFTCAP == 0 and not HAS_SLOPE and not MASKED
+    if PLAIN:
+        top = tl.maximum(m, tl.max(s, 1) * scale_log2)
+        p = tl.exp2(s * scale_log2 - top[:, None])
+        fade = tl.exp2(m - top)
+    else:
+        s = capped(s, scale_log2, SOFTCAP)
+        if HAS_SLOPE:
+            s += slope[:, None] * (tokens[None, :] - at[:, None])
+        if MASKED:
+            seen = there[None, :] & (tokens[None, :] <= at[:, None])
+            if WINDOW > 0:
+                seen = seen & (tokens[None, :] > at[:, None] - WINDOW)
+            s = tl.where(seen, s, -float("inf"))
+        top = tl.maximum(m, tl.max(s, 1))
+        shown = tl.where(top == -float("inf"), 0.0, top)
+        p = tl.exp2(s - shown[:, None])
+        fade = tl.exp2(m - shown)
+    total = total * fade + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return top, total, acc

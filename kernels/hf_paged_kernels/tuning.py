@@ -1,0 +1,76 @@
+"""Which tile, how many warps, how many buffers: a table made by measurement, read on the host, never tuned at run time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tiling(NamedTuple):
+    """How one launch of an attention kernel is cut."""
+
+    block_m: int
+    """Query rows of a tile; from 64 on the products run as wgmma."""
+    block_n: int
+    """Tokens of a tile."""
+    warps: int
+    stages: int
+    per_sm: int = 1
+    """Pieces a multiprocessor that the work of a step is cut into (decode only)."""
+    registers: int | None = None
+    """The most a thread may use, so that two programs fit on a multiprocessor (prefill only)."""
+
+
+SHARED_MEMORY = 200 * 1024
+
+
+FOREVER = 2**62
+# Streams (rows times key heads) up to, mean length up to, and the tiling: the first line that fits. Measured on an H200, bf16,
+# head size 128, with scripts/tune_kernels.py; below two pieces a row stays whole, so batches of many equal rows are never cut.
+GROUPED = [
+    (16, 1024, Tiling(16, 64, 2, 3, 1)),
+    (16, 8192, Tiling(16, 64, 4, 3, 1)),
+    (16, FOREVER, Tiling(16, 128, 4, 3, 1)),
+    (132, FOREVER, Tiling(16, 32, 1, 3, 2)),
+    (300, FOREVER, Tiling(16, 64, 4, 3, 2)),
+    (1024, 1024, Tiling(16, 32, 1, 3, 4)),
+    (1024, 4096, Tiling(64, 64, 4, 3, 2)),
+    (1024, FOREVER, Tiling(16, 128, 4, 3, 1)),
+    (FOREVER, 1024, Tiling(16, 32, 1, 3, 4)),
+    (FOREVER, FOREVER, Tiling(16, 64, 4, 3, 2)),
+]
+SINGLE = [
+    (512, FOREVER, Tiling(16, 32, 1, 3, 4)),
+    (FOREVER, 768, Tiling(16, 32, 2, 4, 4)),
+    (FOREVER, FOREVER, Tiling(64, 64, 4, 3, 2)),
+]
+PROMPT = Tiling(128, 64, 8, 3)
+
+
+def decode_tiling(group: int, token_bytes: int, rows: int, heads: int, mean_length: int) -> Tiling:
+    """The tiling of a decode step: `token_bytes` are one token's keys and values in one head, padded to powers of two."""
+    lines = SINGLE if group == 1 else GROUPED
+    return fit(next(tiling for streams, length, tiling in lines if rows * heads <= streams and mean_length <= length), token_bytes)
+
+
+def prefill_tiling(token_bytes: int, queries: int, exact: bool) -> Tiling:
+    """The tiling of a prefill of at most `queries` query rows a row and key head; `exact` is fp32, multiplied in three passes."""
+    if exact:
+        choice = Tiling(32, 16, 8, 2)
+    elif queries <= 64:
+        choice = Tiling(64, 64, 4, 3)
+    elif token_bytes <= 512:
+        choice = PROMPT
+    else:
+        choice = Tiling(128, 64, 8, 2)
+    return fit(choice, token_bytes, choice.block_m * token_bytes // 2)
+
+
+def fit(choice: Tiling, token_bytes: int, query_bytes: int = 0) -> Tiling:
+    """Halve the tile until its buffers fit in shared memory beside the queries."""
+    block_n, stages = choice.block_n, choice.stages
+    while block_n * token_bytes * stages + query_bytes > SHARED_MEMORY:
+        if block_n > 16:
+            block_n //= 2
+        else:
+            stages -= 1
+    return choice._replace(block_n=block_n, stages=stages)
