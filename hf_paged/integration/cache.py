@@ -83,6 +83,7 @@ class PagedCache(DynamicCache):
 
     def tables(self, layer: int = 0) -> list[list[int]]:
         """The blocks of every row, as layer number `layer` sees them."""
+        self.settle()
         kind = self.paged_layers[layer].kind
         return [list(table.blocks) for table in self.sequences.tables(kind)]
 

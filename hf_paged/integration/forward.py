@@ -102,8 +102,6 @@ def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCa
     inputs = [arguments[name] for name in (INPUTS[2:] if encoder_decoder else INPUTS[:2]) if arguments.get(name) is not None]
     columns = sequences.columns + inputs[0].shape[1] if inputs else -1
     if mask is None:
-        if sequences.starts is not None:
-            raise ValueError("this cache holds rows of different lengths; pass the attention_mask that it was begun with")
         sequences.padding_known = True
     elif not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.shape[1] != columns:
         sequences.padding_known = False
@@ -116,6 +114,7 @@ def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCa
 def _read_mask(mask: torch.Tensor, cache: PagedCache, store_all: bool) -> None:
     """Take mask [rows, columns] apart into where rows begin; with `store_all` padding is stored like anything else."""
     sequences = cache.sequences
+    sequences.flush()  # the mask's rows are in the order that a reorder owes
     begin = (mask.cumsum(1) == 0).sum(1)
     column = torch.arange(mask.shape[1], device=mask.device)
     plain = bool((mask == (column >= begin[:, None])).all())

@@ -105,6 +105,9 @@ def _wrap_prepare_cache(stock: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
         call = current.get()
+        if call is None and installed() and generation_config.cache_implementation == WORD:
+            warn(f"{type(self).__name__} has a generate() of its own")
+            generation_config.cache_implementation = None
         if call is None or not installed() or not _takes(self, generation_config, model_kwargs):
             return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         given = model_kwargs.get("past_key_values")
@@ -126,11 +129,11 @@ def _wrap_prepare_cache(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether this call runs on pages: it was given a paged cache, or asks for one and can have it."""
-    given = model_kwargs.get("past_key_values")
+    given, asked = model_kwargs.get("past_key_values"), generation_config.cache_implementation == WORD
     if paged_parts(given):
-        return True
-    # A foreign cache and the word together: stock has its own error for that.
-    if generation_config.cache_implementation != WORD or given is not None:
+        # A cache and the name of another: stock has its own error for that, here and below.
+        return asked or generation_config.cache_implementation is None
+    if not asked or given is not None:
         return False
     reason = why_not(model, generation_config)
     if reason is not None:
@@ -176,8 +179,9 @@ def _prepare(cache: Any, parts: list[PagedCache], generation_config: Any, max_ca
     fork = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     if isinstance(cache, EncoderDecoderCache) and len(parts) < 2:
         fork = 1  # a half that is not ours cannot be forked late
+    begins = all(part.sequences.columns == 0 for part in parts)
     for part in parts:
         part.prompt_in_chunks = generation_config.prefill_chunk_size is not None
-        if part.sequences.columns == 0:
+        if begins:
             part.sequences.unforked = fork
     parts[0].sequences.expect(max_cache_length, fork)

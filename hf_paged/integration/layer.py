@@ -99,6 +99,7 @@ class PagedLayer(DynamicLayer):
             return None
         with self.sequences.memory.lock:
             self.sequences.flush()
+            self.sequences.rows[self.kind].require_whole()
             pages = self._pages()
             return self._lazy(pages, getattr(pages, which), None)
 

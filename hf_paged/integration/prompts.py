@@ -27,7 +27,7 @@ def unique_rows(arguments: Mapping[str, Any], rows: int, copies: int) -> dict[st
             return None
         if not _equal(value, rows, copies):
             return None
-        kept[name] = _each(value, lambda x: x[::copies])
+        kept[name] = _each(value, lambda x: x[::copies].contiguous())
     return kept
 
 

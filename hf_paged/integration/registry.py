@@ -28,8 +28,8 @@ def memory_of(model: nn.Module) -> Memory:
         if memory is None:
             memory = _memories[model] = Memory()
             # A copied model brings the hook along.
-            if give_back_in_training not in model._forward_pre_hooks.values():
-                model.register_forward_pre_hook(give_back_in_training)
+            if before_forward not in model._forward_pre_hooks.values():
+                model.register_forward_pre_hook(before_forward, with_kwargs=True)
         return memory
 
 
@@ -48,9 +48,15 @@ def release(model: nn.Module) -> int:
     return 0 if memory is None else memory.release()
 
 
-def give_back_in_training(model: nn.Module, *_: Any) -> None:
-    """A forward that trains wants the memory: idle pools go then. A hook of the model, found by name when it is pickled."""
+def before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """A forward that trains wants the memory: idle pools go then. One on a padded cache needs the mask.
+
+    A hook of every model that has a memory, found by name when the model is pickled.
+    """
     if model.training and torch.is_grad_enabled():
         memory = _memories.get(model)
         if memory is not None and memory.bytes:
             memory.release()
+    sequences = getattr(kwargs.get("past_key_values"), "sequences", None)
+    if sequences is not None and sequences.starts is not None and kwargs.get("attention_mask") is None:
+        raise ValueError("this cache holds rows of different lengths; pass the attention_mask that it was begun with")

@@ -9,6 +9,8 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 class _Switched:
@@ -53,7 +55,8 @@ def restore(configs: list[Any]) -> None:
 def decoder_configs(model: nn.Module) -> list[Any]:
     """The configs of the attention modules that read a cache and look their function up in transformers' registry.
 
-    A config that some other attention reads too stays as it is: that module would not know our name.
+    A config that some other attention reads too stays as it is: that module would not know our name. So does one whose
+    attention is the user's own: it is called as ever, on dense copies.
     """
     ours: dict[int, Any] = {}
     others: set[int] = set()
@@ -62,11 +65,18 @@ def decoder_configs(model: nn.Module) -> list[Any]:
         if config is None or getattr(module, "layer_idx", None) is None or not hasattr(config, "_attn_implementation_internal"):
             continue
         attention: Any = type(module)
-        if uses_registry(attention):
+        if uses_registry(attention) and is_stock(original_implementation(config)):
             ours[id(config)] = config
         elif "ttention" in attention.__name__:
             others.add(id(config))
     return [config for key, config in ours.items() if key not in others]
+
+
+def is_stock(setting: str) -> bool:
+    """Whether an attention setting means the softmax attention that pages compute too."""
+    if setting == "sdpa":
+        return ALL_ATTENTION_FUNCTIONS.get("sdpa") is sdpa_attention_forward
+    return setting in ("eager", "flex_attention") or "flash" in setting
 
 
 @cache

@@ -47,12 +47,14 @@ class Group:
     def place(self, layer: int, layout: Layout) -> None:
         """Note what layer number `layer` looks like, before its first token or when it has changed."""
         known = self._place.get(layer)
-        if known is not None and known[0] == layout:
+        if known is not None and self.pool.held:
+            if known[0] != layout:
+                raise ValueError(f"layer {layer} holds keys and values like {known[0]} and cannot take {layout}; drop the caches you keep")
             return
         if known is not None:
-            if self.pool.held:
-                raise ValueError(f"layer {layer} holds keys and values like {known[0]} and cannot take {layout}; drop the caches you keep")
-            self.give_back()
+            # Nobody holds anything: whatever the layers looked like before, they may look otherwise now.
+            if known[0] != layout:
+                self.give_back()
             self._place.clear()
             self._count.clear()
         self._place[layer] = (layout, self._count[layout])
@@ -200,10 +202,10 @@ class Memory:
         """The group of `kind` under `config`: other options mean another pool, so nobody's choice changes a pool in use."""
         with self.lock:
             self.drain()
+            for other in self.groups.values():
+                if other.kind == kind and other.config != config and not other.pool.held:
+                    other.give_back()
             if (kind, config) not in self.groups:
-                for group in self.groups.values():
-                    if group.kind == kind and not group.pool.held:
-                        group.give_back()
                 self.groups[kind, config] = Group(self, kind, config, layers, share)
             return self.groups[kind, config]
 
@@ -220,7 +222,8 @@ class Memory:
                 self.suspect = False
             while self._abandoned:
                 self.suspect = True
-                self._abandoned.popleft().free()
+                self._abandoned[0].free()
+                self._abandoned.popleft()
                 self.suspect = False
 
     @property

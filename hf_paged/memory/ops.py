@@ -89,6 +89,7 @@ class TritonOps(Ops):
         self.kernels: Any = hf_paged_kernels
 
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
+        keys, values = keys.to(pages.keys.dtype), values.to(pages.values.dtype)
         if keys.stride(3) != 1 or values.stride(3) != 1:
             keys, values = keys.contiguous(), values.contiguous()
         blocks = [_by_block(data, pages.batch.block_size) for data in (pages.keys, pages.values)]

@@ -21,7 +21,7 @@ def write(pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
             _lane_view(data, batch, batch.columns - batch.new).copy_(tokens)
             continue
         slots, sources = batch.written(data.device)
-        flat = tokens.transpose(1, 2).reshape(-1, data.shape[1], data.shape[2])
+        flat = tokens.transpose(1, 2).reshape(-1, data.shape[1], data.shape[2]).to(data.dtype)
         data.index_copy_(0, slots, flat if sources is None else flat.index_select(0, sources))
 
 

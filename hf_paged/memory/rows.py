@@ -40,6 +40,10 @@ class Rows:
     def window(self) -> int | None:
         return self.group.kind.window
 
+    def begin_at(self, starts: list[int] | None) -> None:
+        """Say at which column each row begins; what lies before is padding and is not stored."""
+        self.starts = list(starts) if starts is not None and any(starts) else None
+
     # ---- a step
 
     def extend(self, rows: int, new: int) -> Batch:
@@ -75,11 +79,19 @@ class Rows:
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Change the rows; whoever breaks in (an interrupt, a device error) leaves them torn, and nobody reads them again."""
+        self.require_whole()
+        self.torn = True
+        try:
+            yield
+        except BaseException:
+            self.group.memory.suspect = True
+            raise
+        self.torn = False
+
+    def require_whole(self) -> None:
+        """Raise if a step broke off: what the blocks hold is not known then."""
         if self.torn:
             raise RuntimeError("a step of this cache broke off in the middle, so its content is not known; use a new cache")
-        self.torn = True
-        yield
-        self.torn = False
 
     def _open(self, rows: int) -> None:
         if self.starts is not None and len(self.starts) != rows:
@@ -159,7 +171,7 @@ class Rows:
             with self._whole():
                 self.tables = reorder(self.tables, sources)
                 if self.starts is not None:
-                    self.starts = [self.starts[source] for source in sources]
+                    self.begin_at([self.starts[source] for source in sources])
                 self._lane = None
                 self._changed()
 
@@ -174,6 +186,8 @@ class Rows:
                     start = self.starts[i] if self.starts is not None else 0
                     table.crop(table.length - max(0, self.columns - columns - start))
                 self.columns -= columns
+                if not self.columns:
+                    self.begin_at(None)
                 if self.window is not None:
                     self._release_behind_window()
                 self._changed()
@@ -193,6 +207,7 @@ class Rows:
     def fork(self) -> Rows:
         """A second set of rows over the same blocks; no tensor moves."""
         with self.group.memory.lock:
+            self.require_whole()
             twin = Rows(self.group)
             twin.tables = [table.fork() for table in self.tables]
             twin.starts = None if self.starts is None else list(self.starts)

@@ -26,7 +26,7 @@ class Sequences:
         self.unforked = 1
         self.padding_known = True
         """Whether the rows' starts say all that the attention mask of this call says."""
-        self._pending: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     @property
     def columns(self) -> int:
@@ -49,7 +49,7 @@ class Sequences:
     def begin_at(self, starts: list[int] | None) -> None:
         """Say at which column each row begins; what lies before is padding and is not stored."""
         for rows in self.rows.values():
-            rows.starts = None if starts is None else list(starts)
+            rows.begin_at(starts)
 
     def extend(self, kind: Kind, rows: int, new: int) -> Batch:
         """Plan a step of `new` columns for the layers of `kind`."""
@@ -64,7 +64,7 @@ class Sequences:
         """Replace row i by row index[i] before the next step; a device's indices travel meanwhile."""
         self.settle()
         if index.device.type != "cuda":
-            self._pending = (index, None)
+            self.select(index.tolist())
             return
         host = torch.empty(index.shape, dtype=index.dtype, pin_memory=True)
         host.copy_(index, non_blocking=True)
@@ -78,8 +78,7 @@ class Sequences:
             return
         index, arrived = self._pending
         self._pending = None
-        if arrived is not None:
-            arrived.synchronize()
+        arrived.synchronize()
         self.select(index.tolist())
 
     def spread(self) -> None:
@@ -135,4 +134,5 @@ class Sequences:
     def tables(self, kind: Kind) -> list[Table]:
         """The tables of the rows in the group of `kind`, debts paid."""
         self.settle()
+        self.rows[kind].require_whole()
         return self.rows[kind].tables

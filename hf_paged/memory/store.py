@@ -28,7 +28,8 @@ class Layout(NamedTuple):
             raise ValueError(
                 f"Invalid shape of values: expected [{', '.join(map(str, keys.shape[:3]))}, value_dim], got {list(values.shape)}"
             )
-        return cls(keys.device, keys.dtype, keys.shape[1], keys.shape[3], values.shape[3])
+        # Under autocast the two may differ; the wider one holds both.
+        return cls(keys.device, torch.promote_types(keys.dtype, values.dtype), keys.shape[1], keys.shape[3], values.shape[3])
 
     @property
     def token_bytes(self) -> int:
