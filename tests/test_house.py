@@ -82,3 +82,16 @@ def test_functions_are_short() -> None:
 def test_files_are_short() -> None:
     for file in FILES:
         assert len(file.read_text().splitlines()) <= 400, file.name
+
+
+def test_only_the_ops_import_the_kernels() -> None:
+    """One interface: whoever else wants a kernel asks memory/ops."""
+    users = {str(file.relative_to(PACKAGE)) for file in FILES if any(name.split(".")[0] == "hf_paged_kernels" for name in _imports(file))}
+    assert users == {"memory/ops.py"}
+
+
+def test_the_kernels_know_nobody() -> None:
+    for file in (ROOT / "kernels" / "hf_paged_kernels").glob("*.py"):
+        for name in _imports(file):
+            top = name.split(".")[0]
+            assert top in {"torch", "triton", "kernels", *sys.stdlib_module_names}, f"{file.name} imports {name}"
