@@ -18,6 +18,8 @@ from modes import NEW
 from paged_layer import Paged
 from torch.nn.functional import linear
 
+from hf_paged.integration.registry import memory_of
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 LOGITS = {"return_dict_in_generate": True, "output_logits": True}
@@ -191,3 +193,32 @@ def test_float32_beams_are_identical() -> None:
         ids = torch.randint(5, VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(4)).cuda()
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "num_beams": 4, "max_new_tokens": 24, "do_sample": False}
         assert torch.equal(model.generate(**arguments), model.generate(**arguments, cache_implementation="paged"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+def test_layers_on_several_devices(name: str, kernels: str) -> None:
+    """A device map: every layer's pages lie where its keys are, under one table."""
+    from accelerate import dispatch_model
+
+    model = build(BY_NAME[name])
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    names = {name for name, _ in model.named_modules()}
+    if model.config.tie_word_embeddings:
+        places["lm_head"] = 0
+    dispatch_model(model, device_map={place: device for place, device in places.items() if place in names})
+    hooked = model.__dict__["forward"]  # accelerate's own
+    ids = torch.randint(5, VOCABULARY, (3, 13), generator=torch.Generator().manual_seed(2)).to(0)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    for beams in (1, 4):
+        call = {"input_ids": ids, "attention_mask": mask, "num_beams": beams, "max_new_tokens": NEW, "do_sample": False}
+        options = {"cache_implementation": "paged", "cache_config": {"block_size": 4, "kernels": kernels}, "return_dict_in_generate": True}
+        paged = model.generate(**call, **options)
+        assert torch.equal(model.generate(**call), paged.sequences)
+        assert {layer.keys.device.index for layer in paged.past_key_values.layers} == {0, 1}
+        del paged
+    memory_of(model).check()
+    assert memory_of(model).held == 0
+    assert model.__dict__["forward"] is hooked
