@@ -18,7 +18,7 @@ NEW = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
 
 
 def _no_reorder(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sequences.Sequences, "reorder", lambda self, index: self.settle())
+    patch.setattr(sequences.Sequences, "reorder", lambda self, index: self.flush())
 
 
 def _no_copy_on_write(patch: pytest.MonkeyPatch) -> None:

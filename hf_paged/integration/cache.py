@@ -95,7 +95,7 @@ class PagedCache(DynamicCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace row i by row beam_idx[i]. Tables are forked, no tensor moves."""
-        self.spread()
+        self.settle()
         self.sequences.reorder(beam_idx)
         self._others("reorder_cache", beam_idx)
 
@@ -115,8 +115,9 @@ class PagedCache(DynamicCache):
 
     def settle(self) -> None:
         """Pay what the rows are owed, in every layer."""
-        self.sequences.flush()
-        self.spread()
+        with self.sequences.memory.lock:
+            self.sequences.flush()
+            self.spread()
 
     def spread(self) -> None:
         """Fork the rows that stand for several equal ones, in every layer."""

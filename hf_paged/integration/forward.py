@@ -120,7 +120,7 @@ def _read_mask(mask: torch.Tensor, cache: PagedCache, store_all: bool) -> None:
     plain = bool((mask == (column >= begin[:, None])).all())
     starts = begin.tolist()
     if sequences.columns == 0:
-        sequences.begin_at(starts if plain and not store_all and any(starts) else None)
+        sequences.begin_at(starts if plain and not store_all else None)
         sequences.padding_known = plain and (not any(starts) or not store_all)
         return
     known = sequences.starts
@@ -132,4 +132,4 @@ def _read_mask(mask: torch.Tensor, cache: PagedCache, store_all: bool) -> None:
     sequences.padding_known = plain and grown == starts
     if (mask & (column < torch.tensor(grown, device=mask.device)[:, None])).any():
         raise ValueError("the attention_mask shows tokens that were padding when this cache was begun; use a new cache")
-    sequences.begin_at(grown if any(grown) else None)
+    sequences.begin_at(grown)

@@ -17,7 +17,8 @@ class Sequences:
 
     Two debts are paid late. `unforked`: the rows so far stand for that many equal rows each (beams and samples of one
     prompt) and are forked when they begin to differ. A pending reorder: its indices are on their way from the device
-    and are applied when the next step is planned. Whoever reads rows settles first (C16).
+    and are applied when the next step is planned. Whoever reads rows settles first (C16): the cache does, which also tells
+    the layers that are not paged.
     """
 
     def __init__(self, memory: Memory, groups: Mapping[Kind, Group]) -> None:
@@ -53,8 +54,6 @@ class Sequences:
 
     def extend(self, kind: Kind, rows: int, new: int) -> Batch:
         """Plan a step of `new` columns for the layers of `kind`."""
-        if self.unforked > 1 and rows == self.count * self.unforked:
-            self.spread()
         self.flush()
         return self.rows[kind].extend(rows, new)
 
@@ -62,7 +61,7 @@ class Sequences:
 
     def reorder(self, index: torch.Tensor) -> None:
         """Replace row i by row index[i] before the next step; a device's indices travel meanwhile."""
-        self.settle()
+        self.flush()
         if index.device.type != "cuda":
             self.select(index.tolist())
             return
@@ -86,12 +85,6 @@ class Sequences:
         copies, self.unforked = self.unforked, 1
         if copies > 1:
             self.select([row for row in range(self.count) for _ in range(copies)])
-
-    def settle(self) -> None:
-        """Pay every debt."""
-        with self.memory.lock:
-            self.flush()
-            self.spread()
 
     def select(self, sources: list[int]) -> None:
         """Make row i what row sources[i] was, for as many rows as there are sources."""
@@ -118,8 +111,7 @@ class Sequences:
             rows.keep_past = True
 
     def fork(self) -> Sequences:
-        """A second cache's sequences over the same blocks; no tensor moves."""
-        self.settle()
+        """A second cache's sequences over the same blocks, debts paid before; no tensor moves."""
         twin = Sequences(self.memory, {kind: rows.group for kind, rows in self.rows.items()})
         twin.rows = {kind: rows.fork() for kind, rows in self.rows.items()}
         twin.padding_known = self.padding_known
@@ -132,7 +124,6 @@ class Sequences:
             rows.free()
 
     def tables(self, kind: Kind) -> list[Table]:
-        """The tables of the rows in the group of `kind`, debts paid."""
-        self.settle()
+        """The tables of the rows in the group of `kind`, debts paid before."""
         self.rows[kind].require_whole()
         return self.rows[kind].tables
