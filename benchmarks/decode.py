@@ -10,37 +10,14 @@ alternate in rounds within one process; a step's time is the time between two ca
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 
 import torch
-import transformers
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from shapes import SHAPES, build, line, where
+from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
-
-SHAPES = {
-    "small": {
-        "hidden_size": 512,
-        "intermediate_size": 1376,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "vocab_size": 32000,
-        "max_position_embeddings": 8192,
-    },
-    "llama8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-    },
-}
-
 
 SECONDS = 10
 """How long a cell is measured at least."""
@@ -62,17 +39,6 @@ class Clock(LogitsProcessor):
     def steps(self) -> list[float]:
         # The first step after a fill also touches memory for the first time.
         return [late - early for early, late in zip(self.times[1:], self.times[2:], strict=False)]
-
-
-def build(shape: str, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A model of the shape with random weights, made on the device."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            return LlamaForCausalLM(LlamaConfig(**SHAPES[shape])).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def filled(model: LlamaForCausalLM, paged: bool, rows: int, context: int, new: int) -> DynamicCache:
@@ -145,8 +111,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=12)
     parser.add_argument("--beams", action="store_true", help="also 16 beam searches of widths 4 and 8, 256 + 64 tokens")
     options = parser.parse_args()
-    name = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
-    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, hf_paged {hf_paged.__version__}")
+    print(line(where(options.device)))
     print("| dtype | rows | context | stock ms | paged ms | paged / stock |\n|---|---|---|---|---|---|")
     worst = 0.0
     for dtype in options.dtypes:

@@ -18,18 +18,22 @@ class CacheConfig:
     block_size: tokens in a block, a power of two from 1 to 256.
     num_blocks: blocks of every layer group, fixed. Without it the pool is sized from what the call needs and grows.
     memory_fraction: instead of num_blocks: the share of the device's free memory that the pools get, fixed as well.
-    kernels: "torch", "triton" (an error where they cannot run), or "auto", which is torch as long as steps are not captured.
+    kernels: "torch", "triton" (an error where they cannot run), or "auto": Triton in captured steps where it can run, else torch.
+    graphs: whether decoding steps are captured in CUDA graphs and replayed; on a CPU there are none.
     """
 
     block_size: int = 16
     num_blocks: int | None = None
     memory_fraction: float | None = None
     kernels: str = "auto"
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
         if self.kernels not in KERNELS:
             raise ValueError(f"kernels={self.kernels!r} is not one of {KERNELS}")
+        if not isinstance(self.graphs, bool):
+            raise TypeError(f"graphs must be True or False, got {self.graphs!r}")
         if self.num_blocks is not None and self.memory_fraction is not None:
             raise ValueError(
                 f"num_blocks={self.num_blocks} and memory_fraction={self.memory_fraction} both size the pool; give one of them"

@@ -12,9 +12,23 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_example(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example(example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(example)])
     runpy.run_path(str(example), run_name="__main__")
-    assert len(capsys.readouterr().out.split()) > 20
+    out = capsys.readouterr().out
+    assert len(out.split()) > 20
+    if example.stem in ("beams", "batch"):
+        assert re.search(r"^seconds on (cpu|cuda).*: stock \d+\.\d+, paged \d+\.\d+$", out, re.M)
+        assert "the same tokens\n" in out
+
+
+@pytest.mark.parametrize("name", ["beams", "batch"])
+def test_the_big_shape_asks_for_a_gpu(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [name, "--shape", "llama8b"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    assert "needs a GPU" in capsys.readouterr().err
 
 
 def test_readme_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,15 +13,17 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..memory import Seen
+from ..memory import Seen, StaticBatch
 from .cache import PagedCache
-from .lazy import LazyMask, LazyPages, as_dense
+from .lazy import LazyMask, LazyPages, NotCapturable, as_dense
 from .switch import original_implementation
 
 NAME = "hf_paged"
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
-PASSED_ALONG = frozenset({"position_ids", "use_cache", "output_router_logits", "sliding_window", "cache_position", "logits_to_keep"})
+PASSED_ALONG = frozenset(
+    {"position_ids", "use_cache", "output_router_logits", "output_hidden_states", "sliding_window", "cache_position", "logits_to_keep"}
+)
 """Keywords that reach every attention function and change nothing that the mask does not say."""
 
 
@@ -48,12 +50,15 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
         mask: torch.Tensor | None = stock(**arguments)
         return mask
     arguments["allow_is_causal_skip"] = False
+    captured = forward.cache.sequences.static is not None
 
     def build() -> torch.Tensor:
+        if captured:
+            raise NotCapturable("the model computes with its attention mask, which grows from step to step")
         made: torch.Tensor = stock(**arguments)
         return made
 
-    shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
+    shape = (arguments["batch_size"], 1, arguments["q_length"], 1 if captured else arguments["kv_length"])
     dtype = torch.bool if implementation == "sdpa" else arguments["dtype"]
     return LazyMask(shape, dtype, torch.device(arguments["device"]), arguments.get("local_size"), build)
 
@@ -102,6 +107,8 @@ def _attend_pages(
     seen = _seen(query, key, mask, kwargs)
     if seen is None:
         return None
+    if kwargs.get("position_bias") is not None and seen.causal and isinstance(key.pages.batch, StaticBatch):
+        raise NotCapturable("the attention has a bias for every pair of positions")
     new = None if key.step_tokens is None or value.step_tokens is None else (key.step_tokens, value.step_tokens)
     return key.pages.ops.attend(
         query,
@@ -122,6 +129,8 @@ def _seen(query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs
         if cross or window not in (None, mask.window) or kwargs.get("is_causal") is False:
             return None
         return Seen(key.pages.batch.first_visible(mask.window), causal=True, window=mask.window)
+    if not cross and isinstance(key.pages.batch, StaticBatch):
+        raise NotCapturable("the attention mask says more than causal or sliding")
     if mask is None:
         return Seen(0) if cross else None
     fits = mask.ndim == 4 and mask.shape[0] in (1, query.shape[0]) and mask.shape[1] in (1, query.shape[1])

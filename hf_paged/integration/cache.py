@@ -36,8 +36,9 @@ class PagedCache(DynamicCache):
         num_blocks: int | None = None,
         memory_fraction: float | None = None,
         kernels: str = "auto",
+        graphs: bool = True,
     ) -> None:
-        self._open(base_model(model), CacheConfig(block_size, num_blocks, memory_fraction, kernels), cross=False)
+        self._open(base_model(model), CacheConfig(block_size, num_blocks, memory_fraction, kernels, graphs), cross=False)
 
     @classmethod
     def make(cls, model: nn.Module, config: CacheConfig, *, cross: bool = False) -> PagedCache:
@@ -63,6 +64,8 @@ class PagedCache(DynamicCache):
         """Whether the running call has read its attention mask on the host."""
         self.prompt_in_chunks = False
         """Whether the running call feeds its prompt in several forwards."""
+        self.model_state: Any = None
+        """What the running call's graphs take for granted about the model; None before somebody has looked."""
         weakref.finalize(self, sequences.memory.abandon, sequences).atexit = False
 
     # ---- what it is
@@ -153,6 +156,11 @@ class PagedCache(DynamicCache):
                 rows.crop(rows.columns - columns[kind])
         for layer in self.paged_layers:
             layer.crop(0)
+
+    def follow(self) -> None:
+        """Let the layers know what their rows have done without them: a replayed step passes them by."""
+        for layer in self.paged_layers:
+            layer.columns, layer.path = self.sequences.rows[layer.kind].columns, "paged"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """A fork: the same blocks under new tables, copied only where one of the two writes."""

@@ -12,8 +12,14 @@ from torch import nn
 
 from .attention import Forward, running
 from .cache import PagedCache, paged_parts
+from .graph import Step
+from .graphs import graphs_of
 from .prompts import adapters_agree, adapters_of_unique_rows, repeat_rows, unique_rows
 
+DENSE_OUTPUTS = ("output_attentions", "output_hidden_states")
+"""Outputs that only the model's own attention makes as stock does: at padded columns too."""
+MOST_NEW = 64
+"""More new tokens than this in a row are a prompt."""
 INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 
 
@@ -32,7 +38,7 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
         if not parts:
             return _without_pages(original, args, kwargs)
         with parts[0].sequences.memory.lock:
-            before = [{kind: rows.columns for kind, rows in part.sequences.rows.items()} for part in parts]
+            before = [part.sequences.positions for part in parts]
             try:
                 return _run(model, original, arguments, parts, masks_known)
             except BaseException:
@@ -59,11 +65,11 @@ def _run(model: nn.Module, original: Callable[..., Any], arguments: dict[str, An
         kept = unique_rows(arguments, rows, copies) if _may_share(model, arguments, parts[0], rows) else None
         if kept is not None:
             with adapters_of_unique_rows(model, rows, copies):
-                answer = _paged(model, original, kept, parts[0], masks_known)
+                answer = _paged(model, original, kept, parts, masks_known)
             return repeat_rows(answer, rows // copies, copies)
         for part in parts:
             part.spread()
-    return _paged(model, original, arguments, parts[0], masks_known)
+    return _paged(model, original, arguments, parts, masks_known)
 
 
 def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, rows: int) -> bool:
@@ -75,19 +81,47 @@ def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache
     return in_prompt and not keeps_rows and rows % copies == 0 and adapters_agree(model, rows, copies)
 
 
-def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], cache: PagedCache, masks_known: bool) -> Any:
-    dense = _wants_attention_itself(model, arguments)
-    _note_padding(model, arguments, cache, store_all=dense or not masks_known)
-    token = running.set(Forward(cache, dense))
-    try:
-        return original(**arguments)
-    finally:
-        running.reset(token)
+def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache], masks_known: bool) -> Any:
+    dense = any(_asks_for(model, arguments, name) for name in DENSE_OUTPUTS)
+    _note_padding(model, arguments, parts[0], store_all=dense or not masks_known)
+    step = _step(model, arguments, parts)
+
+    def run(given: dict[str, Any]) -> Any:
+        captured = parts[0].sequences.static is not None
+        token = running.set(Forward(parts[0], dense and not captured))
+        try:
+            return original(**given)
+        finally:
+            running.reset(token)
+
+    return run(arguments) if step is None else graphs_of(model).run(model, step, run)
 
 
-def _wants_attention_itself(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Whether outputs are asked for that only the model's own attention makes, at padded columns too."""
-    return any(arguments.get(name) or getattr(model.config, name, False) for name in ("output_attentions", "output_hidden_states"))
+def _asks_for(model: nn.Module, arguments: Mapping[str, Any], name: str) -> bool:
+    return bool(arguments.get(name) or getattr(model.config, name, False))
+
+
+def _step(model: nn.Module, arguments: dict[str, Any], parts: list[PagedCache]) -> Step | None:
+    """The forward as one that may be replayed, or None: a prompt, one that keeps gradients, one whose mask the tables do not know."""
+    cache, sequences = parts[0], parts[0].sequences
+    inputs = next((arguments[name] for name in INPUTS[::-1] if arguments.get(name) is not None), None)
+    if not cache.config.graphs or not sequences.columns or not sequences.padding_known or inputs is None:
+        return None
+    rows, new = inputs.shape[:2]
+    starts = sequences.starts
+    prompt = new > MOST_NEW or (cache.prompt_in_chunks and new > 1) or (starts is not None and max(starts) > sequences.columns)
+    if prompt or rows != sequences.count or any(part.sequences.unforked > 1 for part in parts):
+        return None
+    if torch.is_grad_enabled() or torch.is_autocast_enabled() or _asks_for(model, arguments, "output_attentions"):
+        return None
+    name = _mask_name(model)
+    told = "none" if arguments.get(name) is None else "whole" if starts is None else "padded"
+    return Step(arguments, {**arguments, name: None} if told != "none" else arguments, told, parts, rows, new)
+
+
+def _mask_name(model: nn.Module) -> str:
+    """The argument that says what is padding in the rows of the cache."""
+    return "decoder_attention_mask" if getattr(model.config, "is_encoder_decoder", False) else "attention_mask"
 
 
 def _rows(arguments: Mapping[str, Any]) -> int:
@@ -98,7 +132,7 @@ def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCa
     """Learn from the attention mask where each row begins, or that the mask says something else."""
     sequences = cache.sequences
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
-    mask = arguments.get("decoder_attention_mask" if encoder_decoder else "attention_mask")
+    mask = arguments.get(_mask_name(model))
     inputs = [arguments[name] for name in (INPUTS[2:] if encoder_decoder else INPUTS[:2]) if arguments.get(name) is not None]
     columns = sequences.columns + inputs[0].shape[1] if inputs else -1
     if mask is None:

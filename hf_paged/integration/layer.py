@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..memory import Kind, Layout, Pages, Sequences
-from .lazy import LazyPages
+from .lazy import DeviceNumber, LazyPages
 
 Path = Literal["unused", "paged", "dense"]
 
@@ -47,6 +47,8 @@ class PagedLayer(DynamicLayer):
         """Store new keys [rows, heads, new, key_dim] and values, and answer with all that the new tokens may look at."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError("a paged cache keeps no gradients; call the model under torch.no_grad(), or train without a cache")
+        if self.sequences.static is not None:
+            return self._captured(key_states, value_states)
         rows = self.sequences.rows[self.kind]
         with self.sequences.memory.lock:
             rows.group.place(self.number, Layout.of(key_states, value_states))
@@ -65,9 +67,17 @@ class PagedLayer(DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
 
+    def _captured(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same in a step that is being captured: the books are done by whoever replays it."""
+        pages = self._pages()
+        pages.ops.write(pages, key_states, value_states)
+        return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
+
     def _pages(self) -> Pages:
-        rows = self.sequences.rows[self.kind]
+        rows, static = self.sequences.rows[self.kind], self.sequences.static
         store, index = rows.group.store(self.number)
+        if static is not None:
+            return Pages(*store.of_layer[index], static[self.kind], store.captured)
         return Pages(*store.of_layer[index], rows.batch, store.ops)
 
     def _lazy(self, pages: Pages, data: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
@@ -98,12 +108,17 @@ class PagedLayer(DynamicLayer):
         if not self.is_initialized or not self.columns:
             return None
         with self.sequences.memory.lock:
-            self.sequences.flush()
-            self.sequences.rows[self.kind].require_whole()
+            if self.sequences.static is None:
+                self.sequences.flush()
+                self.sequences.rows[self.kind].require_whole()
             pages = self._pages()
             return self._lazy(pages, getattr(pages, which), None)
 
     def get_seq_length(self) -> int:
+        static = self.sequences.static
+        if static is not None:
+            # Transformers' own static cache answers with a number on the device, too.
+            return DeviceNumber.of(static[self.kind].before)  # type: ignore[return-value]
         return self.columns
 
     def get_max_length(self) -> int:
@@ -111,6 +126,8 @@ class PagedLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many columns a step of `query_length` tokens sees, and the first of them."""
+        if self.sequences.static is not None:
+            return self.get_seq_length() + query_length, 0
         if self.kind.window is None:
             return self.columns + query_length, 0
         kept = min(self.columns, self.kind.window - 1)

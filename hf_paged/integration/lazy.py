@@ -12,11 +12,44 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ..memory import reference
+from ..memory import StaticBatch, reference
 
 if TYPE_CHECKING:
     from ..memory import Pages
     from .layer import PagedLayer
+
+
+class NotCapturable(RuntimeError):
+    """A forward wants something on the host, or at a size, that another replay would need otherwise."""
+
+
+class DeviceNumber(torch.Tensor):
+    """A number that only the device knows: whatever is computed from it changes from replay to replay, nothing can ask for it."""
+
+    @staticmethod
+    def of(number: torch.Tensor) -> DeviceNumber:
+        """Look at number [] as one."""
+        return number.as_subclass(DeviceNumber)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOST_READS:
+            raise NotCapturable(f"the model asks for the cache's length on the host ({getattr(func, '__name__', func)})")
+        # What is computed is an ordinary tensor; only sums with plain numbers are still lengths.
+        plain = func(*tree_map(_as_plain, args), **tree_map(_as_plain, kwargs or {}))
+        still = func in SUMS and all(isinstance(arg, (cls, int)) for arg in args)
+        return cls.of(plain) if still else plain
+
+
+def _as_plain(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, DeviceNumber) else value
+
+
+HOST_READS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("__bool__", "__int__", "__index__", "__float__", "item", "tolist", "numpy", "__len__", "__format__")
+)
+SUMS = frozenset(getattr(torch.Tensor, name) for name in ("__add__", "__radd__", "__sub__", "add", "sub"))
 
 
 class LazyTensor(torch.Tensor):
@@ -100,6 +133,8 @@ class LazyPages(LazyTensor):
         return reference.gather(self.data_in_pages, self.pages.batch, first)
 
     def _make(self) -> torch.Tensor:
+        if isinstance(self.pages.batch, StaticBatch):
+            raise NotCapturable("the model computes with keys or values itself, and there are more of them at every step")
         self.layer.path = "dense"
         return self.columns_from(self.first).contiguous()
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..blocks import Table
+from .upload import upload
 
 
 class Lane(NamedTuple):
@@ -54,6 +55,11 @@ class Batch:
         return self.tables[0].pool.block_size
 
     @property
+    def step(self) -> object:
+        """What a kernel's plan is made for."""
+        return self
+
+    @property
     def fresh(self) -> bool:
         """Whether this step's tokens are all there is."""
         return self.new == self.columns
@@ -84,8 +90,8 @@ class Batch:
                 sources += range((i + 1) * self.new - count, (i + 1) * self.new)
             every = len(slots) == self.rows * self.new
             self._written[device] = (
-                torch.tensor(slots, device=device, dtype=torch.long),
-                None if every else torch.tensor(sources, device=device, dtype=torch.long),
+                upload(slots, device),
+                None if every else upload(sources, device),
             )
         return self._written[device]
 
@@ -106,7 +112,7 @@ class Batch:
             self.check()
             width = max(max(table.end for table in self.tables), 1)
             rows = [[0] * table.released + table.blocks + [0] * (width - table.end) for table in self.tables]
-            tables[device] = torch.tensor(rows, dtype=torch.int32, device=device)
+            tables[device] = upload(rows, device, torch.int32)
         found: torch.Tensor = tables[device]
         return found
 
@@ -114,7 +120,7 @@ class Batch:
         """The tokens [rows] of each row, int32."""
         if device not in self._lengths:
             self.check()
-            self._lengths[device] = torch.tensor([table.length for table in self.tables], dtype=torch.int32, device=device)
+            self._lengths[device] = upload([table.length for table in self.tables], device, torch.int32)
         return self._lengths[device]
 
     def blocks(self, first: int, device: torch.device) -> torch.Tensor:
@@ -123,7 +129,7 @@ class Batch:
             self.check()
             begin = first // self.block_size
             ids = list(chain.from_iterable(table.blocks[begin - table.released :] for table in self.tables))
-            self._blocks[device, first] = torch.tensor(ids, device=device, dtype=torch.long).view(self.rows, -1)
+            self._blocks[device, first] = upload(ids, device).view(self.rows, -1)
         return self._blocks[device, first]
 
     def slots(self, first: int, device: torch.device) -> torch.Tensor:
@@ -158,7 +164,7 @@ class Batch:
                 seen = seen & (column > at - window)
             seen = seen[None, None]
         if self.starts is not None and max(self.starts) > first:
-            starts = torch.tensor(self.starts, device=device)[:, None]
+            starts = upload(self.starts, device)[:, None]
             real = (column >= starts)[:, None, None]
             seen = real if seen is None else seen & real
         return seen

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections import Counter, deque
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections import Counter, OrderedDict, deque
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from ..blocks import BlockPool, Copy, OutOfBlocks
 from ..config import CacheConfig
 from .budget import free_bytes
+from .ops import Ops
 from .store import Layout, Store
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ class Group:
             raise self._translate(error) from error
         if old is not None:
             store.keys[: old.layers], store.values[: old.layers] = old.keys, old.values
+            self.memory.captured.clear()
         self._stores[layout] = store
         return store
 
@@ -91,6 +94,26 @@ class Group:
         return tokens * self.pool.block_size
 
     @property
+    def devices(self) -> set[torch.device]:
+        """Where the stores lie."""
+        return {layout.device for layout in self._stores}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stores lie, if that is one device."""
+        return next(iter(self._stores)).device
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What the stores hold."""
+        return [data for store in self._stores.values() for data in (store.keys, store.values)]
+
+    @property
+    def captured_ops(self) -> Ops:
+        """The ops of captured steps, the same for all layers."""
+        return next(iter(self._stores.values())).captured
+
+    @property
     def bytes(self) -> int:
         return sum(store.bytes for store in self._stores.values())
 
@@ -98,6 +121,11 @@ class Group:
         """Carry out copies on write in every store."""
         for store in self._stores.values():
             store.copy(copies)
+
+    def copy_pairs(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Carry out the copies of a captured step in every store; all of them lie on one device."""
+        for store in self._stores.values():
+            store.copy_pairs(sources, targets)
 
     # ---- size
 
@@ -121,7 +149,8 @@ class Group:
         """See to it that `need` blocks are available; `hint` is what a call that begins may come to need."""
         pool, fixed = self.pool, self.config.fixed
         if not fixed and hint > pool.available:
-            self._grow_to(max(pool.held + need, min(pool.held + hint, self._affordable())))
+            # A pool that grows takes more than it was asked for: whoever generates on and on must not move it every time.
+            self._grow_to(max(pool.held + need, min(max(pool.held + hint, 2 * pool.total), self._affordable())))
         if need <= pool.available:
             return
         self.memory.drain()
@@ -142,6 +171,7 @@ class Group:
         if not pool.held:
             self.give_back()
         try:
+            self.memory.captured.clear()
             for store in self._stores.values():
                 store.grow(total)
         except (MemoryError, RuntimeError) as error:
@@ -184,6 +214,7 @@ class Group:
 
     def give_back(self) -> None:
         """Let go of the tensors; the books keep their size."""
+        self.memory.captured.clear()
         self.pool.forget()
         self._stores.clear()
 
@@ -194,6 +225,8 @@ class Memory:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.groups: dict[tuple[Kind, CacheConfig], Group] = {}
+        self.captured: OrderedDict[Hashable, Any] = OrderedDict()
+        """Steps captured over the addresses of the stores, least recently used first; dropped as soon as a store moves."""
         self.suspect = False
         """Whether a call failed since the books were last known to agree with the tables."""
         self._abandoned: deque[Sequences] = deque()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from . import reference
 from .batch import Batch
+from .static import StaticBatch
 
 if TYPE_CHECKING:
     from .store import Layout, Pages
@@ -30,7 +32,7 @@ class Seen(NamedTuple):
     causal: bool = False
     window: int | None = None
 
-    def biased(self, bias: torch.Tensor | None, batch: Batch) -> Seen:
+    def biased(self, bias: torch.Tensor | None, batch: Batch | StaticBatch) -> Seen:
         """The same with a learned bias [rows or 1, query_heads, new, columns] on every score."""
         if bias is None:
             return self
@@ -44,6 +46,22 @@ class Seen(NamedTuple):
 class Ops:
     """Plain torch: right on every device, and the path of CPUs."""
 
+    kernels: Any = None
+    """The kernels, where they are used, for whoever else can use some of them."""
+
+    def advance(
+        self,
+        table: torch.Tensor,
+        tokens: torch.Tensor,
+        seen: torch.Tensor,
+        slots: torch.Tensor,
+        columns: torch.Tensor,
+        new: int,
+        block_size: int,
+    ) -> None:
+        """Begin a captured step: work out where its tokens go, and count them."""
+        reference.advance(table, tokens, seen, slots, columns, new, block_size)
+
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put a step's keys [rows, heads, new, key_dim] and values into their slots."""
         reference.write(pages, keys, values)
@@ -51,7 +69,7 @@ class Ops:
     def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
         """pool[:, targets[i]] = pool[:, sources[i]] for every pool [layers, blocks, ...]; no target is a source."""
         for pool in pools:
-            pool.index_copy_(1, targets, pool.index_select(1, sources))
+            pool.index_copy_(1, targets.long(), pool.index_select(1, sources))
 
     def attend(
         self,
@@ -86,18 +104,22 @@ class TritonOps(Ops):
     def __init__(self) -> None:
         import hf_paged_kernels
 
-        self.kernels: Any = hf_paged_kernels
+        self.kernels = hf_paged_kernels
+
+    def advance(self, table: torch.Tensor, *step: Any) -> None:
+        with _on(table.device):
+            self.kernels.advance(table, *step)
 
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
         keys, values = keys.to(pages.keys.dtype), values.to(pages.values.dtype)
         if keys.stride(3) != 1 or values.stride(3) != 1:
             keys, values = keys.contiguous(), values.contiguous()
         blocks = [_by_block(data, pages.batch.block_size) for data in (pages.keys, pages.values)]
-        with torch.cuda.device(keys.device):
+        with _on(keys.device):
             self.kernels.write(keys, values, *blocks, pages.batch.targets(keys.device))
 
     def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
-        with torch.cuda.device(sources.device):
+        with _on(sources.device):
             self.kernels.copy(list(pools), sources, targets)
 
     def attend(
@@ -113,12 +135,14 @@ class TritonOps(Ops):
     ) -> torch.Tensor:
         batch = pages.batch
         # A whole prompt has its keys at hand, and rows of several lengths would have to be packed: both are torch's.
-        whole = batch.new > 1 and (batch.fresh or batch.starts is not None)
-        if not seen.causal or whole or query.dtype != pages.keys.dtype:
+        whole = query.shape[2] > 1 and (not seen.causal or batch.fresh or batch.starts is not None)
+        # What an encoder said is seen whole, under no mask if none of its rows is shorter.
+        masked = not seen.causal and (seen.mask is not None or not isinstance(batch, StaticBatch))
+        if masked or whole or query.dtype != pages.keys.dtype:
             return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
         options = {"scale": scale, "softcap": softcap, "sinks": None if sinks is None else sinks.float()}
-        with torch.cuda.device(query.device):
-            if batch.new == 1:
+        with _on(query.device):
+            if query.shape[2] == 1:
                 return self._decode(query, pages, seen.window, options)
             return self._prefill(query, pages, seen.window, options)
 
@@ -130,16 +154,16 @@ class TritonOps(Ops):
         out: torch.Tensor = self.kernels.decode(tokens, keys, values, batch.table(query.device), plan, **options)
         return out.unsqueeze(1)
 
-    def _plan(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, batch: Batch) -> Any:
+    def _plan(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, batch: Batch | StaticBatch) -> Any:
         """The step's plan for layers of one shape and window: kept from step to step, updated once in each."""
         key = (query.shape, query.dtype, query.device, values.shape[2:], window, batch.columns.bit_length())
         plans = batch.workspace.setdefault("plans", {})
         plan, planned = plans.get(key, (None, None))
         if plan is None:
             plan = self.kernels.Plan(query, keys, values, mean_length=batch.columns, window=window)
-        if planned is not batch:
+        if planned is not batch.step:
             plan.update(batch.lengths(query.device))
-            plans[key] = (plan, batch)
+            plans[key] = (plan, batch.step)
         return plan
 
     def _prefill(self, query: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]) -> torch.Tensor:
@@ -155,23 +179,27 @@ class TritonOps(Ops):
         return by_row
 
 
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Launch on `device`; in the interpreter there is none."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _by_block(data: torch.Tensor, block_size: int) -> torch.Tensor:
     """Slots [slots, heads, dim] as [blocks, block_size, heads, dim]."""
     return data.view(-1, block_size, *data.shape[1:])
 
 
-def choose(wanted: str, layout: Layout) -> Ops:
-    """The ops for pages of `layout`.
+def choose(wanted: str, layout: Layout, captured: bool) -> Ops:
+    """The ops for pages of `layout`, in steps that are `captured` or launched one operation at a time.
 
-    "auto" is plain torch: launched one by one from Python, the kernels cost the host more than they save the device. That
-    turns round when whole steps are captured.
+    "auto" is the kernels where they can run and steps are captured. Launched one by one from Python, they cost the host more
+    than they save the device.
     """
-    if wanted != "triton":
-        return Ops()
     reason = why_no_kernels(layout)
-    if reason is not None:
+    if wanted == "triton" and reason is not None:
         raise ValueError(f"kernels='triton' cannot run here: {reason}; use kernels='auto'")
-    return TritonOps()
+    runs = wanted == "triton" or (wanted == "auto" and captured and reason is None)
+    return TritonOps() if runs else Ops()
 
 
 def why_no_kernels(layout: Layout) -> str | None:

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .batch import Batch
+from .static import StaticBatch
 
 if TYPE_CHECKING:
     from .store import Pages
@@ -17,7 +18,7 @@ def write(pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Put the new tokens' keys [rows, heads, new, key_dim] and values [rows, heads, new, value_dim] in their slots."""
     batch = pages.batch
     for data, tokens in ((pages.keys, keys), (pages.values, values)):
-        if batch.lane is not None:
+        if isinstance(batch, Batch) and batch.lane is not None:
             _lane_view(data, batch, batch.columns - batch.new).copy_(tokens)
             continue
         slots, sources = batch.written(data.device)
@@ -25,18 +26,18 @@ def write(pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
         data.index_copy_(0, slots, flat if sources is None else flat.index_select(0, sources))
 
 
-def gather(data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
+def gather(data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.Tensor:
     """Columns from `first` on of data [slots, heads, dim], as [rows, heads, columns - first, dim].
 
     Rows side by side are answered with a view. Columns of left padding hold some token's content; mask them.
     """
     batch.check()
-    if batch.lane is not None:
+    if isinstance(batch, Batch) and batch.lane is not None:
         return _lane_view(data, batch, first)
     slots, heads, dim = data.shape
     if batch.empty:
         return data.new_zeros(batch.rows, heads, batch.columns - first, dim)
-    if batch.starts is None:
+    if isinstance(batch, Batch) and batch.starts is None:
         size = batch.block_size
         blocks = batch.blocks(first, data.device)
         found = data.view(slots // size, size * heads * dim).index_select(0, blocks.flatten())
@@ -46,6 +47,29 @@ def gather(data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
         index = batch.slots(first, data.device)
         found = data.view(slots, heads * dim).index_select(0, index.flatten()).view(batch.rows, -1, heads, dim)
     return found.transpose(1, 2)
+
+
+def advance(
+    table: torch.Tensor,
+    tokens: torch.Tensor,
+    seen: torch.Tensor,
+    slots: torch.Tensor,
+    columns: torch.Tensor,
+    new: int,
+    block_size: int,
+) -> None:
+    """Where a captured step's tokens go: slots [rows * new] from table [rows, width] and tokens [rows], which are counted.
+
+    A row with -1 tokens is not there: its slots are -1 and it has seen [rows] nothing. columns [2]: before this step, after it.
+    """
+    there = tokens >= 0
+    position = tokens.clamp(min=0).long()[:, None] + torch.arange(new, device=table.device)
+    found = table.long().gather(1, position // block_size) * block_size + position % block_size
+    slots.copy_(torch.where(there[:, None], found, -1).flatten())
+    tokens.add_(there, alpha=new)
+    seen.copy_(tokens.clamp(min=0))
+    columns[0].copy_(columns[1])
+    columns[1].add_(new)
 
 
 def _lane_view(data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:

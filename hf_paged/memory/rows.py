@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..blocks import Table, append, blocks_needed, reorder
+from ..blocks import Copy, Table, append, blocks_needed, reorder
 from .batch import Batch, Lane
 from .group import Group
+from .static import StaticBatch
 
 
 class Rows:
@@ -19,7 +20,7 @@ class Rows:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.tables: list[Table] = []
+        self._tables: list[Table] = []
         self.starts: list[int] | None = None
         """The column at which each row begins; None where no row is padded."""
         self.columns = 0
@@ -32,13 +33,30 @@ class Rows:
         self._lane: Lane | None = None
         self.torn = False
         """Whether a step broke off between the books and the tensors: what the rows hold is not known any more."""
-        self._version = 0
+        self.stamp = object()
+        """Another one after every change: whoever noted it knows whether he is still up to date."""
+        self._counted = 0
+        """Tokens of every row that are counted in `columns` and not yet entered in the tables."""
+        self._room = 0
+        """How many more tokens may be counted only: every row's last block is its own and has that much room."""
         self._batch: Batch | None = None
         self._workspace: dict[str, Any] = {}
 
     @property
     def window(self) -> int | None:
         return self.group.kind.window
+
+    @property
+    def tables(self) -> list[Table]:
+        """The rows' tables, with every token entered."""
+        if self._counted:
+            self._enter()
+        return self._tables
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return len(self._tables)
 
     def begin_at(self, starts: list[int] | None) -> None:
         """Say at which column each row begins; what lies before is padding and is not stored."""
@@ -49,32 +67,77 @@ class Rows:
     def extend(self, rows: int, new: int) -> Batch:
         """Make room for `new` columns in every row and copy what must be copied; on failure nothing has changed."""
         with self.group.memory.lock:
-            first_step = self.columns == 0
-            if first_step:
-                self._open(rows)
-            elif rows != len(self.tables):
-                raise ValueError(f"this cache holds {len(self.tables)} rows and was given {rows}; use a new cache for another batch")
-            if self.window is not None and not self.keep_past:
-                self._release_behind_window()
-            counts = self._new_tokens(new)
-            need = blocks_needed(self.tables, counts)
-            try:
-                if first_step:
-                    self.group.refuse_hopeless(self.expected_columns, self._row_blocks(new))
-                self.group.make_room(need, self._hint(rows, new) if first_step else 0)
-            except BaseException:
-                if first_step:
-                    self.tables = []
-                raise
-            if first_step:
-                self._lay_out()
+            need = self._make_room(rows, new)
             with self._whole():
-                copies = append(self.tables, counts)
+                copies = self._append(new)
                 if copies:
                     self.group.copy(copies)
+            return self._changed(new, same_blocks=not need)
+
+    def advance(self, new: int, static: StaticBatch) -> None:
+        """A step of `new` columns of a captured forward, whose index tensors are `static`'s.
+
+        Where only lengths change the device advances by itself and the step is merely counted here; else all is uploaded.
+        """
+        with self.group.memory.lock:
+            if self._room >= new and static.stamp is self.stamp:
+                self.require_whole()
+                self._room -= new
+                self._counted += new
                 self.columns += new
-                self._keep_lane(bool(copies) or first_step or new > 1)
-                return self._changed(new, same_blocks=not need)
+                self._batch = None
+                static.stamp = self.stamp = object()
+                return
+            self._make_room(self.count, new)
+            with self._whole():
+                copies = self._append(new)
+                self.stage(new, static, copies)
+                if copies:
+                    self.group.copy_pairs(*static.copies(len(copies)))
+            # A block that was written is nobody else's; whoever shares it again changes the stamp or empties the room.
+            self._room = min(-table.length % table.pool.block_size for table in self._tables)
+
+    def stage(self, new: int, static: StaticBatch, copies: Sequence[Copy] = ()) -> None:
+        """Upload the step of `new` columns that these rows have just taken, as it was before it."""
+        self._changed(new)
+        static.load(self.tables, new, self.columns - new, copies)
+        static.stamp = self.stamp
+
+    def _enter(self) -> None:
+        """Enter in the tables what was only counted: it lies in blocks that the rows hold already."""
+        counted, self._counted, self._room = self._counted, 0, 0
+        if not self.torn:
+            append(self._tables, [counted] * len(self._tables))
+
+    def _make_room(self, rows: int, new: int) -> int:
+        """See to it that a step of `new` columns cannot fail; the answer is how many blocks it takes."""
+        first_step = self.columns == 0
+        if first_step:
+            self._open(rows)
+        elif rows != self.count:
+            raise ValueError(f"this cache holds {self.count} rows and was given {rows}; use a new cache for another batch")
+        if self.window is not None and not self.keep_past:
+            self._release_behind_window()
+        need = blocks_needed(self.tables, self._new_tokens(new))
+        try:
+            if first_step:
+                self.group.refuse_hopeless(self.expected_columns, self._row_blocks(new))
+            self.group.make_room(need, self._hint(rows, new) if first_step else 0)
+        except BaseException:
+            if first_step:
+                self._tables = []
+            raise
+        if first_step:
+            self._lay_out()
+        return need
+
+    def _append(self, new: int) -> list[Copy]:
+        """Enter a step of `new` columns in the tables; the answer is what must be copied before it is written."""
+        first_step = self.columns == 0
+        copies = append(self.tables, self._new_tokens(new))
+        self.columns += new
+        self._keep_lane(bool(copies) or first_step or new > 1)
+        return copies
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -99,11 +162,11 @@ class Rows:
         for table in self.tables:
             table.free()
         self._lane = None
-        self.tables = [Table(self.group.pool) for _ in range(rows)]
+        self._tables = [Table(self.group.pool) for _ in range(rows)]
 
     def _new_tokens(self, new: int) -> list[int]:
         if self.starts is None:
-            return [new] * len(self.tables)
+            return [new] * self.count
         return [min(new, max(0, self.columns + new - start)) for start in self.starts]
 
     def _row_blocks(self, new: int) -> int:
@@ -149,11 +212,11 @@ class Rows:
             table.release_before(table.length - self.window + 1)
 
     def _changed(self, new: int = 0, same_blocks: bool = False) -> Batch:
-        self._version += 1
-        version = self._version
+        self.stamp = stamp = object()
+        self._room = 0
         if not same_blocks:
             self._workspace.pop("tables", None)
-        self._batch = Batch(self.tables, self.starts, self.columns, new, self._lane, lambda: version == self._version, self._workspace)
+        self._batch = Batch(self.tables, self.starts, self.columns, new, self._lane, lambda: stamp is self.stamp, self._workspace)
         return self._batch
 
     @property
@@ -169,7 +232,7 @@ class Rows:
             if list(sources) == list(range(len(self.tables))):
                 return
             with self._whole():
-                self.tables = reorder(self.tables, sources)
+                self._tables = reorder(self.tables, sources)
                 if self.starts is not None:
                     self.begin_at([self.starts[source] for source in sources])
                 self._lane = None
@@ -208,8 +271,9 @@ class Rows:
         """A second set of rows over the same blocks; no tensor moves."""
         with self.group.memory.lock:
             self.require_whole()
+            self._room = 0
             twin = Rows(self.group)
-            twin.tables = [table.fork() for table in self.tables]
+            twin._tables = [table.fork() for table in self.tables]
             twin.starts = None if self.starts is None else list(self.starts)
             twin.columns, twin.expected_columns, twin.keep_past = self.columns, self.expected_columns, self.keep_past
             twin._lane = self._lane
@@ -220,5 +284,5 @@ class Rows:
         with self.group.memory.lock:
             for table in self.tables:
                 table.free()
-            self.tables, self.starts, self.columns, self._lane, self.torn = [], None, 0, None, False
+            self._tables, self.starts, self.columns, self._lane, self.torn = [], None, 0, None, False
             self._changed()

@@ -10,6 +10,7 @@ from ..blocks import Table
 from .batch import Batch
 from .group import Group, Kind, Memory
 from .rows import Rows
+from .static import StaticBatch
 
 
 class Sequences:
@@ -27,11 +28,18 @@ class Sequences:
         self.unforked = 1
         self.padding_known = True
         """Whether the rows' starts say all that the attention mask of this call says."""
+        self.static: Mapping[Kind, StaticBatch] | None = None
+        """The index tensors of the step that is being captured, while it is."""
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     @property
     def columns(self) -> int:
         return max((rows.columns for rows in self.rows.values()), default=0)
+
+    @property
+    def positions(self) -> dict[Kind, int]:
+        """The column of each kind's rows: between two steps all the same, after a broken one perhaps not."""
+        return {kind: rows.columns for kind, rows in self.rows.items()}
 
     @property
     def starts(self) -> list[int] | None:
@@ -40,7 +48,7 @@ class Sequences:
     @property
     def count(self) -> int:
         """The rows stored; 0 before the first step."""
-        return max((len(rows.tables) for rows in self.rows.values() if rows.columns), default=0)
+        return max((rows.count for rows in self.rows.values() if rows.columns), default=0)
 
     def expect(self, columns: int, fork: int) -> None:
         """Say how long the rows may become, and into how many each prompt's row will be forked."""

@@ -10,6 +10,8 @@ import torch
 from ..blocks.table import Copy
 from .batch import Batch
 from .ops import Ops, choose
+from .static import StaticBatch
+from .upload import upload
 
 
 class Layout(NamedTuple):
@@ -44,7 +46,7 @@ class Pages(NamedTuple):
     """[slots, heads, key_dim]"""
     values: torch.Tensor
     """[slots, heads, value_dim]"""
-    batch: Batch
+    batch: Batch | StaticBatch
     ops: Ops
 
 
@@ -56,7 +58,9 @@ class Store:
 
     def __init__(self, layout: Layout, layers: int, blocks: int, block_size: int, kernels: str = "auto") -> None:
         self.layout, self.layers, self.block_size = layout, layers, block_size
-        self.ops = choose(kernels, layout)
+        self.ops = choose(kernels, layout, captured=False)
+        self.captured = choose(kernels, layout, captured=True)
+        """The ops of captured steps."""
         self._hold(*self._allocate(blocks))
 
     def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -92,10 +96,15 @@ class Store:
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Carry out the copies on write of a step, all layers together (C15)."""
-        sources = torch.tensor([copy.source for copy in copies], device=self.layout.device)
-        targets = torch.tensor([copy.target for copy in copies], device=self.layout.device)
-        pools = [data.view(self.layers, self.blocks, -1) for data in (self.keys, self.values)]
-        self.ops.copy(pools, sources, targets)
+        sources, targets = upload(list(zip(*copies, strict=True)), self.layout.device)
+        self._copy(self.ops, sources, targets)
+
+    def copy_pairs(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """The same for a captured step, whose copies were uploaded with it: blocks [copies] to read, blocks [copies] to write."""
+        self._copy(self.captured, sources, targets)
+
+    def _copy(self, ops: Ops, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        ops.copy([data.view(self.layers, self.blocks, -1) for data in (self.keys, self.values)], sources, targets)
 
 
 def _empty(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

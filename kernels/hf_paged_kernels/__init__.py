@@ -4,9 +4,27 @@ Keys and values of one layer come as [blocks, block_size, heads, dim] with any s
 token by token or head by head. Every length is read from device memory: a launch can be captured in a CUDA graph.
 """
 
+from .advance import advance
 from .copy import copy
 from .decode import Plan, decode
+from .gather import gather
+from .norm import add_rms_norm, rms_norm
 from .prefill import prefill
+from .rotary import rotary, rotary_write
+from .swiglu import swiglu
 from .write import write
 
-__all__ = ["Plan", "copy", "decode", "prefill", "write"]
+__all__ = [
+    "Plan",
+    "add_rms_norm",
+    "advance",
+    "copy",
+    "decode",
+    "gather",
+    "prefill",
+    "rms_norm",
+    "rotary",
+    "rotary_write",
+    "swiglu",
+    "write",
+]

@@ -1,0 +1,118 @@
+"""What the benchmarks of generate() share: the shapes of the models, where they ran, and the tables of what they found."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_paged
+
+SHAPES = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 2048,
+        "max_position_embeddings": 8192,
+    },
+    "small": {
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+    },
+    "llama8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
+}
+
+
+def build(shape: str, device: str, dtype: torch.dtype, **changes: Any) -> LlamaForCausalLM:
+    """A model of the shape with random weights, made on the device; `changes` go into its configuration."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(LlamaConfig(**{**SHAPES[shape], **changes})).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def where(device: str) -> dict[str, str]:
+    """The hardware, the versions and the day, for the line that goes with every table."""
+    on_gpu = torch.device(device).type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    return {
+        "hardware": name,
+        "torch": torch.__version__,
+        "triton": triton,
+        "transformers": transformers.__version__,
+        "hf_paged": hf_paged.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def line(place: dict[str, str]) -> str:
+    """`where` as one line."""
+    versions = [f"{name} {place[name]}" for name in ("torch", "triton", "transformers", "hf_paged")]
+    return ", ".join([place["hardware"], *versions, place["date"]])
+
+
+class Report:
+    """Tables on the screen, JSON lines in a file. What fails is noted and does not stop the rest."""
+
+    def __init__(self, place: dict[str, str], extra: dict[str, Any], path: Path | None) -> None:
+        self.place, self.extra, self.path = place, extra, path
+        self.columns: dict[str, tuple[str, str]] = {}
+        self.failed: list[str] = []
+
+    def table(self, section: str, title: str, **columns: tuple[str, str]) -> None:
+        """Begin a table: for each column's key its heading and its format."""
+        self.section, self.columns = section, columns
+        print(f"\n{title}\n\n{line(self.place)}\n", flush=True)
+        print("| " + " | ".join(heading for heading, _ in columns.values()) + " |\n" + "|---" * len(columns) + "|", flush=True)
+
+    def row(self, **values: Any) -> None:
+        """Print the values that have a column, and keep all of them."""
+        shown = [values.get(key) for key in self.columns]
+        cells = ["" if value is None else format(value, how) for value, (_, how) in zip(shown, self.columns.values(), strict=True)]
+        print("| " + " | ".join(cells) + " |", flush=True)
+        if self.path is not None:
+            with self.path.open("a") as file:
+                print(json.dumps({"section": self.section, **values, **self.extra, **self.place}), file=file)
+
+    @contextmanager
+    def surviving(self, what: str) -> Iterator[None]:
+        """Go on after whatever happens in here."""
+        try:
+            yield
+        except Exception as error:
+            self.failed.append(what)
+            print(f"FAILED {what}: {type(error).__name__}: {error}", flush=True)
+            traceback.print_exc(limit=-5)

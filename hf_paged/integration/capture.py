@@ -1,0 +1,99 @@
+"""Record a forward once, to replay it without Python: what may be recorded, and how."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .lazy import LazyTensor, NotCapturable
+
+aten = torch.ops.aten
+WAITS = frozenset(
+    getattr(aten, name)
+    for name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "bincount")
+)
+"""Operations that the host waits for, or whose answer has a size that depends on content."""
+BY_INDEX = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_})
+MOVES = frozenset({aten._to_copy, aten.copy_})
+
+
+class Rehearsal(TorchDispatchMode):
+    """Run a step once before it is captured, and refuse what a replay would get silently wrong.
+
+    That is whatever the host must wait for, and every tensor that is neither a weight nor an input nor made in the step: nobody
+    says that it will still be there, or still be the right one, at the next replay.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known = {_address(tensor) for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and not isinstance(x, LazyTensor)]
+        self._refuse_waiting(func, args, kwargs, given)
+        for tensor in given:
+            if _address(tensor) not in self.known:
+                raise NotCapturable(f"{func} reads a tensor {list(tensor.shape)} that is neither a weight nor an input")
+        answer = func(*args, **kwargs)
+        self.known.update(_address(x) for x in tree_leaves(answer) if isinstance(x, torch.Tensor) and not isinstance(x, LazyTensor))
+        return answer
+
+    def _refuse_waiting(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        packet = func.overloadpacket
+        by_mask = packet in BY_INDEX and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        devices = {x.device for x in given} | ({torch.device(kwargs["device"])} if kwargs.get("device") is not None else set())
+        moves = packet in MOVES and len({device.type for device in devices}) > 1
+        counts = func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+        if packet in WAITS or by_mask or moves or counts:
+            raise NotCapturable(f"{func} makes the host wait for the device")
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def cuda_graph(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
+    """Capture `step`: how to replay it, and the tensors in which it answers every time."""
+    graph = torch.cuda.CUDAGraph()
+    side, main = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(main)
+    collects = gc.isenabled()
+    gc.disable()  # a finalizer must not free device memory in the middle
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            # Other threads may go on working with the device.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                answer = step()
+            except BaseException:
+                _give_up(graph, device)
+                raise
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+        main.wait_stream(side)
+    return graph.replay, answer
+
+
+def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    """End a capture that failed. Torch then thinks that its random numbers are still being captured; an empty capture tells it."""
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
+    with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device=device)
+        empty.capture_end()
+
+
+Recorder = Callable[[Callable[[], Any], Any, torch.device], tuple[Callable[[], None], Any]]
+RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
+"""For each type of device how a step is recorded there."""

@@ -1,0 +1,193 @@
+"""The small operations of a captured step in fewer launches: kernels that round as the modules' own code does.
+
+Modules are known by their code, not by their name: what reads like Llama's norm is Llama's norm. Weights stay where they are, and
+outside the capture nothing is changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama import modeling_llama as llama
+
+ROTARY = "apply_rotary_pos_emb"
+_lock = threading.Lock()
+"""Modules of transformers are changed by one capture at a time."""
+
+
+class Fusion:
+    """What a captured forward calls instead of its own small operations."""
+
+    def __init__(self, model: nn.Module, kernels: Any) -> None:
+        self.kernels = kernels
+        self.ahead: tuple[nn.Module, torch.Tensor, torch.Tensor] | None = None
+        """A norm whose answer was made together with its input."""
+        self.following: dict[nn.Module, nn.Module] = {}
+        """The norm that reads what a layer answers."""
+        self.forwards: dict[nn.Module, Callable[..., Any]] = {}
+        self.rotaries: set[str] = set()
+        """The module files whose rotary embedding is Llama's."""
+        if kernels is not None:
+            self._look_at(model)
+
+    def _look_at(self, model: nn.Module) -> None:
+        for module in model.modules():
+            replacement = self._replacement(module)
+            if replacement is not None and "forward" not in module.__dict__:
+                self.forwards[module] = replacement
+        for module in model.modules():
+            self._chain(module)
+        self.rotaries = {name for module in model.modules() if rotates_like_llama(name := type(module).__module__)}
+
+    def _replacement(self, module: nn.Module) -> Callable[..., Any] | None:
+        if is_norm(module):
+            return partial(self.norm, module)
+        if reads_like(type(module).forward, llama.LlamaMLP.forward) and activation(module) is not None:
+            return partial(self.feed_forward, module)
+        if reads_like(type(module).forward, llama.LlamaDecoderLayer.forward) and is_norm(module.post_attention_layernorm):
+            return partial(self.layer, module)
+        return None
+
+    def _chain(self, module: nn.Module) -> None:
+        """Note for each layer of a stack which norm comes next."""
+        layers, last = getattr(module, "layers", None), getattr(module, "norm", None)
+        if not isinstance(layers, nn.ModuleList) or not is_norm(last):
+            return
+        norms = [*(getattr(layer, "input_layernorm", None) for layer in list(layers)[1:]), last]
+        self.following.update(
+            (layer, norm) for layer, norm in zip(layers, norms, strict=True) if isinstance(norm, nn.Module) and is_norm(norm)
+        )
+
+    # ---- what the modules do instead
+
+    def norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and ahead[0] is module and ahead[1] is x:
+            return ahead[2]
+        normed: torch.Tensor = self.kernels.rms_norm(x, module.weight, epsilon(module), centered=is_centered(module))
+        return normed
+
+    def add_norm(self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum, and its norm."""
+        both: tuple[torch.Tensor, torch.Tensor] = self.kernels.add_rms_norm(
+            x, residual, module.weight, epsilon(module), centered=is_centered(module)
+        )
+        return both
+
+    def feed_forward(self, module: Any, x: torch.Tensor) -> Any:
+        return module.down_proj(self.kernels.swiglu(module.gate_proj(x), module.up_proj(x), activation=activation(module)))
+
+    def layer(self, module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
+        residual, normed = self.add_norm(module.post_attention_layernorm, attended, hidden_states)
+        fed: torch.Tensor = module.mlp(normed)
+        following = self.following.get(module)
+        if following is None:
+            return residual + fed
+        total, normed = self.add_norm(following, fed, residual)
+        self.ahead = (following, total, normed)
+        return total
+
+    def rotary(
+        self, stock: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> Any:
+        if unsqueeze_dim != 1 or cos.ndim != 3 or not q.dtype == k.dtype == cos.dtype == sin.dtype:
+            return stock(q, k, cos, sin, unsqueeze_dim)
+        return self.kernels.rotary(q, k, cos, sin)
+
+
+current: ContextVar[Fusion | None] = ContextVar("hf_paged_fusion", default=None)
+
+
+@contextmanager
+def fused(fusion: Fusion) -> Iterator[None]:
+    """Let the model's modules call the fusion, in this thread; whoever else calls them meanwhile gets their own code."""
+    with _lock:
+        modules = [sys.modules[name] for name in fusion.rotaries]
+        stocks = [getattr(module, ROTARY) for module in modules]
+        for module, forward in fusion.forwards.items():
+            module.__dict__["forward"] = _only_here(fusion, forward, partial(type(module).forward, module))
+        for place, stock in zip(modules, stocks, strict=True):
+            setattr(place, ROTARY, _only_here(fusion, partial(fusion.rotary, stock), stock))
+        token = current.set(fusion)
+        try:
+            yield
+        finally:
+            current.reset(token)
+            for module in fusion.forwards:
+                del module.__dict__["forward"]
+            for place, stock in zip(modules, stocks, strict=True):
+                setattr(place, ROTARY, stock)
+
+
+def _only_here(fusion: Fusion, ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        return (ours if current.get() is fusion else stock)(*args, **kwargs)
+
+    return choose
+
+
+# ---- whose code reads like whose
+
+
+def is_norm(module: object) -> bool:
+    """Whether a module computes what the kernel for root-mean-square norms does."""
+    return isinstance(module, nn.Module) and (reads_like(type(module).forward, llama.LlamaRMSNorm.forward) or is_centered(module))
+
+
+def is_centered(module: object) -> bool:
+    """Whether it is Gemma's norm, whose weight is what is added to one."""
+    kind: Any = type(module)
+    return reads_like(kind.forward, GemmaRMSNorm.forward) and reads_like(getattr(kind, "_norm", None), GemmaRMSNorm._norm)
+
+
+def epsilon(module: Any) -> float:
+    return float(module.eps if is_centered(module) else module.variance_epsilon)
+
+
+def activation(module: Any) -> str | None:
+    """The name by which the kernel knows a feed-forward layer's activation."""
+    kind = type(module.act_fn)
+    if kind is nn.SiLU or reads_like(kind.forward, nn.SiLU.forward) or kind.__name__ == "SiLUActivation":
+        return "silu"
+    return "gelu_tanh" if kind.__name__ in ("GELUTanh", "PytorchGELUTanh") else None
+
+
+@cache
+def rotates_like_llama(name: str) -> bool:
+    """Whether a module file's rotary embedding is Llama's."""
+    place: ModuleType | None = sys.modules.get(name)
+    functions = (ROTARY, "rotate_half")
+    return all(reads_like(getattr(place, function, None), getattr(llama, function)) for function in functions)
+
+
+def reads_like(function: Any, known: Any) -> bool:
+    """Whether two functions have the same code, names, annotations and comments of the signature aside."""
+    return function is known or (callable(function) and _code(function) is not None and _code(function) == _code(known))
+
+
+@cache
+def _code(function: Callable[..., Any]) -> str | None:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    (definition,) = tree.body
+    if not isinstance(definition, ast.FunctionDef):
+        return None
+    body = [line for line in definition.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))]
+    names = [argument.arg for argument in definition.args.args]
+    return ast.dump(ast.Module(body, [])) + repr(names)

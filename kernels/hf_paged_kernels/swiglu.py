@@ -1,0 +1,80 @@
+"""The gated activation of a feed-forward layer, rounded as torch rounds its two steps."""
+
+# ruff: noqa: SIM108 - a branch on a constant must stay a plain if: Triton compiles the other side away
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from .norm import Lines
+
+TILE = 1024
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu") -> torch.Tensor:
+    """activation(gate).to(dtype) * up, the activation in fp32: x / (1 + exp(-x)), or torch's gelu with approximate="tanh".
+
+    gate and up [..., n] with the last stride 1: two tensors, or the two halves of one. The answer is [..., n] without gaps.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"Invalid activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+    if gate.ndim == 0 or gate.stride(-1) != 1:
+        raise ValueError(f"Invalid shape of gate: expected [..., n] with the last stride 1, got {list(gate.shape)}, {gate.stride()}")
+    if up.shape != gate.shape or up.dtype != gate.dtype or up.stride(-1) != 1:
+        raise ValueError(f"Invalid shape of up: expected {list(gate.shape)} of {gate.dtype}, got {list(up.shape)} of {up.dtype}")
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    found = Lines.of(out, gate, up)
+    if found is None:
+        gate, up = gate.contiguous(), up.contiguous()
+        found = Lines.of(out, gate, up)
+    n = gate.shape[-1]
+    if found.count * n == 0:
+        return out
+    _swiglu[(found.count, triton.cdiv(n, TILE))](
+        out, gate, up, found.inner, *found.strides,
+        N=n, TILE=TILE, GELU=activation == "gelu_tanh", EXACT=gate.is_cuda, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _swiglu(
+    OUT, GATE, UP, inner, out_outer, out_inner, gate_outer, gate_inner, up_outer, up_inner,
+    N: tl.constexpr, TILE: tl.constexpr, GELU: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """OUT = round(round(activation(GATE)) * UP), all [outer, inner, N]; a program takes TILE columns of one line."""
+    far = (tl.program_id(0) // inner).to(tl.int64)
+    near = (tl.program_id(0) % inner).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    gate = tl.load(GATE + far * gate_outer + near * gate_inner + column, mask=column < N, other=0.0)
+    up = tl.load(UP + far * up_outer + near * up_inner + column, mask=column < N, other=0.0)
+    x = gate.to(tl.float32)
+    if GELU:
+        y = 0.5 * x * (1.0 + _tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x)), EXACT))
+    else:
+        y = tl.div_rn(x, 1.0 + _exp(-x, EXACT))
+    y = y.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(OUT + far * out_outer + near * out_inner + column, y.to(OUT.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def _exp(x, EXACT: tl.constexpr):
+    """e^x: EXACT is CUDA's own, as torch has it, which the interpreter lacks."""
+    if EXACT:
+        y = libdevice.exp(x)
+    else:
+        y = tl.exp(x)
+    return y
+
+
+@triton.jit
+def _tanh(x, EXACT: tl.constexpr):
+    """tanh(x), likewise."""
+    if EXACT:
+        y = libdevice.tanh(x)
+    else:
+        y = 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    return y
