@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_paged.integration.lazy import LazyTensor
+
 
 class Tape(TorchDispatchMode):
     def __init__(self) -> None:
@@ -23,6 +25,8 @@ class Tape(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
         answer = func(*args, **kwargs)
+        if any(isinstance(x, LazyTensor) for x in tree_leaves((args, kwargs))):
+            return answer  # nothing was computed
         self.noted.append((func, args, kwargs, answer))
         return answer
 

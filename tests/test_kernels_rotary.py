@@ -134,7 +134,8 @@ def test_write_values_of_another_width() -> None:
 
 def test_write_into_a_cache_of_another_dtype() -> None:
     step = Step(2, 1, 4, 2, 16, dtype=FP16)
-    step.verify_write(cache(3, 4, 2, 16, FP32, False), cache(3, 4, 2, 16, FP32, False), torch.tensor([2, 7]))
+    with pytest.raises(ValueError, match="must share one"):
+        step.verify_write(cache(3, 4, 2, 16, FP32, False), cache(3, 4, 2, 16, FP32, False), torch.tensor([2, 7]))
 
 
 def test_write_of_filler_rows_only() -> None:

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..memory import Seen, StaticBatch
 from .cache import PagedCache
 from .lazy import LazyMask, LazyPages, NotCapturable, as_dense
+from .lengths import GrowingOnes
 from .switch import original_implementation
 
 NAME = "hf_paged"
@@ -46,11 +47,13 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
     implementation = _dense_implementation(original_implementation(arguments["config"]))
     stock = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     forward = running.get()
+    captured = forward is not None and forward.cache.sequences.static is not None
+    if captured:
+        arguments["allow_is_bidirectional_skip"] = False  # stock would look whether there is padding, on the host
     if forward is None or forward.dense or not _says_no_more(arguments, forward.cache):
         mask: torch.Tensor | None = stock(**arguments)
         return mask
     arguments["allow_is_causal_skip"] = False
-    captured = forward.cache.sequences.static is not None
 
     def build() -> torch.Tensor:
         if captured:
@@ -74,8 +77,9 @@ def _says_no_more(arguments: dict[str, Any], cache: PagedCache) -> bool:
     if window is not None and window == chunk:
         return False
     padding = arguments.get("attention_mask")
-    columns = arguments["q_offset"] + arguments["q_length"]
-    return cache.sequences.padding_known and (padding is None or padding.shape[-1] == columns)
+    if padding is None or isinstance(padding, GrowingOnes):
+        return cache.sequences.padding_known
+    return cache.sequences.padding_known and bool(padding.shape[-1] == arguments["q_offset"] + arguments["q_length"])
 
 
 # ---- attention
@@ -88,6 +92,7 @@ def paged_attention(
 
     query [rows, query_heads, new, key_dim] -> [rows, new, query_heads, value_dim].
     """
+    query = as_dense(query)
     if isinstance(key, LazyPages) and isinstance(value, LazyPages):
         out = _attend_pages(module, query, key, value, attention_mask, kwargs)
         if out is not None:

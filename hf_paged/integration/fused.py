@@ -7,6 +7,7 @@ outside the capture nothing is changed.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import sys
 import textwrap
@@ -20,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama import modeling_llama as llama
+
+from .lazy import Rotation
 
 ROTARY = "apply_rotary_pos_emb"
 _lock = threading.Lock()
@@ -55,9 +56,9 @@ class Fusion:
     def _replacement(self, module: nn.Module) -> Callable[..., Any] | None:
         if is_norm(module):
             return partial(self.norm, module)
-        if reads_like(type(module).forward, llama.LlamaMLP.forward) and activation(module) is not None:
+        if reads_like(type(module).forward, llama().LlamaMLP.forward) and activation(module) is not None:
             return partial(self.feed_forward, module)
-        if reads_like(type(module).forward, llama.LlamaDecoderLayer.forward) and is_norm(module.post_attention_layernorm):
+        if reads_like(type(module).forward, llama().LlamaDecoderLayer.forward) and is_norm(module.post_attention_layernorm):
             return partial(self.layer, module)
         return None
 
@@ -106,7 +107,7 @@ class Fusion:
     ) -> Any:
         if unsqueeze_dim != 1 or cos.ndim != 3 or not q.dtype == k.dtype == cos.dtype == sin.dtype:
             return stock(q, k, cos, sin, unsqueeze_dim)
-        return self.kernels.rotary(q, k, cos, sin)
+        return Rotation(self.kernels, q, k, cos, sin).lazy()
 
 
 current: ContextVar[Fusion | None] = ContextVar("hf_paged_fusion", default=None)
@@ -143,15 +144,27 @@ def _only_here(fusion: Fusion, ours: Callable[..., Any], stock: Callable[..., An
 # ---- whose code reads like whose
 
 
+@cache
+def llama() -> Any:
+    """Llama's own code; loaded when first compared with."""
+    return importlib.import_module("transformers.models.llama.modeling_llama")
+
+
+@cache
+def gemma_norm() -> Any:
+    """Gemma's norm."""
+    return importlib.import_module("transformers.models.gemma.modeling_gemma").GemmaRMSNorm
+
+
 def is_norm(module: object) -> bool:
     """Whether a module computes what the kernel for root-mean-square norms does."""
-    return isinstance(module, nn.Module) and (reads_like(type(module).forward, llama.LlamaRMSNorm.forward) or is_centered(module))
+    return isinstance(module, nn.Module) and (reads_like(type(module).forward, llama().LlamaRMSNorm.forward) or is_centered(module))
 
 
 def is_centered(module: object) -> bool:
     """Whether it is Gemma's norm, whose weight is what is added to one."""
     kind: Any = type(module)
-    return reads_like(kind.forward, GemmaRMSNorm.forward) and reads_like(getattr(kind, "_norm", None), GemmaRMSNorm._norm)
+    return reads_like(kind.forward, gemma_norm().forward) and reads_like(getattr(kind, "_norm", None), gemma_norm()._norm)
 
 
 def epsilon(module: Any) -> float:
@@ -171,7 +184,7 @@ def rotates_like_llama(name: str) -> bool:
     """Whether a module file's rotary embedding is Llama's."""
     place: ModuleType | None = sys.modules.get(name)
     functions = (ROTARY, "rotate_half")
-    return all(reads_like(getattr(place, function, None), getattr(llama, function)) for function in functions)
+    return all(reads_like(getattr(place, function, None), getattr(llama(), function)) for function in functions)
 
 
 def reads_like(function: Any, known: Any) -> bool:

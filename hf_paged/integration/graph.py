@@ -24,6 +24,7 @@ SMALLEST_WIDTH = 16
 """Blocks of a row in the smallest static table; further ones are powers of two."""
 NOISE = {torch.float32: 2e-3, torch.float16: 2**-6, torch.bfloat16: 2**-4}
 """How far a replayed number may lie from an ordinary one, relative to the largest: another position or length lies further."""
+Path = tuple[str | int, ...]
 PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
@@ -43,7 +44,7 @@ class Step(NamedTuple):
 class _Place(NamedTuple):
     """Where in an answer something of the caller's own stands: the cache, or an input that came through."""
 
-    path: tuple[str, ...]
+    path: Path
 
 
 @dataclass
@@ -116,13 +117,13 @@ class Graph:
             self._fill(target, step.arguments[name])
 
     def _fill(self, target: Any, source: Any) -> None:
-        if isinstance(target, ModelOutput):
+        if isinstance(target, (ModelOutput, tuple)):
             # What an encoder answered is large and the same at every step of a call.
-            for name, part in target.items():
-                last = self._filled.get(id(part))
-                if last is None or last() is not source[name]:
-                    self._fill(part, source[name])
-                    self._filled[id(part)] = weakref.ref(source[name])
+            for (_, old), (_, new) in zip(_walk(target), _walk(source), strict=True):
+                last = self._filled.get(id(old))
+                if last is None or last() is not new:
+                    self._fill(old, new)
+                    self._filled[id(old)] = weakref.ref(new)
         elif source.shape == target.shape:
             target.copy_(source)
         else:
@@ -164,7 +165,7 @@ class _Output(NamedTuple):
     parts: dict[str, Any]
 
 
-def _with_places(value: Any, owners: dict[int, tuple[str, ...]]) -> Any:
+def _with_places(value: Any, owners: dict[int, Path]) -> Any:
     if isinstance(value, Cache):
         return _Place(("past_key_values",))
     if isinstance(value, torch.Tensor):
@@ -189,13 +190,16 @@ def _leaves(value: Any) -> Iterator[torch.Tensor]:
     return (tensor for _, tensor in _walk(value))
 
 
-def _walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """All tensors in an argument or answer, with the names that lead to them."""
+def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """All tensors in an argument or answer, with the names and places that lead to them."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, dict):
         for name, part in value.items():
             yield from _walk(part, (*path, name))
+    elif isinstance(value, tuple):
+        for place, part in enumerate(value):
+            yield from _walk(part, (*path, place))
 
 
 @contextmanager
@@ -241,9 +245,10 @@ def _fact(value: Any, rows: int) -> Hashable:
     if isinstance(value, torch.Tensor):
         by_row = value.ndim > 0 and value.shape[0] == rows
         return by_row, value.shape[by_row:], value.dtype, value.device
-    if isinstance(value, ModelOutput):
-        facts = tuple((name, _fact(part, rows)) for name, part in value.items())
-        return None if any(fact is None for _, fact in facts) else (type(value), facts)
+    if isinstance(value, (ModelOutput, tuple)):
+        parts = value.items() if isinstance(value, ModelOutput) else enumerate(value)
+        facts = tuple((name, _fact(part, rows)) for name, part in parts)
+        return None if any(fact is None for _, fact in facts) else (type(value).__name__, facts)
     return None
 
 
@@ -282,6 +287,10 @@ def _static(value: Any, rows: int, bucket: int) -> Any:
     """A tensor to be filled at every replay, with room for all rows of the bucket."""
     if isinstance(value, ModelOutput):
         return type(value)(**{name: _static(part, rows, bucket) for name, part in value.items() if part is not None})
+    if isinstance(value, tuple):
+        return tuple(_static(part, rows, bucket) for part in value)
+    if not isinstance(value, torch.Tensor):
+        return value
     with torch.inference_mode(False):
         shape = (bucket, *value.shape[1:]) if value.ndim and value.shape[0] == rows else value.shape
         return torch.zeros(shape, dtype=value.dtype, device=value.device)

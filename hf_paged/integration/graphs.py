@@ -17,6 +17,7 @@ from .capture import RECORDERS, Rehearsal
 from .fused import Fusion, fused
 from .graph import AGREE, Graph, Step, agree, shapes, signature, standing
 from .lazy import NotCapturable
+from .lengths import lengths_on_device
 from .registry import memory_of
 from .state import ModelState, runs_hooks
 
@@ -118,7 +119,7 @@ class Graphs:
         fusion = Fusion(model, graph.ops(step).kernels)
 
         def run() -> Any:
-            with standing(step, graph), fused(fusion):
+            with standing(step, graph), fused(fusion), lengths_on_device(model):
                 return forward({**step.lean, **graph.inputs})
 
         stores = [x for part in step.parts for rows in part.sequences.rows.values() for x in rows.group.tensors]

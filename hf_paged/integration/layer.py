@@ -8,7 +8,8 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..memory import Kind, Layout, Pages, Sequences
-from .lazy import DeviceNumber, LazyPages
+from .lazy import LazyPages, LazyRotated, as_dense
+from .lengths import DeviceNumber
 
 Path = Literal["unused", "paged", "dense"]
 
@@ -70,7 +71,10 @@ class PagedLayer(DynamicLayer):
     def _captured(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same in a step that is being captured: the books are done by whoever replays it."""
         pages = self._pages()
-        pages.ops.write(pages, key_states, value_states)
+        if isinstance(key_states, LazyRotated) and key_states.rotation.fits(pages, value_states):
+            key_states.rotation.write(pages, value_states)
+        else:
+            pages.ops.write(pages, as_dense(key_states), value_states)
         return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
 
     def _pages(self) -> Pages:

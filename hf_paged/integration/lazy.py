@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ..memory import StaticBatch, reference
+from ..memory import StaticBatch, TritonOps, reference
 
 if TYPE_CHECKING:
     from ..memory import Pages
@@ -21,35 +21,6 @@ if TYPE_CHECKING:
 
 class NotCapturable(RuntimeError):
     """A forward wants something on the host, or at a size, that another replay would need otherwise."""
-
-
-class DeviceNumber(torch.Tensor):
-    """A number that only the device knows: whatever is computed from it changes from replay to replay, nothing can ask for it."""
-
-    @staticmethod
-    def of(number: torch.Tensor) -> DeviceNumber:
-        """Look at number [] as one."""
-        return number.as_subclass(DeviceNumber)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in HOST_READS:
-            raise NotCapturable(f"the model asks for the cache's length on the host ({getattr(func, '__name__', func)})")
-        # What is computed is an ordinary tensor; only sums with plain numbers are still lengths.
-        plain = func(*tree_map(_as_plain, args), **tree_map(_as_plain, kwargs or {}))
-        still = func in SUMS and all(isinstance(arg, (cls, int)) for arg in args)
-        return cls.of(plain) if still else plain
-
-
-def _as_plain(value: Any) -> Any:
-    return value.as_subclass(torch.Tensor) if isinstance(value, DeviceNumber) else value
-
-
-HOST_READS = frozenset(
-    getattr(torch.Tensor, name)
-    for name in ("__bool__", "__int__", "__index__", "__float__", "item", "tolist", "numpy", "__len__", "__format__")
-)
-SUMS = frozenset(getattr(torch.Tensor, name) for name in ("__add__", "__radd__", "__sub__", "add", "sub"))
 
 
 class LazyTensor(torch.Tensor):
@@ -152,3 +123,52 @@ class LazyMask(LazyTensor):
 
     def _make(self) -> torch.Tensor:
         return self.build()
+
+
+class Rotation:
+    """Queries and keys on their way to their positions: a layer that stores the keys turns both in one launch."""
+
+    def __init__(self, kernels: Any, *inputs: torch.Tensor) -> None:
+        self.kernels, self.inputs = kernels, inputs
+        self.query: torch.Tensor | None = None
+        self.key: torch.Tensor | None = None
+
+    def lazy(self) -> tuple[LazyRotated, LazyRotated]:
+        """Query and key as they will be: [rows, heads, new, dim]."""
+        return LazyRotated.of(self, 0), LazyRotated.of(self, 1)
+
+    def fits(self, pages: Pages, value: torch.Tensor) -> bool:
+        """Whether the keys can be written into these pages as they are."""
+        return isinstance(pages.ops, TritonOps) and self.inputs[1].dtype == pages.keys.dtype == value.dtype and value.stride(3) == 1
+
+    def write(self, pages: Pages, value: torch.Tensor) -> None:
+        """Turn both, and store the key with the step's value."""
+        assert isinstance(pages.ops, TritonOps)
+        self.query = pages.ops.rotary_write(pages, *self.inputs, value)
+
+    def turned(self, which: int) -> torch.Tensor:
+        """Query or key, if somebody wants it without storing."""
+        done = (self.query, self.key)[which]
+        if done is None:
+            self.query, self.key = self.kernels.rotary(*self.inputs)
+        made = (self.query, self.key)[which]
+        assert made is not None
+        return made
+
+
+class LazyRotated(LazyTensor):
+    """A query or a key that nobody has turned yet."""
+
+    rotation: Rotation
+    which: int
+
+    @classmethod
+    def of(cls, rotation: Rotation, which: int) -> LazyRotated:
+        """Queries are number 0, keys number 1."""
+        source = rotation.inputs[which]
+        made = cls(source.shape, source.dtype, source.device)
+        made.rotation, made.which = rotation, which
+        return made
+
+    def _make(self) -> torch.Tensor:
+        return self.rotation.turned(self.which)

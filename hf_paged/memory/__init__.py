@@ -2,10 +2,10 @@
 
 from .batch import Batch
 from .group import Group, Kind, Memory
-from .ops import Ops, Seen
+from .ops import Ops, Seen, TritonOps
 from .rows import Rows
 from .sequences import Sequences
 from .static import StaticBatch
 from .store import Layout, Pages, Store
 
-__all__ = ["Batch", "Group", "Kind", "Layout", "Memory", "Ops", "Pages", "Rows", "Seen", "Sequences", "StaticBatch", "Store"]
+__all__ = ["Batch", "Group", "Kind", "Layout", "Memory", "Ops", "Pages", "Rows", "Seen", "Sequences", "StaticBatch", "Store", "TritonOps"]

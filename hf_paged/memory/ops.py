@@ -118,6 +118,15 @@ class TritonOps(Ops):
         with _on(keys.device):
             self.kernels.write(keys, values, *blocks, pages.batch.targets(keys.device))
 
+    def rotary_write(
+        self, pages: Pages, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Give query and key [rows, heads, new, dim] their positions; the key goes to its slots with the value, the query comes back."""
+        blocks = [_by_block(data, pages.batch.block_size) for data in (pages.keys, pages.values)]
+        with _on(key.device):
+            turned: torch.Tensor = self.kernels.rotary_write(query, key, value, cos, sin, *blocks, pages.batch.targets(key.device))
+            return turned
+
     def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
         with _on(sources.device):
             self.kernels.copy(list(pools), sources, targets)

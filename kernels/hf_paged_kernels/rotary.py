@@ -47,6 +47,8 @@ def rotary_write(
         if data.ndim != 4 or data.shape[:2] != keys.shape[:2] or data.shape[2:] != (heads, width) or data.stride(3) != 1:
             expected = [*keys.shape[:2], heads, width]
             raise ValueError(f"Invalid shape of {name}: expected {expected} with the last stride 1, got {list(data.shape)}")
+    if not q.dtype == v.dtype == keys.dtype == values.dtype:
+        raise ValueError(f"Invalid dtypes: q, v, keys and values must share one, got {q.dtype}, {v.dtype}, {keys.dtype}, {values.dtype}")
     if slots.shape != (rows * new,) or not slots.is_contiguous():
         raise ValueError(f"Invalid shape of slots: expected [{rows * new}], got {list(slots.shape)}")
     return _launch(q, k, v, cos, sin, keys, values, slots)

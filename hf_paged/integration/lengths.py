@@ -1,0 +1,99 @@
+"""How long a cache is, in a step that is captured: only the device knows, and it is another number at every replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from .lazy import LazyTensor, NotCapturable
+
+HOST_READS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("__bool__", "__int__", "__index__", "__float__", "item", "tolist", "numpy", "__len__", "__format__")
+)
+PLUS = frozenset(getattr(torch.Tensor, name) for name in ("__add__", "__radd__", "add"))
+WARNING = "warn_if_padding_and_no_attention_mask"
+"""A method of transformers' models that reads the tokens on the host, only to warn."""
+
+
+class DeviceNumber(torch.Tensor):
+    """A number that only the device knows: whatever is computed from it changes from replay to replay, nothing can ask for it."""
+
+    base: torch.Tensor
+    """The number that this one was made from, by adding `more`."""
+    more: int
+
+    @staticmethod
+    def of(number: torch.Tensor, base: torch.Tensor | None = None, more: int = 0) -> DeviceNumber:
+        """Look at number [] as one."""
+        made = number.as_subclass(DeviceNumber)
+        made.base, made.more = number if base is None else base, more
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOST_READS:
+            raise NotCapturable(f"the model asks for the cache's length on the host ({getattr(func, '__name__', func)})")
+        # What is computed is an ordinary tensor; only with plain numbers added it is still a length.
+        plain: Any = func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
+        if func in PLUS and isinstance(args[0], cls) and isinstance(args[1], int):
+            return cls.of(plain, args[0].base, args[0].more + args[1])
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, DeviceNumber) else value
+
+
+class GrowingOnes(LazyTensor):
+    """A mask of ones over all that the cache holds: it says nothing, and it has no length that would stay right."""
+
+    def _make(self) -> torch.Tensor:
+        raise NotCapturable("the model computes with an attention mask that grows from step to step")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func.overloadpacket is torch.ops.aten._to_copy:
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class LengthsOnDevice(TorchFunctionMode):
+    """Let a model count from, and make masks up to, a length that the device knows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.arange and any(isinstance(arg, DeviceNumber) for arg in args):
+            return _count(args, kwargs)
+        if func is torch.ones and isinstance(args[-1], DeviceNumber) and len(args) == 2:
+            return GrowingOnes((args[0], 1), kwargs.get("dtype") or torch.get_default_dtype(), torch.device(kwargs.get("device") or "cpu"))
+        return func(*args, **kwargs)
+
+
+def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """torch.arange from one length to another that is a fixed number further."""
+    begin, end = args if len(args) == 2 else (None, None)
+    if not isinstance(begin, DeviceNumber) or not isinstance(end, DeviceNumber) or begin.base is not end.base:
+        raise NotCapturable("the model counts up to the cache's length, which grows from step to step")
+    counted: torch.Tensor = torch.arange(end.more - begin.more, **kwargs) + _plain(begin)
+    return counted
+
+
+@contextmanager
+def lengths_on_device(model: nn.Module) -> Iterator[None]:
+    """Run a forward of the model whose cache answers with device numbers."""
+    warners = [module for module in model.modules() if hasattr(module, WARNING) and WARNING not in module.__dict__]
+    for module in warners:
+        module.__dict__[WARNING] = lambda *args, **kwargs: None
+    try:
+        with LengthsOnDevice():
+            yield
+    finally:
+        for module in warners:
+            del module.__dict__[WARNING]
