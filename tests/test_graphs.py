@@ -20,7 +20,7 @@ from hf_paged.integration.graphs import graphs_of
 from hf_paged.integration.registry import memory_of
 from hf_paged.memory import ops
 
-EAGER = {(name, "everything-padded") for name in BY_NAME} | {("gemma3", "prompt-lookup"), ("bart", "assisted")}
+EAGER = {("gemma3", "prompt-lookup"), ("bart", "assisted")}
 """What passes through: padding that is stored, positions that are made on the host; and rounds that are all different."""
 
 

@@ -83,7 +83,8 @@ def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache
 
 def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache], masks_known: bool) -> Any:
     dense = any(_asks_for(model, arguments, name) for name in DENSE_OUTPUTS)
-    _note_padding(model, arguments, parts[0], store_all=dense or not masks_known)
+    # A prompt in one piece has its padded columns at hand; in pieces, later ones look at what earlier ones stored.
+    _note_padding(model, arguments, parts[0], store_all=(dense and parts[0].prompt_in_chunks) or not masks_known)
     step = _step(model, arguments, parts)
 
     def run(given: dict[str, Any]) -> Any:

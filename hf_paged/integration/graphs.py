@@ -25,7 +25,7 @@ logger = logging.getLogger("hf_paged")
 
 MANY = 48
 """Graphs that a model keeps; the least recently used goes first."""
-AFTER = 3
+AFTER = 2
 """A step is captured when it comes for this time: a call of a few tokens never pays for it."""
 WORTH = 16
 """Nor does a call that has fewer tokens to go."""

@@ -144,7 +144,8 @@ class Rotation:
     def write(self, pages: Pages, value: torch.Tensor) -> None:
         """Turn both, and store the key with the step's value."""
         assert isinstance(pages.ops, TritonOps)
-        self.query = pages.ops.rotary_write(pages, *self.inputs, value)
+        query, key, cos, sin = self.inputs
+        self.query = pages.ops.rotary_write(pages, query, key, cos, sin, value)
 
     def turned(self, which: int) -> torch.Tensor:
         """Query or key, if somebody wants it without storing."""

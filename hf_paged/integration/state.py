@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 """What every module has; parameters, buffers and hooks are looked at by themselves."""
 HARMLESS_HOOKS = ("hf_paged.", "transformers.utils.output_capturing")
@@ -35,27 +35,32 @@ class ModelState:
 
     def _of_model(self, model: nn.Module) -> Iterator[Any]:
         yield torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled()
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        configs: dict[int, Any] = {}
+        for module in model.modules():
+            own = module.__dict__
+            if "config" in own:
+                configs[id(own["config"])] = own["config"]
+            for name, value in own.items():
+                if name not in INTERNAL and (module is not model or name != "forward"):
+                    yield value if type(value) in PLAIN else self._fact(value)
+            for tensors in (own["_parameters"], own["_buffers"]):
+                for tensor in tensors.values():
+                    yield None if tensor is None else tensor.data_ptr()
         for config in configs.values():
             for value in vars(config).values():
                 yield self._fact(value)
-        for module in model.modules():
-            for name, value in module.__dict__.items():
-                if name not in INTERNAL and (module is not model or name != "forward"):
-                    yield value if type(value) in PLAIN else self._fact(value)
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                yield None if tensor is None else tensor.data_ptr()
 
     def _fact(self, value: Any, depth: int = 0) -> Any:
         """Something hashable that is equal as long as the value is."""
-        if type(value) in PLAIN:
+        kind = type(value)  # not isinstance: a config looks every question up in itself
+        if kind in PLAIN:
             return value
-        if isinstance(value, torch.Tensor):
+        if issubclass(kind, torch.Tensor):
             return value.data_ptr(), value.shape, value.dtype
-        if depth < 2 and isinstance(value, (list, tuple, set, frozenset)):
-            return tuple(self._fact(part, depth + 1) for part in value)
-        if depth < 2 and isinstance(value, dict):
-            return tuple((name, self._fact(part, depth + 1)) for name, part in value.items())
+        if depth < 2 and issubclass(kind, (list, tuple, set, frozenset)):
+            return tuple([self._fact(part, depth + 1) for part in value])
+        if depth < 2 and issubclass(kind, dict):
+            return tuple([(name, self._fact(part, depth + 1)) for name, part in value.items()])
         self._objects.append(value)
         return id(value)
 
