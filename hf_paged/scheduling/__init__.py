@@ -1,0 +1,25 @@
+"""Who runs next, and on which blocks. Standard library only; it writes the books and never sees a tensor."""
+
+from .admission import Verdict, judge, why_infeasible
+from .limits import Limits, Shelf
+from .plan import Plan, Row
+from .policy import POLICIES
+from .scheduler import Infeasible, Scheduler
+from .sequence import Group, Request, Sequence, Status
+
+__all__ = [
+    "POLICIES",
+    "Group",
+    "Infeasible",
+    "Limits",
+    "Plan",
+    "Request",
+    "Row",
+    "Scheduler",
+    "Sequence",
+    "Shelf",
+    "Status",
+    "Verdict",
+    "judge",
+    "why_infeasible",
+]

@@ -1,0 +1,50 @@
+"""What a step may use: the pools, and the budgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..blocks import BlockPool
+
+
+class Shelf(NamedTuple):
+    """The pool of one kind of layer, and how far back those layers look."""
+
+    pool: BlockPool
+    window: int | None = None
+
+    def row_blocks(self, tokens: int, chunk: int) -> int:
+        """The most blocks that a sequence of `tokens` tokens holds when it grows by up to `chunk` at a time (C10)."""
+        blocks = self.pool.blocks_for(tokens)
+        if self.window is None:
+            return blocks
+        return min(blocks, self.pool.blocks_for(self.window - 1 + max(1, min(chunk, tokens))) + 1)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The budgets of a step and of the whole batch.
+
+    tokens: the most tokens of one step. sequences: the most that run at once; a step must be able to hold one token of each.
+    watermark: the share of every pool that admission leaves free for those who run already.
+    """
+
+    tokens: int
+    sequences: int
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.sequences < 1:
+            raise ValueError(f"a batch of {self.sequences} sequences can run nothing; give 1 or more")
+        if self.tokens < self.sequences:
+            raise ValueError(
+                f"a step of {self.tokens} tokens cannot hold one token of each of {self.sequences} sequences; "
+                "raise the token budget or lower the sequence budget"
+            )
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark={self.watermark} is not in [0, 1); 0.01 is a good choice")
+
+    def reserve(self, shelf: Shelf) -> int:
+        """The blocks of a pool that a new request must leave available."""
+        return int(self.watermark * shelf.pool.total)

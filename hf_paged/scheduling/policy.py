@@ -1,0 +1,24 @@
+"""In which order requests come: the first is admitted first and preempted last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .sequence import Group
+
+Key = Callable[["Group"], tuple[int, ...]]
+
+
+def first_come(group: Group) -> tuple[int, ...]:
+    """By arrival (C26)."""
+    return (group.request.number,)
+
+
+def priority(group: Group) -> tuple[int, ...]:
+    """Higher priorities first, and by arrival among equals. Nobody who runs is stopped for one that waits."""
+    return (-group.request.priority, group.request.number)
+
+
+POLICIES: dict[str, Key] = {"fcfs": first_come, "priority": priority}

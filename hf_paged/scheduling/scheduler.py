@@ -1,0 +1,324 @@
+"""Every step anew: who runs, on how many tokens, and who must go."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Rows
+from typing import Literal
+
+from ..blocks import Copy, Match, adopt, append, blocks_needed, commit, match, reorder
+from ..blocks.pool import expect
+from .admission import Verdict, judge, why_infeasible
+from .limits import Limits, Shelf
+from .plan import Plan, Row
+from .policy import POLICIES
+from .sequence import Group, Request, Sequence, Status
+
+Steps = list[tuple[Sequence, int]]
+
+
+class Infeasible(ValueError):
+    """A request that could never run to its end, however long it waited."""
+
+
+class Scheduler:
+    """Requests in order, and the books of their blocks.
+
+    There is one idea: every sequence has `computed` catching up with its tokens. A prompt, a chunk of it, what a prefix hit left
+    over, a decoding step and a recomputation are one case. Whoever runs comes first, in the order of the policy; for lack of
+    blocks the last one goes and is computed again later; nobody new is admitted while anybody preempted waits (C26 to C29).
+    """
+
+    def __init__(
+        self, shelves: Iterable[Shelf], limits: Limits, policy: str = "fcfs", *, prefix_caching: bool = True, verify: bool = False
+    ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"policy={policy!r} is not one of {sorted(POLICIES)}")
+        self.shelves, self.limits, self.prefix_caching, self.verify = tuple(shelves), limits, prefix_caching, verify
+        if len({shelf.pool.block_size for shelf in self.shelves}) != 1:
+            raise ValueError("the pools of one scheduler must have blocks of one size")
+        self._key = POLICIES[policy]
+        self.waiting: list[Group] = []
+        self.preempted: list[Group] = []
+        self.running: list[Group] = []
+        """These three are in the order of the policy."""
+        self._promised: Counter[bytes] = Counter()
+        """Digests of the blocks that running groups are about to compute: twins wait for them instead of computing them too."""
+        self.counts: Counter[Literal["steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses"]] = Counter()
+
+    # ---- requests come and go
+
+    def submit(self, request: Request) -> Group:
+        """Queue a request, or raise Infeasible at once (C11)."""
+        reason = why_infeasible(request, self.shelves, self.limits)
+        if reason is not None:
+            raise Infeasible(reason)
+        group = Group(request, self.shelves)
+        insort(self.waiting, group, key=self._key)
+        return group
+
+    def abort(self, group: Group) -> None:
+        """Give back everything of a group, in whatever state it is (C34)."""
+        if group.status is Status.FINISHED:
+            return
+        for sequence in group.sequences:
+            sequence.free()
+        self._leave(group)
+
+    def finish(self, sequence: Sequence) -> None:
+        """A sequence has its last token: its blocks go back, and its group ends with its last sequence."""
+        group = sequence.group
+        sequence.free()
+        if len(group.sequences) == 1:
+            self._leave(group)
+        else:
+            group.sequences.remove(sequence)
+
+    def _leave(self, group: Group) -> None:
+        self._withdraw_promise(group)
+        {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}[group.status].remove(group)
+        group.status = Status.FINISHED
+        self.counts["finished"] += 1
+
+    def preempt(self, group: Group) -> None:
+        """Take all blocks of a running group; it is computed again, from the prefix cache where it can (C29, C30)."""
+        self._withdraw_promise(group)
+        for sequence in group.sequences:
+            sequence.free()
+        group.gather()
+        group.preemptions += 1
+        group.status = Status.PREEMPTED
+        self.running.remove(group)
+        insort(self.preempted, group, key=self._key)
+        self.counts["preemptions"] += 1
+
+    @property
+    def unfinished(self) -> int:
+        """How many groups are not done."""
+        return len(self.waiting) + len(self.preempted) + len(self.running)
+
+    # ---- a step
+
+    def schedule(self) -> Plan:
+        """The next step. Its blocks are taken in the books; `commit` says that it has been computed."""
+        draft = _Draft(len(self.shelves), self.limits.tokens)
+        owed = sum(len(group.sequences) for group in self.running if group.decoding)
+        place = 0
+        while place < len(self.running):
+            group = self.running[place]
+            if group.decoding:
+                owed -= len(group.sequences)
+            # Whoever decodes has its token; who computes a prompt gets what that leaves.
+            steps = group.advance(draft.room - owed)
+            while steps and not self._fits(steps):
+                last = self.running[-1]
+                if last.decoding and last is not group:
+                    owed -= len(last.sequences)
+                self.preempt(last)
+                draft.preempted.append(last)
+                if last is group:
+                    break
+            else:
+                self._take(draft, steps)
+                place += 1
+        if not draft.preempted:
+            self._admit(draft)
+        plan = draft.plan()
+        self.counts["steps"] += bool(plan.rows)
+        self.counts["tokens"] += plan.tokens
+        return plan
+
+    def commit(self, plan: Plan, without: Collection[Group] = ()) -> None:
+        """The rows of the plan are computed, but for those of groups `without`: their blocks may be named now, and no sooner (C22)."""
+        for row in plan.rows:
+            sequence, group = row.sequence, row.sequence.group
+            if group in without:
+                continue
+            sequence.computed = row.start + row.count
+            self._name(sequence)
+            if group.leader.computed >= group.common:
+                self._withdraw_promise(group)
+                if not group.forked:
+                    group.fork()
+
+    def extend(self, sequence: Sequence, token: int) -> None:
+        """A sequence has got its next token."""
+        sequence.tokens.append(token)
+
+    def reorder(self, group: Group, sources: Rows[int], tokens: Rows[int]) -> None:
+        """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6, C16)."""
+        sequences = group.sequences
+        tables = [reorder([sequence.tables[i] for sequence in sequences], sources) for i in range(len(self.shelves))]
+        rows = [[*sequences[source].tokens, token] for source, token in zip(sources, tokens, strict=True)]
+        for i, sequence in enumerate(sequences):
+            sequence.tokens = rows[i]
+            sequence.tables = tuple(of_shelf[i] for of_shelf in tables)
+
+    # ---- the parts of a step
+
+    def _fits(self, steps: Steps) -> bool:
+        """Whether every pool has the blocks for these steps; what lies behind a window goes back first (C10)."""
+        counts = [count for _, count in steps]
+        for i, shelf in enumerate(self.shelves):
+            tables = [sequence.tables[i] for sequence, _ in steps]
+            if shelf.window is not None:
+                for table in tables:
+                    table.release_before(table.length - shelf.window + 1)
+            if blocks_needed(tables, counts) > shelf.pool.available:
+                return False
+        return True
+
+    def _take(self, draft: _Draft, steps: Steps) -> None:
+        """Enter the steps in the tables and in the draft."""
+        counts = [count for _, count in steps]
+        for i in range(len(self.shelves)):
+            draft.copies[i] += append([sequence.tables[i] for sequence, _ in steps], counts)
+        for sequence, count in steps:
+            draft.rows.append(Row(sequence, sequence.computed, count, _samples(sequence, count)))
+            draft.room -= count
+
+    def _admit(self, draft: _Draft) -> None:
+        """Let in whom there is room for: first those that were preempted, and only when they all run, new ones (C28)."""
+        passed = 0
+        while draft.room > 0:
+            queue = self.preempted or self.waiting
+            if passed >= len(queue):
+                return
+            group = queue[passed]
+            found = self._find(group)
+            if found is None:
+                passed += 1  # a twin computes its prompt: it keeps its place, and nobody behind it waits for that
+                continue
+            taken = sum(len(other.sequences) for other in self.running)
+            if taken + len(group.sequences) > self.limits.sequences or self._verdict(group, found) is not Verdict.OK:
+                return
+            del queue[passed]
+            self._start(group, found)
+            draft.admitted.append(group)
+            steps = group.advance(draft.room)
+            if not self._fits(steps):
+                raise AssertionError(f"{group!r} was let in and its first step does not fit")
+            self._take(draft, steps)
+
+    def _find(self, group: Group) -> list[Match] | None:
+        """The blocks of the group's beginning that every pool has; None if somebody is computing the next one right now."""
+        if not self.prefix_caching:
+            return [Match([], []) for _ in self.shelves]
+        names = group.names()
+        blocks = [_known(shelf, names) for shelf in self.shelves]
+        if self.verify:
+            tokens = group.leader.tokens[: group.common]
+            blocks = [match(shelf.pool, tokens, group.request.extra, verify=True).blocks for shelf in self.shelves]
+        hits = min(map(len, blocks))
+        if hits < len(names) and self._promised[names[hits]]:
+            return None
+        return [Match(each[:hits], names[:hits]) for each in blocks]
+
+    def _verdict(self, group: Group, found: list[Match]) -> Verdict:
+        """Whether every pool has room for all tokens of the group, beside what those who run have still to compute."""
+        verdicts = []
+        for i, shelf in enumerate(self.shelves):
+            blocks = found[i].blocks
+            if shelf.window is not None:
+                blocks = blocks[max(0, len(blocks) * shelf.pool.block_size - shelf.window + 1) // shelf.pool.block_size :]
+            need = group.need(i, self.limits.tokens)
+            outstanding = sum(max(0, other.need(i, self.limits.tokens) - other.held(i)) for other in self.running if not other.decoding)
+            cached = sum(1 for block in blocks if not shelf.pool.references(block))
+            reserve = 0 if group.status is Status.PREEMPTED else self.limits.reserve(shelf)
+            verdicts.append(
+                judge(
+                    shelf.pool.total,
+                    shelf.pool.available - outstanding,
+                    need,
+                    hits=min(len(blocks), need),
+                    cached_hits=cached,
+                    reserve=reserve,
+                )
+            )
+        return Verdict.OK if all(verdict is Verdict.OK for verdict in verdicts) else Verdict.LATER
+
+    def _start(self, group: Group, found: list[Match]) -> None:
+        leader, first = group.leader, group.status is Status.WAITING
+        for table, each in zip(leader.tables, found, strict=True):
+            adopt(table, each)
+        leader.computed = leader.tables[0].length
+        if first:
+            group.cached_tokens = leader.computed
+        if self.prefix_caching:
+            hits = len(found[0].blocks)
+            group.promised = group.names()[hits:]
+            self._promised.update(group.promised)
+            self.counts["hits"] += hits
+            self.counts["misses"] += len(group.promised)
+        group.status = Status.RUNNING
+        insort(self.running, group, key=self._key)
+        self.counts["admissions"] += 1
+
+    def _name(self, sequence: Sequence) -> None:
+        """Let others find the full blocks of a sequence."""
+        if not self.prefix_caching:
+            return
+        full = sequence.computed // self.shelves[0].pool.block_size
+        for table in sequence.tables:
+            if len(table.digests) < full:
+                commit(table, sequence.tokens, sequence.group.request.extra, self.verify)
+
+    def _withdraw_promise(self, group: Group) -> None:
+        """The group is done with what it had in common, or will not do it: nobody waits for it any more."""
+        for name in group.promised:
+            self._promised[name] -= 1
+            if not self._promised[name]:
+                del self._promised[name]
+        group.promised = []
+
+    # ---- the audit
+
+    def check(self) -> None:
+        """Recount everything; between two steps every table holds what is computed, and nothing else."""
+        for shelf in self.shelves:
+            shelf.pool.check()
+        for groups, status in ((self.waiting, Status.WAITING), (self.preempted, Status.PREEMPTED), (self.running, Status.RUNNING)):
+            keys = [self._key(group) for group in groups]
+            expect(keys == sorted(keys), f"the {status.value} groups are out of order")
+            for group in groups:
+                expect(group.status is status, f"{group!r} stands among the {status.value}")
+                for sequence in group.sequences:
+                    lengths = {table.length for table in sequence.tables}
+                    expect(lengths == {sequence.computed}, f"{sequence!r} has tables of {lengths} tokens")
+                    expect(status is Status.RUNNING or sequence.computed == 0, f"{sequence!r} does not run and holds blocks")
+        taken = sum(len(group.sequences) for group in self.running)
+        expect(taken <= self.limits.sequences, f"{taken} sequences run, {self.limits.sequences} may")
+
+
+class _Draft:
+    """A plan in the making."""
+
+    def __init__(self, shelves: int, room: int) -> None:
+        self.room = room
+        self.rows: list[Row] = []
+        self.copies: list[list[Copy]] = [[] for _ in range(shelves)]
+        self.admitted: list[Group] = []
+        self.preempted: list[Group] = []
+
+    def plan(self) -> Plan:
+        return Plan(tuple(self.rows), tuple(tuple(copies) for copies in self.copies), (), tuple(self.admitted), tuple(self.preempted))
+
+
+def _samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
+    """Whose next token is known after this row: nobody's if tokens are left, and all of the group's before it is forked."""
+    if sequence.computed + count < len(sequence.tokens):
+        return ()
+    return (sequence,) if sequence.group.forked else tuple(sequence.group.sequences)
+
+
+def _known(shelf: Shelf, names: list[bytes]) -> list[int]:
+    """The blocks of the leading names that the pool knows."""
+    blocks: list[int] = []
+    for name in names:
+        block = shelf.pool.lookup(name)
+        if block is None:
+            break
+        blocks.append(block)
+    return blocks

@@ -1,0 +1,184 @@
+"""Requests in the books: their sequences, and how far each has come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from ..blocks import ROOT, Table, chain
+from .limits import Shelf
+
+
+class Status(Enum):
+    """Where a group stands. Only the scheduler writes it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked, as far as memory and time go.
+
+    number: its place in the order of arrival. prompt: token ids. most_tokens: how long a sequence may become, prompt included.
+    width: how many sequences it becomes after its prompt (samples or beams). priority: higher is sooner, if the policy asks for it.
+    extra: what changes keys and values for the same tokens (C24).
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    most_tokens: int
+    width: int = 1
+    priority: int = 0
+    extra: bytes = b""
+
+
+class Sequence:
+    """Tokens, and how many of them have keys and values: `computed` catches up with `tokens`, whatever the reason it is behind.
+
+    A prefix hit begins further on, a chunk goes part of the way, decoding is one behind, a preempted sequence starts again at 0.
+    """
+
+    __slots__ = ("computed", "group", "index", "tables", "tokens")
+
+    def __init__(self, group: Group, index: int, tokens: list[int], tables: tuple[Table, ...]) -> None:
+        self.group, self.index, self.tokens, self.tables = group, index, tokens, tables
+        self.computed = 0
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.group.request.number}.{self.index}, computed={self.computed} of {len(self.tokens)})"
+
+    @property
+    def behind(self) -> int:
+        """How many tokens are still to be computed."""
+        return len(self.tokens) - self.computed
+
+    def free(self) -> None:
+        """Give back every block (C30, C34)."""
+        for table in self.tables:
+            table.free()
+        self.computed = 0
+
+
+class Group:
+    """The sequences of one request: admitted, preempted and resumed as one. All that live are equally long.
+
+    Until it is forked only the first sequence has blocks: it computes the `common` tokens for all of them, which are the prompt,
+    or after a preemption whatever they still have in common (C30).
+    """
+
+    def __init__(self, request: Request, shelves: tuple[Shelf, ...]) -> None:
+        self.request, self.shelves = request, shelves
+        self.status = Status.WAITING
+        self.sequences = [
+            Sequence(self, i, list(request.prompt), tuple(Table(shelf.pool) for shelf in shelves)) for i in range(request.width)
+        ]
+        self.preemptions = 0
+        self.cached_tokens = 0
+        """How many tokens of the prompt were there already when it was first admitted."""
+        self.promised: list[bytes] = []
+        """Names of the blocks that it has still to compute and that others wait for."""
+        self._names: list[bytes] | None = None
+        self.gather()
+
+    def __repr__(self) -> str:
+        return f"Group({self.request.number}, {self.status.value}, {self.sequences})"
+
+    @property
+    def leader(self) -> Sequence:
+        """The sequence that computes what all have in common."""
+        return self.sequences[0]
+
+    @property
+    def length(self) -> int:
+        """The tokens of each sequence."""
+        return len(self.leader.tokens)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the next step takes exactly one token of every sequence."""
+        return self.forked and all(sequence.behind == 1 for sequence in self.sequences)
+
+    def gather(self) -> None:
+        """Begin again, unforked, with what the sequences have in common."""
+        self.forked = len(self.sequences) == 1
+        self.common = _common([sequence.tokens for sequence in self.sequences])
+        self._names = None
+
+    def fork(self) -> None:
+        """Give every sequence the leader's blocks; this never allocates and cannot fail (C13)."""
+        self.forked = True
+        for sequence in self.sequences[1:]:
+            sequence.tables = tuple(table.fork() for table in self.leader.tables)
+            sequence.computed = self.leader.computed
+
+    def advance(self, room: int) -> list[tuple[Sequence, int]]:
+        """Who takes how many tokens of a step that has `room` for so many.
+
+        The sequences of a group take their last token together, so that beams can be compared and samples stay equally long.
+        """
+        if not self.forked:
+            count = min(self.common - self.leader.computed, room)
+            return [(self.leader, count)] if count > 0 else []
+        if sum(sequence.behind for sequence in self.sequences) <= room:
+            return [(sequence, sequence.behind) for sequence in self.sequences]
+        steps = []
+        for sequence in self.sequences:
+            count = min(sequence.behind - 1, room)
+            if count > 0:
+                steps.append((sequence, count))
+                room -= count
+        return steps
+
+    def need(self, shelf: int, chunk: int) -> int:
+        """The blocks that the tokens so far fill, what is in common counted once; behind a window what can be seen."""
+        return blocks_of_group(self.shelves[shelf], len(self.sequences), self.common, self.length, chunk)
+
+    def held(self, shelf: int) -> int:
+        """The blocks that the group's tables name, each counted once."""
+        if not self.forked or len(self.sequences) == 1:
+            return len(self.leader.tables[shelf].blocks)
+        return len({block for sequence in self.sequences for block in sequence.tables[shelf].blocks})
+
+    def names(self) -> list[bytes]:
+        """The digests of the full blocks that the leader computes, without the one that holds the last token (C21)."""
+        if self._names is None:
+            size, parent, self._names = self.shelves[0].pool.block_size, ROOT, []
+            for start in range(0, (self.common - 1) // size * size, size):
+                parent = chain(parent, self.leader.tokens[start : start + size], self.request.extra)
+                self._names.append(parent)
+        return self._names
+
+
+def blocks_of_group(shelf: Shelf, width: int, common: int, length: int, chunk: int) -> int:
+    """The most blocks of `width` sequences of `length` tokens whose first `common` are the same (C11).
+
+    The blocks that are full of common tokens are there once, the rest once for each. Behind a window every sequence keeps what it
+    sees, and one step's tokens come on top.
+    """
+    size = shelf.pool.block_size
+    shared = common // size
+    tails = 1 if length == common else width
+    whole = shared + tails * (shelf.pool.blocks_for(length) - shared)
+    if shelf.window is None:
+        return whole
+    if width == 1:
+        return min(whole, shelf.row_blocks(length, chunk))
+    return min(whole, width * (shelf.pool.blocks_for(shelf.window) + 2) + shelf.pool.blocks_for(min(chunk, length)))
+
+
+def _common(rows: list[list[int]]) -> int:
+    """How many leading tokens all rows share."""
+    if len(rows) == 1:
+        return len(rows[0])
+    return next(
+        (i for i, column in enumerate(zip(*rows, strict=False)) if _differ(column)),
+        min(len(row) for row in rows),
+    )
+
+
+def _differ(column: Iterable[int]) -> bool:
+    return len(set(column)) > 1

@@ -1,0 +1,188 @@
+"""A scheduler with a model that is arithmetic: what is stored for a position stands for all tokens up to it.
+
+So a wrong copy, a slot written while others read it, a stale hit, a row run at the wrong place: all are read back as something
+else, and every request has one right answer, whoever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from hf_paged.blocks import BlockPool
+from hf_paged.scheduling import Group, Limits, Plan, Request, Scheduler, Sequence, Shelf, Status
+
+VOCABULARY = 7
+
+
+def values_of(tokens: list[int], salt: int = 0) -> list[int]:
+    """What a model computes at each of `tokens`."""
+    return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=salt))[1:]
+
+
+def value_of(tokens: list[int], salt: int = 0) -> int:
+    """What it computes at the last of them."""
+    return values_of(tokens, salt)[-1]
+
+
+def next_token(value: int, index: int) -> int:
+    """The token that sequence number `index` chooses there: samples differ, as by their seeds."""
+    return hash((value, index)) % VOCABULARY
+
+
+def answer(request: Request, salt: int = 0) -> list[list[int]]:
+    """The tokens of a request of samples, computed alone."""
+    rows = []
+    for index in range(request.width):
+        tokens = list(request.prompt)
+        while len(tokens) < stop_at(request, index):
+            tokens.append(next_token(value_of(tokens, salt), index))
+        rows.append(tokens)
+    return rows
+
+
+def stop_at(request: Request, index: int) -> int:
+    """How long a sample becomes: some end early."""
+    return max(len(request.prompt) + 1, request.most_tokens - 2 * index)
+
+
+def beam_step(values: list[int]) -> tuple[list[int], list[int]]:
+    """Where each beam comes from, and its token."""
+    order = [hash((value, "beam")) for value in values]
+    sources = [order[i] % len(values) for i in range(len(values))]
+    return sources, [next_token(values[source], i) for i, source in enumerate(sources)]
+
+
+def beam_answer(request: Request, salt: int = 0) -> list[list[int]]:
+    """The tokens of a request of beams, computed alone."""
+    rows = [list(request.prompt) for _ in range(request.width)]
+    while len(rows[0]) < request.most_tokens:
+        sources, tokens = beam_step([value_of(row, salt) for row in rows])
+        rows = [[*rows[source], token] for source, token in zip(sources, tokens, strict=True)]
+    return rows
+
+
+@dataclass
+class Simulated:
+    """Runs plans over a store of numbers, and keeps what every request answered."""
+
+    pools: list[BlockPool]
+    windows: list[int | None]
+    limits: Limits
+    policy: str = "fcfs"
+    prefix_caching: bool = True
+    verify: bool = False
+    fails: Callable[[Group], bool] = lambda group: False
+    salt: int = 0
+    groups: list[Group] = field(default_factory=list)
+    """Those that are not finished, and some that are."""
+    requests: dict[int, Request] = field(default_factory=dict)
+    beams: set[int] = field(default_factory=set)
+    answers: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    computed: int = 0
+
+    def __post_init__(self) -> None:
+        shelves = [Shelf(pool, window) for pool, window in zip(self.pools, self.windows, strict=True)]
+        self.scheduler = Scheduler(shelves, self.limits, self.policy, prefix_caching=self.prefix_caching, verify=self.verify)
+        self.stores: list[dict[int, int]] = [{} for _ in self.pools]
+
+    @classmethod
+    def of(
+        cls, total: int, size: int = 4, window: int | None = None, tokens: int = 16, sequences: int = 8, watermark: float = 0.0, **options
+    ) -> Simulated:
+        """One pool, or one of full and one of windowed layers."""
+        windows = [None] if window is None else [None, window]
+        return cls([BlockPool(total, size) for _ in windows], windows, Limits(tokens, sequences, watermark), **options)
+
+    def submit(self, request: Request, beams: bool = False) -> Group:
+        group = self.scheduler.submit(request)
+        self.groups = [other for other in self.groups if other.status is not Status.FINISHED] + [group]
+        self.requests[request.number] = request
+        self.answers[request.number] = {}
+        if beams:
+            self.beams.add(request.number)
+        return group
+
+    def step(self) -> Plan:
+        """One step: plan, copy, compute, commit, choose."""
+        scheduler = self.scheduler
+        plan = scheduler.schedule()
+        assert plan.tokens <= self.limits.tokens
+        self.copy(plan)
+        failed = [group for group in plan.groups if self.fails(group)]
+        values = {row.sequence: self.compute(row.sequence, row.start, row.count) for row in plan.rows if row.sequence.group not in failed}
+        scheduler.commit(plan, failed)
+        for group in failed:
+            scheduler.abort(group)
+        for group in plan.groups:
+            rows = [row for row in plan.rows if row.sequence.group is group and row.samples]
+            if rows and group not in failed:
+                chosen = {sequence: values[row.sequence] for row in rows for sequence in row.samples}
+                (self.choose_beams if group.request.number in self.beams else self.choose)(group, chosen)
+        scheduler.check()
+        return plan
+
+    def run(self, most: int = 10_000) -> list[Plan]:
+        """Steps until nobody waits."""
+        plans = []
+        while self.scheduler.unfinished:
+            plans.append(self.step())
+            assert plans[-1].rows, "nobody can run and somebody is unfinished"
+            assert len(plans) < most
+        return plans
+
+    # ---- the model
+
+    def copy(self, plan: Plan) -> None:
+        for pool, store, copies in zip(self.pools, self.stores, plan.copies, strict=True):
+            assert not {copy.source for copy in copies} & {copy.target for copy in copies}
+            assert len({copy.target for copy in copies}) == len(copies)
+            for source, target in copies:
+                for slot in range(pool.block_size):
+                    store[target * pool.block_size + slot] = store.get(source * pool.block_size + slot, 0)
+
+    def compute(self, sequence: Sequence, start: int, count: int) -> int:
+        """Write what the row computes in every pool, after reading all that it looks at: the answer is its last value."""
+        self.computed += count
+        right = values_of(sequence.tokens[: start + count], self.salt)
+        for table, store, window in zip(sequence.tables, self.stores, self.windows, strict=True):
+            assert table.length == start + count
+            for position in range(start, start + count):
+                store[table.slot(position)] = right[position]
+            for seen in range(max(0, start - (window or start + 1) + 1), start + count):
+                assert store[table.slot(seen)] == right[seen], f"{sequence!r} reads a wrong {seen}"
+        return right[-1]
+
+    # ---- what comes after the model
+
+    def choose(self, group: Group, values: dict[Sequence, int]) -> None:
+        for sequence, value in values.items():
+            self.scheduler.extend(sequence, next_token(value, sequence.index))
+            if len(sequence.tokens) >= stop_at(group.request, sequence.index):
+                self.answers[group.request.number][sequence.index] = list(sequence.tokens)
+                self.scheduler.finish(sequence)
+
+    def choose_beams(self, group: Group, values: dict[Sequence, int]) -> None:
+        sources, tokens = beam_step([values[sequence] for sequence in group.sequences])
+        self.scheduler.reorder(group, sources, tokens)
+        if group.length >= group.request.most_tokens:
+            for sequence in list(group.sequences):
+                self.answers[group.request.number][sequence.index] = list(sequence.tokens)
+                self.scheduler.finish(sequence)
+
+    # ---- what must hold
+
+    def assert_answered(self) -> None:
+        """Every request that came to its end has the tokens it has alone."""
+        for number, answers in self.answers.items():
+            request = self.requests[number]
+            if len(answers) == request.width:
+                expected = (beam_answer if number in self.beams else answer)(request, self.salt)
+                assert [answers[i] for i in range(request.width)] == expected, f"request {number}"
+
+    def assert_empty(self) -> None:
+        assert not self.scheduler.unfinished
+        assert all(pool.held == 0 for pool in self.pools)
+        assert not self.scheduler._promised
+        self.scheduler.check()

@@ -1,0 +1,286 @@
+"""The scheduler, with a model that is arithmetic: order, budgets, preemption, prefixes, groups."""
+
+from __future__ import annotations
+
+import pytest
+from simulated import Simulated
+
+from hf_paged.scheduling import Infeasible, Limits, Request, Scheduler, Shelf, Status
+
+
+def prompt(length: int, first: int = 1) -> tuple[int, ...]:
+    return (first, *range(2, length + 1))
+
+
+def test_a_prompt_in_chunks_samples_once() -> None:
+    """C32, C27: chunks that do not reach the last token choose nothing, and no step is longer than its budget."""
+    world = Simulated.of(total=20, tokens=5, sequences=2)
+    world.submit(Request(0, prompt(12), 14))
+    plans = world.run()
+    assert [(row.start, row.count, len(row.samples)) for plan in plans for row in plan.rows] == [
+        (0, 5, 0),
+        (5, 5, 0),
+        (10, 2, 1),
+        (12, 1, 1),
+    ]
+    world.assert_answered()
+    world.assert_empty()
+
+
+def test_decoding_goes_before_prompts() -> None:
+    """C27: a long prompt takes what the running ones leave of the budget, and they never wait for it."""
+    world = Simulated.of(total=40, tokens=6, sequences=4)
+    world.submit(Request(0, prompt(2), 10))
+    world.step()
+    world.submit(Request(1, prompt(14, 5), 16))
+    plan = world.step()
+    assert [(row.sequence.group.request.number, row.count) for row in plan.rows] == [(0, 1), (1, 5)]
+    world.run()
+    world.assert_answered()
+
+
+def test_the_latest_arrival_goes_first() -> None:
+    """C26, C28, C29: for want of blocks the newest is computed again; nobody new comes in until it runs."""
+    world = Simulated.of(total=6, size=4, tokens=32, sequences=8, prefix_caching=False)
+    first = world.submit(Request(0, prompt(7), 17))
+    second = world.submit(Request(1, prompt(7, 5), 17))
+    world.step()
+    while not second.preemptions:
+        world.step()
+    assert first.preemptions == 0
+    assert second.status is Status.PREEMPTED
+    assert second.length > 7  # what it had said so far is part of its prompt now
+    third = world.submit(Request(2, prompt(2, 6), 4))
+    while second.status is Status.PREEMPTED:
+        plan = world.step()
+        assert third not in plan.admitted or second.status is Status.RUNNING
+    world.run()
+    world.assert_answered()
+    world.assert_empty()
+
+
+def test_later_ends_the_scan() -> None:
+    """C12: a small request does not jump the queue for memory."""
+    world = Simulated.of(total=6, size=4, tokens=64, prefix_caching=False)
+    world.submit(Request(0, prompt(13), 14))
+    large, small = world.submit(Request(1, prompt(12, 5), 14)), world.submit(Request(2, prompt(2, 6), 4))
+    plan = world.step()
+    assert [group.request.number for group in plan.admitted] == [0]
+    assert large.status is small.status is Status.WAITING
+    world.run()
+    world.assert_answered()
+
+
+def test_a_resumed_group_needs_no_watermark() -> None:
+    """C9: whoever was preempted comes back into the last block."""
+    world = Simulated.of(total=8, size=4, tokens=64, watermark=0.25, prefix_caching=False)
+    group = world.submit(Request(0, prompt(21), 24))
+    world.step()
+    world.scheduler.preempt(group)
+    blocker = world.scheduler.shelves[0].pool
+    held = [blocker.take() for _ in range(2)]
+    assert world.scheduler.schedule().admitted == (group,)
+    for block in held:
+        blocker.drop(block)
+    world.scheduler.abort(group)
+    world.assert_empty()
+
+
+def test_what_runs_is_promised_its_tokens() -> None:
+    """What a running group has still to compute is counted: nobody is let in on the blocks that it is going to take."""
+    world = Simulated.of(total=14, size=4, tokens=64, prefix_caching=False)
+    group = world.submit(Request(0, prompt(4), 20, width=3))
+    while group.length < 12:
+        world.step()
+    world.scheduler.preempt(group)
+    other = world.submit(Request(1, prompt(30, 5), 32))
+    plan = world.step()
+    assert plan.admitted == (group,)  # its common tokens leave room for the other's 8 blocks, its tails do not
+    assert other.status is Status.WAITING
+    world.run()
+    assert world.scheduler.counts["preemptions"] == 1
+    world.assert_answered()
+
+
+def test_a_recomputation_leaves_the_others_their_tokens() -> None:
+    """C27: an older group that is computed again is a prompt like any other, and takes what the decoding ones leave."""
+    world = Simulated.of(total=40, tokens=4, sequences=4, prefix_caching=False)
+    first = world.submit(Request(0, prompt(3), 24))
+    for _ in range(12):
+        world.step()
+    world.scheduler.preempt(first)
+    world.submit(Request(1, prompt(1, 5), 20))
+    world.scheduler.preempted, kept = [], world.scheduler.preempted
+    world.step()
+    world.scheduler.preempted = kept
+    plan = world.step()
+    assert [(row.sequence.group.request.number, row.count) for row in plan.rows] == [(1, 1), (0, 3)]
+    plan = world.step()
+    assert [(row.sequence.group.request.number, row.count) for row in plan.rows] == [(0, 3), (1, 1)]
+    world.run()
+    world.assert_answered()
+
+
+def test_samples_share_their_prompt() -> None:
+    """C6, C13, C14: a prompt is computed once for all samples, full blocks are shared, the last is copied n - 1 times."""
+    world = Simulated.of(total=40, size=4, tokens=32)
+    group = world.submit(Request(0, prompt(10), 20, width=3))
+    world.step()
+    assert world.computed == 10
+    assert world.pools[0].held == 3
+    assert [sequence.tables[0].blocks for sequence in group.sequences] == [group.leader.tables[0].blocks] * 3
+    plan = world.step()
+    assert len(plan.copies[0]) == 2
+    assert world.pools[0].held == 2 + 3
+    world.run()
+    world.assert_answered()
+
+
+def test_a_group_goes_and_comes_back_as_one() -> None:
+    """C30: after a preemption the common part is computed once again and shared again."""
+    world = Simulated.of(total=40, size=4, tokens=32, prefix_caching=False)
+    group = world.submit(Request(0, prompt(10), 20, width=3))
+    for _ in range(4):
+        world.step()
+    world.scheduler.preempt(group)
+    assert world.pools[0].held == 0
+    world.computed = 0
+    plan = world.step()
+    assert [row.count for row in plan.rows] == [group.common]
+    shared = group.common // 4
+    world.run()
+    assert shared >= 2
+    assert world.computed == group.common + sum(len(tokens) - 1 - group.common for tokens in world.answers[0].values())
+    world.assert_answered()
+
+
+def test_beams_are_reordered_in_the_tables() -> None:
+    """C16: what only dropped beams named is free again; a step takes at most a block a beam."""
+    world = Simulated.of(total=34, size=2, tokens=32)
+    group = world.submit(Request(0, prompt(5), 20, width=4), beams=True)
+    while group.status is not Status.FINISHED:
+        before = world.pools[0].held
+        plan = world.step()
+        assert world.pools[0].held <= before + 4 or plan.admitted
+        assert len(plan.copies[0]) <= 4
+    world.assert_answered()
+    world.assert_empty()
+
+
+def test_a_prefix_is_computed_once() -> None:
+    """C18, C19, C21: what a finished request computed is there for the next, but for the last token."""
+    world = Simulated.of(total=20, size=4, tokens=32)
+    world.submit(Request(0, prompt(12), 14))
+    world.run()
+    assert world.pools[0].cached == 3
+    world.computed = 0
+    again = world.submit(Request(1, prompt(12), 14))
+    world.run()
+    assert again.cached_tokens == 8  # 12 tokens fill 3 blocks, and one token is always computed
+    assert world.computed == 5
+    world.assert_answered()
+
+
+def test_twins_in_flight_are_computed_once() -> None:
+    """The second of two equal prompts waits for the first one's blocks, and nobody behind it waits for that."""
+    world = Simulated.of(total=40, size=4, tokens=8, sequences=6)
+    twins = [world.submit(Request(i, prompt(17), 20)) for i in range(3)]
+    other = world.submit(Request(3, prompt(3, 6), 5))
+    plan = world.step()
+    assert twins[1].status is Status.WAITING
+    assert [row.sequence.group for row in plan.rows] == [twins[0]]
+    plan = world.step()
+    plan = world.step()
+    assert other in plan.admitted or other.status is not Status.WAITING
+    world.run()
+    assert [group.cached_tokens for group in twins] == [0, 16, 16]
+    world.assert_answered()
+    world.assert_empty()
+
+
+def test_a_twin_goes_on_alone_if_the_first_is_gone() -> None:
+    """C34: an abort breaks its promise."""
+    world = Simulated.of(total=40, size=4, tokens=4, sequences=4)
+    first, second = (world.submit(Request(i, prompt(17), 20)) for i in range(2))
+    world.step()
+    world.scheduler.abort(first)
+    world.step()
+    assert second.status is Status.RUNNING
+    world.run()
+    world.assert_answered()
+    world.assert_empty()
+
+
+def test_other_extras_are_no_hit() -> None:
+    """C24: equal tokens under another salt are another content."""
+    world = Simulated.of(total=20, size=4, tokens=32)
+    world.submit(Request(0, prompt(12), 14))
+    world.run()
+    again = world.submit(Request(1, prompt(12), 14, extra=b"salt"))
+    world.run()
+    assert again.cached_tokens == 0
+
+
+def test_a_failed_row_is_not_found() -> None:
+    """C22: what a failed forward wrote is never named."""
+    world = Simulated.of(total=20, size=4, tokens=32)
+    world.fails = lambda group: group.request.number == 0
+    world.submit(Request(0, prompt(12), 14))
+    world.step()
+    again = world.submit(Request(1, prompt(12), 14))
+    world.run()
+    assert again.cached_tokens == 0
+    world.assert_answered()
+
+
+@pytest.mark.parametrize("window", [1, 5, 8])
+def test_behind_a_window_blocks_are_given_back(window: int) -> None:
+    """C10: in the steady state a row holds at most ceil(W/B) + 1 blocks of that group."""
+    world = Simulated.of(total=30, size=4, window=window, tokens=32)
+    group = world.submit(Request(0, prompt(9), 60))
+    world.step()
+    while group.status is not Status.FINISHED:
+        world.step()
+        assert len(group.leader.tables[1].blocks) <= -(-window // 4) + 1
+    world.assert_answered()
+
+
+def test_priority_decides() -> None:
+    """The higher priority is admitted first and preempted last, by arrival among equals."""
+    world = Simulated.of(total=40, tokens=32, sequences=1, policy="priority")
+    groups = [world.submit(Request(i, prompt(5, i + 1), 7, priority=p)) for i, p in enumerate((0, 2, 1, 2))]
+    order = [group.request.number for plan in world.run() for group in plan.admitted]
+    assert order == [1, 3, 2, 0]
+    assert all(group.status is Status.FINISHED for group in groups)
+
+
+def test_abort_in_any_state() -> None:
+    """C34: waiting, running, preempted, finished: everything is given back."""
+    world = Simulated.of(total=20, size=4, tokens=32, sequences=2)
+    groups = [world.submit(Request(i, prompt(6, i + 1), 12, width=2 if i == 1 else 1)) for i in range(4)]
+    world.step()
+    world.scheduler.preempt(groups[0])
+    for group in (*groups, groups[0]):
+        world.scheduler.abort(group)
+        world.scheduler.check()
+        assert group.status is Status.FINISHED
+    world.assert_empty()
+
+
+def test_the_impossible_is_refused_at_once() -> None:
+    """C11: its neighbours never notice."""
+    world = Simulated.of(total=4, size=4, tokens=32)
+    world.submit(Request(0, prompt(6), 8))
+    with pytest.raises(Infeasible, match="5 blocks of 4 and 4 can be had"):
+        world.submit(Request(1, prompt(6), 17))
+    world.run()
+    world.assert_answered()
+
+
+def test_options_are_checked() -> None:
+    world = Simulated.of(total=4)
+    shelf = world.scheduler.shelves[0]
+    with pytest.raises(ValueError, match="policy='fifo'"):
+        Scheduler([shelf], Limits(4, 4), "fifo")
+    with pytest.raises(ValueError, match="one size"):
+        Scheduler([shelf, Shelf(type(shelf.pool)(4, 8))], Limits(4, 4))

@@ -1,0 +1,94 @@
+"""Random requests under random pressure: whoever else is there, every request gets the tokens it gets alone.
+
+Held here: C7, C11, C12, C16, C22, C26 to C30, C32, C34, and the books' own, for samples and beams, with windows and without, under
+small pools and budgets, with prefixes in common, with aborts, failures and preemptions at any time.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import Simulated
+
+from hf_paged.scheduling import Infeasible, Request, Status
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> Simulated:
+    size = draw(st.sampled_from([1, 2, 4, 8]))
+    sequences = draw(st.integers(1, 6))
+    return Simulated.of(
+        total=draw(st.integers(4, 40)),
+        size=size,
+        window=draw(st.sampled_from([None, None, 1, 3, 9])),
+        tokens=draw(st.integers(sequences, 24)),
+        sequences=sequences,
+        watermark=draw(st.sampled_from([0.0, 0.1])),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        prefix_caching=draw(st.booleans()),
+        verify=draw(st.booleans()),
+    )
+
+
+def one_request(rng: random.Random, number: int) -> Request:
+    """Prompts that often begin alike."""
+    shared = [1, 2, 3, 1, 2, 3, 4, 5, 6, 1, 2, 2][: rng.randrange(13)]
+    prompt = (*shared, *(rng.randrange(3) for _ in range(rng.randrange(1, 9))))
+    return Request(
+        number, prompt, len(prompt) + rng.randrange(1, 12), rng.choice([1, 1, 1, 2, 3]), rng.randrange(3), rng.choice([b"", b"x"])
+    )
+
+
+def walk(world: Simulated, rng: random.Random, moves: int) -> None:
+    """Requests, steps and trouble in any order."""
+    for number in range(moves):
+        move = rng.choices(["submit", "step", "abort", "preempt", "fail", "forget"], [25, 60, 4, 3, 3, 1])[0]
+        alive = [group for group in world.groups if group.status is not Status.FINISHED]
+        if move == "submit" and len(alive) < 12:
+            try:
+                world.submit(one_request(rng, number), beams=rng.random() < 0.4)
+            except Infeasible:
+                continue
+        elif move == "abort" and alive:
+            world.scheduler.abort(rng.choice(alive))
+        elif move == "preempt" and world.scheduler.running:
+            world.scheduler.preempt(rng.choice(world.scheduler.running))
+        elif move == "forget":
+            for pool in world.pools:
+                pool.forget()
+        elif move in ("step", "fail"):
+            world.fails = (lambda group: group.request.number % 3 == 0) if move == "fail" else (lambda group: False)
+            order = {group: (group.status, group.preemptions) for group in alive}
+            plan = world.step()
+            if plan.preempted:
+                assert not plan.admitted
+            if any(group.status is Status.PREEMPTED for group in alive) and plan.admitted:
+                assert all(order[group][0] is Status.PREEMPTED for group in plan.admitted)  # C28
+            assert plan.rows or not world.scheduler.unfinished
+        world.scheduler.check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(world=worlds(), seed=st.integers(0, 10**6), moves=st.integers(5, 60))
+def test_every_request_gets_its_own_tokens(world: Simulated, seed: int, moves: int) -> None:
+    walk(world, random.Random(seed), moves)
+    world.fails = lambda group: False
+    world.run()
+    world.assert_answered()
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_long_soak_leaks_nothing(seed: int) -> None:
+    """Thousands of scheduler steps with aborts and faults at random."""
+    rng = random.Random(seed)
+    world = Simulated.of(total=24, size=4, window=(None, 5)[seed], tokens=12, sequences=5, watermark=0.05)
+    walk(world, rng, 2000)
+    world.fails = lambda group: False
+    world.run()
+    world.assert_answered()
+    world.assert_empty()
+    assert world.scheduler.counts["preemptions"] > 20
