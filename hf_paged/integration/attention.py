@@ -6,16 +6,15 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..memory import Seen, StaticBatch
-from .cache import PagedCache
-from .lazy import LazyMask, LazyPages, NotCapturable, as_dense
+from ..memory import FlatBatch, Seen, Sequences, StaticBatch
+from .lazy import LazyMask, LazyPages, NotCapturable, NotFlat, as_dense
 from .lengths import GrowingOnes
 from .switch import original_implementation
 
@@ -28,12 +27,22 @@ PASSED_ALONG = frozenset(
 """Keywords that reach every attention function and change nothing that the mask does not say."""
 
 
+class OnPages(Protocol):
+    """A cache whose rows are known: generate()'s, or the one with which the engine runs a step."""
+
+    sequences: Sequences
+
+
 @dataclass(frozen=True)
 class Forward:
-    """The forward that is running: on which cache, and whether stock's own attention must be asked."""
+    """The forward that is running: on which cache, and whether stock's own attention must be asked.
 
-    cache: PagedCache
+    flat: whether several sequences lie one behind the other in one row, which only the pages can tell apart.
+    """
+
+    cache: OnPages
     dense: bool = False
+    flat: bool = False
 
 
 running: ContextVar[Forward | None] = ContextVar("hf_paged_forward", default=None)
@@ -47,6 +56,8 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
     implementation = _dense_implementation(original_implementation(arguments["config"]))
     stock = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     forward = running.get()
+    if forward is not None and forward.flat:
+        return _flat_mask(arguments, forward.cache)
     captured = forward is not None and forward.cache.sequences.static is not None
     if captured:
         arguments["allow_is_bidirectional_skip"] = False  # stock would look whether there is padding, on the host
@@ -66,7 +77,19 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
     return LazyMask(shape, dtype, torch.device(arguments["device"]), arguments.get("local_size"), build)
 
 
-def _says_no_more(arguments: dict[str, Any], cache: PagedCache) -> bool:
+def _flat_mask(arguments: dict[str, Any], cache: OnPages) -> torch.Tensor:
+    """The mask of a row of several sequences, which nobody may look at."""
+    if not _says_no_more(arguments, cache):
+        raise NotFlat("the attention mask says more than causal or sliding")
+
+    def build() -> torch.Tensor:
+        raise NotFlat("the model computes with its attention mask")
+
+    shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
+    return LazyMask(shape, torch.bool, torch.device(arguments["device"]), arguments.get("local_size"), build)
+
+
+def _says_no_more(arguments: dict[str, Any], cache: OnPages) -> bool:
     """Whether a mask is plainly causal or sliding over rows whose padding the cache knows.
 
     Overlays and packed sequences forbid stock to skip the mask; chunked attention looks like a window but is none.
@@ -112,6 +135,8 @@ def _attend_pages(
     seen = _seen(query, key, mask, kwargs)
     if seen is None:
         return None
+    if isinstance(key.pages.batch, FlatBatch) and (not seen.causal or kwargs.get("position_bias") is not None):
+        raise NotFlat("the attention mask or a bias says which token sees which")
     if kwargs.get("position_bias") is not None and seen.causal and isinstance(key.pages.batch, StaticBatch):
         raise NotCapturable("the attention has a bias for every pair of positions")
     new = None if key.step_tokens is None or value.step_tokens is None else (key.step_tokens, value.step_tokens)

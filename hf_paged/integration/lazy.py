@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ..memory import StaticBatch, TritonOps, reference
+from ..memory import FlatBatch, StaticBatch, TritonOps, reference
 
 if TYPE_CHECKING:
     from ..memory import Pages
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 class NotCapturable(RuntimeError):
     """A forward wants something on the host, or at a size, that another replay would need otherwise."""
+
+
+class NotFlat(RuntimeError):
+    """A forward over several sequences in one row wants keys, values or a mask as if they were one sequence."""
 
 
 class LazyTensor(torch.Tensor):
@@ -106,6 +110,8 @@ class LazyPages(LazyTensor):
     def _make(self) -> torch.Tensor:
         if isinstance(self.pages.batch, StaticBatch):
             raise NotCapturable("the model computes with keys or values itself, and there are more of them at every step")
+        if isinstance(self.pages.batch, FlatBatch):
+            raise NotFlat("the model computes with keys or values itself")
         self.layer.path = "dense"
         return self.columns_from(self.first).contiguous()
 

@@ -1,6 +1,7 @@
 """The tensors: pools of keys and values, and the index tensors of a step. No policy beyond the size of a pool."""
 
 from .batch import Batch
+from .flat import FlatBatch
 from .group import Group, Kind, Memory
 from .ops import Ops, Seen, TritonOps
 from .rows import Rows
@@ -8,4 +9,19 @@ from .sequences import Sequences
 from .static import StaticBatch
 from .store import Layout, Pages, Store
 
-__all__ = ["Batch", "Group", "Kind", "Layout", "Memory", "Ops", "Pages", "Rows", "Seen", "Sequences", "StaticBatch", "Store", "TritonOps"]
+__all__ = [
+    "Batch",
+    "FlatBatch",
+    "Group",
+    "Kind",
+    "Layout",
+    "Memory",
+    "Ops",
+    "Pages",
+    "Rows",
+    "Seen",
+    "Sequences",
+    "StaticBatch",
+    "Store",
+    "TritonOps",
+]

@@ -11,6 +11,7 @@ import torch
 
 from . import reference
 from .batch import Batch
+from .flat import FlatBatch, attend_flat
 from .static import StaticBatch
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ class Ops:
         `new` are the step's own keys and values, if the caller still has them: where they are all there is, they are read.
         """
         batch = pages.batch
+        if isinstance(batch, FlatBatch):
+            return attend_flat(query, pages, seen.window, new, scale=scale, softcap=softcap, sinks=sinks)
         keys, values = new if new is not None and batch.fresh and seen.first == 0 else _gathered(pages, seen.first)
         narrow = seen.window is not None and batch.columns > seen.window
         simply = seen.causal and batch.fresh and batch.new > 1 and batch.starts is None and not narrow
@@ -151,6 +154,8 @@ class TritonOps(Ops):
             return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
         options = {"scale": scale, "softcap": softcap, "sinks": None if sinks is None else sinks.float()}
         with _on(query.device):
+            if isinstance(batch, FlatBatch):
+                return self._flat(query, pages, batch, seen.window, options)
             if query.shape[2] == 1:
                 return self._decode(query, pages, seen.window, options)
             return self._prefill(query, pages, seen.window, options)
@@ -186,6 +191,16 @@ class TritonOps(Ops):
         )
         by_row: torch.Tensor = out.unflatten(0, (rows, new))
         return by_row
+
+    def _flat(self, query: torch.Tensor, pages: Pages, batch: FlatBatch, window: int | None, options: dict[str, Any]) -> torch.Tensor:
+        """Sequences of any lengths in one row of tokens: one launch for all of them."""
+        keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
+        table, lengths = batch.table(query.device), batch.lengths(query.device)
+        packed = query[0].transpose(0, 1).contiguous()
+        out: torch.Tensor = self.kernels.prefill(
+            packed, keys, values, table, batch.borders_on(query.device), lengths, max(batch.counts), window=window, **options
+        )
+        return out[None]
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

@@ -1,0 +1,162 @@
+"""One step of many sequences in one row of tokens: where each one's tokens are written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..blocks import Table
+from .batch import Batch
+from .reference import attend
+from .upload import upload
+
+if TYPE_CHECKING:
+    from .store import Pages
+
+
+class _Singles(NamedTuple):
+    """Rows of one new token, read side by side: row i sees `slots[i]` where `mask[i]` says so."""
+
+    tokens: torch.Tensor
+    """Their places [rows] in the row of tokens."""
+    slots: torch.Tensor
+    """[rows * columns]; behind a row's end its last token, so what is read is finite."""
+    mask: torch.Tensor | None
+    """[rows, 1, 1, columns], None if all are equally long."""
+
+
+class _Span(NamedTuple):
+    """A row of several new tokens, from place `begin` to `end`."""
+
+    begin: int
+    end: int
+    slots: torch.Tensor | None
+    """[columns] of all that it sees; None if the step's own tokens are all there is."""
+    mask: torch.Tensor | None
+    """[1, 1, new, columns]; None where causal says it all."""
+
+
+class FlatBatch(Batch):
+    """Sequence i brings counts[i] new tokens, the last ones of its table, and they lie one behind the other in one row.
+
+    A model sees one row of `new` tokens; which belong together only the attention knows. Whoever made the batch sees to it that
+    the tables stay as they are until the step is over.
+    """
+
+    def __init__(self, tables: Sequence[Table], counts: Sequence[int]) -> None:
+        super().__init__(list(tables), None, max(table.length for table in tables), sum(counts), None, lambda: True)
+        self.counts = list(counts)
+        self.borders = [0, *accumulate(counts)]
+        """Sequence i's new tokens are those from borders[i] to borders[i + 1]."""
+        self._parts: dict[tuple[torch.device, int | None], tuple[_Singles | None, list[_Span]]] = {}
+        self._borders: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def rows(self) -> int:
+        """As the model sees it."""
+        return 1
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the step's tokens are all there is: several sequences are never one sequence."""
+        return False
+
+    def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Slots [new] that take the new tokens, which are all of them."""
+        if device not in self._written:
+            slots: list[int] = []
+            for table, count in zip(self.tables, self.counts, strict=True):
+                slots += _slots(table, table.length - count)
+            self._written[device] = upload(slots, device), None
+        return self._written[device]
+
+    def borders_on(self, device: torch.device) -> torch.Tensor:
+        """The borders [sequences + 1], int32."""
+        if device not in self._borders:
+            self._borders[device] = upload(self.borders, device, torch.int32)
+        return self._borders[device]
+
+    def parts(self, window: int | None, device: torch.device) -> tuple[_Singles | None, list[_Span]]:
+        """What plain torch reads: rows of one token together, each longer row by itself. All layers of a step share it."""
+        if (device, window) not in self._parts:
+            single = [i for i, count in enumerate(self.counts) if count == 1]
+            longer = [i for i, count in enumerate(self.counts) if count > 1]
+            self._parts[device, window] = (
+                self._singles(single, window, device) if single else None,
+                [self._span(i, window, device) for i in longer],
+            )
+        return self._parts[device, window]
+
+    def _singles(self, rows: list[int], window: int | None, device: torch.device) -> _Singles:
+        seen = [_slots(self.tables[i], 0 if window is None else max(0, self.tables[i].length - window)) for i in rows]
+        columns = max(map(len, seen))
+        slots = [slot for row in seen for slot in row + row[-1:] * (columns - len(row))]
+        mask = None
+        if min(map(len, seen)) < columns:
+            lengths = upload([len(row) for row in seen], device)
+            mask = (torch.arange(columns, device=device) < lengths[:, None])[:, None, None]
+        return _Singles(upload([self.borders[i] for i in rows], device), upload(slots, device), mask)
+
+    def _span(self, row: int, window: int | None, device: torch.device) -> _Span:
+        table, count = self.tables[row], self.counts[row]
+        begin, end = self.borders[row], self.borders[row + 1]
+        first = 0 if window is None else max(0, table.length - count - window + 1)
+        narrow = window is not None and count > window
+        if count == table.length:
+            slots = None
+        else:
+            slots = upload(_slots(table, first), device)
+        if slots is None and not narrow:
+            return _Span(begin, end, None, None)
+        at = torch.arange(table.length - count, table.length, device=device)[:, None]
+        column = torch.arange(first, table.length, device=device)
+        mask = column <= at
+        if window is not None:
+            mask = mask & (column > at - window)
+        return _Span(begin, end, slots, mask[None, None])
+
+
+def _slots(table: Table, first: int) -> list[int]:
+    """The slots of a table's tokens from position `first` on."""
+    size = table.pool.block_size
+    place = first // size - table.released
+    slots = [slot for block in table.blocks[place:] for slot in range(block * size, block * size + size)]
+    begin = first % size
+    return slots[begin : begin + table.length - first]
+
+
+def attend_flat(
+    query: torch.Tensor, pages: Pages, window: int | None, new: tuple[torch.Tensor, torch.Tensor] | None, **options: Any
+) -> torch.Tensor:
+    """Attention of query [1, query_heads, tokens, key_dim], each token over its own sequence: [1, tokens, query_heads, value_dim].
+
+    `new` are the step's own keys and values [1, heads, tokens, dim], if the caller still has them.
+    """
+    batch = pages.batch
+    assert isinstance(batch, FlatBatch)
+    singles, spans = batch.parts(window, query.device)
+    out = query.new_empty(query.shape[2], query.shape[1], pages.values.shape[2])
+    if singles is not None:
+        rows = singles.tokens.shape[0]
+        keys, values = (_gather(data, singles.slots, rows) for data in (pages.keys, pages.values))
+        tokens = query[0].index_select(1, singles.tokens).transpose(0, 1).unsqueeze(2)
+        out.index_copy_(0, singles.tokens, attend(tokens, keys, values, singles.mask, **options)[:, 0].to(out.dtype))
+    for begin, end, slots, mask in spans:
+        if slots is not None:
+            keys, values = (_gather(data, slots, 1) for data in (pages.keys, pages.values))
+        elif new is not None:
+            keys, values = (data[:, :, begin:end] for data in new)
+        else:
+            own = batch.written(query.device)[0][begin:end]
+            keys, values = (_gather(data, own, 1) for data in (pages.keys, pages.values))
+        causal = mask is None
+        out[begin:end] = attend(query[:, :, begin:end], keys, values, mask, causal=causal, **options)[0]
+    return out[None]
+
+
+def _gather(data: torch.Tensor, slots: torch.Tensor, rows: int) -> torch.Tensor:
+    """data [slots, heads, dim] at slots [rows * columns], as [rows, heads, columns, dim]."""
+    return data.flatten(1).index_select(0, slots).view(rows, -1, *data.shape[1:]).transpose(1, 2)
