@@ -8,12 +8,24 @@ Importing the package is enough: stock generate() then knows the word, in every 
 
 from .blocks import OutOfBlocks
 from .config import CacheConfig
+from .engine import Engine, EngineConfig
 from .integration.cache import PagedCache
 from .integration.install import install, installed, uninstall
 from .integration.registry import release
 from .integration.support import FallbackWarning
 
-__all__ = ["CacheConfig", "FallbackWarning", "OutOfBlocks", "PagedCache", "install", "installed", "release", "uninstall"]
+__all__ = [
+    "CacheConfig",
+    "Engine",
+    "EngineConfig",
+    "FallbackWarning",
+    "OutOfBlocks",
+    "PagedCache",
+    "install",
+    "installed",
+    "release",
+    "uninstall",
+]
 __version__ = "0.1.0"
 
 install()

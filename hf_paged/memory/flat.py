@@ -105,10 +105,7 @@ class FlatBatch(Batch):
         begin, end = self.borders[row], self.borders[row + 1]
         first = 0 if window is None else max(0, table.length - count - window + 1)
         narrow = window is not None and count > window
-        if count == table.length:
-            slots = None
-        else:
-            slots = upload(_slots(table, first), device)
+        slots = None if count == table.length else upload(_slots(table, first), device)
         if slots is None and not narrow:
             return _Span(begin, end, None, None)
         at = torch.arange(table.length - count, table.length, device=device)[:, None]

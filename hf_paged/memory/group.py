@@ -161,6 +161,13 @@ class Group:
             raise OutOfBlocks(self._explain(need))
         self._grow_to(max(pool.held + need, min(2 * pool.total, self._affordable())))
 
+    def resize(self, total: int) -> None:
+        """Have exactly `total` blocks from now on, for whoever plans with a fixed number; only while nobody holds any."""
+        if self.pool.held:
+            raise ValueError(f"{self.pool.held} blocks are held; a pool in use cannot be resized")
+        self.give_back()
+        self.pool = BlockPool(total, self.pool.block_size)
+
     def _grow_to(self, total: int) -> None:
         """Grow the books and the tensors; an idle group lets go of its tensors first and forgets what it cached."""
         pool = self.pool

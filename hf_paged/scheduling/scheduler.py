@@ -94,6 +94,22 @@ class Scheduler:
         insort(self.preempted, group, key=self._key)
         self.counts["preemptions"] += 1
 
+    def start_over(self, groups: Iterable[Group]) -> None:
+        """Something broke into the middle of a step: nobody holds anything, and all that are not finished are computed again."""
+        self.waiting, self.preempted, self.running = [], [], []
+        self._promised.clear()
+        for group in groups:
+            group.promised = []
+            for sequence in group.sequences:
+                sequence.free()
+            if group.status is Status.FINISHED:
+                continue
+            group.gather()
+            if group.status is Status.RUNNING:
+                group.status = Status.PREEMPTED
+                group.preemptions += 1
+            insort(self.waiting if group.status is Status.WAITING else self.preempted, group, key=self._key)
+
     @property
     def unfinished(self) -> int:
         """How many groups are not done."""

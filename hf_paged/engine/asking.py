@@ -1,0 +1,198 @@
+"""What a request asks for, read as generate() reads it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+
+from .fields import check_fields
+from .sampling import Warp, warp_of
+
+EXPECTED = {
+    "_prepare_generation_config": ["generation_config"],
+    "_prepare_special_tokens": ["generation_config", "kwargs_has_attention_mask", "device"],
+    "_prepare_generated_length": ["generation_config", "has_default_max_length", "has_default_min_length", "model_input_name"],
+    "_get_logits_processor": ["generation_config", "input_ids_seq_length", "encoder_input_ids", "prefix_allowed_tokens_fn"],
+    "_get_stopping_criteria": ["generation_config", "stopping_criteria", "tokenizer"],
+}
+"""The methods of GenerationMixin that say what its options mean, so that they mean the same here."""
+PASSED_ON = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask")
+"""Keywords of generate() that are arguments of its processors."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, read and checked.
+
+    processors and criteria: what is not done for the whole batch at once; criteria without those about length and ends of sequence.
+    warp: how scores are cut before a draw, if the processors do nothing else.
+    """
+
+    prompt: tuple[int, ...]
+    config: Any
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    ends: frozenset[int]
+    max_length: int
+    seed: int
+    favourites: int | None
+    warp: Warp | None
+
+    @property
+    def beams(self) -> int:
+        """How many beams; 1 is none."""
+        return int(self.config.num_beams or 1)
+
+    @property
+    def answers(self) -> int:
+        """How many sequences come back."""
+        return int(self.config.num_return_sequences or 1)
+
+    @property
+    def width(self) -> int:
+        """How many sequences run."""
+        return max(self.beams, self.answers)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether tokens are drawn."""
+        return bool(self.config.do_sample)
+
+    @property
+    def mends(self) -> bool:
+        """Whether a processor replaces logits that are no numbers."""
+        return any(isinstance(processor, InfNanRemoveLogitsProcessor) for processor in self.processors)
+
+
+def check_transformers() -> None:
+    """Raise if GenerationMixin's methods are not as they are known here."""
+    for name, expected in EXPECTED.items():
+        found = list(inspect.signature(getattr(GenerationMixin, name)).parameters)[1:] if hasattr(GenerationMixin, name) else []
+        if found[: len(expected)] != expected:
+            raise ImportError(
+                f"the engine asks GenerationMixin.{name}{tuple(expected)} and found {tuple(found)}; use a tested transformers"
+            )
+
+
+def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The token ids of a text, of chat messages, or of ids in a list or tensor."""
+    if isinstance(prompt, str) or (isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping)):
+        if tokenizer is None:
+            raise ValueError(
+                f"a prompt of {type(prompt).__name__} needs a tokenizer; give one to Engine(model, tokenizer), or pass token ids"
+            )
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt)["input_ids"]
+        else:
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    elif isinstance(prompt, torch.Tensor):
+        if prompt.is_floating_point():
+            raise TypeError("the engine does not take embeddings yet; pass token ids, or use generate(inputs_embeds=...)")
+        ids = prompt.tolist()
+    else:
+        ids = prompt
+    if isinstance(ids, Sequence) and len(ids) == 1 and isinstance(ids[0], Sequence):
+        ids = ids[0]
+    if not isinstance(ids, Sequence) or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise TypeError(f"a prompt is a text, chat messages or the token ids of one sequence, got {_short(prompt)}")
+    if not ids:
+        raise ValueError("the prompt is empty; give it at least one token")
+    return tuple(ids)
+
+
+def read(
+    model: Any, tokenizer: Any, prompt: Any, generation_config: Any, keywords: dict[str, Any], seed: int | None, logprobs: int | bool | None
+) -> Asked:
+    """Read a request as generate() would on that prompt alone; what the engine does not do is refused by name."""
+    tokens = prompt_tokens(prompt, tokenizer)
+    given = {name: keywords.pop(name, None) for name in (*PASSED_ON, "logits_processor", "stopping_criteria")}
+    config = _config(model, tokens, generation_config, keywords)
+    ids = torch.tensor([tokens], device=model.device)
+    processors = model._get_logits_processor(
+        config,
+        input_ids_seq_length=len(tokens),
+        encoder_input_ids=ids,
+        logits_processor=LogitsProcessorList(given["logits_processor"] or []),
+        device=ids.device,
+        model_kwargs={},
+        **{name: given[name] for name in PASSED_ON},
+    )
+    criteria = model._get_stopping_criteria(config, StoppingCriteriaList(given["stopping_criteria"] or []), tokenizer=tokenizer)
+    ends = {int(token) for each in criteria if type(each) is EosTokenCriteria for token in each.eos_token_id.flatten()}
+    lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
+    others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
+    plain = warp_of(processors) if config.do_sample else (None if processors else Warp())
+    return Asked(
+        tokens,
+        config,
+        processors,
+        others,
+        frozenset(ends),
+        min(lengths),
+        _seed(seed),
+        _favourites(logprobs, model),
+        plain if (config.num_beams or 1) == 1 else None,
+    )
+
+
+def _config(model: Any, tokens: tuple[int, ...], generation_config: Any, keywords: dict[str, Any]) -> Any:
+    """The options of this request, completed from the model's own and checked."""
+    own = model.generation_config
+
+    def left_open(name: str) -> bool:
+        return all(value is None for value in (keywords.get(name), getattr(generation_config, name, None), getattr(own, name)))
+
+    defaults = left_open("max_length"), left_open("min_length")
+    # The engine has its own pages: the word is no news to it.
+    config, unknown = model._prepare_generation_config(generation_config, **keywords)
+    unknown = {name for name, value in unknown.items() if value is not None} - {"output_attentions", "output_hidden_states"}
+    if unknown:
+        raise ValueError(
+            f"the engine does not take {sorted(unknown)}; what a request may say are generate()'s options, seed, logprobs, ..."
+        )
+    check_fields(config)
+    ids = torch.tensor([tokens], device=model.device)
+    model._prepare_special_tokens(config, True, device=ids.device)
+    config = model._prepare_generated_length(config, *defaults, "input_ids", len(tokens), ids)
+    if len(tokens) >= config.max_length:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens and max_length={config.max_length} leaves none to generate; give max_new_tokens instead"
+        )
+    return config
+
+
+def _seed(seed: int | None) -> int:
+    """The request's seed; without one from torch's generator, so that torch.manual_seed settles it."""
+    if seed is None:
+        return int(torch.randint(2**62, ()))
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed!r} is not an int from 0 to 2**63 - 1")
+    return seed
+
+
+def _favourites(logprobs: int | bool | None, model: Any) -> int | None:
+    """How many favourites are reported beside each token's logprob; None if nobody asked for any of it."""
+    if logprobs is None or logprobs is False:
+        return None
+    count = int(logprobs is not True and logprobs)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    if not isinstance(logprobs, int) or not 0 <= count <= vocabulary:
+        raise ValueError(f"logprobs={logprobs!r} is not True or a number of favourites from 0 to {vocabulary}")
+    return count
+
+
+def is_about_time(criterion: Any) -> bool:
+    """Whether a criterion ends a request for its length in seconds."""
+    return isinstance(criterion, MaxTimeCriteria)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"

@@ -1,0 +1,81 @@
+"""The cache with which the engine runs one step: it knows the step's pages and keeps nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+
+from ..integration.layer import PagedLayer
+from ..memory import Batch, FlatBatch, Kind, Layout, Pages, Sequences
+from .pools import Pools
+
+
+class StepCache(DynamicCache):
+    """What a model is handed as its cache. The tables belong to the scheduler, who has entered the step's tokens already."""
+
+    def __init__(self, pools: Pools) -> None:
+        self.pools = pools
+        self.sequences = Sequences(pools.memory, {})
+        """No rows: what masks and attention ask of a cache besides its pages."""
+        self.batches: Mapping[Kind, Batch] = {}
+        self.past = 0
+        """The tokens before the step, where one sequence runs by itself."""
+        Cache.__init__(self, layers=[StepLayer(i, kind, self) for i, kind in enumerate(pools.layers)])
+
+    def begin(self, batches: Mapping[Kind, Batch], past: int = 0) -> None:
+        """Stand for another step."""
+        self.batches, self.past = batches, past
+        for layer in self.layers:
+            layer.reset()
+
+    @property
+    def paths(self) -> set[str]:
+        """How attention has read the layers in this step."""
+        return {layer.path for layer in self.layers if isinstance(layer, StepLayer)}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("the cache of an engine's step lives in its model's pools and cannot be pickled or copied")
+
+
+class StepLayer(PagedLayer):
+    """Writes a step's tokens where the plan says, and answers with a view of the pages."""
+
+    def __init__(self, number: int, kind: Kind, step: StepCache) -> None:
+        super().__init__(number, kind, step.sequences)
+        self.step = step
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys [rows, heads, new, key_dim] and values, and answer with all that the new tokens may look at."""
+        self.step.pools.groups[self.kind].place(self.number, Layout.of(key_states, value_states))
+        pages = self._pages()
+        pages.ops.write(pages, key_states, value_states)
+        self.columns = pages.batch.columns
+        self.is_initialized = True
+        self.dtype, self.device = key_states.dtype, key_states.device
+        return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
+
+    def _pages(self) -> Pages:
+        batch = self.step.batches[self.kind]
+        store, index = self.step.pools.groups[self.kind].store(self.number)
+        # One launch for a whole flat row is worth its price in every step, captured or not.
+        ops = store.captured if isinstance(batch, FlatBatch) else store.ops
+        return Pages(*store.of_layer[index], batch, ops)
+
+    def _stored(self, which: Any) -> torch.Tensor | None:
+        raise RuntimeError("the engine's cache of one step has no keys and values to read between two steps")
+
+    def get_seq_length(self) -> int:
+        """The tokens before the step; of a row of several sequences nobody can say."""
+        return self.step.past
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many columns a step of `query_length` tokens sees, and the first of them."""
+        past = self.step.past
+        kept = past if self.kind.window is None else min(past, self.kind.window - 1)
+        return kept + query_length, past - kept
+
+    def reset(self) -> None:
+        self.columns, self.path, self.is_initialized = 0, "unused", False

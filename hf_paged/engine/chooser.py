@@ -1,0 +1,110 @@
+"""What comes after the logits: a token for every sequence that is due, each request by its own rules, none by another's fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..scheduling import Scheduler
+from .beams import Notes
+from .job import Job
+from .output import TokenLogprob
+from .sampling import Warp, draw, warp
+
+
+class Pick(NamedTuple):
+    """A job that is due, and the rows of the step's logits that its running sequences follow, in their order."""
+
+    job: Job
+    rows: list[int]
+
+
+class NoToken(RuntimeError):
+    """The model's logits, or what a processor made of them, leave nothing to choose."""
+
+
+def choose(scheduler: Scheduler, picks: Sequence[Pick], logits: torch.Tensor) -> dict[Job, Exception]:
+    """Give every due job its next tokens. logits [rows, vocabulary] in fp32. The answer is who failed, and why.
+
+    Whose tokens need nothing but a cut and a draw are chosen together; processors and criteria run only for their own rows, and
+    whatever they raise is their own request's end.
+    """
+    broken = logits.isnan().any(1).tolist()
+    failed: dict[Job, Exception] = {}
+    together: list[Pick] = []
+    for pick in picks:
+        if any(broken[row] for row in pick.rows) and not pick.job.asked.mends:
+            failed[pick.job] = NoToken("the model's logits are NaN")
+        elif pick.job.plain:
+            together.append(pick)
+    tokens = _all_at_once(together, logits)
+    for pick in picks:
+        if pick.job not in failed:
+            try:
+                _one(scheduler, pick, logits, tokens.get(pick.job))
+            except Exception as error:  # a processor, a criterion or a tokenizer of this request; its neighbours go on
+                failed[pick.job] = error
+    return failed
+
+
+def _all_at_once(picks: Sequence[Pick], logits: torch.Tensor) -> dict[Job, list[int]]:
+    """The tokens of plain jobs: one argmax for all that are greedy, one cut and one draw for all that are sampled."""
+    tokens: dict[Job, list[int]] = {}
+    for sampled in (False, True):
+        chosen = [pick for pick in picks if pick.job.asked.sampled == sampled]
+        if not chosen:
+            continue
+        scores = logits[[row for pick in chosen for row in pick.rows]]
+        found = (_drawn(chosen, scores, cut=True) if sampled else scores.argmax(-1)).tolist()
+        for pick in chosen:
+            tokens[pick.job], found = found[: len(pick.rows)], found[len(pick.rows) :]
+    return tokens
+
+
+def _drawn(picks: Sequence[Pick], scores: torch.Tensor, cut: bool) -> torch.Tensor:
+    """Tokens [rows] drawn from scores [rows, vocabulary], the rows of the picks one behind the other."""
+    seeds, indices, positions, warps = [], [], [], []
+    for pick in picks:
+        assert pick.job.group is not None
+        for sequence in pick.job.group.sequences:
+            seeds.append(pick.job.asked.seed)
+            indices.append(sequence.index)
+            positions.append(len(sequence.tokens))
+            warps.append(pick.job.asked.warp or Warp())
+    return draw(warp(scores, warps) if cut else scores, seeds, indices, positions)
+
+
+def _one(scheduler: Scheduler, pick: Pick, logits: torch.Tensor, tokens: list[int] | None) -> None:
+    """Let one job go on: with the tokens that were chosen for it, or by its own rules."""
+    job, own = pick.job, logits[pick.rows]
+    notes = _notes(own, job.asked.favourites) if job.asked.favourites is not None else None
+    if job.beams is not None:
+        job.take_beams(scheduler, _sound(job.processed(own.log_softmax(-1), own.device), job), notes, own.device)
+        return
+    if tokens is None:
+        scores = _sound(job.processed(own.clone(), own.device), job)
+        tokens = (_drawn([pick], scores, cut=False) if job.asked.sampled else scores.argmax(-1)).tolist()
+    job.take(scheduler, tokens, [notes(i, token) for i, token in enumerate(tokens)] if notes else None, own.device)
+
+
+def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
+    """Scores [rows, vocabulary] of which at least one is a number in every row."""
+    if bool(scores.isnan().any()):
+        raise NoToken("a logits processor made NaN scores")
+    if job.asked.sampled and not bool((scores > -torch.inf).any(-1).all()):
+        raise NoToken("the logits processors leave no token to draw")
+    return scores
+
+
+def _notes(logits: torch.Tensor, favourites: int | None) -> Notes:
+    """How to find the logprob of a row's token, and the row's favourites."""
+    logprobs = logits.log_softmax(-1)
+    best = logprobs.topk(favourites or 0)
+    values, places = best.values.tolist(), best.indices.tolist()
+
+    def note(row: int, token: int) -> TokenLogprob:
+        return TokenLogprob(token, float(logprobs[row, token]), tuple(zip(places[row], values[row], strict=True)))
+
+    return note

@@ -1,0 +1,100 @@
+"""What a user may choose about an engine: checked once, passed down frozen."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..config import CacheConfig
+from ..scheduling import POLICIES, Limits
+
+MOST_SEQUENCES = 256
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The options of `Engine(model, ...)`.
+
+    block_size: tokens in a block, a power of two from 1 to 256.
+    num_blocks: blocks of every layer group. memory_fraction: instead, the share of the device's free memory that they get; without
+    either the engine takes what max_batch_sequences of the model's longest length need, within a share of the memory.
+    max_batch_tokens: the most tokens of one step; longer prompts are computed in chunks.
+    max_batch_sequences: the most sequences at once; a request of n samples or beams counts n. Without it 256, or max_batch_tokens if
+    that is less: a step must hold one token of each.
+    watermark: the share of the blocks that new requests leave to those who run already.
+    prefix_caching: whether blocks with the same tokens before them are computed once. check_hits: compare the tokens of every hit.
+    policy: "fcfs" (first come, first served) or "priority" (the higher first).
+    preemption: what happens to the newest request when blocks run out. "auto" and "recompute" compute it again later.
+    admission: "watermark".
+    kernels: "torch", "triton" or "auto" (Triton on a CUDA device).
+
+    Not there yet, and an error: preemption="swap" and host_blocks, admission="future", compile, graphs.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_fraction: float | None = None
+    max_batch_tokens: int = 2048
+    max_batch_sequences: int | None = None
+    watermark: float = 0.01
+    prefix_caching: bool = True
+    check_hits: bool = False
+    policy: str = "fcfs"
+    preemption: str = "auto"
+    admission: str = "watermark"
+    host_blocks: int | None = None
+    kernels: str = "auto"
+    compile: bool = False
+    graphs: bool = False
+
+    def __post_init__(self) -> None:
+        self.pages()
+        self.limits()
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r} is not one of {sorted(POLICIES)}")
+        if self.preemption not in ("auto", "recompute", "swap"):
+            raise ValueError(f"preemption={self.preemption!r} is not one of 'auto', 'recompute', 'swap'")
+        if self.admission not in ("watermark", "future"):
+            raise ValueError(f"admission={self.admission!r} is not one of 'watermark', 'future'")
+        if self.preemption == "swap" or self.host_blocks is not None:
+            raise NotImplementedError("swapping to host memory is not there yet; leave preemption='auto' and host_blocks out")
+        if self.admission == "future":
+            raise NotImplementedError("admission='future' is not there yet; use admission='watermark'")
+        for name in ("compile", "graphs"):
+            if getattr(self, name):
+                raise NotImplementedError(
+                    f"{name}={getattr(self, name)!r}: the engine's steps are not captured or compiled yet; leave it out"
+                )
+
+    def pages(self) -> CacheConfig:
+        """The options of the pools, checked."""
+        return CacheConfig(self.block_size, self.num_blocks, self.memory_fraction, self.kernels, graphs=False)
+
+    def limits(self) -> Limits:
+        """The budgets of a step, checked."""
+        for name in ("max_batch_tokens", "max_batch_sequences"):
+            value = getattr(self, name)
+            left_out = name == "max_batch_sequences" and value is None
+            if isinstance(value, bool) or not (isinstance(value, int) or left_out):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+        sequences = self.max_batch_sequences
+        return Limits(self.max_batch_tokens, min(MOST_SEQUENCES, self.max_batch_tokens) if sequences is None else sequences, self.watermark)
+
+    @classmethod
+    def of(cls, config: object, options: Mapping[str, Any]) -> EngineConfig:
+        """What `Engine(model, config=..., **options)` was given: one of the two."""
+        if config is None:
+            known = [field.name for field in fields(cls)]
+            for name in options:
+                if name not in known:
+                    close = difflib.get_close_matches(name, known, 1)
+                    hint = f"; did you mean {close[0]!r}?" if close else ""
+                    raise ValueError(f"unknown option {name!r} of the engine, expected one of {known}{hint}")
+            return cls(**options)
+        if not isinstance(config, cls):
+            raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}")
+        if options:
+            raise ValueError(f"config and the options {sorted(options)} both say how the engine is made; give one of them")
+        return config

@@ -1,0 +1,178 @@
+"""A request on its way: what was asked, how far its answers are, and who is waiting for them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import torch
+
+from ..scheduling import Group, Scheduler
+from .asking import Asked, is_about_time
+from .beams import BeamSearch, Hypothesis, Notes
+from .output import FinishReason, Increment, Output, SequenceOutput, Timing, TokenLogprob
+from .text import Detokeniser
+
+
+class Stream:
+    """One answer as it grows."""
+
+    def __init__(self, index: int, tokenizer: Any) -> None:
+        self.index = index
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = None
+        self.score: float | None = None
+        self._tokenizer = tokenizer
+        self._text = None if tokenizer is None else Detokeniser(tokenizer)
+
+    def output(self, with_logprobs: bool) -> SequenceOutput:
+        """The answer, once it has ended."""
+        assert self.finish_reason is not None
+        text = None if self._tokenizer is None else self._tokenizer.decode(self.tokens, skip_special_tokens=True)
+        return SequenceOutput(list(self.tokens), text, self.finish_reason, list(self.logprobs) if with_logprobs else None, self.score)
+
+    def add(self, tokens: list[int], logprobs: list[TokenLogprob], finish_reason: FinishReason | None) -> Increment:
+        """Grow, and say by how much."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.finish_reason = finish_reason
+        text = None if self._text is None else self._text.add(tokens, last=finish_reason is not None)
+        return Increment(self.index, tokens, text, finish_reason)
+
+
+class Job:
+    """A request in the engine. The engine writes it, its handle reads it.
+
+    A job of samples grows its answers token by token; one of beams knows them only at its end.
+    """
+
+    def __init__(self, asked: Asked, group: Group | None, tokenizer: Any) -> None:
+        self.asked, self.group, self.tokenizer = asked, group, tokenizer
+        self.beams = BeamSearch(asked) if asked.beams > 1 else None
+        self.streams = [Stream(i, tokenizer) for i in range(asked.answers)]
+        self.timing = Timing(time.monotonic())
+        self.increments: deque[Increment] = deque()
+        self.output: Output | None = None
+        self.cancelled = False
+        self._notes: list[list[TokenLogprob]] = [[] for _ in range(asked.width)]
+
+    @property
+    def plain(self) -> bool:
+        """Whether its tokens are chosen with everybody's, in one go."""
+        return self.asked.warp is not None
+
+    # ---- a step
+
+    def rows(self) -> list[list[int]]:
+        """The tokens of all its sequences, equally long: those that have ended are padded, as in generate()."""
+        assert self.group is not None
+        running = {sequence.index: sequence.tokens for sequence in self.group.sequences}
+        length, pad = self.group.length, self._pad
+        ended = {stream.index: [*self.asked.prompt, *stream.tokens] for stream in self.streams if stream.finish_reason is not None}
+        rows = [running[i] if i in running else ended[i] for i in range(self.asked.width)]
+        return [row + [pad] * (length - len(row)) for row in rows]
+
+    @property
+    def _pad(self) -> int:
+        pad = self.asked.config._pad_token_tensor
+        return 0 if pad is None else int(pad.flatten()[0])
+
+    def processed(self, scores: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Scores [its running sequences, vocabulary] after its processors, which see all its sequences, as in generate()."""
+        assert self.group is not None
+        if not self.asked.processors:
+            return scores
+        ids = torch.tensor(self.rows(), device=device)
+        places = [sequence.index for sequence in self.group.sequences]
+        whole = scores.new_zeros(ids.shape[0], scores.shape[1])
+        whole[places] = scores
+        answer: torch.Tensor = self.asked.processors(ids, whole)  # type: ignore[arg-type]  # transformers names the legacy types
+        return answer[places]
+
+    def take(self, scheduler: Scheduler, tokens: list[int], notes: list[TokenLogprob] | None, device: torch.device) -> None:
+        """Its running sequences have these next tokens: enter them, and see which end."""
+        assert self.group is not None
+        sequences = list(self.group.sequences)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            scheduler.extend(sequence, token)
+        stopped = self._stopped([sequence.index for sequence in sequences], device)
+        for i, sequence in enumerate(sequences):
+            reason = self._reason(tokens[i], len(sequence.tokens), stopped[i])
+            self._tell(sequence.index, tokens[i], notes[i] if notes else None, reason)
+            if reason is not None:
+                scheduler.finish(sequence)
+
+    def _tell(self, index: int, token: int, note: TokenLogprob | None, reason: FinishReason | None) -> None:
+        self.timing.first_token = self.timing.first_token or time.monotonic()
+        self.increments.append(self.streams[index].add([token], [note] if note else [], reason))
+
+    def _stopped(self, places: list[int], device: torch.device) -> list[FinishReason | None]:
+        """What the criteria say about its running sequences; they see all of them, as in generate()."""
+        if not self.asked.criteria:
+            return [None] * len(places)
+        return self._judge(torch.tensor(self.rows(), device=device), places)
+
+    def _judge(self, ids: torch.Tensor, places: Rows[int]) -> list[FinishReason | None]:
+        reasons: list[FinishReason | None] = [None] * len(places)
+        for criterion in self.asked.criteria:
+            says = criterion(ids, None).tolist()
+            for i, place in enumerate(places):
+                if says[place] and reasons[i] != "stop":
+                    reasons[i] = "length" if is_about_time(criterion) else "stop"
+        return reasons
+
+    def _reason(self, token: int, length: int, stopped: FinishReason | None) -> FinishReason | None:
+        """Why a sequence ends with this token, if it does."""
+        if token in self.asked.ends or stopped == "stop":
+            return "stop"
+        return "length" if length >= self.asked.max_length else stopped
+
+    # ---- a step of beams
+
+    def take_beams(self, scheduler: Scheduler, scores: torch.Tensor, notes: Notes | None, device: torch.device) -> None:
+        """Go on with the best continuations of scores [beams, vocabulary]."""
+        assert self.group is not None
+        assert self.beams is not None
+        rows, prompt = [sequence.tokens for sequence in self.group.sequences], len(self.asked.prompt)
+        so_far = [Hypothesis(row[prompt:], kept, None) for row, kept in zip(rows, self._notes, strict=True)]
+
+        def reasons(beams: list[int], tokens: list[int]) -> list[FinishReason | None]:
+            candidates = [[*rows[beam], token] for beam, token in zip(beams, tokens, strict=True)]
+            judged: list[FinishReason | None] = [None] * len(candidates)
+            if self.asked.criteria:
+                judged = self._judge(torch.tensor(candidates, device=device), range(len(candidates)))
+            return [self._reason(row[-1], len(row), stopped) for row, stopped in zip(candidates, judged, strict=True)]
+
+        step = self.beams.step(scores, so_far, reasons, notes)
+        self.timing.first_token = self.timing.first_token or time.monotonic()
+        if notes is not None:
+            self._notes = [[*self._notes[beam], notes(beam, token)] for beam, token in zip(step.sources, step.tokens, strict=True)]
+        scheduler.reorder(self.group, step.sources, step.tokens)
+        if step.done:
+            for stream, (best, score) in zip(self.streams, self.beams.answers(), strict=True):
+                self.increments.append(stream.add(best.tokens, best.notes, best.reason or "length"))
+                stream.score = score
+            for sequence in list(self.group.sequences):
+                scheduler.finish(sequence)
+
+    # ---- the end
+
+    def close(self, reason: FinishReason | None = None, error: Exception | None = None) -> Output:
+        """Make the output; answers that have not ended end for `reason`."""
+        self.timing.finished = time.monotonic()
+        for stream in self.streams:
+            if stream.finish_reason is None:
+                self.increments.append(stream.add([], [], reason))
+        group, self.group = self.group, None
+        self.output = Output(
+            list(self.asked.prompt),
+            [stream.output(self.asked.favourites is not None) for stream in self.streams],
+            cached_tokens=group.cached_tokens if group else 0,
+            preemptions=group.preemptions if group else 0,
+            timing=self.timing,
+            error=error,
+        )
+        return self.output

@@ -1,0 +1,35 @@
+"""Random numbers by counting: a draw is a function of a seed and a place, whoever else is in the batch (C35)."""
+
+from __future__ import annotations
+
+import torch
+
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+FIRST = 0xBF58476D1CE4E5B9 - 2**64
+SECOND = 0x94D049BB133111EB - 2**64
+BITS = 48
+
+
+def uniform(*keys: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1) in fp64, one for each place of the keys, int64 tensors that broadcast. Equal keys, equal numbers, on any device."""
+    state = torch.zeros((), dtype=torch.int64, device=keys[0].device)
+    for key in keys:
+        state = _mix(state + (key + 1) * GOLDEN)
+    return _shift(state, 64 - BITS).double() * 2.0**-BITS
+
+
+def gumbel(*keys: torch.Tensor) -> torch.Tensor:
+    """Noise in fp64 that makes the largest of log weights + noise a draw by weight, the next largest the next without putting back."""
+    return -(-(uniform(*keys) + 2.0 ** -(BITS + 1)).log()).log()
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Let every bit of x change every bit of the answer (the finalizer of splitmix64)."""
+    x = (x ^ _shift(x, 30)) * FIRST
+    x = (x ^ _shift(x, 27)) * SECOND
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift right as if there were no sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

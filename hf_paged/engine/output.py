@@ -1,0 +1,87 @@
+"""What comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "abort", "refused", "error"]
+TROUBLE: tuple[FinishReason, ...] = ("refused", "error", "abort")
+
+
+class TokenLogprob(NamedTuple):
+    """How likely the model, before any processor, found a token that was chosen, and its favourites at that place."""
+
+    token_id: int
+    logprob: float
+    favourites: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class SequenceOutput:
+    """One answer: new tokens only.
+
+    finish_reason: "stop" (an end-of-sequence token, a stop string or a stopping criterion), "length" (max_new_tokens, max_length or
+    max_time), "abort", "refused" or "error". score: of a beam, as generate() scores it. logprobs: if asked for.
+    """
+
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprob] | None = None
+    score: float | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' logprobs, if they were asked for."""
+        return None if self.logprobs is None else sum(each.logprob for each in self.logprobs)
+
+
+@dataclass
+class Timing:
+    """When things happened, in seconds of `time.monotonic`; None for what has not."""
+
+    submitted: float
+    started: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """The answer to one request.
+
+    cached_tokens: how many of the prompt's tokens were there already. preemptions: how often it had to go and come back. error: what
+    went wrong, if something did.
+    """
+
+    prompt_token_ids: list[int]
+    sequences: list[SequenceOutput]
+    cached_tokens: int = 0
+    preemptions: int = 0
+    timing: Timing = field(default_factory=lambda: Timing(0.0))
+    error: Exception | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The text of the first answer."""
+        return self.sequences[0].text if self.sequences else None
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the request ended: its trouble if it had any, else why its first answer did."""
+        reasons = [sequence.finish_reason for sequence in self.sequences]
+        for trouble in TROUBLE:
+            if trouble in reasons:
+                return trouble
+        return reasons[0]
+
+
+@dataclass(frozen=True)
+class Increment:
+    """A piece of an answer as it comes: new tokens of sequence `index`, their text, and why it ended if it did."""
+
+    index: int
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason | None

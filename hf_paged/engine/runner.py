@@ -1,0 +1,170 @@
+"""Runs the rows of a step through the model as it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from ..blocks import Table, append
+from ..integration.attention import NAME, Forward, running
+from ..integration.lazy import NotFlat
+from ..integration.switch import decoder_configs, restore, switch
+from ..memory import Batch, FlatBatch
+from .cache import StepCache
+from .pools import Pools
+from .support import Unservable
+
+Form = Literal["flat", "rows"]
+
+CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
+CLOSE_IN_HALF = 5e-2
+"""How far the logits of the two forms may be apart, as a share of their size. A token that sees another sequence is far beyond."""
+
+
+class Piece(NamedTuple):
+    """New tokens of one sequence: the last ones of its tables, one table per kind of layer."""
+
+    tokens: list[int]
+    start: int
+    tables: tuple[Table, ...]
+    wanted: bool
+    """Whether anybody looks at what follows the last of them."""
+
+
+class Runner:
+    """The model, and the form in which it takes many sequences at once.
+
+    flat: all tokens of a step in one row [1, tokens]; only attention knows who is who. rows: every sequence by itself, for models
+    that look at positions, masks, keys or values in ways of their own. Which one is tried out once, not looked up in a list.
+    """
+
+    def __init__(self, model: nn.Module, pools: Pools) -> None:
+        self.model, self.pools = model, pools
+        self.cache = StepCache(pools)
+        self.configs = decoder_configs(model)
+        parameters = inspect.signature(model.forward).parameters
+        self.keeps_some = "logits_to_keep" in parameters
+        self.why_rows: str | None = None
+        """Why the model does not take a flat row; None if it does."""
+        if "position_ids" not in parameters:
+            self.why_rows = f"{type(model).__name__}.forward takes no position_ids"
+        elif not self.configs:
+            self.why_rows = f"the attention of {type(model).__name__} does not ask transformers' registry"
+
+    @property
+    def form(self) -> Form:
+        """How the model takes the rows of a step."""
+        return "flat" if self.why_rows is None else "rows"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the token ids go."""
+        device: torch.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
+        return device
+
+    def run(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """The logits [wanted pieces, vocabulary] that follow the last token of each piece that is wanted, in fp32."""
+        with self.pools.memory.lock, self._plugged(), torch.no_grad():
+            if self.form == "flat":
+                return self._flat(pieces)
+            return torch.cat([logits for piece in pieces for logits in self._row(piece)] or [torch.empty(0, 0, device=self.device)])
+
+    def _flat(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        counts = [len(piece.tokens) for piece in pieces]
+        batches = {kind: FlatBatch([piece.tables[i] for piece in pieces], counts) for i, kind in enumerate(self.pools.groups)}
+        self.cache.begin(batches)
+        ids = [token for piece in pieces for token in piece.tokens]
+        positions = [position for piece in pieces for position in range(piece.start, piece.start + len(piece.tokens))]
+        borders = next(iter(batches.values())).borders
+        last = [border - 1 for border, piece in zip(borders[1:], pieces, strict=True) if piece.wanted]
+        return self._forward(ids, positions, last, flat=True)
+
+    def _row(self, piece: Piece) -> Iterator[torch.Tensor]:
+        count = len(piece.tokens)
+        length = piece.start + count
+        self.cache.begin(
+            {kind: Batch([piece.tables[i]], None, length, count, None, lambda: True) for i, kind in enumerate(self.pools.groups)},
+            past=piece.start,
+        )
+        logits = self._forward(piece.tokens, list(range(piece.start, length)), [count - 1] if piece.wanted else [], flat=False)
+        if piece.wanted:
+            yield logits
+
+    def _forward(self, ids: list[int], positions: list[int], last: list[int], flat: bool) -> torch.Tensor:
+        """One forward over a row of tokens: the logits [len(last), vocabulary] at the places `last`."""
+        device = self.device
+        arguments: dict[str, Any] = {"input_ids": torch.tensor([ids], device=device)}
+        if flat or "position_ids" in inspect.signature(self.model.forward).parameters:
+            arguments["position_ids"] = torch.tensor([positions], device=device)
+        places = torch.tensor(last or [len(ids) - 1], device=device)
+        if self.keeps_some:
+            arguments["logits_to_keep"] = places
+        token = running.set(Forward(self.cache, flat=flat))
+        try:
+            answer = self.model(**arguments, past_key_values=self.cache, use_cache=True, return_dict=True)
+        finally:
+            running.reset(token)
+        if answer.past_key_values is not self.cache:
+            raise Unservable(f"{type(self.model).__name__} went on with a cache of its own, as long rope does")
+        logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
+        kept: torch.Tensor = logits[: len(last)].to(torch.float32)
+        return kept
+
+    @contextmanager
+    def _plugged(self) -> Iterator[None]:
+        """The decoder's attention is ours, as in a paged generate()."""
+        switch(self.configs, NAME)
+        try:
+            yield
+        finally:
+            restore(self.configs)
+
+    # ---- which form
+
+    def try_out(self) -> None:
+        """Compute two short sequences both ways, a prompt and a step after it, and see whether the flat row tells them apart."""
+        vocabulary = int(self.model.config.get_text_config(decoder=True).vocab_size)  # type: ignore[union-attr,operator]
+        rows = [[(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate((5, 8))]
+        self.pools.lend(16)
+        apart = self._trial(rows, "rows")
+        if self.why_rows is not None:
+            return
+        try:
+            together = self._trial(rows, "flat")
+        except NotFlat as reason:
+            self.why_rows = str(reason)
+            return
+        if self.cache.paths != {"paged"}:
+            self.why_rows = "its attention does not read the pages"
+        for one, other in zip(apart, together, strict=True):
+            far = (one - other).norm() / one.norm().clamp(min=1e-12)
+            dtype = next(self.model.parameters()).dtype
+            if not far <= CLOSE.get(dtype, CLOSE_IN_HALF):
+                self.why_rows = f"in one row with others its sequences get other logits (by {float(far):.1e} of their size)"
+
+    def _trial(self, rows: list[list[int]], form: Form) -> list[torch.Tensor]:
+        """The logits after all but the last tokens of each row, and after the rest: of one row 1, of the other 3."""
+        tables = [tuple(Table(group.pool) for group in self.pools.groups.values()) for _ in rows]
+        kept, self.why_rows = self.why_rows, None if form == "flat" else self.why_rows or "tried out"
+        answers = []
+        try:
+            begin = [0, 0]
+            for ends in ([len(rows[0]) - 1, len(rows[1]) - 3], [len(rows[0]), len(rows[1])]):
+                pieces = []
+                for row, of_row, first, end in zip(rows, tables, begin, ends, strict=True):
+                    for table in of_row:
+                        append([table], [end - first])
+                    pieces.append(Piece(row[first:end], first, of_row, True))
+                answers.append(self.run(pieces))
+                begin = ends
+        finally:
+            self.why_rows = kept
+            for of_row in tables:
+                for table in of_row:
+                    table.free()
+        return answers

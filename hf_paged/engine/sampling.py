@@ -1,0 +1,72 @@
+"""The next token of many rows at once: greedy, or drawn under each row's own temperature and cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from .numbers import uniform
+
+
+class Warp(NamedTuple):
+    """How a row's scores are cut before a draw, in this order: as transformers' warpers do it, for all rows in one go."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+_FIELD_OF = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p", MinPLogitsWarper: "min_p"}
+
+
+def warp_of(processors: Sequence[Any]) -> Warp | None:
+    """What these processors do, if they are nothing but transformers' warpers in their order; else None."""
+    kinds = [type(processor) for processor in processors]
+    if any(kind not in _FIELD_OF for kind in kinds) or kinds != sorted(set(kinds), key=list(_FIELD_OF).index):
+        return None
+    for processor in processors:
+        if getattr(processor, "filter_value", -torch.inf) != -torch.inf or getattr(processor, "min_tokens_to_keep", 1) != 1:
+            return None
+    return Warp(**{_FIELD_OF[type(processor)]: getattr(processor, _FIELD_OF[type(processor)]) for processor in processors})
+
+
+def warp(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
+    """The scores [rows, vocabulary] under each row's temperature, with -inf for what its cuts leave out."""
+
+    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=scores.device)[:, None]
+
+    scores = scores / column([each.temperature for each in warps])
+    most = max(each.top_k for each in warps)
+    vocabulary = scores.shape[1]
+    if most:
+        largest = scores.topk(min(most, vocabulary)).values
+        places = column([min(each.top_k or most, vocabulary) - 1 for each in warps], torch.long)
+        cut = largest.gather(1, places).masked_fill(column([each.top_k for each in warps]) == 0, -torch.inf)
+        scores = scores.masked_fill(scores < cut, -torch.inf)
+    if any(each.top_p < 1 for each in warps):
+        ascending, order = scores.sort()
+        below = ascending.softmax(-1).cumsum(-1) <= column([1 - each.top_p for each in warps])
+        below &= column([each.top_p for each in warps]) < 1
+        below[:, -1] = False
+        scores = scores.masked_fill(below.scatter(1, order, below), -torch.inf)
+    if any(each.min_p > 0 for each in warps):
+        chances = scores.softmax(-1)
+        least = column([each.min_p for each in warps]) * chances.amax(-1, keepdim=True)
+        scores = scores.masked_fill(chances < least, -torch.inf)
+    return scores
+
+
+def draw(scores: torch.Tensor, seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """A token [rows] for every row of scores [rows, vocabulary], by its softmax.
+
+    The draw belongs to the seed of the row's request, the number of its sample and the place of the token, to nothing else (C35).
+    """
+    keys = torch.tensor([seeds, indices, positions], device=scores.device)
+    chances = scores.softmax(-1).double().cumsum(-1)
+    at = uniform(*keys)[:, None] * chances[:, -1:]
+    return torch.searchsorted(chances, at, right=True).squeeze(1)

@@ -1,0 +1,48 @@
+"""Which models the engine can serve, and how far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import GenerationMixin
+
+from ..integration.support import why_not
+
+
+class Unservable(ValueError):
+    """A model that the engine cannot run, and why."""
+
+
+def check_servable(model: Any, outer: Any) -> None:
+    """Raise unless the model is one whose sequences can run side by side. `outer` is what the user holds, perhaps peft's wrapper."""
+    name = type(model).__name__
+    if not issubclass(type(model), GenerationMixin):
+        raise Unservable(f"{name} cannot generate; the engine needs a model with a language modeling head")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise Unservable(f"{name} is an encoder-decoder; the engine has no tables for its encoder yet, use generate()")
+    if getattr(model, "_is_stateful", False):
+        raise Unservable(f"{name} keeps a state of its own, which the engine cannot take back or fork; use generate()")
+    reason = why_not(model, model.generation_config)
+    if reason is not None:
+        raise Unservable(f"{reason}; use generate()")
+    if any(getattr(each, "is_prompt_learning", False) for each in getattr(outer, "peft_config", {}).values()):
+        raise Unservable("prompt and prefix tuning change what the model is given, which the engine does not know yet; use generate()")
+
+
+def longest(model: Any) -> int | None:
+    """The most tokens of a sequence, or None if the model does not say.
+
+    Where positions turn differently beyond some length, that length: one long sequence would change its neighbours' positions.
+    """
+    config = model.config.get_text_config(decoder=True)
+    limits = [getattr(config, "max_position_embeddings", None)]
+    limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
+    return min((int(limit) for limit in limits if limit), default=None)
+
+
+def _ropes(config: Any) -> Iterator[dict[str, Any]]:
+    """The settings of rotary positions, one for all layers or one for each kind."""
+    found = getattr(config, "rope_parameters", None)
+    if isinstance(found, dict):
+        yield from [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]

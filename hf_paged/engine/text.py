@@ -1,0 +1,35 @@
+"""Text as it comes: never half a character."""
+
+from __future__ import annotations
+
+from typing import Any
+
+BROKEN = "\ufffd"
+"""What a decoder writes for bytes that are no character, or not one yet."""
+
+
+class Detokeniser:
+    """The text of one sequence, token by token. What it answers, joined, is the text of all tokens.
+
+    How a token reads depends on its neighbours, so each is read behind those before it: from `_begin` on, where the text was settled
+    once, to `_read`, up to which it has been handed out.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._begin = self._read = 0
+
+    def add(self, tokens: list[int], last: bool = False) -> str:
+        """What these tokens add to the text; the beginning of a character waits for the rest of it, at the longest to the `last`."""
+        self._tokens += tokens
+        before = self._text(self._begin, self._read)
+        now = self._text(self._begin, len(self._tokens))
+        if not last and (now.endswith(BROKEN) or not now.startswith(before)):
+            return ""
+        self._begin, self._read = self._read, len(self._tokens)
+        return now[len(before) :]
+
+    def _text(self, begin: int, end: int) -> str:
+        text: str = self._tokenizer.decode(self._tokens[begin:end], skip_special_tokens=True)
+        return text

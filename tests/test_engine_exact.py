@@ -1,0 +1,179 @@
+"""The engine's one promise: every request gets the tokens it gets alone, whatever the pool, the budgets and the neighbours.
+
+Greedy and beams are held to model.generate() on that prompt alone, draws to the engine with nobody else in it (C23, C26 to C35).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME, FAMILIES, VOCABULARY, build
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_paged.engine import Engine
+
+PROMPTS = [torch.randint(5, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 17, 9, 30, 1, 12)]
+FORMS = {"bloom": "rows", "falcon": "rows"}
+CAUSAL = [family for family in FAMILIES if not family.seq2seq]
+
+
+def alone(model: Any, prompt: list[int], **options: Any) -> list[list[int]]:
+    """The new tokens of generate() on that prompt alone, padding taken off."""
+    answer = model.generate(torch.tensor([prompt]), return_dict_in_generate=True, output_scores=True, **options)
+    rows = [row[len(prompt) :].tolist() for row in answer.sequences]
+    if "beam_indices" in answer:
+        return [row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)]
+    return rows
+
+
+def answers(output: Any) -> list[list[int]]:
+    if output.error is not None:
+        raise output.error
+    return [sequence.token_ids for sequence in output.sequences]
+
+
+@pytest.mark.parametrize("family", CAUSAL, ids=lambda family: family.name)
+def test_every_family_answers_as_alone(family: Any) -> None:
+    """C23: chunked prompts, few blocks and few seats; models whose sequences cannot share a row run them one by one."""
+    model = build(family)
+    options = {"max_new_tokens": 10, "do_sample": False}
+    with Engine(model, block_size=4, num_blocks=12, max_batch_tokens=11, max_batch_sequences=4) as engine:
+        handles = [engine.submit(prompt, **options) for prompt in PROMPTS[:4]]
+        for _ in range(5):
+            engine.step()
+        engine.pause()  # everybody is computed again
+        engine.resume()
+        outputs = [handle.result() for handle in handles]
+        engine.check()
+        assert engine.stats()["form"] == FORMS.get(family.name, "flat")
+        assert engine.stats()["preemptions"] > 1
+    for prompt, output in zip(PROMPTS, outputs, strict=False):
+        assert answers(output) == alone(model, prompt, **options)
+
+
+@functools.cache
+def _model(name: str) -> Any:
+    return build(BY_NAME[name])
+
+
+@functools.cache
+def _roomy(name: str) -> Engine:
+    """An engine in which a request is alone, with nothing cached."""
+    return Engine(_model(name), prefix_caching=False, num_blocks=200, max_batch_sequences=8)
+
+
+KINDS: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": False, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+    {"do_sample": True, "temperature": 1.3},
+    {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "top_p": 0.9},
+    {"do_sample": True, "num_return_sequences": 2, "min_p": 0.05, "repetition_penalty": 1.2, "eos_token_id": [2, 9, 30, 41, 60, 77]},
+    {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
+    {"num_beams": 2, "do_sample": False, "early_stopping": True, "eos_token_id": [2, 9, 30, 41, 60, 77]},
+]
+
+
+@functools.cache
+def right(name: str, prompt: int, kind: int, new: int) -> list[list[int]]:
+    """The answer of a request alone."""
+    if KINDS[kind]["do_sample"]:
+        return answers(_roomy(name).generate([PROMPTS[prompt]], max_new_tokens=new, seed=prompt, **KINDS[kind])[0])
+    return alone(_model(name), PROMPTS[prompt], max_new_tokens=new, **KINDS[kind])
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> dict[str, Any]:
+    sequences = draw(st.integers(3, 8))
+    return {
+        "block_size": draw(st.sampled_from([1, 2, 4, 16])),
+        "max_batch_tokens": draw(st.integers(sequences, 40)),
+        "max_batch_sequences": sequences,
+        "prefix_caching": draw(st.booleans()),
+        "check_hits": draw(st.booleans()),
+        "watermark": draw(st.sampled_from([0.0, 0.05])),
+        "policy": draw(st.sampled_from(["fcfs", "priority"])),
+    }
+
+
+requests = st.lists(
+    st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(KINDS) - 1), st.sampled_from([1, 6, 13])), min_size=1, max_size=7
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    name=st.sampled_from(["llama", "qwen2-window"]), options=engines(), asked=requests, share=st.floats(0.0, 1.0), late=st.integers(0, 3)
+)
+def test_nothing_changes_a_token(name: str, options: dict[str, Any], asked: list[Any], share: float, late: int) -> None:
+    """{block size, pool size, budgets, chunking, preemption, cache on or off, order of arrival} change no token of any request."""
+    size = options["block_size"]
+    # From barely enough for the largest request to enough for all of them.
+    least = max(
+        -(-(len(PROMPTS[p]) + new) // size) * (KINDS[k].get("num_return_sequences", KINDS[k].get("num_beams", 1)) + 1)
+        for p, k, new in asked
+    )
+    blocks = int((least + 4) * (1 + 3 * share)) + 6
+    with Engine(_model(name), num_blocks=blocks, **options) as engine:
+        handles = []
+        for i, (p, k, new) in enumerate(asked):
+            handles.append(engine.submit(PROMPTS[p], max_new_tokens=new, seed=p, priority=i % 3, **KINDS[k]))
+            for _ in range(late):
+                engine.step()
+                engine.check()
+        found = [answers(handle.result()) for handle in handles]
+        engine.check()
+        assert all(kind["held"] == 0 for kind in engine.stats()["blocks"].values())
+    assert found == [right(name, p, k, new) for p, k, new in asked]
+
+
+def test_equal_prompts_are_computed_once() -> None:
+    """C18, C21: in flight and afterwards; what was there already is said in the output."""
+    model = _model("llama")
+    with Engine(model, block_size=4, num_blocks=100, max_batch_tokens=64) as engine:
+        first = engine.generate([PROMPTS[3]] * 4, max_new_tokens=8, do_sample=False)
+        computed = engine.stats()["tokens"]
+        again = engine.generate([PROMPTS[3]], max_new_tokens=8, do_sample=False)[0]
+    assert [output.cached_tokens for output in first] == [0, 28, 28, 28]
+    assert computed == 30 + 3 * 2 + 4 * 7
+    assert again.cached_tokens == 28
+    expected = alone(model, PROMPTS[3], max_new_tokens=8, do_sample=False)
+    assert all(answers(output) == expected for output in [*first, again])
+
+
+def test_salts_and_an_engine_without_a_cache_share_nothing() -> None:
+    """C24."""
+    with Engine(_model("llama"), block_size=4, num_blocks=60) as engine:
+        for salt, cached in (("a", 0), ("b", 0), ("a", 28), (None, 0)):
+            assert engine.generate([PROMPTS[3]], max_new_tokens=2, salt=salt)[0].cached_tokens == cached
+    with Engine(_model("llama"), block_size=4, num_blocks=60, prefix_caching=False) as engine:
+        for _ in range(2):
+            assert engine.generate([PROMPTS[3]], max_new_tokens=2)[0].cached_tokens == 0
+
+
+def test_samples_share_their_prompt() -> None:
+    """C6, C14: one prompt, one computation, however many samples."""
+    with Engine(_model("llama"), block_size=4, num_blocks=60, prefix_caching=False) as engine:
+        handle = engine.submit(PROMPTS[3], max_new_tokens=6, do_sample=True, num_return_sequences=4, seed=1)
+        engine.step()
+        assert engine.stats()["tokens"] == 30
+        assert engine.stats()["blocks"]["full"]["held"] == 8
+        handle.result()
+
+
+def test_the_engine_beside_generate(ids: torch.Tensor) -> None:
+    """One model, both ways by turns, stock's cache and the paged one: nobody disturbs the other."""
+    model = build(BY_NAME["llama"])
+    expected = [alone(model, prompt, max_new_tokens=10, do_sample=False) for prompt in PROMPTS]
+    stock = model.generate(ids, max_new_tokens=6, do_sample=False)
+    with Engine(model, block_size=4, num_blocks=60, max_batch_tokens=16) as engine:
+        handles = [engine.submit(prompt, max_new_tokens=10, do_sample=False) for prompt in PROMPTS]
+        while not all(handle.done for handle in handles):
+            engine.step()
+            assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="paged"), stock)
+        assert [answers(handle.result()) for handle in handles] == expected
+    assert model.config._attn_implementation == "sdpa"
+    assert "forward" not in model.__dict__
