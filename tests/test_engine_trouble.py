@@ -1,0 +1,288 @@
+"""Whatever happens to a request is its own: the neighbours get the same tokens, every block comes back, the engine lives (C11, C22, C34)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME, VOCABULARY, build
+from test_engine_exact import PROMPTS, alone, answers
+from transformers import LogitsProcessor, StoppingCriteria
+
+from hf_paged.engine import Engine, Unservable
+
+POISON = next(token for token in range(5, VOCABULARY) if not any(token in prompt for prompt in PROMPTS))
+"""A token that the models of these tests may choke on."""
+BAD = [5, 6, 7, 8, POISON, 9, 10]
+GREEDY = {"max_new_tokens": 9, "do_sample": False, "bad_words_ids": [[POISON]]}
+
+
+class Fails(LogitsProcessor):
+    """Raises after some calls, on rows or criteria alike."""
+
+    def __init__(self, after: int, error: BaseException) -> None:
+        self.left, self.error = after, error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return args[1] if args[1] is not None else torch.zeros(len(args[0]), dtype=torch.bool)
+
+
+class Does(StoppingCriteria):
+    """Does something in the middle of a step, and never stops."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.act = act
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.act()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.fixture
+def model() -> Any:
+    return build(BY_NAME["llama"])
+
+
+@pytest.fixture
+def engine(model: Any) -> Engine:
+    return Engine(model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8)
+
+
+def assert_neighbours_unharmed(engine: Engine, handles: list[Any]) -> None:
+    """They have the tokens they get alone, and nothing is held or broken."""
+    assert [answers(handle.result()) for handle in handles] == [alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
+    engine.check()
+    stats = engine.stats()
+    assert stats["waiting"] == stats["running"] == stats["preempted"] == 0
+    assert all(kind["held"] == 0 for kind in stats["blocks"].values())
+
+
+def neighbours(engine: Engine) -> list[Any]:
+    return [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:3]]
+
+
+@pytest.mark.parametrize("after", [0, 4])
+@pytest.mark.parametrize("where", ["logits_processor", "stopping_criteria"])
+@pytest.mark.parametrize("kind", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
+def test_a_processor_or_criterion_that_raises(engine: Engine, where: str, after: int, kind: dict[str, Any]) -> None:
+    first = neighbours(engine)
+    bad = engine.submit(PROMPTS[4], **{**GREEDY, **kind, where: [Fails(after, ZeroDivisionError("mine"))]})
+    output = bad.result()
+    assert (output.finish_reason, str(output.error)) == ("error", "mine")
+    if not kind:
+        assert output.sequences[0].token_ids == alone(engine.model, PROMPTS[4], **GREEDY)[0][:after]
+    assert_neighbours_unharmed(engine, first)
+
+
+@pytest.mark.parametrize("kind", [{}, {"num_beams": 2}, {"do_sample": True}])
+def test_nan_logits(model: Any, engine: Engine, kind: dict[str, Any]) -> None:
+    """The request whose logits are NaN ends; its blocks are used again by others, who do not read what it left there."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON] = torch.nan
+    for _ in range(3):
+        handles = neighbours(engine)
+        output = engine.submit(BAD, **{**GREEDY, **kind}).result()
+        assert output.finish_reason == "error"
+        assert "NaN" in str(output.error)
+        assert_neighbours_unharmed(engine, handles)
+    mended = engine.submit(BAD, **GREEDY, remove_invalid_values=True).result()
+    assert answers(mended) == alone(model, BAD, **GREEDY, remove_invalid_values=True)
+
+
+def test_scores_that_leave_nothing(engine: Engine) -> None:
+    """A processor that forbids everything is an error of its own request, not a draw from nothing."""
+
+    class Nothing(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(scores, -torch.inf)
+
+    handles = neighbours(engine)
+    output = engine.submit(PROMPTS[4], do_sample=True, max_new_tokens=4, logits_processor=[Nothing()]).result()
+    assert "no token" in str(output.error)
+    assert_neighbours_unharmed(engine, handles)
+
+
+def test_an_exception_in_the_forward(model: Any, engine: Engine) -> None:
+    """Whose tokens break the forward of all is found out, and ends alone; what it wrote is found by nobody (C22)."""
+    embed = model.model.embed_tokens.forward
+
+    def choke(ids: torch.Tensor) -> torch.Tensor:
+        if (ids == POISON).any():
+            raise ValueError("indigestible")
+        return embed(ids)
+
+    model.model.embed_tokens.forward = choke
+    for _ in range(2):
+        handles = neighbours(engine)
+        bad = [engine.submit([*PROMPTS[3], POISON], **GREEDY), engine.submit(BAD, **{**GREEDY, "num_beams": 3})]
+        assert [str(handle.result().error) for handle in bad] == ["indigestible"] * 2
+        assert_neighbours_unharmed(engine, handles)
+    model.model.embed_tokens.forward = embed
+    again = engine.submit([*PROMPTS[3], POISON], **GREEDY).result()
+    assert again.cached_tokens <= 24  # chunks that went through may be there, the one that broke is not
+    assert answers(again) == alone(model, [*PROMPTS[3], POISON], **GREEDY)
+
+
+def test_a_forward_that_always_fails(model: Any, engine: Engine) -> None:
+    """Everybody ends with the reason, and the next requests run."""
+    handles = neighbours(engine)
+    engine.step()
+    forward, model.lm_head.forward = model.lm_head.forward, None
+    while engine.stats()["running"] + engine.stats()["waiting"]:
+        engine.step()
+    assert {handle.result().finish_reason for handle in handles} == {"error"}
+    model.lm_head.forward = forward
+    assert_neighbours_unharmed(engine, neighbours(engine))
+
+
+@pytest.mark.parametrize("kind", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}])
+def test_an_abort_in_any_state(engine: Engine, kind: dict[str, Any]) -> None:
+    """C34: before, in the middle of the prompt, while decoding, preempted, after the end."""
+    for steps, preempted in ((0, False), (1, False), (3, False), (5, False), (5, True), (60, False)):
+        first = neighbours(engine)
+        handle = engine.submit(PROMPTS[3], **{**GREEDY, **kind})
+        for _ in range(steps):
+            engine.step()
+        said = sum(len(stream.tokens) for stream in handle._job.streams)
+        if preempted:
+            engine.pause()
+            engine.resume()
+        handle.cancel()
+        handle.cancel()
+        output = handle.result()
+        assert output.finish_reason == ("abort" if steps < 60 else "length")
+        assert sum(len(sequence.token_ids) for sequence in output.sequences) == said
+        assert_neighbours_unharmed(engine, first)
+
+
+def test_a_request_that_cancels_itself(engine: Engine) -> None:
+    """From within a step, by a criterion: it ends with that step's successor."""
+    handles: list[Any] = neighbours(engine)
+    own = engine.submit(PROMPTS[4], max_new_tokens=20, do_sample=False, stopping_criteria=[Does(lambda: own.cancel())])
+    assert own.result().finish_reason == "abort"
+    assert len(own.result().sequences[0].token_ids) == 1
+    assert_neighbours_unharmed(engine, handles)
+
+
+def test_nobody_drives_the_engine_from_within(engine: Engine) -> None:
+    handles = neighbours(engine)
+    output = engine.submit(PROMPTS[4], max_new_tokens=4, stopping_criteria=[Does(engine.step)]).result()
+    assert "a step is running already" in str(output.error)
+    assert_neighbours_unharmed(engine, handles)
+
+
+@pytest.mark.parametrize("where", ["forward", "processor", "copy", "schedule"])
+@pytest.mark.parametrize("kind", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
+def test_an_interrupt(model: Any, engine: Engine, where: str, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a step reaches the caller; whoever ran is computed again and nobody's tokens change."""
+    expected = answers(engine.submit(PROMPTS[4], seed=3, **{**GREEDY, **kind}).result())
+    handles = neighbours(engine)
+    breaks = Fails(3 if where == "processor" else 99, KeyboardInterrupt())
+    own = engine.submit(PROMPTS[4], seed=3, **{**GREEDY, **kind, "logits_processor": [breaks]})
+    engine.step()
+    engine.step()
+    target = {"forward": (model.lm_head, "forward"), "copy": (engine.pools, "copy"), "schedule": (engine._scheduler, "_take")}.get(where)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if target is not None:
+            patch.setattr(*target, Fails(0, KeyboardInterrupt()))
+        for _ in range(9):
+            engine.step()
+    engine.check()
+    breaks.left = 99
+    assert answers(own.result()) == expected
+    assert_neighbours_unharmed(engine, handles)
+
+
+def test_a_consumer_that_goes_away(engine: Engine) -> None:
+    """Whoever stops listening to a stream ends its request."""
+    handles = neighbours(engine)
+    stream = engine.stream(PROMPTS[3], max_new_tokens=30, do_sample=False)
+    next(stream)
+    stream.close()
+    assert engine.stats()["running"] + engine.stats()["waiting"] == 3
+    assert_neighbours_unharmed(engine, handles)
+
+
+def test_the_infeasible_are_refused(engine: Engine) -> None:
+    """C11: at once, with both numbers, as an output and not as an exception for the batch."""
+    handles = neighbours(engine)
+    for prompt, options, numbers in (
+        ([5] * 200, {"max_new_tokens": 50}, ("63 blocks", "60 can be had")),
+        ([5] * 250, {"max_new_tokens": 50}, ("300 tokens", "256")),
+        ([5] * 4, {"do_sample": True, "num_return_sequences": 9, "max_new_tokens": 2}, ("9 sequences", "at most 8")),
+    ):
+        output = engine.submit(prompt, **options).result()
+        assert output.finish_reason == "refused"
+        assert all(number in str(output.error) for number in numbers)
+    assert_neighbours_unharmed(engine, handles)
+
+
+def test_a_training_model_is_not_asked(model: Any, engine: Engine) -> None:
+    handle = engine.submit(PROMPTS[0], **GREEDY)
+    model.train()
+    with pytest.raises(RuntimeError, match="training mode"):
+        handle.result()
+    model.eval()
+    assert answers(handle.result()) == alone(model, PROMPTS[0], **GREEDY)
+
+
+def test_closing_ends_everything(engine: Engine) -> None:
+    handles = neighbours(engine)
+    engine.step()
+    with engine:
+        pass
+    engine.close()
+    assert {handle.result().finish_reason for handle in handles} == {"abort"}
+    for use in (engine.step, lambda: engine.submit(PROMPTS[0])):
+        with pytest.raises(RuntimeError, match="closed"):
+            use()
+
+
+@pytest.mark.parametrize(("name", "reason"), [("t5", "encoder-decoder"), ("bart", "encoder-decoder")])
+def test_models_that_cannot_be_served(name: str, reason: str) -> None:
+    with pytest.raises(Unservable, match=reason):
+        Engine(build(BY_NAME[name]))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_soak_of_aborts_and_faults(model: Any, seed: int) -> None:
+    """Random requests of all kinds, aborted and failing at random, on few blocks: who comes through is right, and nothing leaks."""
+    rng = random.Random(seed)
+    kinds = [{}, {}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2, "temperature": 1.5}]
+    with Engine(model, block_size=2, num_blocks=40, max_batch_tokens=12, max_batch_sequences=6) as engine, Engine(model) as other:
+        expected = {
+            (p, k): answers(other.generate([prompt], seed=1, **{**GREEDY, **kind})[0])
+            for p, prompt in enumerate(PROMPTS)
+            for k, kind in enumerate(kinds)
+        }
+        alive: list[tuple[Any, int, int, bool]] = []
+        through = 0
+        for step in range(250):
+            if step < 200 and rng.random() < 0.4 and len(alive) < 10:
+                p, k, bad = rng.randrange(len(PROMPTS)), rng.randrange(len(kinds)), rng.random() < 0.2
+                trouble = {"logits_processor": [Fails(rng.randrange(9), ZeroDivisionError())]} if bad else {}
+                alive.append((engine.submit(PROMPTS[p], seed=1, **{**GREEDY, **kinds[k], **trouble}), p, k, bad))
+            if rng.random() < 0.05 and alive:
+                alive.pop(rng.randrange(len(alive)))[0].cancel()
+            if rng.random() < 0.03:
+                engine.pause()
+                engine.resume()
+            engine.step()
+            engine.check()
+            for handle, p, k, bad in [each for each in alive if each[0].done or step == 249]:
+                alive.remove((handle, p, k, bad))
+                output = handle.result()
+                assert (output.error is not None) == (bad and output.finish_reason == "error")
+                if output.error is None:
+                    through += 1
+                    assert answers(output) == expected[p, k]
+        engine.check()
+        assert engine.stats()["blocks"]["full"]["held"] == 0
+        assert engine.stats()["preemptions"] > 5
+        assert through > 20
