@@ -1,0 +1,301 @@
+"""How an engine is used: prompts, handles, increments, lists, options, and the model in other hands meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import peft
+import pytest
+import torch
+from families import BY_NAME, build
+from test_engine_exact import PROMPTS, alone, answers
+
+import hf_paged
+from hf_paged import demo
+from hf_paged.engine import Engine, EngineConfig
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture
+def model() -> Any:
+    return build(BY_NAME["llama"])
+
+
+@pytest.fixture
+def engine(model: Any) -> Engine:
+    return Engine(model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8)
+
+
+@pytest.fixture(scope="module")
+def stories() -> Engine:
+    return Engine(demo.model(), demo.tokenizer(), num_blocks=200)
+
+
+# ---- prompts
+
+
+def test_text_chat_and_ids(stories: Engine) -> None:
+    """A text, messages, a list, a tensor: the same tokens as the tokenizer makes."""
+    tokenizer = stories.tokenizer
+    text, chat = "The old bear slept", [{"role": "user", "content": "Tell me about the moon."}]
+    template = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    for prompt, ids in ((text, tokenizer(text)["input_ids"]), (chat, template), (torch.tensor([[5, 6, 7]]), [5, 6, 7]), ((5, 6), [5, 6])):
+        output = stories.generate([prompt], **GREEDY)[0]
+        assert output.prompt_token_ids == list(ids)
+        assert output.sequences[0].token_ids == alone(stories.model, list(ids), **GREEDY)[0]
+        assert output.text == tokenizer.decode(output.sequences[0].token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ("text", "needs a tokenizer"),
+        ([], "empty"),
+        ([[1, 2], [3, 4]], "one sequence"),
+        ([1.5], "one sequence"),
+        (torch.randn(3, 32), "embeddings"),
+    ],
+)
+def test_other_prompts_are_refused(engine: Engine, prompt: Any, error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        engine.submit(prompt)
+
+
+# ---- answers
+
+
+def test_increments_are_the_answer(stories: Engine) -> None:
+    """Token by token, several requests by turns; the pieces of text are the text."""
+    handles = [
+        stories.submit(prompt, do_sample=True, num_return_sequences=2, max_new_tokens=12, seed=i)
+        for i, prompt in enumerate(demo.prompts()[:3])
+    ]
+    pieces: list[dict[int, list[Any]]] = [{0: [], 1: []} for _ in handles]
+    for i, handle in enumerate(handles):
+        for increment in handle:
+            pieces[i][increment.index].append(increment)
+    for handle, of_handle in zip(handles, pieces, strict=True):
+        for sequence, increments in zip(handle.result().sequences, of_handle.values(), strict=True):
+            assert [token for increment in increments for token in increment.token_ids] == sequence.token_ids
+            assert "".join(increment.text for increment in increments) == sequence.text
+            assert [increment.finish_reason for increment in increments] == [None] * (len(increments) - 1) + [sequence.finish_reason]
+            assert all(len(increment.token_ids) == 1 for increment in increments)
+
+
+def test_outputs_say_what_happened(engine: Engine) -> None:
+    handle = engine.submit(PROMPTS[3], **GREEDY)
+    assert "0 tokens so far" in repr(handle)
+    output = handle.result()
+    assert handle.done
+    assert output.timing.submitted <= output.timing.started <= output.timing.first_token <= output.timing.finished
+    assert (output.finish_reason, output.error, output.preemptions, output.cached_tokens, output.text) == ("length", None, 0, 0, None)
+    assert engine.submit(PROMPTS[3], **GREEDY).result().cached_tokens == 28
+
+
+def test_generate_keeps_the_order(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = engine.generate(PROMPTS, progress=True, **GREEDY)
+    assert [answers(output) for output in outputs] == [alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS]
+    assert "6/6" in capsys.readouterr().err
+    assert engine.generate([], **GREEDY) == []
+    with pytest.raises(TypeError, match="a list of prompts"):
+        engine.generate("one text")
+
+
+def test_a_list_that_fails_leaves_nothing_behind(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        engine.generate([PROMPTS[0], []], **GREEDY)
+    assert engine.stats()["waiting"] == 0
+
+
+def test_a_result_in_time(engine: Engine) -> None:
+    handle = engine.submit(PROMPTS[0], **GREEDY)
+    with pytest.raises(TimeoutError, match="goes on"):
+        handle.result(timeout=0)
+    assert len(answers(handle.result(timeout=60))[0]) == 8
+
+
+def test_steps_by_hand(engine: Engine) -> None:
+    """Whoever drives the engine gets what ended in a step."""
+    handles = [engine.submit(prompt, max_new_tokens=n, do_sample=False) for prompt, n in zip(PROMPTS, (2, 5, 2), strict=False)]
+    ended = []
+    while not all(handle.done for handle in handles):
+        ended.append([len(output.sequences[0].token_ids) for output in engine.step()])
+    assert [each for each in ended if each] == [[2], [2], [5]] or [each for each in ended if each] == [[2, 2], [5]]
+    assert engine.step() == []
+
+
+def test_several_threads_wait(engine: Engine) -> None:
+    """Each drives the engine for all; nobody's tokens change."""
+    found: dict[int, Any] = {}
+
+    def ask(i: int) -> None:
+        found[i] = answers(engine.submit(PROMPTS[i], **GREEDY).result())
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(4)] == [alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS[:4]]
+
+
+def test_a_seed_settles_the_draws(engine: Engine) -> None:
+    """C35; without a seed torch's generator gives one, so that torch.manual_seed settles it."""
+    options = {"do_sample": True, "max_new_tokens": 12, "temperature": 2.0}
+    assert answers(engine.submit(PROMPTS[0], seed=3, **options).result()) == answers(engine.submit(PROMPTS[0], seed=3, **options).result())
+    found = []
+    for manual in (1, 1, 2):
+        torch.manual_seed(manual)
+        found.append(answers(engine.submit(PROMPTS[0], **options).result()))
+    assert found[0] == found[1] != found[2]
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"block_sise": 4}, ValueError, "did you mean 'block_size'"),
+        ({"block_size": 3}, ValueError, "power of two"),
+        ({"num_blocks": 4, "memory_fraction": 0.5}, ValueError, "give one of them"),
+        ({"max_batch_tokens": 4, "max_batch_sequences": 5}, ValueError, "one token of each of 5"),
+        ({"max_batch_tokens": 4.5}, TypeError, "max_batch_tokens"),
+        ({"watermark": 2}, ValueError, "watermark=2"),
+        ({"policy": "random"}, ValueError, "policy='random'"),
+        ({"preemption": "drop"}, ValueError, "preemption='drop'"),
+        ({"preemption": "swap"}, NotImplementedError, "not there yet"),
+        ({"host_blocks": 10}, NotImplementedError, "not there yet"),
+        ({"admission": "future"}, NotImplementedError, "not there yet"),
+        ({"admission": "hope"}, ValueError, "admission='hope'"),
+        ({"compile": True}, NotImplementedError, "compile=True"),
+        ({"graphs": True}, NotImplementedError, "graphs=True"),
+        ({"kernels": "cuda"}, ValueError, "kernels='cuda'"),
+        ({"config": {"block_size": 4}}, TypeError, "EngineConfig"),
+        ({"config": EngineConfig(), "block_size": 4}, ValueError, "give one of them"),
+    ],
+)
+def test_options_are_checked(model: Any, options: dict[str, Any], error: type[Exception], match: str) -> None:
+    """What is not there yet says so; nothing is ignored."""
+    with pytest.raises(error, match=match):
+        Engine(model, **options)
+
+
+def test_the_engine_chooses_well_alone(model: Any) -> None:
+    """Enough blocks for the most sequences of the model's longest length, within a share of the memory."""
+    with hf_paged.Engine(model) as engine:
+        assert engine.stats()["blocks"]["full"]["total"] == 256 * (256 // 16 + 1)
+        assert engine.config == EngineConfig()
+    with hf_paged.Engine(model, memory_fraction=1e-6) as engine:
+        assert 0 < engine.stats()["blocks"]["full"]["total"] < 256
+    with hf_paged.Engine(model, config=EngineConfig(max_batch_tokens=9)) as engine:
+        assert engine.config.limits().sequences == 9
+
+
+def test_pools_are_given_back(model: Any) -> None:
+    engine = Engine(model, num_blocks=30)
+    engine.generate([PROMPTS[0]], **GREEDY)
+    assert engine.stats()["blocks"]["full"]["bytes"] > 0
+    hf_paged.release(model)
+    assert engine.stats()["blocks"]["full"] == {"total": 30, "held": 0, "cached": 0, "free": 30, "bytes": 0}
+    assert answers(engine.generate([PROMPTS[0]], **GREEDY)[0]) == alone(model, PROMPTS[0], **GREEDY)
+    engine.close()
+    assert hf_paged.release(model) == 0
+
+
+# ---- one model, trained and served
+
+
+def test_training_between_requests(model: Any, engine: Engine) -> None:
+    """An optimizer step, requests, another one, requests: no stale hit (C24)."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = None
+    for _ in range(2):
+        outputs = engine.generate([PROMPTS[3]] * 2, **GREEDY)
+        assert [output.cached_tokens for output in outputs] == [0, 28]
+        assert [answers(output) for output in outputs] == [alone(model, PROMPTS[3], **GREEDY)] * 2
+        assert answers(outputs[0]) != before
+        before = answers(outputs[0])
+        model.train()
+        ids = torch.tensor([PROMPTS[1]])
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        model.eval()
+
+
+def test_weights_that_change_under_requests(model: Any, engine: Engine) -> None:
+    """An error as long as anybody holds what the old ones computed; pause() lets them change, and nobody loses a token."""
+    handle = engine.submit(PROMPTS[3], max_new_tokens=10, do_sample=False)
+    for _ in range(5):
+        engine.step()
+    said = list(handle._job.streams[0].tokens)
+    with torch.no_grad():
+        model.lm_head.weight.add_(torch.randn_like(model.lm_head.weight))
+    with pytest.raises(RuntimeError, match="weights have changed under 1 running"):
+        engine.step()
+    engine.pause()
+    assert engine.stats()["blocks"]["full"]["held"] == 0
+    with pytest.raises(RuntimeError, match="paused"):
+        engine.step()
+    engine.resume()
+    tokens = answers(handle.result())[0]
+    assert tokens[: len(said)] == said
+    assert tokens[len(said) :] == alone(model, PROMPTS[3] + said, max_new_tokens=10 - len(said), do_sample=False)[0]
+
+
+@pytest.mark.parametrize("way", ["data", "replaced", "loaded"])
+def test_quiet_changes_are_noticed(model: Any, engine: Engine, way: str) -> None:
+    """C24: `weight.data += x` moves neither version nor address; a new parameter and a loaded one count as well."""
+    engine.generate([PROMPTS[3]], **GREEDY)
+    head = model.model.layers[1].mlp.down_proj
+    if way == "data":
+        head.weight.data += 0.3
+    elif way == "replaced":
+        head.weight = torch.nn.Parameter(head.weight.detach() + 0.3)
+    else:
+        head.load_state_dict({"weight": head.weight.detach() + 0.3})
+    output = engine.generate([PROMPTS[3]], **GREEDY)[0]
+    assert output.cached_tokens == 0
+    assert answers(output) == alone(model, PROMPTS[3], **GREEDY)
+
+
+def test_adapters_are_part_of_the_weights(model: Any) -> None:
+    """C24: a peft model in the engine; switching, disabling and merging adapters are never a stale hit."""
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False, r=4)
+    torch.manual_seed(0)
+    tuned = peft.get_peft_model(model, config).eval()
+    tuned.add_adapter("other", config)
+    engine = Engine(tuned, block_size=4, num_blocks=60)
+    seen = []
+    for change in (lambda: None, lambda: tuned.set_adapter("other"), tuned.merge_adapter, tuned.unmerge_adapter):
+        change()
+        outputs = engine.generate([PROMPTS[3]] * 2, **GREEDY)
+        assert [output.cached_tokens for output in outputs] == [0, 28]
+        assert [answers(output) for output in outputs] == [alone(tuned, PROMPTS[3], **GREEDY)] * 2
+        seen.append(answers(outputs[0]))
+    assert seen[0] != seen[1]
+    with tuned.disable_adapter():
+        assert engine.generate([PROMPTS[3]], **GREEDY)[0].cached_tokens == 0
+    engine.close()
+
+
+def test_prompt_tuning_is_refused(model: Any) -> None:
+    tuned = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(hf_paged.engine.Unservable, match="prompt and prefix tuning"):
+        Engine(tuned.eval())
+
+
+def test_long_rope_has_its_border() -> None:
+    """Beyond it one request would turn its neighbours' positions: the border is the longest that is taken."""
+    family = BY_NAME["phi3"].build().config
+    family.rope_parameters = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    family.original_max_position_embeddings = 32
+    model = type(BY_NAME["phi3"].build())(family).eval()
+    with Engine(model, num_blocks=40) as engine:
+        assert engine.generate([PROMPTS[3]], **GREEDY)[0].finish_reason == "refused"
+        assert answers(engine.generate([PROMPTS[1]], **GREEDY)[0]) == alone(model, PROMPTS[1], **GREEDY)
