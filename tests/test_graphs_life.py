@@ -432,3 +432,24 @@ def test_a_model_with_graphs_goes_when_nobody_holds_it(ids: torch.Tensor) -> Non
     del model
     gc.collect()
     assert gone() is None
+
+
+class Int8Linear(nn.Module):
+    """Weights in eight bits with a scale for each output, as quantized models keep them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight.to(x.dtype) * self.scale).t()
+
+
+def test_quantized_linear_layers(llama: Any, ids: torch.Tensor) -> None:
+    for layer in llama.model.layers:
+        layer.mlp.down_proj = Int8Linear(layer.mlp.down_proj)
+        layer.self_attn.o_proj = Int8Linear(layer.self_attn.o_proj)
+    assert_same(llama, input_ids=ids, **NEW)
+    assert replayed(llama)

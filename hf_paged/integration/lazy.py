@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ..memory import StaticBatch, TritonOps, reference
+from ..memory import StaticBatch, TritonOps
 
 if TYPE_CHECKING:
     from ..memory import Pages
@@ -114,7 +114,7 @@ class LazyPages(LazyTensor):
         """[rows, heads, columns - first, dim], without a copy where rows lie side by side."""
         if self.step_tokens is not None and first == 0 and self.pages.batch.fresh:
             return self.step_tokens
-        return reference.gather(self.data_in_pages, self.pages.batch, first)
+        return self.pages.ops.gather(self.data_in_pages, self.pages.batch, first)
 
     def _make(self) -> torch.Tensor:
         if isinstance(self.pages.batch, StaticBatch):
