@@ -2,7 +2,7 @@
 
 from .batch import Batch
 from .flat import FlatBatch
-from .group import Group, Kind, Memory
+from .group import Group, Kind, Memory, is_out_of_memory
 from .ops import Ops, Seen, TritonOps
 from .rows import Rows
 from .sequences import Sequences
@@ -10,18 +10,6 @@ from .static import StaticBatch
 from .store import Layout, Pages, Store
 
 __all__ = [
-    "Batch",
-    "FlatBatch",
-    "Group",
-    "Kind",
-    "Layout",
-    "Memory",
-    "Ops",
-    "Pages",
-    "Rows",
-    "Seen",
-    "Sequences",
-    "StaticBatch",
-    "Store",
-    "TritonOps",
-]
+    "Batch", "FlatBatch", "Group", "Kind", "Layout", "Memory", "Ops", "Pages", "Rows", "Seen", "Sequences", "StaticBatch", "Store",
+    "TritonOps", "is_out_of_memory",
+]  # fmt: skip
