@@ -171,7 +171,6 @@ def test_a_seed_settles_the_draws(engine: Engine) -> None:
         ({"admission": "future"}, NotImplementedError, "not there yet"),
         ({"admission": "hope"}, ValueError, "admission='hope'"),
         ({"compile": True}, NotImplementedError, "compile=True"),
-        ({"graphs": True}, NotImplementedError, "graphs=True"),
         ({"kernels": "cuda"}, ValueError, "kernels='cuda'"),
         ({"config": {"block_size": 4}}, TypeError, "EngineConfig"),
         ({"config": EngineConfig(), "block_size": 4}, ValueError, "give one of them"),

@@ -49,6 +49,8 @@ class StepLayer(PagedLayer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys [rows, heads, new, key_dim] and values, and answer with all that the new tokens may look at."""
+        if self.sequences.static is not None:
+            return self._captured(key_states, value_states)
         self.step.pools.groups[self.kind].place(self.number, Layout.of(key_states, value_states))
         pages = self._pages()
         pages.ops.write(pages, key_states, value_states)
@@ -58,8 +60,10 @@ class StepLayer(PagedLayer):
         return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
 
     def _pages(self) -> Pages:
-        batch = self.step.batches[self.kind]
         store, index = self.step.pools.groups[self.kind].store(self.number)
+        if self.sequences.static is not None:
+            return Pages(*store.of_layer[index], self.sequences.static[self.kind], store.captured)
+        batch = self.step.batches[self.kind]
         # One launch for a whole flat row is worth its price in every step, captured or not.
         ops = store.captured if isinstance(batch, FlatBatch) else store.ops
         return Pages(*store.of_layer[index], batch, ops)

@@ -30,7 +30,9 @@ class EngineConfig:
     admission: "watermark".
     kernels: "torch", "triton" or "auto" (Triton on a CUDA device).
 
-    Not there yet, and an error: preemption="swap" and host_blocks, admission="future", compile, graphs.
+    graphs: whether steps in which everybody takes one token are captured in CUDA graphs and replayed.
+
+    Not there yet, and an error: preemption="swap" and host_blocks, admission="future", compile.
     """
 
     block_size: int = 16
@@ -47,7 +49,7 @@ class EngineConfig:
     host_blocks: int | None = None
     kernels: str = "auto"
     compile: bool = False
-    graphs: bool = False
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         self.pages()
@@ -62,11 +64,8 @@ class EngineConfig:
             raise NotImplementedError("swapping to host memory is not there yet; leave preemption='auto' and host_blocks out")
         if self.admission == "future":
             raise NotImplementedError("admission='future' is not there yet; use admission='watermark'")
-        for name in ("compile", "graphs"):
-            if getattr(self, name):
-                raise NotImplementedError(
-                    f"{name}={getattr(self, name)!r}: the engine's steps are not captured or compiled yet; leave it out"
-                )
+        if self.compile:
+            raise NotImplementedError("compile=True: the engine's steps are not compiled yet; leave it out")
 
     def pages(self) -> CacheConfig:
         """The options of the pools, checked."""

@@ -228,7 +228,7 @@ def standing(step: Step, graph: Graph) -> Iterator[None]:
 # ---- what a graph is captured for
 
 
-def _bucket(rows: int) -> int:
+def bucket_of(rows: int) -> int:
     """The rows that a graph for `rows` rows has: eight steps from one power of two to the next."""
     step = 1 << max(0, (rows - 1).bit_length() - 4)
     return -(-rows // step) * step
@@ -261,7 +261,7 @@ def _fact(value: Any, rows: int, device: torch.device) -> Hashable:
 def rows_of_graph(step: Step) -> int:
     """A bucket, or exactly the step's rows if positions of several axes come as [axes, rows, tokens]."""
     positions = step.arguments.get("position_ids")
-    return step.rows if positions is not None and positions.ndim != 2 else _bucket(step.rows)
+    return step.rows if positions is not None and positions.ndim != 2 else bucket_of(step.rows)
 
 
 def shapes(part: PagedCache, new: int) -> Hashable:

@@ -1,0 +1,189 @@
+"""Steps in which every sequence takes one token, replayed as CUDA graphs: rows side by side, one graph for each bucket of rows."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ..integration.attention import Forward, running
+from ..integration.capture import RECORDERS, Rehearsal
+from ..integration.fused import Fusion, fused
+from ..integration.graph import AGREE, SMALLEST_WIDTH, WIDEST, agree, bucket_of
+from ..integration.lazy import NotCapturable
+from ..integration.lengths import lengths_on_device
+from ..integration.state import ModelState
+from ..memory import Kind, StaticBatch, is_out_of_memory
+from ..memory.upload import upload
+
+if TYPE_CHECKING:
+    from .runner import Piece, Runner
+
+logger = logging.getLogger("hf_paged")
+
+AFTER = 2
+"""A step of so many rows is captured when it comes for this time."""
+Shape = tuple[int, int]
+"""The rows and the blocks of a row that a graph has room for."""
+
+
+@dataclass
+class _Step:
+    """One captured step, with the tensors that it reads and answers in."""
+
+    ids: torch.Tensor
+    """[rows, 1]"""
+    batches: dict[Kind, StaticBatch]
+    state: ModelState
+    pools: tuple[int, ...]
+    """Where the pools lay."""
+    replay: Callable[[], None] = lambda: None
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """[rows, vocabulary] in the model's dtype; the next replay writes over it."""
+    agreed: int = 0
+
+
+class Decoding:
+    """The captured steps of one engine. A step that no graph can hold is the runner's to compute."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.counts: Counter[Literal["captured", "replayed"]] = Counter()
+        self.reasons: dict[Shape, str] = {}
+        """Why steps of a shape are not captured."""
+        self._steps: dict[Shape, _Step] = {}
+        self._seen: Counter[Shape] = Counter()
+        self._pool: Any = None
+
+    def run(self, pieces: Sequence[Piece]) -> torch.Tensor | None:
+        """The logits [pieces, vocabulary] in fp32 of pieces of one token each; None if no trusted graph has them."""
+        shape = self._shape(pieces)
+        step = self._steps.get(shape) if shape is not None else None
+        if step is None or step.agreed < AGREE:
+            return None
+        if step.pools != self._pools():
+            self.forget()
+            return None
+        self._load(step, pieces)
+        step.replay()
+        logits = step.logits[: len(pieces)].to(torch.float32, copy=True)
+        # The model is anybody's between two steps: it is looked at while the device works.
+        if self._state() != step.state:
+            self.forget()
+            return None
+        self.counts["replayed"] += 1
+        return logits
+
+    def learn(self, pieces: Sequence[Piece], logits: torch.Tensor) -> None:
+        """After pieces were computed without a graph: capture the step, or see whether its graph says the same."""
+        shape = self._shape(pieces)
+        if shape is None or shape in self.reasons:
+            return
+        try:
+            step = self._steps.get(shape)
+            self._seen[shape] += 1
+            if step is None and self._seen[shape] >= AFTER:
+                step = self._capture(shape, pieces)
+            if step is not None and step.agreed < AGREE:
+                self._try(step, pieces, logits)
+        except Exception as error:
+            self._steps.pop(shape, None)
+            if is_out_of_memory(error):
+                self._seen[shape] = -200  # there may be room later
+                return
+            self.reasons[shape] = f"{type(error).__name__}: {error}".split("\n")[0]
+            logger.info("a decoding step of the engine is not captured: %s", self.reasons[shape])
+
+    def forget(self) -> None:
+        """Drop every graph: the model or the pools are not what they were."""
+        self._steps.clear()
+        self._seen.clear()
+
+    # ---- what a step is captured for
+
+    def _shape(self, pieces: Sequence[Piece]) -> Shape | None:
+        if self.runner.device.type not in RECORDERS or not pieces or any(len(piece.tokens) != 1 or not piece.wanted for piece in pieces):
+            return None
+        blocks = max(table.end for piece in pieces for table in piece.tables)
+        width = max(SMALLEST_WIDTH, 1 << (blocks - 1).bit_length())
+        groups = self.runner.pools.groups.values()
+        if any(group.captured_ops.kernels is None and width * group.pool.block_size > WIDEST for group in groups):
+            return None
+        return bucket_of(len(pieces)), width
+
+    def _pools(self) -> tuple[int, ...]:
+        return tuple(data.data_ptr() for group in self.runner.pools.groups.values() for data in group.tensors)
+
+    def _state(self) -> ModelState:
+        return ModelState(self.runner.model, self.runner.model.forward)
+
+    # ---- one step
+
+    def _load(self, step: _Step, pieces: Sequence[Piece]) -> None:
+        """Tell the device where the pieces' tokens go; the tables have taken them already."""
+        for place, batch in enumerate(step.batches.values()):
+            batch.load([piece.tables[place] for piece in pieces], 1, 0)
+        step.ids[: len(pieces)].copy_(upload([piece.tokens for piece in pieces], step.ids.device))
+
+    def _try(self, step: _Step, pieces: Sequence[Piece], logits: torch.Tensor) -> None:
+        """Replay a step whose logits are known, and see."""
+        self._load(step, pieces)
+        step.replay()
+        if not agree(step.logits[: len(pieces)], logits.to(step.logits.dtype)):
+            raise NotCapturable("its replay differs from the forward itself")
+        step.agreed += 1
+
+    def _capture(self, shape: Shape, pieces: Sequence[Piece]) -> _Step:
+        model, groups = self.runner.model, self.runner.pools.groups
+        rows, width = shape
+        device = self.runner.device
+        batches = {kind: StaticBatch(rows, 1, width, group.pool.block_size, width, group.device) for kind, group in groups.items()}
+        with torch.inference_mode(False):
+            ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        step = _Step(ids, batches, self._state(), self._pools())
+        if not step.state.steady:
+            raise NotCapturable("somebody's hooks run in the model")
+        fusion = Fusion(model, next(iter(groups.values())).captured_ops.kernels)
+
+        def run() -> torch.Tensor:
+            with fused(fusion), lengths_on_device(model):
+                return self._forward(step)
+
+        stores = [data for group in groups.values() for data in group.tensors]
+        static = [tensor for batch in batches.values() for tensor in batch.tensors]
+        self._load(step, pieces)
+        with Rehearsal(device, [*model.parameters(), *model.buffers(), ids, *static, *stores]):
+            run()
+        if self._state() != step.state:
+            raise NotCapturable("the model's forward changes the model")
+        self._load(step, pieces)
+        if device.type == "cuda" and self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        step.replay, step.logits = RECORDERS[device.type](run, self._pool, device)
+        self._steps[shape] = step
+        self.counts["captured"] += 1
+        return step
+
+    def _forward(self, step: _Step) -> torch.Tensor:
+        """What is captured: the step of all rows, each at its own position. The answer is their logits [rows, vocabulary]."""
+        runner = self.runner
+        sequences = runner.cache.sequences
+        sequences.static = step.batches
+        token = running.set(Forward(runner.cache))
+        try:
+            for kind, batch in step.batches.items():
+                batch.begin(runner.pools.groups[kind].captured_ops)
+            seen = next(iter(step.batches.values())).seen
+            arguments = {"input_ids": step.ids, "position_ids": (seen.long() - 1).clamp(min=0)[:, None]}
+            if runner.keeps_some:
+                arguments["logits_to_keep"] = 1  # type: ignore[assignment]  # a number among tensors
+            answer = runner.model(**arguments, past_key_values=runner.cache, use_cache=True, return_dict=True)
+            logits: torch.Tensor = answer.logits[:, -1]
+            return logits
+        finally:
+            running.reset(token)
+            sequences.static = None

@@ -1,0 +1,102 @@
+"""Decoding steps of the engine without a GPU: a tape stands in for CUDA graphs. Same tokens, and the graph really made them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME, build
+from tape import record
+from test_engine_exact import PROMPTS, alone, answers
+
+from hf_paged.engine import Engine
+from hf_paged.integration.capture import RECORDERS
+
+GREEDY = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+
+
+def decoding(engine: Engine) -> Any:
+    return engine._runner.decoding
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "gpt-neox", "phi3", "mistral-window"])
+def test_same_tokens_from_replays(name: str) -> None:
+    model = build(BY_NAME[name])
+    with Engine(model, block_size=4) as engine:
+        outputs = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:3]]
+        beams = engine.submit(PROMPTS[3], num_beams=3, max_new_tokens=9, min_new_tokens=9)
+        outputs = [handle.result() for handle in outputs]
+        best = beams.result()
+        engine.check()
+        assert decoding(engine).counts["replayed"] > 4, decoding(engine).reasons
+    for prompt, output in zip(PROMPTS, outputs, strict=False):
+        assert answers(output) == alone(model, prompt, **GREEDY)
+    assert answers(best) == alone(model, PROMPTS[3], num_beams=3, max_new_tokens=9, min_new_tokens=9)
+
+
+def test_requests_come_and_go_over_one_graph(llama: Any) -> None:
+    """Rows of a graph are whoever runs: what an earlier one left in a place is never seen."""
+    with Engine(llama, block_size=4, max_batch_sequences=2) as engine:
+        outputs = engine.generate([torch.tensor(prompt) for prompt in PROMPTS], **GREEDY)
+        assert decoding(engine).counts["captured"] <= 2
+        assert decoding(engine).counts["replayed"] > 20
+    assert [answers(output) for output in outputs] == [alone(llama, prompt, **GREEDY) for prompt in PROMPTS]
+
+
+def test_a_model_that_changes_between_two_steps(llama: Any) -> None:
+    with Engine(llama, block_size=4) as engine:
+        engine.generate([PROMPTS[0]], **GREEDY)
+        before = decoding(engine).counts["replayed"]
+        assert before
+        for layer in llama.model.layers:
+            layer.self_attn.scaling = 3.0
+        engine.pools.forget()  # a setting, not a weight: what is cached was computed without it
+        (output,) = engine.generate([PROMPTS[0]], **GREEDY)
+    assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
+
+
+def test_hooks_are_called(llama: Any) -> None:
+    called = []
+    llama.model.layers[0].mlp.register_forward_hook(lambda *_: called.append(1))
+    with Engine(llama, block_size=4) as engine:
+        (output,) = engine.generate([PROMPTS[0]], **GREEDY)
+        assert "hooks" in " ".join(decoding(engine).reasons.values())
+    assert len(called) >= GREEDY["max_new_tokens"]
+    assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
+
+
+def test_a_replay_that_differs_is_never_trusted(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(step: Any, pool: Any, device: torch.device) -> Any:
+        replay, logits = record(step, pool, device)
+        return lambda: (replay(), logits.mul_(2)), logits
+
+    monkeypatch.setitem(RECORDERS, "cpu", wrong)
+    with Engine(llama, block_size=4) as engine:
+        (output,) = engine.generate([PROMPTS[0]], **GREEDY)
+        assert not decoding(engine).counts["replayed"]
+        assert "differs" in " ".join(decoding(engine).reasons.values())
+    assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device"), torch.OutOfMemoryError("full"), IndexError("list")])
+def test_a_capture_that_fails_costs_no_answer(error: Exception, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setitem(RECORDERS, "cpu", fails)
+    with Engine(llama, block_size=4) as engine:
+        (output,) = engine.generate([PROMPTS[0]], **GREEDY)
+        assert bool(decoding(engine).reasons) != isinstance(error, torch.OutOfMemoryError)
+    assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
+
+
+def test_graphs_can_be_turned_off(llama: Any) -> None:
+    with Engine(llama, block_size=4, graphs=False) as engine:
+        engine.generate([PROMPTS[0]], **GREEDY)
+        assert decoding(engine) is None
