@@ -311,6 +311,7 @@ class Engine:
                 "running": len(scheduler.running),
                 "preempted": len(scheduler.preempted),
                 "blocks": self.pools.usage(),
+                "graphs": {} if self._runner.decoding is None else dict(self._runner.decoding.counts),
                 **{name: scheduler.counts[name] for name in ("steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses")},
             }
 

@@ -1,0 +1,171 @@
+"""The engine on the requests of a trace: 8B Llama shape, random weights, bfloat16, lengths forced, greedy.
+
+    python benchmarks/engine.py --json results.jsonl                      # on a GPU
+    OMP_NUM_THREADS=1 python benchmarks/engine.py --shape tiny --requests 24 --at-once 8 --rows 1 4   # does it run? on any CPU
+
+steps    milliseconds of a step in which every sequence takes one token, by the clock around `Engine.step()`
+trace    output tokens a second, time to the first token, time between tokens, and what the books did
+profile  where the time of a decoding step goes on the host
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import json
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from shapes import SHAPES, Report, build, where
+from traces import TRACES, trace
+
+from hf_paged import Engine
+
+CONTEXT = 384
+
+
+class Bench:
+    """One model and what to do with it."""
+
+    def __init__(self, options: argparse.Namespace, report: Report) -> None:
+        self.options, self.report = options, report
+        self.model = build(options.shape, options.device, getattr(torch, options.dtype))
+        self.model.generation_config.pad_token_id = 0
+        self.model.generation_config.eos_token_id = None  # answers are as long as the trace says
+
+    def wait(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def engine(self, at_once: int) -> Engine:
+        tokens = max(2048, at_once)
+        return Engine(self.model, max_batch_sequences=at_once, max_batch_tokens=tokens, **self.options.engine)
+
+    def prompts(self, rows: int, context: int) -> list[list[int]]:
+        random = torch.Generator().manual_seed(1)
+        return torch.randint(10, SHAPES[self.options.shape]["vocab_size"] - 10, (rows, context), generator=random).tolist()
+
+
+def decode_steps(bench: Bench, engine: Engine, rows: int, steps: int) -> list[float]:
+    """Seconds of steps in which nothing but decoding happens."""
+    new = 64 * steps  # nobody ends in between; a prompt is not computed in one step, so some are ahead of others
+    handles = [engine.submit(prompt, max_new_tokens=new, do_sample=False) for prompt in bench.prompts(rows, CONTEXT)]
+    seen = -1
+    while engine.stats()["waiting"] or engine.stats()["tokens"] - seen != rows:
+        seen = engine.stats()["tokens"]
+        engine.step()
+    for _ in range(8):
+        engine.step()
+    seconds = []
+    for _ in range(steps):
+        bench.wait()
+        begin = time.perf_counter()
+        engine.step()
+        bench.wait()
+        seconds.append(time.perf_counter() - begin)
+    for handle in handles:
+        handle.cancel()
+    return seconds
+
+
+def steps(bench: Bench) -> None:
+    bench.report.table(
+        "engine steps", f"A decoding step of the engine, context {CONTEXT}", rows=("rows", "d"), median=("ms, median", ".2f"),
+        worst=("ms, the slowest", ".2f"), replayed=("from graphs", "d"),
+    )  # fmt: skip
+    for rows in bench.options.rows:
+        with bench.report.surviving(f"steps, {rows} rows"), bench.engine(rows) as engine:
+            seconds = decode_steps(bench, engine, rows, 32)
+            captured = engine.stats()["graphs"]
+            bench.report.row(
+                rows=rows, median=statistics.median(seconds) * 1e3, worst=max(seconds) * 1e3, replayed=captured.get("replayed", 0)
+            )
+
+
+def percentiles(values: list[float]) -> tuple[float, float]:
+    ranked = sorted(values)
+    return ranked[len(ranked) // 2], ranked[min(len(ranked) - 1, int(len(ranked) * 0.99))]
+
+
+def run_trace(bench: Bench) -> None:
+    options = bench.options
+    bench.report.table(
+        "engine trace", f"{options.requests} requests of the {options.trace} trace, all there from the "
+        "beginning, output tokens a second; first token and between tokens: p50 / p99",
+        at_once=("up to at once", "d"), speed=("tok/s", ".0f"), first=("first token, s", ""), between=("between tokens, ms", ""),
+        steps=("steps", "d"), preemptions=("preemptions", "d"), seconds=("s", ".1f"),
+    )  # fmt: skip
+    asks = trace(options.trace, options.requests, SHAPES[options.shape]["vocab_size"])
+    for at_once in options.at_once:
+        with bench.report.surviving(f"trace, {at_once} at once"), bench.engine(at_once) as engine:
+            engine.generate([ask.prompt for ask in asks[: min(8, len(asks))]], max_new_tokens=8, do_sample=False, progress=False)
+            before = engine.stats()["steps"]
+            bench.wait()
+            begin = time.monotonic()
+            handles = [engine.submit(ask.prompt, max_new_tokens=ask.new, do_sample=False) for ask in asks]
+            while not all(handle.done for handle in handles):
+                engine.step()
+            seconds = time.monotonic() - begin
+            outputs = [handle.result() for handle in handles]
+            new = sum(len(output.sequences[0].token_ids) for output in outputs)
+            timings = [output.timing for output in outputs]
+            first = percentiles([timing.first_token - begin for timing in timings])
+            gaps = percentiles([(t.finished - t.first_token) / max(1, ask.new - 1) * 1e3 for t, ask in zip(timings, asks, strict=True)])
+            bench.report.row(
+                at_once=at_once, speed=new / seconds, first=f"{first[0]:.2f} / {first[1]:.2f}", between=f"{gaps[0]:.1f} / {gaps[1]:.1f}",
+                steps=engine.stats()["steps"] - before, preemptions=engine.stats()["preemptions"], seconds=seconds, tokens=new,
+            )  # fmt: skip
+
+
+def profile(bench: Bench) -> None:
+    rows = max(bench.options.rows)
+    with bench.engine(rows) as engine:
+        decode_steps(bench, engine, rows, 4)
+        profiler = cProfile.Profile()
+        profiler.enable()
+        decode_steps(bench, engine, rows, 24)
+        profiler.disable()
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(25)
+    print(text.getvalue())
+
+
+SECTIONS: dict[str, Callable[[Bench], None]] = {"steps": steps, "trace": run_trace, "profile": profile}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["steps", "trace"])
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
+    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256], help="of the steps")
+    parser.add_argument("--trace", choices=TRACES, default="sharegpt")
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--at-once", type=int, nargs="+", default=[256])
+    parser.add_argument("--engine", type=json.loads, default={}, help="""options of the engine, such as '{"graphs": false}'""")
+    parser.add_argument("--json", type=Path, help="a file that gets each row as a line")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    report = Report(where(options.device), {"shape": options.shape, "dtype": options.dtype, "engine": options.engine}, options.json)
+    bench: Any = Bench(options, report)
+    for name in options.sections:
+        with report.surviving(name):
+            SECTIONS[name](bench)
+    if report.failed:
+        sys.exit(f"failed: {'; '.join(report.failed)}")
+
+
+if __name__ == "__main__":
+    main()
