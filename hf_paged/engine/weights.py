@@ -60,7 +60,9 @@ def _content(model: nn.Module) -> tuple[Hashable, ...]:
 def _some(parameter: torch.Tensor) -> torch.Tensor:
     """A few elements, from end to end."""
     count = parameter.numel()
-    places = torch.linspace(0, count - 1, min(SAMPLES, count), device=parameter.device).long()
+    samples = min(SAMPLES, count)
+    # In whole numbers: those of a large parameter are no float32.
+    places = torch.arange(samples, device=parameter.device) * (count - 1) // max(1, samples - 1)
     data = parameter.detach()
     flat = data.view(-1) if data.is_contiguous() else data.reshape(-1)
     return flat[places].double()
