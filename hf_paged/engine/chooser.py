@@ -78,7 +78,11 @@ def _drawn(picks: Sequence[Pick], scores: torch.Tensor, cut: bool) -> torch.Tens
 
 def _one(scheduler: Scheduler, pick: Pick, logits: torch.Tensor, tokens: list[int] | None) -> None:
     """Let one job go on: with the tokens that were chosen for it, or by its own rules."""
-    job, own = pick.job, logits[pick.rows]
+    job = pick.job
+    if tokens is not None and job.asked.favourites is None:
+        job.take(scheduler, tokens, None, logits.device)  # nothing of its own to compute: not one launch for each request
+        return
+    own = logits[pick.rows]
     notes = _notes(own, job.asked.favourites) if job.asked.favourites is not None else None
     if job.beams is not None:
         job.take_beams(scheduler, _sound(job.processed(own.log_softmax(-1), own.device), job), notes, own.device)
