@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import transformers
@@ -111,11 +112,7 @@ def _wrap_prepare_cache(stock: Callable[..., Any]) -> Callable[..., Any]:
         if call is None or not installed() or not _takes(self, generation_config, model_kwargs):
             return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         given = model_kwargs.get("past_key_values")
-        cache = (
-            _made(self, CacheConfig.of(generation_config.cache_config))
-            if given is None
-            else _given(self, given, generation_config.cache_config)
-        )
+        cache = _made(self, _options(generation_config)) if given is None else _given(self, given, generation_config.cache_config)
         model_kwargs["past_key_values"] = cache
         parts = paged_parts(cache)
         _prepare(cache, parts, generation_config, max_cache_length)
@@ -142,6 +139,12 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> 
     return reason is None
 
 
+def _options(generation_config: Any) -> CacheConfig:
+    """The options of a cache for this call. An assistant's calls are rounds of another's, and leave nothing to others."""
+    options = CacheConfig.of(generation_config.cache_config)
+    return replace(options, prefix_caching=False) if generation_config.is_assistant else options
+
+
 def _made(model: Any, options: CacheConfig) -> Any:
     return _with_cross(model, PagedCache.make(model, options))
 
@@ -160,7 +163,7 @@ def _with_cross(model: Any, cache: PagedCache) -> Any:
 def _given(model: Any, given: Any, asked: Any) -> Any:
     """A cache that the user passed: check whose it is and what `asked` for, and complete it for an encoder-decoder."""
     own = paged_parts(given)[0]
-    if asked is not None and CacheConfig.of(asked) != own.config:
+    if asked is not None and asdict(CacheConfig.of(asked)) != asdict(own.config):
         raise ValueError(f"cache_config={asked} does not fit the PagedCache that was passed, made with {own.config}; give one of them")
     if id(own.model) != id(model):
         owner = "a model that is gone" if own.model is None else f"another model ({type(own.model).__name__})"
