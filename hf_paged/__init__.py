@@ -10,10 +10,14 @@ from .blocks import OutOfBlocks
 from .config import CacheConfig
 from .integration.cache import PagedCache
 from .integration.install import install, installed, uninstall
-from .integration.registry import release
+from .integration.registry import invalidate, release
+from .integration.stats import Stats, stats
 from .integration.support import FallbackWarning
 
-__all__ = ["CacheConfig", "FallbackWarning", "OutOfBlocks", "PagedCache", "install", "installed", "release", "uninstall"]
+__all__ = [
+    "CacheConfig", "FallbackWarning", "OutOfBlocks", "PagedCache", "Stats",
+    "install", "installed", "invalidate", "release", "stats", "uninstall",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 install()

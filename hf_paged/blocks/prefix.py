@@ -72,11 +72,11 @@ def adopt(table: Table, found: Match) -> None:
     table.stamp, table.epoch = pool.tick(), pool.epoch
 
 
-def commit(table: Table, tokens: Sequence[int], extra: bytes = b"", verify: bool = False) -> None:
+def commit(table: Table, tokens: Sequence[int], extra: bytes = b"", verify: bool = False, exchange: bool = True) -> None:
     """Name every full block of `table`; `tokens` are the sequence's tokens from its first.
 
     Call it only once the forward that filled the blocks has succeeded (C22) and no launched step names them. A
-    private block whose content is cached under another id is exchanged for that one (C17). With `verify` the tokens are
+    private block whose content is cached under another id is exchanged for that one, unless told not to (C17). With `verify` the tokens are
     kept, to be compared, and to let others begin with a part of a block. Naming ends at the first
     block that cannot bear its name, and what rests on forgotten blocks gets none: no later block may be found behind
     a content that it was not computed from (C24, C25).
@@ -89,16 +89,19 @@ def commit(table: Table, tokens: Sequence[int], extra: bytes = b"", verify: bool
         behind = seat(parent, extra) if verify else b""
         parent = chain(parent, content, extra)
         place = index - table.released
-        if place >= 0 and not _publish(table, place, parent, (index + 1) * size, content if verify else (), behind):
-            return
+        if place >= 0:
+            block = table.blocks[place]
+            bearer = table.pool.publish(block, parent, (index + 1) * size, content if verify else (), behind)
+            if bearer is None:
+                return
+            if exchange and bearer != block and table.pool.references(block) == 1:
+                _exchange(table, place, bearer)
         table.digests.append(parent)
 
 
-def _publish(table: Table, place: int, digest: bytes, covered: int, tokens: tuple[int, ...], behind: bytes) -> bool:
-    pool, block = table.pool, table.blocks[place]
-    bearer = pool.publish(block, digest, covered, tokens, behind)
-    if bearer is not None and bearer != block and pool.references(block) == 1:
-        pool.share(bearer)
-        table.blocks[place] = bearer
-        pool.drop(block, table.stamp)
-    return bearer is not None
+def _exchange(table: Table, place: int, bearer: int) -> None:
+    """Let the table name `bearer` instead of its own block, which holds the same."""
+    own = table.blocks[place]
+    table.pool.share(bearer)
+    table.blocks[place] = bearer
+    table.pool.drop(own, table.stamp)

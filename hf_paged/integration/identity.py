@@ -138,6 +138,8 @@ class Identity:
         """How often the weights were seen to have changed."""
         self.answers_in_part = True
         """Whether the model's answer to a part of a prompt is the end of its answer to all of it."""
+        self.trusted: dict[int, bool] = {}
+        """Of which states it is known whether a token's keys and values depend on nothing but what stands before it."""
         self._tags: Tags | None = None
         self._contents: Contents | None = None
         self._states: list[tuple[Survey, int, int]] = []
@@ -159,6 +161,7 @@ class Identity:
                 self._states.append(self._states.pop(i))
                 return number
         self._numbers += 1
+        self.trusted.pop(self._numbers - 2 * STATES, None)
         self._states = [*self._states[1 - STATES :], (glance.survey._replace(tensors=[], hooked=[]), self.changes, self._numbers)]
         return self._numbers
 

@@ -11,7 +11,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..blocks import Prompt
 from ..config import CacheConfig
-from ..memory import History, Prefix, Sequences, Unreadable, begin_with, count, longest
+from ..memory import Found, History, Prefix, Sequences, Unreadable, begin_with, count, longest
 from .hooks import Onlookers
 from .identity import identity_of
 from .keys import PLACES, Fed, Origin, Private, why_never
@@ -71,7 +71,7 @@ class Reuse:
         if self._forward is None or not self._is_sound():
             return
         if identity_of(model).still(model, self._forward, self.state):
-            self._name(self.history.read(), self._keys_now())
+            self._name(model, self.history.read(), self._keys_now())
         else:
             self.spoil("the model changed while it was used")
 
@@ -88,9 +88,10 @@ class Reuse:
         """The keys of the rows as they are now."""
         return [self._keys[row] for row in self.history.origins()]
 
-    def _name(self, tokens: list[list[int]], keys: list[bytes]) -> None:
+    def _name(self, model: nn.Module, tokens: list[list[int]], keys: list[bytes]) -> None:
+        trusted = identity_of(model).trusted.get(self.state, False)
         for rows in self.sequences.rows.values():
-            rows.commit(tokens, keys)
+            rows.commit(tokens, keys, exchange=trusted)
 
     # ---- a forward
 
@@ -125,6 +126,8 @@ class Reuse:
         state = identity.number(glance)
         if glance.survey.turns_with_length:
             raise Private("the rotary embedding depends on the longest row")
+        if identity.trusted.get(state) is False:
+            raise Private("keys and values depend on what stands behind them")
         if self.history.columns and self.state != state:
             raise Private("the model has changed since the cache was begun")
         self.state = state
@@ -148,26 +151,49 @@ class Reuse:
 
     def _prompt(self, cache: PagedCache, model: nn.Module, arguments: dict[str, Any], fed: Fed, dense: bool, compute: Compute) -> Any:
         """Compute a prompt, or a part of one, less what is cached of all that is known so far."""
-        sequences, before = self.sequences, self.history.columns
-        new = fed.tokens.tolist()
+        sequences, before, new = self.sequences, self.history.columns, fed.tokens.tolist()
         tokens = new if self._tokens is None else [old + more for old, more in zip(self._tokens, new, strict=True)]
         starts, columns = sequences.starts or [0] * len(tokens), before + fed.tokens.shape[1]
         prompts = [Prompt(row[start:], self.config.block_size, key) for row, start, key in zip(tokens, starts, fed.keys, strict=True)]
         prefix, reason = None, self._why_whole(model, arguments, dense)
         if reason is None:
-            prefix = longest(sequences, prompts, columns - arguments["logits_to_keep"], verify=self.config.verify == "tokens")
+            most = columns - arguments["logits_to_keep"]
+            prefix = longest(sequences, prompts, most, verify=self.config.verify == "tokens")
+            prefix = prefix if prefix is not None and prefix.columns > before else None
         else:
             sequences.memory.reasons[reason] += 1
         answer = None
-        if prefix is not None and prefix.columns > before:
+        if prefix is not None and identity_of(model).trusted.get(self.state):
             answer = self._rest(cache, model, arguments, prefix, columns, compute)
         if answer is None:
-            prefix, answer = None, compute(arguments, True)
+            answer = self._whole(cache, model, arguments, prefix, columns, compute)
+            prefix = None
         self.history.feed(fed.tokens)
         self._tokens, self._keys = tokens, fed.keys
         self._count(prompts, prefix, before, columns)
         if self._is_sound():
-            self._name(tokens, fed.keys)
+            self._name(model, tokens, fed.keys)
+        return answer
+
+    def _whole(
+        self, cache: PagedCache, model: nn.Module, arguments: dict[str, Any], prefix: Prefix | None, columns: int, compute: Compute
+    ) -> Any:
+        """Compute all of a prompt, and learn whether a token's keys and values depend on what stands before it and on nothing else.
+
+        Attention that read pages under masks of ours says so by itself. Of any other a first prefix that was found is computed again,
+        before another end than it had, and compared.
+        """
+        trusted, state = identity_of(model).trusted, self.state
+        if prefix is None or state in trusted or prefix.columns >= columns - arguments["logits_to_keep"]:
+            answer = compute(arguments, True)
+            if state not in trusted and self.spoiled is None and all(layer.path == "paged" for layer in cache.paged_layers):
+                trusted[state] = True
+            return answer
+        with Found(self.sequences, prefix) as found:
+            answer = compute(arguments, True)
+            trusted[state] = found.agrees()
+        if not trusted[state]:
+            self.spoil("keys and values depend on what stands behind them")
         return answer
 
     def _why_whole(self, model: Any, arguments: Mapping[str, Any], dense: bool) -> str | None:

@@ -5,13 +5,13 @@ from .fingerprint import Contents, Reading, Tags, Unreadable
 from .group import Group, Kind, Memory
 from .history import History
 from .ops import Ops, Seen, TritonOps
-from .prefixes import Prefix, begin_with, count, longest
+from .prefixes import Found, Prefix, begin_with, count, longest
 from .rows import Rows
 from .sequences import Sequences
 from .static import StaticBatch
 from .store import Layout, Pages, Store
 
 __all__ = [
-    "Batch", "Contents", "Group", "History", "Kind", "Layout", "Memory", "Ops", "Pages", "Prefix",
+    "Batch", "Contents", "Found", "Group", "History", "Kind", "Layout", "Memory", "Ops", "Pages", "Prefix",
     "Reading", "Rows", "Seen", "Sequences", "StaticBatch", "Store", "Tags", "TritonOps", "Unreadable", "begin_with", "count", "longest",
 ]  # fmt: skip

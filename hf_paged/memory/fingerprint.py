@@ -84,7 +84,7 @@ class Contents:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._by_hand = [i for i, tensor in enumerate(tensors) if any(not by_address for _, by_address in _by_place([tensor]))]
         self._shelves = {place: Shelf(parts, place) for place, parts in _by_place(tensors).items()}
-        self._baseline = [shelf.read([(0, len(shelf.pieces))]) for shelf in self._shelves.values()]
+        self._baseline = self._read([[(0, len(shelf.pieces))] for shelf in self._shelves.values()])
         self._known: dict[Shelf, list[int]] = {}
         self._looks = 0
 
@@ -98,9 +98,12 @@ class Contents:
         self._looks += 1
         for place, parts in _by_place([tensors[i] for i in self._by_hand]).items():
             self._shelves[place].parts = parts
-        readings = [shelf.read(shelf.due(self._looks)) for shelf in self._shelves.values()]
+        return self._read([shelf.due(self._looks) for shelf in self._shelves.values()])
+
+    def _read(self, ranges: list[list[tuple[int, int]]]) -> list[Reading]:
+        readings = [shelf.read(due) for shelf, due in zip(self._shelves.values(), ranges, strict=True)]
         for shelf in self._shelves.values():
-            shelf.parts = []  # whoever looks on must not keep weights alive
+            shelf.parts = []  # whoever looks must not keep weights alive
         return readings
 
     def same(self, readings: Sequence[Reading]) -> bool:
@@ -134,7 +137,6 @@ class Shelf:
         if self._kernel is not None:
             firsts = [parts[piece.part].data_ptr() + 4 * piece.first for piece in self.pieces]
             self._table = upload([firsts, [piece.words for piece in self.pieces], [piece.step for piece in self.pieces]], self.device)
-            self.parts = []
 
     def _cut(self, large: list[tuple[int, int]]) -> None:
         """Cut large parts (number, words) into pieces, and these into turns."""

@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -128,6 +128,10 @@ class Group:
         """Carry out the copies of a captured step in every store; all of them lie on one device."""
         for store in self._stores.values():
             store.copy_pairs(sources, targets)
+
+    def alike(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Whether the blocks of every pair hold the same in every layer, up to rounding."""
+        return all(store.alike(pairs) for store in self._stores.values())
 
     # ---- size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..blocks import Match, Prompt, Trail
+from ..blocks import Match, Prompt, Table, Trail, adopt
 from .group import Kind
 from .sequences import Sequences
 
@@ -45,6 +45,39 @@ def begin_with(sequences: Sequences, prefix: Prefix, more: int) -> None:
     """Let the rows begin with a prefix that was just found; `more` columns follow."""
     for kind, rows in sequences.rows.items():
         rows.begin_with(prefix.found[kind], prefix.columns, more)
+
+
+class Found:
+    """A prefix that was found and is computed again all the same, to see whether it comes out alike."""
+
+    def __init__(self, sequences: Sequences, prefix: Prefix) -> None:
+        self.sequences, self.prefix = sequences, prefix
+        self._tables: dict[Kind, list[Table]] = {}
+
+    def __enter__(self) -> Found:
+        """Hold the blocks meanwhile: nobody may evict them."""
+        for kind, matches in self.prefix.found.items():
+            self._tables[kind] = [Table(self.sequences.rows[kind].group.pool) for _ in matches]
+            for table, match in zip(self._tables[kind], matches, strict=True):
+                adopt(table, match)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for tables in self._tables.values():
+            for table in tables:
+                table.free()
+
+    def agrees(self) -> bool:
+        """Whether the rows now hold what was found, up to rounding, in all of its full blocks."""
+        for kind, rows in self.sequences.rows.items():
+            pairs = [
+                pair
+                for table, match, own in zip(self._tables[kind], self.prefix.found[kind], rows.tables, strict=True)
+                for pair in zip(table.blocks[: len(match.blocks)], own.blocks[match.released - own.released :], strict=False)
+            ]
+            if pairs and not rows.group.alike(pairs):
+                return False
+        return True
 
 
 def count(sequences: Sequences, prompts: Sequence[Prompt], prefix: Prefix | None) -> None:

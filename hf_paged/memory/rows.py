@@ -256,13 +256,16 @@ class Rows:
             self._find_lane()
             self._changed()
 
-    def commit(self, tokens: Sequence[Sequence[int]], extras: Sequence[bytes]) -> None:
-        """Let other rows begin with what these hold: tokens [rows][columns], padding included, and what else decided them."""
+    def commit(self, tokens: Sequence[Sequence[int]], extras: Sequence[bytes], exchange: bool) -> None:
+        """Let other rows begin with what these hold: tokens [rows][columns], padding included, and what else decided them.
+
+        With `exchange` blocks that say the same as cached ones are given back for those.
+        """
         with self.group.memory.lock:
             with self._whole():
                 for i, table in enumerate(self.tables):
                     own = tokens[i][self.starts[i] if self.starts is not None else 0 :]
-                    commit(table, own, extras[i], verify=True)
+                    commit(table, own, extras[i], verify=True, exchange=exchange)
                     commit_tail(table, own, extras[i])
             self._keep_lane(look_closely=True)
             self._changed()
