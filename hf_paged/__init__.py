@@ -11,21 +11,14 @@ from .config import CacheConfig
 from .engine import Engine, EngineConfig
 from .integration.cache import PagedCache
 from .integration.install import install, installed, uninstall
-from .integration.registry import release
+from .integration.registry import invalidate, release
+from .integration.stats import Stats, stats
 from .integration.support import FallbackWarning
 
 __all__ = [
-    "CacheConfig",
-    "Engine",
-    "EngineConfig",
-    "FallbackWarning",
-    "OutOfBlocks",
-    "PagedCache",
-    "install",
-    "installed",
-    "release",
-    "uninstall",
-]
+    "CacheConfig", "Engine", "EngineConfig", "FallbackWarning", "OutOfBlocks", "PagedCache", "Stats",
+    "install", "installed", "invalidate", "release", "stats", "uninstall",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 install()

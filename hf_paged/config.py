@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from .blocks.pool import check_block_size
 
 KERNELS = ("auto", "triton", "torch")
+VERIFY = (None, "tokens")
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,11 @@ class CacheConfig:
     memory_fraction: instead of num_blocks: the share of the device's free memory that the pools get, fixed as well.
     kernels: "torch", "triton" (an error where they cannot run), or "auto": Triton in captured steps where it can run, else torch.
     graphs: whether decoding steps are captured in CUDA graphs and replayed; on a CPU there are none.
+    prefix_caching: whether a prompt may begin with blocks of earlier calls, and later ones with blocks of this.
+    salt: calls share blocks only with calls of the same salt: one for each tenant keeps them apart.
+    verify: "tokens" compares a prompt's tokens with those of every block found by its name.
+
+    The last three say what a call does with a pool and not what the pool is like: configs that differ there share one.
     """
 
     block_size: int = 16
@@ -27,6 +33,9 @@ class CacheConfig:
     memory_fraction: float | None = None
     kernels: str = "auto"
     graphs: bool = True
+    prefix_caching: bool = field(default=False, compare=False)
+    salt: str = field(default="", compare=False)
+    verify: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
@@ -34,6 +43,12 @@ class CacheConfig:
             raise ValueError(f"kernels={self.kernels!r} is not one of {KERNELS}")
         if not isinstance(self.graphs, bool):
             raise TypeError(f"graphs must be True or False, got {self.graphs!r}")
+        if not isinstance(self.prefix_caching, bool):
+            raise TypeError(f"prefix_caching must be True or False, got {self.prefix_caching!r}")
+        if not isinstance(self.salt, str):
+            raise TypeError(f"salt must be a str, got {self.salt!r}")
+        if self.verify not in VERIFY:
+            raise ValueError(f"verify={self.verify!r} is not one of {VERIFY}")
         if self.num_blocks is not None and self.memory_fraction is not None:
             raise ValueError(
                 f"num_blocks={self.num_blocks} and memory_fraction={self.memory_fraction} both size the pool; give one of them"

@@ -3,11 +3,13 @@
 Nothing here locks: whoever owns a pool lets one thread in at a time (`memory` does so with one lock per model).
 """
 
-from .digest import ROOT, chain, extra_key
+from .digest import ROOT, chain, extra_key, seat
 from .evictor import Evictor
 from .pool import BlockPool, OutOfBlocks
-from .prefix import Match, adopt, commit, match
+from .prefix import Match, Partial, adopt, commit, match
+from .siblings import Siblings
 from .table import Copy, Table, append, blocks_needed, reorder
+from .trail import Prompt, Trail, commit_tail, detach
 
 __all__ = [
     "ROOT",
@@ -16,13 +18,20 @@ __all__ = [
     "Evictor",
     "Match",
     "OutOfBlocks",
+    "Partial",
+    "Prompt",
+    "Siblings",
     "Table",
+    "Trail",
     "adopt",
     "append",
     "blocks_needed",
     "chain",
     "commit",
+    "commit_tail",
+    "detach",
     "extra_key",
     "match",
     "reorder",
+    "seat",
 ]

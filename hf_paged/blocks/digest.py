@@ -22,6 +22,11 @@ def chain(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
     return digest.digest()
 
 
+def seat(parent: bytes, extra: bytes = b"") -> bytes:
+    """The place behind the block named `parent`: all that stands there was computed behind the same tokens and extras."""
+    return chain(parent, (), extra)
+
+
 def extra_key(*parts: object) -> bytes:
     """Join extras into one key; the parts are told apart, so ("ab", "c") is not ("a", "bc").
 

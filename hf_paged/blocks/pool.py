@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .evictor import Evictor
+from .siblings import Siblings
 
 if TYPE_CHECKING:
     from .table import Table
@@ -30,11 +31,15 @@ def check_block_size(block_size: object) -> int:
 
 
 class _Name(NamedTuple):
-    """What a full block can be matched by: the digest, how many tokens it stands for, and the block's own if kept."""
+    """What a block can be matched by: the digest, how many tokens it stands for, the block's own if kept, and its seat.
+
+    The seat names the place that the block stands at; it is empty if nobody shall find the block by its first tokens.
+    """
 
     digest: bytes
     covered: int
     tokens: tuple[int, ...]
+    seat: bytes
 
 
 class BlockPool:
@@ -57,6 +62,8 @@ class BlockPool:
         self._last_access = [0] * total
         self._names: dict[int, _Name] = {}
         self._block_of: dict[bytes, int] = {}
+        self.siblings = Siblings()
+        """The named blocks by seat and tokens: for prompts that go on with a part of one."""
         self._clock = 0
         self.epoch = 0
         """How often `forget` was called. What a table computed in an earlier epoch is never named."""
@@ -187,8 +194,8 @@ class BlockPool:
 
     # ---- names
 
-    def publish(self, block: int, digest: bytes, covered: int, tokens: tuple[int, ...] = ()) -> int | None:
-        """Make a full, held block matchable under `digest`; the answer is the block that bears the name.
+    def publish(self, block: int, digest: bytes, covered: int, tokens: tuple[int, ...] = (), seat: bytes = b"") -> int | None:
+        """Make a held block matchable under `digest`; the answer is the block that bears the name.
 
         That is another one if the same content is cached already: the caller may adopt it and drop its own (C17). It is
         None if `block` cannot bear the name, because it has another or because other content has taken it (C25).
@@ -199,11 +206,13 @@ class BlockPool:
         if bearer != block:
             taken = self._names[bearer]
             return bearer if taken.covered == covered and (not tokens or taken.tokens == tokens) else None
-        name = self._names.setdefault(block, _Name(digest, covered, tokens))
-        if name.digest != digest:
+        name = self._names.get(block)
+        if name is not None and name.digest != digest:
             return None
-        if tokens and not name.tokens:
-            self._names[block] = name._replace(tokens=tokens)
+        if name is None or (tokens and not name.tokens):
+            self._names[block] = _Name(digest, covered, tokens, seat if tokens else b"")
+            if seat and tokens:
+                self.siblings.add(seat, tokens, block)
         self._block_of[digest] = block
         return block
 
@@ -212,10 +221,20 @@ class BlockPool:
         name = self._names.pop(block, None)
         if name:
             del self._block_of[name.digest]
+            if name.seat:
+                self.siblings.remove(name.seat, name.tokens, block)
 
     def lookup(self, digest: bytes) -> int | None:
         """The block that holds what `digest` names, held or cached."""
         return self._block_of.get(digest)
+
+    def name(self, block: int) -> bytes:
+        """The digest that `block` was published under."""
+        return self._names[block].digest
+
+    def covered(self, block: int) -> int:
+        """How many tokens, from a sequence's first, the name of `block` stands for."""
+        return self._names[block].covered
 
     def published_tokens(self, block: int) -> tuple[int, ...]:
         """The tokens that `block` was published with, empty if none were given."""
@@ -232,6 +251,7 @@ class BlockPool:
             self._set_free(block)
         self._names.clear()
         self._block_of.clear()
+        self.siblings.clear()
         self.epoch += 1
 
     def recover(self) -> None:
@@ -265,6 +285,7 @@ class BlockPool:
         first = self._state.find(FREE)
         expect(first < 0 or first >= self._lowest_free, f"block {first} is free below the mark {self._lowest_free}")
         expect(len(self._block_of) == len(self._names), "digests and blocks are not one to one")
+        expect(len(self.siblings) == sum(1 for name in self._names.values() if name.seat), "seats and names disagree")
         for block, name in self._names.items():
             expect(self._block_of.get(name.digest) == block, f"block {block} and its digest disagree")
             expect(self._state[block] != FREE, f"block {block} is free and has a name")

@@ -3,9 +3,17 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .digest import ROOT, chain
+from .digest import ROOT, chain, seat
 from .pool import BlockPool
 from .table import Table
+
+
+class Partial(NamedTuple):
+    """The first `tokens` tokens of a block with a name: what comes behind them is somebody else's."""
+
+    block: int
+    tokens: int
+    digest: bytes
 
 
 class Match(NamedTuple):
@@ -13,6 +21,10 @@ class Match(NamedTuple):
 
     blocks: list[int]
     digests: list[bytes]
+    released: int = 0
+    """Leading blocks that are not among them, because a sliding window has left them behind."""
+    partial: Partial | None = None
+    """A further block of which only the first tokens are the prompt's."""
 
 
 def match(pool: BlockPool, tokens: Sequence[int], extra: bytes = b"", verify: bool = False) -> Match:
@@ -40,27 +52,32 @@ def match(pool: BlockPool, tokens: Sequence[int], extra: bytes = b"", verify: bo
 def adopt(table: Table, found: Match) -> None:
     """Begin an empty table with the blocks of a match: one more reference each.
 
-    A match holds nothing: if another caller had a block of it evicted or rewritten since, nothing changes and the
+    A partial block is named like the others; `detach` gives the table one of its own before anything is written. A match
+    holds nothing: if another caller had a block of it evicted or rewritten since, nothing changes and the
     error says so.
     """
     pool = table.pool
     if table.blocks or table.length:
         raise ValueError(f"only an empty table can begin with a prefix, this one holds {table.length} tokens")
-    for block, digest in zip(found.blocks, found.digests, strict=True):
+    blocks, names = list(found.blocks), found.digests[found.released :]
+    if found.partial:
+        blocks, names = [*blocks, found.partial.block], [*names, found.partial.digest]
+    for block, digest in zip(blocks, names, strict=True):
         if pool.lookup(digest) != block:
             raise ValueError(f"block {block} no longer holds what was matched; match again, and adopt before anything is appended")
-    for block in found.blocks:
+    for block in blocks:
         pool.share(block)
-    table.blocks, table.digests = list(found.blocks), list(found.digests)
-    table.length = len(found.blocks) * pool.block_size
+    table.blocks, table.digests, table.released = blocks, list(found.digests), found.released
+    table.length = len(found.digests) * pool.block_size + (found.partial.tokens if found.partial else 0)
     table.stamp, table.epoch = pool.tick(), pool.epoch
 
 
-def commit(table: Table, tokens: Sequence[int], extra: bytes = b"", verify: bool = False) -> None:
+def commit(table: Table, tokens: Sequence[int], extra: bytes = b"", verify: bool = False, exchange: bool = True) -> None:
     """Name every full block of `table`; `tokens` are the sequence's tokens from its first.
 
     Call it only once the forward that filled the blocks has succeeded (C22) and no launched step names them. A
-    private block whose content is cached under another id is exchanged for that one (C17). Naming ends at the first
+    private block whose content is cached under another id is exchanged for that one, unless told not to (C17). With `verify` the tokens are
+    kept, to be compared, and to let others begin with a part of a block. Naming ends at the first
     block that cannot bear its name, and what rests on forgotten blocks gets none: no later block may be found behind
     a content that it was not computed from (C24, C25).
     """
@@ -69,18 +86,22 @@ def commit(table: Table, tokens: Sequence[int], extra: bytes = b"", verify: bool
     parent = table.digests[-1] if table.digests else ROOT
     for index in range(len(table.digests), full if table.epoch == table.pool.epoch else 0):
         content = tuple(tokens[index * size : (index + 1) * size])
+        behind = seat(parent, extra) if verify else b""
         parent = chain(parent, content, extra)
         place = index - table.released
-        if place >= 0 and not _publish(table, place, parent, (index + 1) * size, content if verify else ()):
-            return
+        if place >= 0:
+            block = table.blocks[place]
+            bearer = table.pool.publish(block, parent, (index + 1) * size, content if verify else (), behind)
+            if bearer is None:
+                return
+            if exchange and bearer != block and table.pool.references(block) == 1:
+                _exchange(table, place, bearer)
         table.digests.append(parent)
 
 
-def _publish(table: Table, place: int, digest: bytes, covered: int, tokens: tuple[int, ...]) -> bool:
-    pool, block = table.pool, table.blocks[place]
-    bearer = pool.publish(block, digest, covered, tokens)
-    if bearer is not None and bearer != block and pool.references(block) == 1:
-        pool.share(bearer)
-        table.blocks[place] = bearer
-        pool.drop(block, table.stamp)
-    return bearer is not None
+def _exchange(table: Table, place: int, bearer: int) -> None:
+    """Let the table name `bearer` instead of its own block, which holds the same."""
+    own = table.blocks[place]
+    table.pool.share(bearer)
+    table.blocks[place] = bearer
+    table.pool.drop(own, table.stamp)

@@ -20,6 +20,8 @@ class StepCache(DynamicCache):
         self.pools = pools
         self.sequences = Sequences(pools.memory, {})
         """No rows: what masks and attention ask of a cache besides its pages."""
+        self.reuse = None
+        """The scheduler knows what may be shared."""
         self.batches: Mapping[Kind, Batch] = {}
         self.past = 0
         """The tokens before the step, where one sequence runs by itself."""

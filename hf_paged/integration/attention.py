@@ -31,6 +31,8 @@ class OnPages(Protocol):
     """A cache whose rows are known: generate()'s, or the one with which the engine runs a step."""
 
     sequences: Sequences
+    reuse: Any
+    """What it takes from prefixes and leaves to others, None if nothing."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,10 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
     captured = forward is not None and forward.cache.sequences.static is not None
     if captured:
         arguments["allow_is_bidirectional_skip"] = False  # stock would look whether there is padding, on the host
-    if forward is None or forward.dense or not _says_no_more(arguments, forward.cache):
+    plain = forward is not None and _says_no_more(arguments, forward.cache)
+    if forward is not None and not plain:
+        _keep_to_yourself(forward.cache)
+    if forward is None or forward.dense or not plain:
         mask: torch.Tensor | None = stock(**arguments)
         return mask
     arguments["allow_is_causal_skip"] = False
@@ -75,6 +80,12 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
     shape = (arguments["batch_size"], 1, arguments["q_length"], 1 if captured else arguments["kv_length"])
     dtype = torch.bool if implementation == "sdpa" else arguments["dtype"]
     return LazyMask(shape, dtype, torch.device(arguments["device"]), arguments.get("local_size"), build)
+
+
+def _keep_to_yourself(cache: OnPages) -> None:
+    """Under such a mask a token may have seen what comes behind it: nobody else shall begin with these keys and values."""
+    if cache.reuse is not None:
+        cache.reuse.spoil("the attention mask is more than causal or sliding")
 
 
 def _flat_mask(arguments: dict[str, Any], cache: OnPages) -> torch.Tensor:
@@ -132,7 +143,7 @@ def _attend_pages(
     forward = running.get()
     if forward is None or forward.dense or not _plain(module, kwargs):
         return None
-    seen = _seen(query, key, mask, kwargs)
+    seen = _seen(query, key, mask, kwargs, forward)
     if seen is None:
         return None
     if isinstance(key.pages.batch, FlatBatch) and (not seen.causal or kwargs.get("position_bias") is not None):
@@ -151,7 +162,7 @@ def _attend_pages(
     )
 
 
-def _seen(query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> Seen | None:
+def _seen(query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any], forward: Forward) -> Seen | None:
     """What the mask lets each new token see, or None if the pages have no words for it."""
     cross, window = key.layer.kind.name == "cross", key.layer.kind.window
     if isinstance(mask, LazyMask):
@@ -159,6 +170,8 @@ def _seen(query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs
         if cross or window not in (None, mask.window) or kwargs.get("is_causal") is False:
             return None
         return Seen(key.pages.batch.first_visible(mask.window), causal=True, window=mask.window)
+    if not cross:
+        _keep_to_yourself(forward.cache)
     if not cross and isinstance(key.pages.batch, StaticBatch):
         raise NotCapturable("the attention mask says more than causal or sliding")
     if mask is None:

@@ -15,6 +15,7 @@ from ..config import CacheConfig
 from ..memory import Kind, Sequences
 from .layer import PagedLayer, Path
 from .registry import base_model, memory_of
+from .reuse import Reuse
 
 FULL = Kind("full")
 CROSS = Kind("cross")
@@ -28,6 +29,9 @@ class PagedCache(DynamicCache):
     `copy.deepcopy` and `batch_*` change tables and move no tensor.
     """
 
+    reuse: Reuse | None
+    """What the cache takes from its model's prefixes and leaves to others, if it does."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -37,8 +41,12 @@ class PagedCache(DynamicCache):
         memory_fraction: float | None = None,
         kernels: str = "auto",
         graphs: bool = True,
+        prefix_caching: bool = False,
+        salt: str = "",
+        verify: str | None = None,
     ) -> None:
-        self._open(base_model(model), CacheConfig(block_size, num_blocks, memory_fraction, kernels, graphs), cross=False)
+        config = CacheConfig(block_size, num_blocks, memory_fraction, kernels, graphs, prefix_caching, salt, verify)
+        self._open(base_model(model), config, cross=False)
 
     @classmethod
     def make(cls, model: nn.Module, config: CacheConfig, *, cross: bool = False) -> PagedCache:
@@ -54,12 +62,15 @@ class PagedCache(DynamicCache):
         total = sum(counts.values())
         groups = {kind: memory.group(kind, config, count, count / total) for kind, count in counts.items()}
         self._adopt(Sequences(memory, groups), kinds, weakref.ref(model), config)
+        if config.prefix_caching and not cross:
+            self.reuse = Reuse(self.sequences, config)
 
     def _adopt(self, sequences: Sequences, layers: list[Any], model: weakref.ref[nn.Module], config: CacheConfig) -> None:
         """Take `sequences` as this cache's own: they are freed when the cache is gone."""
         made = [PagedLayer(i, kind, sequences) if isinstance(kind, Kind) else kind for i, kind in enumerate(layers)]
         Cache.__init__(self, layers=made)
         self.sequences, self.config, self._model = sequences, config, model
+        self.reuse = None
         self.mask_read = False
         """Whether the running call has read its attention mask on the host."""
         self.prompt_in_chunks = False
@@ -140,6 +151,9 @@ class PagedCache(DynamicCache):
         self.sequences.free()
         for layer in self.layers:
             layer.reset()
+        if self.reuse is not None:
+            self.reuse.leave()
+            self.reuse = Reuse(self.sequences, self.config)
 
     def _others(self, method: str, index: torch.Tensor) -> None:
         """Do to the layers that are not paged what was done to the tables."""
@@ -155,6 +169,11 @@ class PagedCache(DynamicCache):
         for layer in self.paged_layers:
             layer.crop(0)
 
+    def begin_at(self, columns: int) -> None:
+        """Let the layers know that their rows began with `columns` columns that were there already."""
+        for layer in self.paged_layers:
+            layer.columns = columns
+
     def follow(self) -> None:
         """Let the layers know what their rows have done without them: a replayed step passes them by."""
         for layer in self.paged_layers:
@@ -167,6 +186,7 @@ class PagedCache(DynamicCache):
         memo[id(self)] = twin
         layers = [layer.kind if isinstance(layer, PagedLayer) else deepcopy(layer, memo) for layer in self.layers]
         twin._adopt(self.sequences.fork(), layers, self._model, self.config)
+        twin.reuse = None if self.reuse is None else self.reuse.fork(twin.sequences)
         for mine, theirs in zip(self.layers, twin.layers, strict=True):
             if isinstance(mine, PagedLayer) and isinstance(theirs, PagedLayer):
                 theirs.columns, theirs.is_initialized, theirs.path = mine.columns, mine.is_initialized, mine.path

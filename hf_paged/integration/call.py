@@ -85,6 +85,8 @@ class Call:
                 plug.pull_out(model)
                 del _plugs[model]
         memory = memory_of(model)
+        self._leave_prefixes(model, answer is not None)
+        memory.paths = [str(path) for path in self.used[0].paths]
         if answer is None:
             memory.suspect = True
             memory.drain()
@@ -97,6 +99,17 @@ class Call:
             warn(f"{type(model).__name__} went on with another cache, as peft's prefix tuning and long rope do")
         self.made, self.used = [], []
         memory.drain()
+
+    def _leave_prefixes(self, model: nn.Module, succeeded: bool) -> None:
+        """Leave what the caches hold to later calls."""
+        for cache in self.used:
+            if cache.reuse is not None:
+                try:
+                    if succeeded:
+                        cache.settle()
+                        cache.reuse.commit(model)
+                finally:
+                    cache.reuse.leave()
 
 
 def left_behind(cache: PagedCache, answer: Any) -> bool:

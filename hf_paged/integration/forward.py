@@ -89,7 +89,6 @@ def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, 
     dense = any(_asks_for(model, arguments, name) for name in DENSE_OUTPUTS)
     # A prompt in one piece has its padded columns at hand; in pieces, later ones look at what earlier ones stored.
     _note_padding(model, arguments, parts[0], store_all=(dense and parts[0].prompt_in_chunks) or not masks_known)
-    step = _step(model, original, arguments, parts)
 
     def run(given: dict[str, Any]) -> Any:
         captured = parts[0].sequences.static is not None
@@ -99,7 +98,12 @@ def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, 
         finally:
             running.reset(token)
 
-    return run(arguments) if step is None else graphs_of(model).run(model, step, run)
+    def compute(given: dict[str, Any], whole: bool) -> Any:
+        step = _step(model, original, given, parts) if whole else None
+        return run(given) if step is None else graphs_of(model).run(model, step, run)
+
+    reuse = parts[0].reuse
+    return compute(arguments, True) if reuse is None else reuse.run(parts[0], model, original, arguments, dense, compute)
 
 
 def _asks_for(model: nn.Module, arguments: Mapping[str, Any], name: str) -> bool:

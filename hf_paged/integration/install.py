@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import transformers
@@ -119,11 +120,8 @@ def _wrap_prepare_cache(stock: Callable[..., Any]) -> Callable[..., Any]:
         if call is None or not installed() or not _takes(self, generation_config, model_kwargs):
             return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         given = model_kwargs.get("past_key_values")
-        cache = (
-            _made(self, CacheConfig.of(generation_config.cache_config))
-            if given is None
-            else _given(self, given, generation_config.cache_config)
-        )
+        options = None if generation_config.cache_config is None else _options(generation_config)
+        cache = _made(self, options or CacheConfig()) if given is None else _given(self, given, options)
         model_kwargs["past_key_values"] = cache
         parts = paged_parts(cache)
         _prepare(cache, parts, generation_config, max_cache_length)
@@ -150,6 +148,12 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> 
     return reason is None
 
 
+def _options(generation_config: Any) -> CacheConfig:
+    """The options of a cache for this call. An assistant's calls are rounds of another's, and leave nothing to others."""
+    options = CacheConfig.of(generation_config.cache_config)
+    return replace(options, prefix_caching=False) if generation_config.is_assistant else options
+
+
 def _made(model: Any, options: CacheConfig) -> Any:
     return _with_cross(model, PagedCache.make(model, options))
 
@@ -165,10 +169,10 @@ def _with_cross(model: Any, cache: PagedCache) -> Any:
     return EncoderDecoderCache(cache, PagedCache.make(model, cache.config, cross=True))
 
 
-def _given(model: Any, given: Any, asked: Any) -> Any:
+def _given(model: Any, given: Any, asked: CacheConfig | None) -> Any:
     """A cache that the user passed: check whose it is and what `asked` for, and complete it for an encoder-decoder."""
     own = paged_parts(given)[0]
-    if asked is not None and CacheConfig.of(asked) != own.config:
+    if asked is not None and asdict(asked) != asdict(own.config):
         raise ValueError(f"cache_config={asked} does not fit the PagedCache that was passed, made with {own.config}; give one of them")
     if id(own.model) != id(model):
         owner = "a model that is gone" if own.model is None else f"another model ({type(own.model).__name__})"

@@ -33,6 +33,11 @@ def memory_of(model: nn.Module) -> Memory:
         return memory
 
 
+def known_memory(model: nn.Module) -> Memory | None:
+    """The model's memory, if it has one."""
+    return _memories.get(model)
+
+
 def memories() -> list[Memory]:
     """The memory of every model that has one."""
     with _lock:
@@ -46,6 +51,16 @@ def release(model: nn.Module) -> int:
     """
     memory = _memories.get(base_model(model))
     return 0 if memory is None else memory.release()
+
+
+def invalidate(model: nn.Module) -> None:
+    """Let no prompt begin with anything that is cached now: say so when a model was changed in a way that nobody can see.
+
+    Caches that are kept go on as they are; what they hold, and what is computed behind it, is not found either.
+    """
+    memory = _memories.get(base_model(model))
+    if memory is not None:
+        memory.forget()
 
 
 def before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -1,15 +1,18 @@
 """The tensors: pools of keys and values, and the index tensors of a step. No policy beyond the size of a pool."""
 
 from .batch import Batch
+from .fingerprint import Contents, Reading, Tags, Unreadable
 from .flat import FlatBatch
 from .group import Group, Kind, Memory, is_out_of_memory
+from .history import History
 from .ops import Ops, Seen, TritonOps
+from .prefixes import Found, Prefix, begin_with, count, longest
 from .rows import Rows
 from .sequences import Sequences
 from .static import StaticBatch
 from .store import Layout, Pages, Store
 
 __all__ = [
-    "Batch", "FlatBatch", "Group", "Kind", "Layout", "Memory", "Ops", "Pages", "Rows", "Seen", "Sequences", "StaticBatch", "Store",
-    "TritonOps", "is_out_of_memory",
+    "Batch", "Contents", "FlatBatch", "Found", "Group", "History", "Kind", "Layout", "Memory", "Ops", "Pages", "Prefix", "Reading", "Rows",
+    "Seen", "Sequences", "StaticBatch", "Store", "Tags", "TritonOps", "Unreadable", "begin_with", "count", "is_out_of_memory", "longest",
 ]  # fmt: skip

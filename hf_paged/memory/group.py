@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hf_paged")
 
+ROOM_FOR = 16
+"""How many calls like its first one a pool is made for that keeps prefixes."""
 AFFORDABLE = 0.5
 """The share of the free memory that a pool takes ahead of need; beyond it, it grows with the tokens."""
 
@@ -49,10 +51,10 @@ class Group:
     def place(self, layer: int, layout: Layout) -> None:
         """Note what layer number `layer` looks like, before its first token or when it has changed."""
         known = self._place.get(layer)
-        if known is not None and self.pool.held:
-            if known[0] != layout:
-                raise ValueError(f"layer {layer} holds keys and values like {known[0]} and cannot take {layout}; drop the caches you keep")
+        if known is not None and known[0] == layout and (self.pool.held or self.pool.cached):
             return
+        if known is not None and self.pool.held:
+            raise ValueError(f"layer {layer} holds keys and values like {known[0]} and cannot take {layout}; drop the caches you keep")
         if known is not None:
             # Nobody holds anything: whatever the layers looked like before, they may look otherwise now.
             if known[0] != layout:
@@ -127,6 +129,10 @@ class Group:
         for store in self._stores.values():
             store.copy_pairs(sources, targets)
 
+    def alike(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Whether the blocks of every pair hold the same in every layer, up to rounding."""
+        return all(store.alike(pairs) for store in self._stores.values())
+
     # ---- size
 
     def refuse_hopeless(self, tokens: int, blocks: int) -> None:
@@ -148,9 +154,8 @@ class Group:
     def make_room(self, need: int, hint: int) -> None:
         """See to it that `need` blocks are available; `hint` is what a call that begins may come to need."""
         pool, fixed = self.pool, self.config.fixed
-        if not fixed and hint > pool.available:
-            # A pool that grows takes more than it was asked for: whoever generates on and on must not move it every time.
-            self._grow_to(max(pool.held + need, min(max(pool.held + hint, 2 * pool.total), self._affordable())))
+        if not fixed and hint > pool.free:
+            self._grow_ahead(need, hint)
         if need <= pool.available:
             return
         self.memory.drain()
@@ -168,21 +173,31 @@ class Group:
         self.give_back()
         self.pool = BlockPool(total, self.pool.block_size)
 
+    def _grow_ahead(self, need: int, hint: int) -> None:
+        """Grow beyond the need of the moment; while there is memory for it, rather than to give up what is cached."""
+        pool = self.pool
+        # A pool that grows takes more than it was asked for: whoever generates on and on must not move it every time.
+        wanted, affordable = max(pool.held + pool.cached + hint, 2 * pool.total), self._affordable()
+        if hint > pool.available or wanted <= affordable:
+            self._grow_to(max(pool.held + need, min(wanted, affordable)))
+
     def _grow_to(self, total: int) -> None:
-        """Grow the books and the tensors; an idle group lets go of its tensors first and forgets what it cached."""
+        """Grow the books and the tensors. An idle group lets go of its tensors first; if it must, also of what it caches."""
         pool = self.pool
         if total <= pool.total:
             return
         if pool.total:
             logger.info("the pool of the %s layers grows from %d to %d blocks", self.kind.name, pool.total, total)
-        if not pool.held:
+        if not pool.held and not pool.cached:
             self.give_back()
         try:
             self.memory.captured.clear()
             for store in self._stores.values():
                 store.grow(total)
         except (MemoryError, RuntimeError) as error:
-            raise self._translate(error, total) from error
+            if pool.held or not pool.cached or not is_out_of_memory(error):
+                raise self._translate(error, total) from error
+            self.give_back()
         pool.grow(total)
 
     def _affordable(self) -> int:
@@ -239,13 +254,19 @@ class Memory:
         self._abandoned: deque[Sequences] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         """The stream of each device that the last step ran on."""
+        self.counts: Counter[str] = Counter()
+        """Tokens of prompts that were "computed" and "reused", in calls that may reuse."""
+        self.reasons: Counter[str] = Counter()
+        """Why prompts were computed whole or not kept for others, and how often."""
+        self.paths: list[str] = []
+        """How attention read each layer in the last call."""
 
     def group(self, kind: Kind, config: CacheConfig, layers: int, share: float) -> Group:
         """The group of `kind` under `config`: other options mean another pool, so nobody's choice changes a pool in use."""
         with self.lock:
             self.drain()
             for other in self.groups.values():
-                if other.kind == kind and other.config != config and not other.pool.held:
+                if other.kind == kind and other.config != config and not other.pool.held and not other.pool.cached:
                     other.give_back()
             if (kind, config) not in self.groups:
                 self.groups[kind, config] = Group(self, kind, config, layers, share)
@@ -275,6 +296,13 @@ class Memory:
                 self._abandoned[0].free()
                 self._abandoned.popleft()
                 self.suspect = False
+
+    def forget(self) -> None:
+        """Drop every name: no prefix is found again, cached blocks are free, caches that are kept go on."""
+        with self.lock:
+            self.drain()
+            for group in self.groups.values():
+                group.pool.forget()
 
     @property
     def held(self) -> int:

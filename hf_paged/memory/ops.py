@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -237,6 +238,21 @@ def choose(wanted: str, layout: Layout, captured: bool) -> Ops:
         raise ValueError(f"kernels='triton' cannot run here: {reason}; use kernels='auto'")
     runs = wanted == "triton" or (wanted == "auto" and captured and reason is None)
     return TritonOps() if runs else Ops()
+
+
+@cache
+def digester(device: torch.device) -> Callable[[torch.Tensor, list[tuple[int, int]]], torch.Tensor] | None:
+    """What boils tensors on `device` down by their addresses, if there are kernels for it."""
+    if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
+        return None
+    import hf_paged_kernels
+
+    def digest(pieces: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
+        with _on(device):
+            numbers: torch.Tensor = hf_paged_kernels.digest(pieces, ranges)
+            return numbers
+
+    return digest
 
 
 def why_no_kernels(layout: Layout) -> str | None:

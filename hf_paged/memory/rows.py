@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
-from ..blocks import Copy, Table, append, blocks_needed, reorder
+from ..blocks import Copy, Match, Table, adopt, append, blocks_needed, commit, commit_tail, detach, reorder
 from .batch import Batch, Lane
-from .group import Group
+from .group import ROOM_FOR, Group
 from .static import StaticBatch
 
 
@@ -30,6 +31,8 @@ class Rows:
         """Into how many rows each row will be forked after the prompt."""
         self.keep_past = False
         """Whether blocks behind a window stay until `crop` says how far back the next step may go."""
+        self.keeps_prefixes = False
+        """Whether other rows may begin with what these hold: a new pool then gets room for more than one call."""
         self._lane: Lane | None = None
         self.torn = False
         """Whether a step broke off between the books and the tensors: what the rows hold is not known any more."""
@@ -180,11 +183,11 @@ class Rows:
 
     def _hint(self, rows: int, new: int) -> int:
         """The blocks that these rows may come to hold, a prompt's counted once for all rows that are forked from it."""
-        whole = self._row_blocks(new)
+        whole, calls = self._row_blocks(new), ROOM_FOR if self.keeps_prefixes and not self.group.pool.total else 1
         if self.expected_fork == 1:
-            return rows * whole
+            return calls * rows * whole
         prompt = self.group.pool.blocks_for(self.columns + new)
-        return rows * (prompt + self.expected_fork * (max(0, whole - prompt) + 1))
+        return calls * rows * (prompt + self.expected_fork * (max(0, whole - prompt) + 1))
 
     def _lay_out(self) -> None:
         """Ask for blocks that keep each row in one run and all rows at one distance."""
@@ -226,6 +229,58 @@ class Rows:
         """Where everything lies now."""
         return self._batch if self._batch is not None else self._changed()
 
+    # ---- prefixes
+
+    def begin_with(self, found: Sequence[Match], columns: int, more: int) -> None:
+        """Begin every row with what the pool holds of it, `columns` columns in all; `more` columns follow.
+
+        What the rows held before is given back; on failure they are empty.
+        """
+        with self.group.memory.lock:
+            self.columns = 0
+            self._open(len(found))
+            try:
+                with self._whole():
+                    for table, match in zip(self._tables, found, strict=True):
+                        adopt(table, match)
+                self.group.refuse_hopeless(self.expected_columns, self._row_blocks(columns + more))
+                held = sum(len(table.blocks) for table in self._tables)
+                hint = max(0, self._hint(len(found), columns + more) - held)
+                self.group.make_room(sum(match.partial is not None for match in found), hint)
+                with self._whole():
+                    copies = detach(self._tables)
+                    if copies:
+                        self.group.copy(copies)
+            except BaseException:
+                self.free()
+                raise
+            self.columns = columns
+            self._find_lane()
+            self._changed()
+
+    def commit(self, tokens: Sequence[Sequence[int]], extras: Sequence[bytes], exchange: bool) -> None:
+        """Let other rows begin with what these hold: tokens [rows][columns], padding included, and what else decided them.
+
+        With `exchange` blocks that say the same as cached ones are given back for those.
+        """
+        with self.group.memory.lock:
+            with self._whole():
+                for i, table in enumerate(self.tables):
+                    own = tokens[i][self.starts[i] if self.starts is not None else 0 :]
+                    commit(table, own, extras[i], verify=True, exchange=exchange)
+                    commit_tail(table, own, extras[i])
+            self._keep_lane(look_closely=True)
+            self._changed()
+
+    def _find_lane(self) -> None:
+        """See whether rows that were found lie side by side."""
+        size, firsts = self.group.pool.block_size, [table.blocks[0] - table.released for table in self._tables if table.blocks]
+        strides = {after - before for before, after in pairwise(firsts)} or {1}
+        stride = strides.pop()
+        if self.starts is None and len(firsts) == len(self._tables) and not strides and stride > 0:
+            self._lane = Lane(firsts[0] * size, stride * size)
+            self._keep_lane(look_closely=True)
+
     # ---- rows come, go and change places
 
     def reorder(self, sources: Sequence[int]) -> None:
@@ -248,6 +303,9 @@ class Rows:
             self.check_past(columns)
             with self._whole():
                 for i, table in enumerate(self.tables):
+                    if columns == self.columns:
+                        table.free()
+                        continue
                     start = self.starts[i] if self.starts is not None else 0
                     table.crop(table.length - max(0, self.columns - columns - start))
                 self.columns -= columns
@@ -259,7 +317,7 @@ class Rows:
 
     def check_past(self, columns: int) -> None:
         """Refuse to go back to where the window would look at blocks that were given back."""
-        if self.window is None or columns == 0:
+        if self.window is None or columns in (0, self.columns):
             return
         for table in self.tables:
             length = max(0, table.length - columns)

@@ -9,6 +9,7 @@ import torch
 from ..blocks import Table
 from .batch import Batch
 from .group import Group, Kind, Memory
+from .history import History
 from .rows import Rows
 from .static import StaticBatch
 
@@ -30,6 +31,8 @@ class Sequences:
         """Whether the rows' starts say all that the attention mask of this call says."""
         self.static: Mapping[Kind, StaticBatch] | None = None
         """The index tensors of the step that is being captured, while it is."""
+        self.history: History | None = None
+        """What the rows hold, for a cache whose blocks others may begin with."""
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     @property
@@ -49,6 +52,13 @@ class Sequences:
     def count(self) -> int:
         """The rows stored; 0 before the first step."""
         return max((rows.count for rows in self.rows.values() if rows.columns), default=0)
+
+    def keep_history(self) -> History:
+        """From the first token on note what the rows hold: others may begin with it."""
+        self.history = History()
+        for rows in self.rows.values():
+            rows.keeps_prefixes = True
+        return self.history
 
     def expect(self, columns: int, fork: int) -> None:
         """Say how long the rows may become, and into how many each prompt's row will be forked."""
@@ -100,6 +110,8 @@ class Sequences:
             for rows in self.rows.values():
                 if rows.columns:
                     rows.reorder(sources)
+            if self.history is not None:
+                self.history.select(sources)
 
     # ---- all kinds at once
 
@@ -112,6 +124,8 @@ class Sequences:
             for rows in self.rows.values():
                 if rows.columns:
                     rows.crop(columns)
+            if self.history is not None:
+                self.history.crop(columns)
 
     def keep_past(self) -> None:
         """Keep what lies behind windows until `crop`, so that a step can be taken back."""
@@ -123,6 +137,7 @@ class Sequences:
         twin = Sequences(self.memory, {kind: rows.group for kind, rows in self.rows.items()})
         twin.rows = {kind: rows.fork() for kind, rows in self.rows.items()}
         twin.padding_known = self.padding_known
+        twin.history = None if self.history is None else self.history.fork()
         return twin
 
     def free(self) -> None:
@@ -130,6 +145,8 @@ class Sequences:
         self._pending, self.unforked = None, 1
         for rows in self.rows.values():
             rows.free()
+        if self.history is not None:
+            self.history.clear()
 
     def tables(self, kind: Kind) -> list[Table]:
         """The tables of the rows in the group of `kind`, debts paid before."""

@@ -13,6 +13,9 @@ from .ops import Ops, choose
 from .static import StaticBatch
 from .upload import upload
 
+ALIKE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2**-6, torch.bfloat16: 2**-4}
+"""How far numbers may lie apart, relative to the largest, that were computed twice in batches of different shapes."""
+
 
 class Layout(NamedTuple):
     """What a layer's keys and values look like, read off the tensors themselves (tensor parallel, MLA, device maps)."""
@@ -102,6 +105,17 @@ class Store:
     def copy_pairs(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """The same for a captured step, whose copies were uploaded with it: blocks [copies] to read, blocks [copies] to write."""
         self._copy(self.captured, sources, targets)
+
+    def alike(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Whether the blocks of every pair hold the same, up to rounding."""
+        one, other = upload(list(zip(*pairs, strict=True)), self.layout.device)
+        worst = torch.zeros((), device=self.layout.device)
+        for keys, values in self.of_layer:
+            for data in (keys, values):
+                blocks = data.view(self.blocks, -1)
+                found, again = blocks[one].float(), blocks[other].float()
+                worst = worst.maximum((found - again).abs().amax() / again.abs().amax().clamp(min=1e-6))
+        return bool(worst <= ALIKE.get(self.layout.dtype, 0.0))
 
     def _copy(self, ops: Ops, sources: torch.Tensor, targets: torch.Tensor) -> None:
         ops.copy([data.view(self.layers, self.blocks, -1) for data in (self.keys, self.values)], sources, targets)

@@ -7,6 +7,7 @@ token by token or head by head. Every length is read from device memory: a launc
 from .advance import advance
 from .copy import copy
 from .decode import Plan, decode
+from .digest import GOLDEN, digest
 from .gather import gather
 from .norm import add_rms_norm, rms_norm
 from .prefill import prefill
@@ -15,11 +16,13 @@ from .swiglu import swiglu
 from .write import write
 
 __all__ = [
+    "GOLDEN",
     "Plan",
     "add_rms_norm",
     "advance",
     "copy",
     "decode",
+    "digest",
     "gather",
     "prefill",
     "rms_norm",

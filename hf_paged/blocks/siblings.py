@@ -1,0 +1,49 @@
+"""Named blocks behind one and the same beginning: which of them goes on most like given tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from itertools import takewhile
+
+
+class Siblings:
+    """Blocks by what they stand behind, in order of their tokens: the best one is a neighbour of what is looked for.
+
+    So however many begin alike (thousands behind one system prompt, or behind one that an attacker chose), finding one
+    takes a few comparisons.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(family) for family in self._of.values())
+
+    def add(self, seat: bytes, tokens: tuple[int, ...], block: int) -> None:
+        """Note `block`, which holds `tokens` behind what `seat` names."""
+        insort(self._of.setdefault(seat, []), (tokens, block))
+
+    def remove(self, seat: bytes, tokens: tuple[int, ...], block: int) -> None:
+        """Forget a block that was noted."""
+        family = self._of[seat]
+        del family[bisect_left(family, (tokens, block))]
+        if not family:
+            del self._of[seat]
+
+    def best(self, seat: bytes, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """The block that begins with most of `tokens`, and with how many; None if none begins with the first of them."""
+        family, wanted = self._of.get(seat, []), tuple(tokens)
+        place = bisect_left(family, (wanted, -1))
+        near = [(block, _common(content, wanted)) for content, block in family[max(0, place - 1) : place + 1]]
+        best = max(near, key=lambda one: one[1], default=None)
+        return best if best is not None and best[1] else None
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._of.clear()
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

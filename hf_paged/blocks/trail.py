@@ -1,0 +1,124 @@
+"""How much of a prompt a pool can hand out, to the token, whatever window its layers look through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .digest import ROOT, chain, seat
+from .pool import BlockPool
+from .prefix import Match, Partial
+from .table import Copy, Table
+
+WORTH_A_COPY = 2
+"""A block of which fewer tokens than that are wanted is not copied: computing them costs less."""
+
+
+class Prompt:
+    """A row's tokens, and the names of its full blocks."""
+
+    def __init__(self, tokens: Sequence[int], block_size: int, extra: bytes = b"") -> None:
+        self.tokens, self.size, self.extra = tokens, block_size, extra
+        self.digests: list[bytes] = []
+        parent = ROOT
+        for start in range(0, len(tokens) - block_size + 1, block_size):
+            parent = chain(parent, tokens[start : start + block_size], extra)
+            self.digests.append(parent)
+
+    def seat(self, full: int) -> bytes:
+        """The place behind the first `full` blocks."""
+        return seat(self.digests[full - 1] if full else ROOT, self.extra)
+
+
+class Trail:
+    """What one pool holds of a prompt. It looks and counts nothing; whoever follows it adopts and counts.
+
+    Layers with a window need only the blocks that the next token looks at, so a beginning may be handed out whose first
+    blocks are gone.
+    """
+
+    def __init__(self, pool: BlockPool, prompt: Prompt, window: int | None = None, verify: bool = False) -> None:
+        self.pool, self.prompt, self.window, self.verify = pool, prompt, window, verify
+        self._found = [self._find(index) for index in range(len(prompt.digests))]
+        self._run = [0]
+        """For each number of full blocks how many of the last ones are there without a gap."""
+        for block in self._found:
+            self._run.append(0 if block is None else self._run[-1] + 1)
+
+    def _find(self, index: int) -> int | None:
+        block = self.pool.lookup(self.prompt.digests[index])
+        if block is not None and self.verify and self.pool.published_tokens(block) != self._tokens(index):
+            return None
+        return block
+
+    def _tokens(self, index: int) -> tuple[int, ...]:
+        size = self.prompt.size
+        return tuple(self.prompt.tokens[index * size : (index + 1) * size])
+
+    def _first(self, full: int) -> int:
+        """The first block that a token behind `full` blocks looks at."""
+        return 0 if self.window is None else max(0, full * self.prompt.size - self.window + 1) // self.prompt.size
+
+    def reach(self, most: int) -> int:
+        """How many of the first `most` tokens can be handed out together."""
+        size = self.prompt.size
+        for full in range(min(max(most, 0), len(self.prompt.tokens)) // size, 0, -1):
+            if self._run[full] >= full - self._first(full):
+                return full * size + self._rest(full, most)
+        return self._rest(0, most)
+
+    def _rest(self, full: int, most: int) -> int:
+        partial = self._partial(full, most)
+        return partial.tokens if partial else 0
+
+    def _partial(self, full: int, most: int) -> Partial | None:
+        """Of which block the tokens behind `full` blocks are copied, if that is worth it."""
+        size = self.prompt.size
+        wanted = self.prompt.tokens[full * size : min(max(most, 0), (full + 1) * size)]
+        if len(wanted) < WORTH_A_COPY:
+            return None
+        whole = self._found[full] if full < len(self._found) else None
+        best = (whole, len(wanted)) if whole is not None else self.pool.siblings.best(self.prompt.seat(full), wanted)
+        if best is None or not WORTH_A_COPY <= best[1] < size:
+            return None
+        return Partial(*best, self.pool.name(best[0]))
+
+    def take(self, tokens: int) -> Match:
+        """The blocks of the first `tokens` tokens, which `reach` said are there."""
+        full, rest = divmod(max(tokens, 0), self.prompt.size)
+        first = self._first(full)
+        blocks = [block for block in self._found[first:full] if block is not None]
+        return Match(blocks, self.prompt.digests[:full], first, self._partial(full, tokens) if rest else None)
+
+
+def detach(tables: Sequence[Table]) -> list[Copy]:
+    """Give tables one of their own for a last block that holds more than theirs, or that others name: they will write in it.
+
+    Without room the last reader goes on in place, and the block is no longer found.
+    """
+    shared = [table for table in tables if table.length % table.pool.block_size and not _is_its_own(table)]
+    copies = []
+    for table in shared:
+        if table.pool.available:
+            copies.append(Copy(table.blocks[-1], table.pool.take()))
+            table.blocks[-1] = copies[-1].target
+            table.pool.counts["copies"] += 1
+    for table, copy in zip(shared, copies, strict=False):
+        table.pool.drop(copy.source, table.stamp)
+    return copies
+
+
+def _is_its_own(table: Table) -> bool:
+    last = table.blocks[-1]
+    return table.pool.references(last) == 1 and table.pool.covered(last) == table.length
+
+
+def commit_tail(table: Table, tokens: Sequence[int], extra: bytes = b"") -> None:
+    """Name the last block too, although it is not full: another prompt may go on from its tokens with a copy of it."""
+    size, pool = table.pool.block_size, table.pool
+    full, rest = divmod(min(len(tokens), table.length), size)
+    if not rest or len(tokens) < table.length or len(table.digests) != full or table.epoch != pool.epoch or not table.blocks:
+        return
+    parent, content = table.digests[-1] if full else ROOT, tuple(tokens[full * size : table.length])
+    digest = chain(parent, content, extra)
+    if pool.lookup(digest) is None:
+        pool.publish(table.blocks[-1], digest, table.length, content, seat(parent, extra))

@@ -1,0 +1,88 @@
+"""Other people's hooks: one that only looks on does not keep a prompt from being reused, one that changes something does."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+HARMLESS = ("hf_paged.", "transformers.utils.output_capturing")
+"""Whose hooks change nothing that a layer computes."""
+KINDS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+class Onlookers:
+    """Somebody beside each hook of some modules, for the time of a call, who sees whether it changes anything."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.changed = False
+        """Whether a hook has changed what a module was given or what it answered."""
+        self._places: list[tuple[weakref.ref[nn.Module], str, int]] = []
+        for module in modules:
+            for kind in KINDS:
+                hooks = module.__dict__[kind]
+                for key, hook in list(hooks.items()):
+                    if not isinstance(hook, Watched) and not _is_harmless(hook):
+                        hooks[key] = hook = Watched(hook)
+                    if isinstance(hook, Watched):
+                        hook.onlookers.append(self)
+                        self._places.append((weakref.ref(module), kind, key))
+
+    def leave(self) -> None:
+        """Put the hooks back that nobody else looks at, if their owners have not removed them."""
+        for module, kind, key in self._places:
+            hooks = getattr(module(), kind, {})
+            hook = hooks.get(key)
+            if isinstance(hook, Watched) and self in hook.onlookers:
+                hook.onlookers.remove(self)
+                if not hook.onlookers:
+                    hooks[key] = hook.hook
+        self._places = []
+
+
+class Watched:
+    """A hook that is looked at."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+        self.onlookers: list[Onlookers] = []
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        before = [_version(x) for x in tensors]
+        answer = self.hook(module, *args, **kwargs)
+        # Under inference mode nobody counts what is written in place.
+        if answer is not None or None in before or before != [_version(x) for x in tensors]:
+            for onlooker in self.onlookers:
+                onlooker.changed = True
+        return answer
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _is_harmless(hook: object) -> bool:
+    """Whether a hook is known to change nothing, or nothing but what it says: peft's tells a layer each row's adapter."""
+    named = isinstance(hook, partial) and set(hook.keywords) == {"adapter_names"}
+    return named or str(getattr(hook, "__module__", "")).startswith(HARMLESS)
+
+
+def adapters_of_rows(modules: Sequence[nn.Module], rows: int) -> list[str] | None:
+    """The adapter of each row, where peft's hooks tell the layers."""
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, partial) and len(hook.keywords.get("adapter_names", ())) == rows:
+                return list(hook.keywords["adapter_names"])
+    return None
+
+
+def hooks_everywhere() -> bool:
+    """Whether somebody has hooked all modules of the process."""
+    everywhere = nn.modules.module
+    return bool(everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks)

@@ -1,0 +1,192 @@
+"""Which state of a model keys and values come from: a number, and another one as soon as anything changes them (contract C24)."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..memory import Contents, Reading, Tags
+from .switch import original_implementation
+
+PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {"generation_config"}
+"""What every module has (its tensors and hooks are looked at by themselves), and what no forward reads."""
+BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose angles depend on the longest row."""
+OURS = frozenset({"_attn_implementation_internal"})
+"""Settings of a config that a running call changes."""
+STATES = 16
+"""So many states of a model are told apart and known again, as when adapters take turns."""
+
+
+class Survey(NamedTuple):
+    """All that Python decides in a model: plain facts, the objects among them, and its tensors."""
+
+    facts: tuple[Any, ...]
+    objects: list[Callable[[], object]]
+    tensors: list[torch.Tensor]
+    hooked: list[nn.Module]
+    """The modules inside the model that have hooks."""
+    turns_with_length: bool
+    """Whether a rotary embedding takes other angles when a row is long."""
+
+    @classmethod
+    def of(cls, model: nn.Module, forward: Callable[..., Any]) -> Survey:
+        """Look at every module, its settings, its config's and its class's; `forward` is what the model itself runs."""
+        survey = _Survey()
+        facts = tuple(survey.of_model(model, forward))
+        # Objects come by number, and whoever keeps the facts keeps an eye on the objects.
+        return cls(facts, survey.objects, survey.tensors, survey.hooked, any(one in str(survey.rope) for one in BY_LENGTH))
+
+    @property
+    def valid(self) -> bool:
+        """Whether every object that was seen is still there: afterwards another may go by its number."""
+        return all(known() is not None for known in self.objects)
+
+
+class _Survey:
+    def __init__(self) -> None:
+        self.objects: list[Callable[[], object]] = []
+        self.tensors: list[torch.Tensor] = []
+        self.hooked: list[nn.Module] = []
+        self.rope: list[object] = []
+
+    def of_model(self, model: nn.Module, forward: Callable[..., Any]) -> Iterator[Any]:
+        yield self._object(getattr(forward, "__func__", forward))
+        configs: dict[int, Any] = {}
+        kinds: dict[type, None] = {}
+        for module in _modules(model):
+            own = module.__dict__
+            kinds[type(module)] = None
+            if "config" in own:
+                configs[id(own["config"])] = own["config"]
+            for name, value in own.items():
+                if name not in INTERNAL and (module is not model or name != "forward"):
+                    yield value if type(value) in PLAIN else self._fact(value)
+            if "rope_type" in own:
+                self.rope.append(own["rope_type"])
+            if (own["_forward_pre_hooks"] or own["_forward_hooks"]) and module is not model:
+                self.hooked.append(module)
+            self.tensors += [tensor for tensor in own["_parameters"].values() if tensor is not None]
+            self.tensors += [tensor for tensor in own["_buffers"].values() if tensor is not None]
+        for config in configs.values():
+            yield original_implementation(config)
+            for name, value in getattr(config, "__dict__", {}).items():
+                if name not in OURS:
+                    yield self._fact(value)
+        for kind in kinds:
+            yield self._object(kind), self._object(getattr(kind, "forward", None))
+
+    def _fact(self, value: Any, depth: int = 0) -> Any:
+        """Something hashable that is equal as long as the value is."""
+        kind = type(value)  # not isinstance: a config looks every question up in itself
+        if kind in PLAIN:
+            return value
+        if issubclass(kind, torch.Tensor):
+            self.tensors.append(value)
+            return value.shape, value.dtype
+        if depth < 3 and issubclass(kind, (list, tuple, set, frozenset)):
+            return tuple([self._fact(part, depth + 1) for part in value])
+        if depth < 3 and issubclass(kind, dict):
+            return tuple([(self._fact(key, 3), self._fact(part, depth + 1)) for key, part in value.items()])
+        return self._object(value)
+
+    def _object(self, value: object) -> int:
+        try:
+            self.objects.append(weakref.ref(value))
+        except TypeError:
+            self.objects.append(lambda: value)
+        return id(value)
+
+
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module once; torch's own walk makes up names."""
+    seen, stack = {id(model)}, [model]
+    while stack:
+        module = stack.pop()
+        yield module
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append(child)
+
+
+class Glance(NamedTuple):
+    """A look at a model that has begun: what Python sees of it, and what its device is still reading."""
+
+    survey: Survey
+    readings: list[Reading] | None
+    """None if the host saw a change already, so that nothing was left to compare."""
+
+
+class Identity:
+    """Numbers for the states of one model. A number is never used for two contents of its weights.
+
+    Settings (which adapters are on, their scales, a config's entries) may come back and have their number again. Weights that
+    changed, in whatever way, never do.
+    """
+
+    def __init__(self) -> None:
+        self.secret = os.urandom(32)
+        """What only this process knows: nobody can work out names of blocks beforehand."""
+        self.changes = 0
+        """How often the weights were seen to have changed."""
+        self.answers_in_part = True
+        """Whether the model's answer to a part of a prompt is the end of its answer to all of it."""
+        self.trusted: dict[int, bool] = {}
+        """Of which states it is known whether a token's keys and values depend on nothing but what stands before it."""
+        self._tags: Tags | None = None
+        self._contents: Contents | None = None
+        self._states: list[tuple[Survey, int, int]] = []
+        self._numbers = 0
+
+    def begin(self, model: nn.Module, forward: Callable[..., Any]) -> Glance:
+        """Begin to look at the model; raises Unreadable if that cannot be done."""
+        survey = Survey.of(model, forward)
+        if self._tags is None or self._contents is None or not self._tags.fit(survey.tensors):
+            return Glance(survey, None)
+        return Glance(survey, self._contents.look(survey.tensors))
+
+    def number(self, glance: Glance) -> int:
+        """The number of the state that was looked at."""
+        if glance.readings is None or self._contents is None or not self._contents.same(glance.readings):
+            self._renew(glance.survey)
+        for i, (survey, changes, number) in enumerate(self._states):
+            if changes == self.changes and survey.facts == glance.survey.facts and survey.valid:
+                self._states.append(self._states.pop(i))
+                return number
+        self._numbers += 1
+        self.trusted.pop(self._numbers - 2 * STATES, None)
+        self._states = [*self._states[1 - STATES :], (glance.survey._replace(tensors=[], hooked=[]), self.changes, self._numbers)]
+        return self._numbers
+
+    def still(self, model: nn.Module, forward: Callable[..., Any], number: int) -> bool:
+        """Whether the host sees no change since the model was found in the state `number`."""
+        survey = Survey.of(model, forward)
+        last, changes, known = self._states[-1]
+        return (
+            known == number and changes == self.changes and self._tags is not None
+            and survey.facts == last.facts and last.valid and self._tags.fit(survey.tensors)
+        )  # fmt: skip
+
+    def _renew(self, survey: Survey) -> None:
+        """The weights are others than they were: note what they hold now."""
+        self.changes += 1
+        self._tags = self._contents = None
+        self._contents = Contents(survey.tensors)
+        self._tags = Tags(survey.tensors)
+
+
+_identities: weakref.WeakKeyDictionary[nn.Module, Identity] = weakref.WeakKeyDictionary()
+
+
+def identity_of(model: nn.Module) -> Identity:
+    """The model's identity, begun when first asked for."""
+    if model not in _identities:
+        _identities[model] = Identity()
+    return _identities[model]

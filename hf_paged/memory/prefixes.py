@@ -1,0 +1,90 @@
+"""Prefixes of a cache in all its groups: what all of them hold of its prompts is a hit, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..blocks import Match, Prompt, Table, Trail, adopt
+from .group import Kind
+from .sequences import Sequences
+
+
+class Prefix(NamedTuple):
+    """What the rows of a cache can begin with: `columns` columns, padding included, and each row's blocks by kind of layer."""
+
+    columns: int
+    found: Mapping[Kind, list[Match]]
+
+
+def longest(sequences: Sequences, prompts: Sequence[Prompt], most: int, verify: bool = False) -> Prefix | None:
+    """The most columns, up to `most`, that every row can begin with in every group; None if that is nothing.
+
+    Rows end together, so a row that begins later than others has fewer tokens in as many columns.
+    """
+    starts = sequences.starts or [0] * len(prompts)
+    trails = {kind: [Trail(rows.group.pool, prompt, kind.window, verify) for prompt in prompts] for kind, rows in sequences.rows.items()}
+    columns = most
+    while True:
+        reached = min(
+            start + trail.reach(columns - start) if start < columns else columns
+            for row in trails.values()
+            for start, trail in zip(starts, row, strict=True)
+        )
+        if reached <= min(starts):
+            return None
+        if reached == columns:
+            break
+        columns = reached
+    return Prefix(
+        columns, {kind: [trail.take(columns - start) for start, trail in zip(starts, row, strict=True)] for kind, row in trails.items()}
+    )
+
+
+def begin_with(sequences: Sequences, prefix: Prefix, more: int) -> None:
+    """Let the rows begin with a prefix that was just found; `more` columns follow."""
+    for kind, rows in sequences.rows.items():
+        rows.begin_with(prefix.found[kind], prefix.columns, more)
+
+
+class Found:
+    """A prefix that was found and is computed again all the same, to see whether it comes out alike."""
+
+    def __init__(self, sequences: Sequences, prefix: Prefix) -> None:
+        self.sequences, self.prefix = sequences, prefix
+        self._tables: dict[Kind, list[Table]] = {}
+
+    def __enter__(self) -> Found:
+        """Hold the blocks meanwhile: nobody may evict them."""
+        for kind, matches in self.prefix.found.items():
+            self._tables[kind] = [Table(self.sequences.rows[kind].group.pool) for _ in matches]
+            for table, match in zip(self._tables[kind], matches, strict=True):
+                adopt(table, match)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for tables in self._tables.values():
+            for table in tables:
+                table.free()
+
+    def agrees(self) -> bool:
+        """Whether the rows now hold what was found, up to rounding, in all of its full blocks."""
+        for kind, rows in self.sequences.rows.items():
+            pairs = [
+                pair
+                for table, match, own in zip(self._tables[kind], self.prefix.found[kind], rows.tables, strict=True)
+                for pair in zip(table.blocks[: len(match.blocks)], own.blocks[match.released - own.released :], strict=False)
+            ]
+            if pairs and not rows.group.alike(pairs):
+                return False
+        return True
+
+
+def count(sequences: Sequences, prompts: Sequence[Prompt], prefix: Prefix | None) -> None:
+    """Enter in the books which of the prompts' blocks were found."""
+    for kind, rows in sequences.rows.items():
+        hits = 0 if prefix is None else sum(len(match.blocks) + (match.partial is not None) for match in prefix.found[kind])
+        behind = 0 if prefix is None else sum(match.released for match in prefix.found[kind])
+        whole = sum(rows.group.pool.blocks_for(len(prompt.tokens)) for prompt in prompts)
+        rows.group.pool.counts["hits"] += hits
+        rows.group.pool.counts["misses"] += max(0, whole - hits - behind)
