@@ -27,6 +27,12 @@ logger = logging.getLogger("hf_paged")
 
 AFTER = 2
 """A step of so many rows is captured when it comes for this time."""
+OFTEN = 100
+"""As long as it has come less often, a graph for more rows may do."""
+WIDTHS = [64 * 8**i for i in range(8)]
+"""Blocks of a row in the tables of graphs."""
+ROOM = 1.5
+"""How many times the rows such a graph may have."""
 Shape = tuple[int, int]
 """The rows and the blocks of a row that a graph has room for."""
 
@@ -62,8 +68,8 @@ class Decoding:
     def run(self, pieces: Sequence[Piece]) -> torch.Tensor | None:
         """The logits [pieces, vocabulary] in fp32 of pieces of one token each; None if no trusted graph has them."""
         shape = self._shape(pieces)
-        step = self._steps.get(shape) if shape is not None else None
-        if step is None or step.agreed < AGREE:
+        step = self._fitting(shape) if shape is not None else None
+        if step is None:
             return None
         if step.pools != self._pools():
             self.forget()
@@ -78,6 +84,21 @@ class Decoding:
         self.counts["replayed"] += 1
         return logits
 
+    def _fitting(self, shape: Shape) -> _Step | None:
+        """The trusted graph for a shape: its own, or until the shape has come often, one that has not much too much room."""
+        own = self._steps.get(shape)
+        if own is not None:
+            return own if own.agreed >= AGREE else None
+        self._seen[shape] += 1
+        if self._seen[shape] > OFTEN and shape not in self.reasons:
+            return None
+        rows, width = shape
+        fits = [
+            known for known, step in self._steps.items()
+            if step.agreed >= AGREE and rows <= known[0] <= ROOM * rows and width <= known[1]
+        ]  # fmt: skip
+        return self._steps[min(fits)] if fits else None
+
     def learn(self, pieces: Sequence[Piece], logits: torch.Tensor) -> None:
         """After pieces were computed without a graph: capture the step, or see whether its graph says the same."""
         shape = self._shape(pieces)
@@ -85,7 +106,6 @@ class Decoding:
             return
         try:
             step = self._steps.get(shape)
-            self._seen[shape] += 1
             if step is None and self._seen[shape] >= AFTER:
                 step = self._capture(shape, pieces)
             if step is not None and step.agreed < AGREE:
@@ -109,9 +129,12 @@ class Decoding:
         if self.runner.device.type not in RECORDERS or not pieces or any(len(piece.tokens) != 1 or not piece.wanted for piece in pieces):
             return None
         blocks = max(table.end for piece in pieces for table in piece.tables)
-        width = max(SMALLEST_WIDTH, 1 << (blocks - 1).bit_length())
         groups = self.runner.pools.groups.values()
-        if any(group.captured_ops.kernels is None and width * group.pool.block_size > WIDEST for group in groups):
+        if all(group.captured_ops.kernels is not None for group in groups):
+            # Kernels read what is there, so a wide table costs its upload and no more.
+            return bucket_of(len(pieces)), next(width for width in WIDTHS if width >= blocks)
+        width = max(SMALLEST_WIDTH, 1 << (blocks - 1).bit_length())
+        if any(width * group.pool.block_size > WIDEST for group in groups):
             return None
         return bucket_of(len(pieces)), width
 
