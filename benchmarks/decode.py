@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/decode.py             # the table of docs/benchmarks.md
     python benchmarks/decode.py --rows 8 --contexts 512       # a part of it
+    python benchmarks/decode.py --kernels torch native        # the paged cache twice, read in two ways
 
-Both caches are filled with the same random keys and values, then stock generate() decodes on them. Steps of the two
-alternate in rounds within one process; a step's time is the time between two calls of the logits processor.
+All caches are filled with the same random keys and values, then stock generate() decodes on them. Their steps alternate
+in rounds within one process; a step's time is the time between two calls of the logits processor.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class Clock(LogitsProcessor):
         return [late - early for early, late in zip(self.times[1:], self.times[2:], strict=False)]
 
 
-def filled(model: LlamaForCausalLM, paged: bool, rows: int, context: int, new: int) -> DynamicCache:
-    """A cache that has seen `context` random tokens in every row."""
+def filled(model: LlamaForCausalLM, kernels: str | None, rows: int, context: int, new: int) -> DynamicCache:
+    """A cache that has seen `context` random tokens in every row: stock's, or a paged one read by `kernels`."""
     config = model.config
-    cache = hf_paged.PagedCache(model) if paged else DynamicCache(config=config)
-    if paged:
+    cache = DynamicCache(config=config) if kernels is None else hf_paged.PagedCache(model, kernels=kernels)
+    if kernels is not None:
         cache.sequences.expect(context + new, 1)
     heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     random = torch.Generator(model.device).manual_seed(0)
@@ -56,12 +57,12 @@ def filled(model: LlamaForCausalLM, paged: bool, rows: int, context: int, new: i
     return cache
 
 
-def steps(model: LlamaForCausalLM, paged: bool, rows: int, context: int, new: int) -> list[float]:
+def steps(model: LlamaForCausalLM, kernels: str | None, rows: int, context: int, new: int) -> list[float]:
     """Seconds of each decoding step."""
     clock = Clock(model.device)
     ids = torch.randint(10, 1000, (rows, context + 1), device=model.device, generator=torch.Generator(model.device).manual_seed(1))
     with torch.no_grad():
-        cache = filled(model, paged, rows, context, new)
+        cache = filled(model, kernels, rows, context, new)
     model.generate(
         ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, min_new_tokens=new, do_sample=False,
         logits_processor=LogitsProcessorList([clock]),
@@ -69,18 +70,18 @@ def steps(model: LlamaForCausalLM, paged: bool, rows: int, context: int, new: in
     return clock.steps
 
 
-def cell(model: LlamaForCausalLM, rows: int, context: int, rounds: int, new: int) -> tuple[float, float]:
-    """Median milliseconds of a step, stock and paged; short steps get more rounds, so that noise of the machine meets both."""
-    times: dict[bool, list[float]] = {False: [], True: []}
+def cell(model: LlamaForCausalLM, ways: list[str | None], rows: int, context: int, rounds: int, new: int) -> list[float]:
+    """Median milliseconds of a step in each of the ways; short steps get more rounds, so that noise of the machine meets all."""
+    times: dict[str | None, list[float]] = {way: [] for way in ways}
     begin = time.perf_counter()
     for turn in range(10 * rounds + 1):
-        for paged in (False, True) if turn % 2 else (True, False):
-            measured = steps(model, paged, rows, context, new)
+        for way in ways if turn % 2 else ways[::-1]:
+            measured = steps(model, way, rows, context, new)
             if turn:
-                times[paged] += measured
-        if turn >= rounds and time.perf_counter() - begin > SECONDS:
+                times[way] += measured
+        if turn >= rounds and time.perf_counter() - begin > SECONDS * len(ways) / 2:
             break
-    return statistics.median(times[False]) * 1e3, statistics.median(times[True]) * 1e3
+    return [statistics.median(times[way]) * 1e3 for way in ways]
 
 
 def beam_searches(model: LlamaForCausalLM, dtype: str) -> None:
@@ -109,22 +110,26 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new", type=int, default=12)
+    parser.add_argument("--kernels", nargs="*", default=["auto"], help="what reads the pages; several are compared")
     parser.add_argument("--beams", action="store_true", help="also 16 beam searches of widths 4 and 8, 256 + 64 tokens")
     options = parser.parse_args()
     print(line(where(options.device)))
-    print("| dtype | rows | context | stock ms | paged ms | paged / stock |\n|---|---|---|---|---|---|")
-    worst = 0.0
+    names = ["paged"] if len(options.kernels) == 1 else options.kernels
+    columns = ["dtype", "rows", "context", "stock ms", *(f"{name} ms" for name in names), *(f"{name} / stock" for name in names)]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    worst = dict.fromkeys(names, 0.0)
     for dtype in options.dtypes:
         model = build(options.shape, options.device, getattr(torch, dtype))
         for rows in options.rows:
             for context in options.contexts:
-                stock, paged = cell(model, rows, context, options.rounds, options.new)
-                worst = max(worst, paged / stock)
-                print(f"| {dtype} | {rows} | {context} | {stock:.2f} | {paged:.2f} | {paged / stock:.2f} |", flush=True)
+                times = cell(model, [None, *options.kernels], rows, context, options.rounds, options.new)
+                ratios = [paged / times[0] for paged in times[1:]]
+                worst = {name: max(worst[name], ratio) for name, ratio in zip(names, ratios, strict=True)}
+                print("|", " | ".join([dtype, str(rows), str(context), *(f"{number:.2f}" for number in times + ratios)]), "|", flush=True)
                 hf_paged.release(model)
         if options.beams:
             beam_searches(model, dtype)
-    print(f"worst ratio {worst:.2f}")
+    print("worst ratio", ", ".join(f"{name} {ratio:.2f}" for name, ratio in worst.items()))
 
 
 if __name__ == "__main__":
