@@ -15,6 +15,8 @@ from ..config import CacheConfig
 from .attention import NAME, paged_attention, paged_mask
 from .cache import PagedCache, paged_parts
 from .call import Call, current
+from .registry import memories
+from .state import Watch, runs_foreign_code, watching
 from .support import warn, why_not
 
 WORD = "paged"
@@ -55,6 +57,8 @@ def uninstall() -> None:
         if getattr(getattr(GenerationMixin, name), "hf_paged", False):
             setattr(GenerationMixin, name, original)
     _originals.clear()
+    for memory in memories():
+        memory.captured.clear()
 
 
 def installed() -> bool:
@@ -68,6 +72,8 @@ def _marked(wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
+    names = list(inspect.signature(stock).parameters)[1:]
+
     @functools.wraps(stock)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A recipe from a hub replaces generate() altogether: the word is its own business.
@@ -75,12 +81,14 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         if asked:
             del kwargs["cache_implementation"]
         call = Call(asked)
-        token = current.set(call)
+        watch = Watch(runs_foreign_code({**dict(zip(names, args, strict=False)), **kwargs}))
+        token, watched = current.set(call), watching.set(watch)
         answer = None
         try:
             answer = stock(self, *args, **kwargs)
             return answer
         finally:
+            watching.reset(watched)
             current.reset(token)
             call.close(answer)
 
