@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 from shapes import SHAPES, build, line, where
@@ -27,13 +28,13 @@ SECONDS = 10
 class Clock(LogitsProcessor):
     """Notes when each step has its logits."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.times = device, []
+    def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
+        self.device, self.now, self.times = device, now, []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
+        self.times.append(self.now())
         return scores
 
     @property
@@ -57,9 +58,11 @@ def filled(model: LlamaForCausalLM, kernels: str | None, rows: int, context: int
     return cache
 
 
-def steps(model: LlamaForCausalLM, kernels: str | None, rows: int, context: int, new: int) -> list[float]:
+def steps(
+    model: LlamaForCausalLM, kernels: str | None, rows: int, context: int, new: int, now: Callable[[], float] = time.perf_counter
+) -> list[float]:
     """Seconds of each decoding step."""
-    clock = Clock(model.device)
+    clock = Clock(model.device, now)
     ids = torch.randint(10, 1000, (rows, context + 1), device=model.device, generator=torch.Generator(model.device).manual_seed(1))
     with torch.no_grad():
         cache = filled(model, kernels, rows, context, new)
@@ -70,35 +73,39 @@ def steps(model: LlamaForCausalLM, kernels: str | None, rows: int, context: int,
     return clock.steps
 
 
-def cell(model: LlamaForCausalLM, ways: list[str | None], rows: int, context: int, rounds: int, new: int) -> list[float]:
+def cell(model: LlamaForCausalLM, ways: list[str | None], rows: int, context: int, options: argparse.Namespace) -> list[float]:
     """Median milliseconds of a step in each of the ways; short steps get more rounds, so that noise of the machine meets all."""
     times: dict[str | None, list[float]] = {way: [] for way in ways}
+    now = time.thread_time if options.processor_time else time.perf_counter
     begin = time.perf_counter()
-    for turn in range(10 * rounds + 1):
+    for turn in range(10 * options.rounds + 1):
         for way in ways if turn % 2 else ways[::-1]:
-            measured = steps(model, way, rows, context, new)
+            measured = steps(model, way, rows, context, options.new, now)
             if turn:
                 times[way] += measured
-        if turn >= rounds and time.perf_counter() - begin > SECONDS * len(ways) / 2:
+        if turn >= options.rounds and time.perf_counter() - begin > SECONDS * len(ways) / 2:
             break
     return [statistics.median(times[way]) * 1e3 for way in ways]
 
 
-def beam_searches(model: LlamaForCausalLM, dtype: str) -> None:
+def beam_searches(model: LlamaForCausalLM, ways: list[str | None], dtype: str, now: Callable[[], float]) -> None:
     """Seconds of 16 beam searches of width 4 and 8 over prompts of 256 tokens, 64 new, warm."""
     ids = torch.randint(10, 1000, (16, 256), device=model.device, generator=torch.Generator(model.device).manual_seed(1))
     length = {"max_new_tokens": 64, "min_new_tokens": 64}
     for width in (4, 8):
-        seconds = {}
-        for word in ({}, {"cache_implementation": "paged"}):
+        seconds = []
+        for way in ways:
+            word = {} if way is None else {"cache_implementation": "paged", "cache_config": {"kernels": way}}
             for _ in range(2):
-                begin = time.perf_counter()
+                begin = now()
                 model.generate(ids, attention_mask=torch.ones_like(ids), num_beams=width, do_sample=False, **length, **word)
                 if model.device.type == "cuda":
                     torch.cuda.synchronize()
-                seconds[bool(word)] = time.perf_counter() - begin
-        stock, paged = seconds[False], seconds[True]
-        print(f"| {dtype} | 16 x {width} beams | 256 + 64 | {stock:.2f} s | {paged:.2f} s | {paged / stock:.2f} |", flush=True)
+                took = now() - begin
+            seconds.append(took)
+        ratios = [paged / seconds[0] for paged in seconds[1:]]
+        numbers = [*(f"{took:.2f} s" for took in seconds), *(f"{ratio:.2f}" for ratio in ratios)]
+        print("|", " | ".join([dtype, f"16 x {width} beams", "256 + 64", *numbers]), "|", flush=True)
 
 
 def main() -> None:
@@ -111,6 +118,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new", type=int, default=12)
     parser.add_argument("--kernels", nargs="*", default=["auto"], help="what reads the pages; several are compared")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="count this thread's processor time: for one thread on a machine that others use"
+    )
     parser.add_argument("--beams", action="store_true", help="also 16 beam searches of widths 4 and 8, 256 + 64 tokens")
     options = parser.parse_args()
     print(line(where(options.device)))
@@ -122,13 +132,13 @@ def main() -> None:
         model = build(options.shape, options.device, getattr(torch, dtype))
         for rows in options.rows:
             for context in options.contexts:
-                times = cell(model, [None, *options.kernels], rows, context, options.rounds, options.new)
+                times = cell(model, [None, *options.kernels], rows, context, options)
                 ratios = [paged / times[0] for paged in times[1:]]
                 worst = {name: max(worst[name], ratio) for name, ratio in zip(names, ratios, strict=True)}
                 print("|", " | ".join([dtype, str(rows), str(context), *(f"{number:.2f}" for number in times + ratios)]), "|", flush=True)
                 hf_paged.release(model)
         if options.beams:
-            beam_searches(model, dtype)
+            beam_searches(model, [None, *options.kernels], dtype, time.thread_time if options.processor_time else time.perf_counter)
     print("worst ratio", ", ".join(f"{name} {ratio:.2f}" for name, ratio in worst.items()))
 
 

@@ -247,7 +247,7 @@ class NativeOps(Ops):
             return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
         batch.check()
         window = seen.window if seen.causal else None
-        key = (query.shape, query.stride(), pages.values.shape[2], query.dtype, window, seen.causal)
+        key = (query.shape, query.stride(), pages.values.shape[1:], query.dtype, window, seen.causal)
         plan = self._planned(batch, key, self.native.Attend, query, pages.keys, pages.values, window=window, causal=seen.causal)
         out: torch.Tensor = plan.run(query, pages.keys, pages.values, scale, softcap, None if sinks is None else sinks.float().contiguous())
         return out
@@ -259,9 +259,25 @@ class NativeOps(Ops):
         if plan is None:
             plan = make(self.library, *tensors, block_size=batch.block_size, **options)
         if planned is not batch.step:
-            plan.update(batch.table(tensors[0].device), batch.lengths(tensors[0].device))
+            plan.update(self._table(batch), batch.lengths(tensors[0].device))
             plans[key] = (plan, batch.step)
         return plan
+
+    @staticmethod
+    def _table(batch: Batch | StaticBatch) -> torch.Tensor:
+        """The batch's table; where rows lie side by side it is counted out instead of being put together from lists."""
+        device = torch.device("cpu")
+        if not isinstance(batch, Batch) or batch.lane is None:
+            return batch.table(device)
+        key = (batch.lane, batch.rows, max(table.end for table in batch.tables))
+        known, table = batch.workspace.get("lane", (None, None))
+        if known != key:
+            (first, stride), rows, width = key
+            begins = torch.arange(first, first + rows * stride, stride, dtype=torch.int32)[:, None] // batch.block_size
+            table = begins + torch.arange(max(width, 1), dtype=torch.int32)
+            batch.workspace["lane"] = (key, table)
+        counted: torch.Tensor = table
+        return counted
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -281,13 +297,13 @@ def choose(wanted: str, layout: Layout, captured: bool) -> Ops:
     more than they save the device. On a CPU it is the C++ op where somebody has built it; asking for "native" builds it.
     """
     if wanted == "native":
-        return _native(layout)
+        return Ops() if captured else _native(layout)
     reason = why_no_kernels(layout)
     if wanted == "triton" and reason is not None:
         raise ValueError(f"kernels='triton' cannot run here: {reason}; use kernels='auto'")
     if wanted == "triton" or (wanted == "auto" and captured and reason is None):
         return TritonOps()
-    if wanted == "auto" and why_no_native(layout) is None:
+    if wanted == "auto" and not captured and why_no_native(layout) is None:
         return _native_if_built()
     return Ops()
 
@@ -308,9 +324,10 @@ def _native_if_built() -> Ops:
     """The C++ op if it is there. Nobody who did not ask waits for a compiler."""
     import hf_paged_native
 
-    if hf_paged_native.built():
+    file = hf_paged_native.find()
+    if file is not None:
         try:
-            return NativeOps(hf_paged_native.load(hf_paged_native.build()))
+            return NativeOps(hf_paged_native.load(file))
         except hf_paged_native.Unavailable as error:
             _tell(f"plain torch reads the pages: {error}")
     elif hf_paged_native.compiler() is not None:

@@ -4,7 +4,7 @@ The source (paged.cpp) knows neither torch nor Python. A compiler that is there 
 `python -m hf_paged_native`, or when somebody asks for it. Importing this package builds nothing and loads nothing.
 """
 
-from .build import Unavailable, build, built, compiler
+from .building import Unavailable, build, compiler, find
 from .plan import DTYPES, Attend, Library, Write, load
 
-__all__ = ["DTYPES", "Attend", "Library", "Unavailable", "Write", "build", "built", "compiler", "load"]
+__all__ = ["DTYPES", "Attend", "Library", "Unavailable", "Write", "build", "compiler", "find", "load"]

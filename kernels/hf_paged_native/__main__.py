@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 
-from .build import Unavailable, build, built, capability
+from .building import Unavailable, build, capability, find
 from .plan import load
 
 
 def main() -> int:
     """Build it unless it is there, try whether it loads, and say where it is."""
     logging.basicConfig(format="%(message)s")
-    known = built()
+    known = find() is not None
     try:
         file = load(build()).file
     except Unavailable as error:

@@ -514,11 +514,11 @@ Torch torch = nullptr;
 
 template <class Work>
 void in_parallel(Work& work, int64_t threads) {
+    auto run = [](void* w) { static_cast<Work*>(w)->run(); };
+    auto take = [](int64_t, int64_t, void* w) { static_cast<Work*>(w)->run(); };
     if (threads > 1 && gomp)
-        gomp([](void* w) { static_cast<Work*>(w)->run(); }, &work, unsigned(threads), 0);
-    else if (threads > 1 && torch)
-        torch(0, threads, 1, [](int64_t, int64_t, void* w) { static_cast<Work*>(w)->run(); }, &work);
-    else
+        gomp(run, &work, unsigned(threads), 0);
+    else if (threads < 2 || !torch || torch(0, threads, 1, take, &work))
         work.run();
 }
 

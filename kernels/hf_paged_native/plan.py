@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from .build import Unavailable
+from .building import Unavailable
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

@@ -59,12 +59,13 @@ def place(registers: str | None = None) -> Path:
     return folder() / f"{platform.system()}-{platform.machine()}-{registers}-{digest}.so".lower()
 
 
-def built(registers: str | None = None) -> bool:
-    """Whether the library is there already. Nothing is built, no compiler is looked for."""
+def find(registers: str | None = None) -> Path | None:
+    """The library's file if it is there. Nothing is built, no compiler is looked for."""
     try:
-        return place(registers).exists()
+        file = place(registers)
+        return file if file.exists() else None
     except (Unavailable, OSError):
-        return False
+        return None
 
 
 def compiler() -> list[str] | None:
@@ -100,6 +101,7 @@ def build(registers: str | None = None) -> Path:
     try:
         _compile([*command, *FLAGS, *REGISTERS.get(registers or capability(), []), str(SOURCE), "-o", own])
         ctypes.CDLL(own)  # what cannot be loaded is not put in place
+        os.chmod(own, 0o755)  # who shares the folder shares the library
         os.replace(own, target)
     except OSError as error:
         raise Unavailable(f"the library that {command[0]} made cannot be used: {error}") from error
