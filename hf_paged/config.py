@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 from .blocks.pool import check_block_size
 
-KERNELS = ("auto", "triton", "torch")
+KERNELS = ("auto", "triton", "native", "torch")
 VERIFY = (None, "tokens")
 
 
@@ -19,7 +19,8 @@ class CacheConfig:
     block_size: tokens in a block, a power of two from 1 to 256.
     num_blocks: blocks of every layer group, fixed. Without it the pool is sized from what the call needs and grows.
     memory_fraction: instead of num_blocks: the share of the device's free memory that the pools get, fixed as well.
-    kernels: "torch", "triton" (an error where they cannot run), or "auto": Triton in captured steps where it can run, else torch.
+    kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is not there (both are an error where
+        they cannot run); or "auto": Triton in captured steps where it can run, the C++ op where it is built, else torch.
     graphs: whether decoding steps are captured in CUDA graphs and replayed; on a CPU there are none.
     prefix_caching: whether a prompt may begin with blocks of earlier calls, and later ones with blocks of this.
     salt: calls share blocks only with calls of the same salt: one for each tenant keeps them apart.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +24,12 @@ def _whole_pools() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_built(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The C++ op that somebody built on this machine stays out of tests that do not ask for it."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path_factory.mktemp("extensions"))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ BELOW = {
     "": {"engine", "integration", "memory", "config", "blocks"},
 }
 """For each floor the floors it may import; "" is the package's own front door."""
+
+
+KERNELS = {"hf_paged_kernels": {"torch", "triton"}, "hf_paged_native": {"torch"}}
+"""What each package of kernels may import beside the standard library."""
 
 
 def _floor(file: Path) -> str:
@@ -88,12 +93,21 @@ def test_files_are_short() -> None:
 
 def test_only_the_ops_import_the_kernels() -> None:
     """One interface: whoever else wants a kernel asks memory/ops."""
-    users = {str(file.relative_to(PACKAGE)) for file in FILES if any(name.split(".")[0] == "hf_paged_kernels" for name in _imports(file))}
-    assert users == {"memory/ops.py"}
+    for package in KERNELS:
+        users = {str(file.relative_to(PACKAGE)) for file in FILES if any(name.split(".")[0] == package for name in _imports(file))}
+        assert users == {"memory/ops.py"}
 
 
-def test_the_kernels_know_nobody() -> None:
-    for file in (ROOT / "kernels" / "hf_paged_kernels").glob("*.py"):
+@pytest.mark.parametrize(("package", "needs"), KERNELS.items())
+def test_the_kernels_know_nobody(package: str, needs: set[str]) -> None:
+    for file in (ROOT / "kernels" / package).glob("*.py"):
         for name in _imports(file):
             top = name.split(".")[0]
-            assert top in {"torch", "triton", "kernels", *sys.stdlib_module_names}, f"{file.name} imports {name}"
+            assert top in {*needs, "kernels", *sys.stdlib_module_names}, f"{file.name} imports {name}"
+
+
+def test_every_package_is_shipped() -> None:
+    """The wheel holds what lies in these folders, the C++ source among it."""
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert set(shipped) == {"hf_paged", *(f"kernels/{package}" for package in KERNELS)}
+    assert (ROOT / "kernels" / "hf_paged_native" / "paged.cpp").is_file()

@@ -25,6 +25,7 @@ PASSED_ALONG = frozenset(
     {"position_ids", "use_cache", "output_router_logits", "output_hidden_states", "sliding_window", "cache_position", "logits_to_keep"}
 )
 """Keywords that reach every attention function and change nothing that the mask does not say."""
+UNDERSTOOD = PASSED_ALONG | {"scaling", "dropout", "softcap", "s_aux", "is_causal", "position_bias"}
 
 
 class OnPages(Protocol):
@@ -187,8 +188,9 @@ def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     capped = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
     if capped and original_implementation(getattr(module, "config", None)) == "sdpa":
         return False  # stock's sdpa drops or refuses them, and we answer as stock does
-    known = {"scaling", "dropout", "softcap", "s_aux", "is_causal", "position_bias"} | PASSED_ALONG
-    return all(name in known or setting is None or setting is False for name, setting in kwargs.items())
+    return UNDERSTOOD.issuperset(kwargs) or all(
+        name in UNDERSTOOD or setting is None or setting is False for name, setting in kwargs.items()
+    )
 
 
 # ---- the model's own setting

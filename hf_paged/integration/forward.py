@@ -158,6 +158,10 @@ def _read_mask(mask: torch.Tensor, cache: PagedCache, store_all: bool) -> None:
     """Take mask [rows, columns] apart into where rows begin; with `store_all` padding is stored like anything else."""
     sequences = cache.sequences
     sequences.flush()  # the mask's rows are in the order that a reorder owes
+    known = sequences.starts
+    if known is None and sequences.columns:
+        sequences.padding_known = bool(mask.all())
+        return
     begin = (mask.cumsum(1) == 0).sum(1)
     column = torch.arange(mask.shape[1], device=mask.device)
     plain = bool((mask == (column >= begin[:, None])).all())
@@ -166,10 +170,7 @@ def _read_mask(mask: torch.Tensor, cache: PagedCache, store_all: bool) -> None:
         sequences.begin_at(starts if plain and not store_all else None)
         sequences.padding_known = plain and (not any(starts) or not store_all)
         return
-    known = sequences.starts
-    if known is None:
-        sequences.padding_known = bool(mask.all())
-        return
+    assert known is not None
     # A row that was all padding so far may begin later than it seemed.
     grown = [new if old >= sequences.columns else old for new, old in zip(starts, known, strict=True)]
     sequences.padding_known = plain and grown == starts

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..memory import Kind, Layout, Pages, Sequences
+from ..memory import Kind, Pages, Sequences
 from .lazy import LazyPages, LazyRotated, as_dense
 from .lengths import DeviceNumber
 
@@ -52,7 +52,7 @@ class PagedLayer(DynamicLayer):
             return self._captured(key_states, value_states)
         rows = self.sequences.rows[self.kind]
         with self.sequences.memory.lock:
-            rows.group.place(self.number, Layout.of(key_states, value_states))
+            rows.group.look_at(self.number, key_states, value_states)
             new = key_states.shape[2]
             first_of_step = self.columns == rows.columns
             batch = self.sequences.extend(self.kind, key_states.shape[0], new) if first_of_step else rows.batch

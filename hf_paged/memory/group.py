@@ -48,6 +48,12 @@ class Group:
 
     # ---- layers and their stores
 
+    def look_at(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Note what layer number `layer` looks like by its tensors of a step; in most steps it looks as before."""
+        known = self._place.get(layer)
+        if known is None or not self.pool.held or not known[0].describes(keys, values):
+            self.place(layer, Layout.of(keys, values))
+
     def place(self, layer: int, layout: Layout) -> None:
         """Note what layer number `layer` looks like, before its first token or when it has changed."""
         known = self._place.get(layer)

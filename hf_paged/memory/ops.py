@@ -1,8 +1,9 @@
-"""What is done to pages, behind one interface: plain torch or Triton kernels. Chosen once, when the pages are allocated."""
+"""What is done to pages, behind one interface: plain torch, Triton or C++. Chosen once, when the pages are allocated."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -18,6 +19,8 @@ from .upload import upload
 
 if TYPE_CHECKING:
     from .store import Layout, Pages
+
+logger = logging.getLogger("hf_paged")
 
 WIDEST_HEAD = 256
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -217,6 +220,84 @@ class TritonOps(Ops):
         return out[None]
 
 
+FEW = 16
+"""A step of more new tokens than this is a prompt's: its products are large, and torch's are faster."""
+
+
+class NativeOps(Ops):
+    """The C++ op of CPUs, which reads the pages in place. What it has no words for (masks, biases, prompts) stays with torch."""
+
+    def __init__(self, library: Any) -> None:
+        import hf_paged_native
+
+        self.native, self.library = hf_paged_native, library
+
+    def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if isinstance(pages.batch, FlatBatch):
+            super().write(pages, keys, values)
+            return
+        pools = pages.keys, pages.values
+        keys, values = self._dense(keys, pages.keys.dtype), self._dense(values, pages.keys.dtype)
+        key = (keys.shape, keys.stride(), values.shape, values.stride(), keys.dtype)
+        self._planned(pages.batch, key, self.native.Write, keys, values, *pools).run(keys, values, *pools)
+
+    @staticmethod
+    def _dense(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        data = data if data.dtype == dtype else data.to(dtype)
+        return data if data.stride(3) == 1 else data.contiguous()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: Pages,
+        seen: Seen,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        batch = pages.batch
+        prompt = query.shape[2] > FEW or (batch.fresh and query.shape[2] > 1)
+        learning = torch.is_grad_enabled() and query.requires_grad
+        fits = query.dtype == pages.keys.dtype and query.shape[0] == batch.rows and query.stride(3) == 1
+        if seen.mask is not None or prompt or learning or not fits or isinstance(batch, FlatBatch):
+            return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
+        batch.check()
+        window = seen.window if seen.causal else None
+        key = (query.shape, query.stride(), pages.values.shape[1:], query.dtype, window, seen.causal)
+        plan = self._planned(batch, key, self.native.Attend, query, pages.keys, pages.values, window=window, causal=seen.causal)
+        out: torch.Tensor = plan.run(query, pages.keys, pages.values, scale, softcap, None if sinks is None else sinks.float().contiguous())
+        return out
+
+    def _planned(self, batch: Batch | StaticBatch, key: object, make: Any, *tensors: torch.Tensor, **options: Any) -> Any:
+        """The step's plan for layers of one shape: kept from step to step, updated once in each."""
+        plans = batch.workspace.setdefault("native", {})
+        plan, planned = plans.get(key, (None, None))
+        if plan is None:
+            plan = make(self.library, *tensors, block_size=batch.block_size, **options)
+        if planned is not batch.step:
+            plan.update(self._table(batch), batch.lengths(tensors[0].device))
+            plans[key] = (plan, batch.step)
+        return plan
+
+    @staticmethod
+    def _table(batch: Batch | StaticBatch) -> torch.Tensor:
+        """The batch's table; where rows lie side by side it is counted out instead of being put together from lists."""
+        device = torch.device("cpu")
+        if not isinstance(batch, Batch) or batch.lane is None:
+            return batch.table(device)
+        key = (batch.lane, batch.rows, max(table.end for table in batch.tables))
+        known, table = batch.workspace.get("lane", (None, None))
+        if known != key:
+            (first, stride), rows, width = key
+            begins = torch.arange(first, first + rows * stride, stride, dtype=torch.int32)[:, None] // batch.block_size
+            table = begins + torch.arange(max(width, 1), dtype=torch.int32)
+            batch.workspace["lane"] = (key, table)
+        counted: torch.Tensor = table
+        return counted
+
+
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Launch on `device`; in the interpreter there is none."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -230,14 +311,61 @@ def _by_block(data: torch.Tensor, block_size: int) -> torch.Tensor:
 def choose(wanted: str, layout: Layout, captured: bool) -> Ops:
     """The ops for pages of `layout`, in steps that are `captured` or launched one operation at a time.
 
-    "auto" is the kernels where they can run and steps are captured. Launched one by one from Python, they cost the host more
-    than they save the device.
+    "auto" is the Triton kernels where they can run and steps are captured: launched one by one from Python, they cost the host
+    more than they save the device. On a CPU it is the C++ op where somebody has built it; asking for "native" builds it.
     """
+    if wanted == "native":
+        return Ops() if captured else _native(layout)
     reason = why_no_kernels(layout)
     if wanted == "triton" and reason is not None:
         raise ValueError(f"kernels='triton' cannot run here: {reason}; use kernels='auto'")
-    runs = wanted == "triton" or (wanted == "auto" and captured and reason is None)
-    return TritonOps() if runs else Ops()
+    if wanted == "triton" or (wanted == "auto" and captured and reason is None):
+        return TritonOps()
+    if wanted == "auto" and not captured and why_no_native(layout) is None:
+        return _native_if_built()
+    return Ops()
+
+
+def _native(layout: Layout) -> Ops:
+    import hf_paged_native
+
+    reason = why_no_native(layout)
+    if reason is None:
+        try:
+            return NativeOps(hf_paged_native.load(hf_paged_native.build()))
+        except hf_paged_native.Unavailable as error:
+            reason = str(error)
+    raise ValueError(f"kernels='native' cannot run here: {reason}; use kernels='auto'")
+
+
+def _native_if_built() -> Ops:
+    """The C++ op if it is there. Nobody who did not ask waits for a compiler."""
+    import hf_paged_native
+
+    file = hf_paged_native.find()
+    if file is not None:
+        try:
+            return NativeOps(hf_paged_native.load(file))
+        except hf_paged_native.Unavailable as error:
+            _tell(f"plain torch reads the pages: {error}")
+    elif hf_paged_native.compiler() is not None:
+        _tell("plain torch reads the pages; `python -m hf_paged_native` builds a C++ op for CPUs, once, in some seconds")
+    return Ops()
+
+
+@cache
+def _tell(message: str) -> None:
+    """Log it, the first time."""
+    logger.info(message)
+
+
+def why_no_native(layout: Layout) -> str | None:
+    """Why the C++ op cannot serve pages of `layout`, or None if it can where it is built."""
+    if layout.device.type != "cpu":
+        return f"the C++ op is made for CPUs, the keys are on {layout.device}"
+    if layout.dtype not in KERNEL_DTYPES:
+        return f"the C++ op knows {', '.join(map(str, KERNEL_DTYPES))}, the keys are {layout.dtype}"
+    return None
 
 
 @cache

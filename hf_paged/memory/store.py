@@ -36,6 +36,12 @@ class Layout(NamedTuple):
         # Under autocast the two may differ; the wider one holds both.
         return cls(keys.device, torch.promote_types(keys.dtype, values.dtype), keys.shape[1], keys.shape[3], values.shape[3])
 
+    def describes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether these keys [rows, heads, tokens, key_dim] and values look like this; cheaper than reading another layout."""
+        _, heads, _, key_dim = keys.shape
+        same = heads == self.heads and key_dim == self.key_dim and values.shape[3] == self.value_dim and values.shape[1] == heads
+        return same and keys.dtype == values.dtype == self.dtype and keys.device == self.device
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in one layer."""

@@ -1,0 +1,599 @@
+// Paged attention for a few query tokens a row, and the write of a step's keys and values, on a CPU.
+//
+// Plain C++17 with the vector types of gcc and clang; no header of torch or Python, so it builds in seconds and one binary serves
+// every release of both. Whoever calls (plan.py) owns every byte: tensors, tables, scratch. Storage may be
+// float32, bfloat16 or float16; every sum is float32.
+//
+// A row's tokens are cut into chunks. Each chunk gives its own softmax, and the last thread that finishes a piece of a row puts
+// them together in order: the answer is the same bits for any number of threads, any neighbours and any place of the blocks.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "written for machines that put the low half of a word first"
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16, WIDE = 4;
+#elif defined(__AVX2__)
+constexpr int W = 8, WIDE = 2;
+#else
+constexpr int W = 4, WIDE = 2;
+#endif
+// W floats fill a register; WIDE registers of a value are summed at once.
+
+constexpr int64_t CHUNK = 512;  // tokens whose scores are held at once, and the smallest piece of work of a thread
+constexpr int64_t TILE = 32;    // tokens whose values stay in the nearest cache while the query heads take turns
+constexpr int64_t LINE = 64;    // bytes of a cache line
+
+typedef float Vec __attribute__((vector_size(W * 4)));
+typedef uint32_t Bits __attribute__((vector_size(W * 4)));
+
+}  // namespace
+
+extern "C" {
+
+// What the layers of one shape have in common in one step. Strides are in elements; the last dimension is dense everywhere.
+struct Step {
+    const int32_t* table;    // [rows, width]: block ids
+    const int32_t* lengths;  // [rows]: tokens of each row, this step's included
+    float* scratch;          // hf_paged_scratch(step) floats, on a cache line
+    int64_t rows, width, block_size, tokens, heads, group, key_dim, value_dim;
+    int64_t key_slot, key_head, value_slot, value_head;  // strides of the pools
+    int64_t window;  // how far back a token sees, itself included; 0: all the way
+    int64_t causal;  // whether a token sees only what is at or before it
+    int64_t dtype;   // 0 float32, 1 bfloat16, 2 float16
+    int64_t threads;
+};
+
+// Strides of a tensor [rows, heads, tokens, dim].
+struct Strides {
+    int64_t row, head, token;
+};
+}
+
+namespace {
+
+// ---- how numbers are stored
+
+inline float as_float(uint32_t bits) {
+    float to;
+    std::memcpy(&to, &bits, 4);
+    return to;
+}
+
+inline uint32_t as_bits(float from) {
+    uint32_t to;
+    std::memcpy(&to, &from, 4);
+    return to;
+}
+
+// Two halves of a word become floats by a shift and a mask, so registers hold first the even numbers of 2 W, then the odd ones.
+// Sums over them do not care, and `place` says where a number went.
+struct Float32 {
+    typedef float Stored;
+    static constexpr int64_t Together = W;  // numbers that are read at once
+    static int64_t place(int64_t d) { return d; }
+    static void read(const float* from, float* to) { std::memcpy(to, from, W * 4); }
+    static float one(float from) { return from; }
+    static float store(float from) { return from; }
+};
+
+struct Halves {
+    typedef uint16_t Stored;
+    static constexpr int64_t Together = 2 * W;
+    static int64_t place(int64_t d) { return d / (2 * W) * (2 * W) + d % (2 * W) / 2 + d % 2 * W; }
+};
+
+struct BFloat16 : Halves {
+    static void read(const uint16_t* from, float* to) {
+        Bits both;
+        std::memcpy(&both, from, sizeof(both));
+        Bits even = both << 16, odd = both & 0xffff0000u;
+        std::memcpy(to, &even, sizeof(even));
+        std::memcpy(to + W, &odd, sizeof(odd));
+    }
+    static float one(uint16_t from) { return as_float(uint32_t(from) << 16); }
+    static uint16_t store(float from) {
+        uint32_t bits = as_bits(from);
+        if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
+        return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+};
+
+struct Float16 : Halves {
+    // bits: a half in the upper half of each word. The exponent is put right by a product, which lifts subnormal halves too.
+    static Vec wide(Bits bits) {
+        Bits size = bits >> 3 & 0x0fffe000u;
+        Bits endless = (Bits)(size >= 0x0f800000u) & 0x7f800000u;
+        return (Vec)((Bits)((Vec)size * 0x1p112f) | endless | (bits & 0x80000000u));
+    }
+    static void read(const uint16_t* from, float* to) {
+        Bits both;
+        std::memcpy(&both, from, sizeof(both));
+        Vec even = wide(both << 16), odd = wide(both);
+        std::memcpy(to, &even, sizeof(even));
+        std::memcpy(to + W, &odd, sizeof(odd));
+    }
+    static float one(uint16_t from) {
+        uint32_t size = uint32_t(from & 0x7fff) << 13, value = as_bits(as_float(size) * 0x1p112f);
+        return as_float(value | (size >= 0x0f800000 ? 0x7f800000 : 0) | uint32_t(from & 0x8000) << 16);
+    }
+    static uint16_t store(float from) {
+        uint32_t bits = as_bits(from), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+        if (size > 0x7f800000) return uint16_t(sign | 0x7e00);
+        if (size >= 0x47800000) return uint16_t(sign | 0x7c00);
+        if (size < 0x38800000) return uint16_t(sign | (as_bits(as_float(size) + 0.5f) - 0x3f000000));
+        return uint16_t(sign | (size + 0xc8000fff + (size >> 13 & 1)) >> 13);
+    }
+};
+
+// ---- registers
+
+inline Vec load(const float* from) {
+    Vec to;
+    std::memcpy(&to, from, sizeof(to));
+    return to;
+}
+inline void store(float* to, Vec from) { std::memcpy(to, &from, sizeof(from)); }
+
+template <int... Lane>
+inline Vec pick(Vec a, Vec b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, Lane...);
+#else
+    typedef int32_t Index __attribute__((vector_size(W * 4)));
+    return __builtin_shuffle(a, b, Index{Lane...});
+#endif
+}
+
+// In lanes whose bit `Far` is clear the sum of one's lane and its partner, in the others the same of two.
+template <int Far, int... Lane>
+inline Vec fold(Vec one, Vec two, std::integer_sequence<int, Lane...>) {
+    return pick<(Lane & Far ? W + Lane : Lane)...>(one, two) + pick<(Lane & Far ? W + Lane - Far : Lane + Far)...>(one, two);
+}
+
+template <int Far>
+inline void fold_all(Vec* sums) {
+#pragma GCC unroll 16
+    for (int i = 0; i < Far; i++) sums[i] = fold<Far>(sums[i], sums[i + Far], std::make_integer_sequence<int, W>());
+    if constexpr (Far > 1) fold_all<Far / 2>(sums);
+}
+
+// Lane i of the answer is the sum of all lanes of sums[i].
+inline Vec total_of_each(Vec* sums) {
+    fold_all<W / 2>(sums);
+    return sums[0];
+}
+
+inline float largest(Vec x) {
+    float most = x[0];
+    for (int i = 1; i < W; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
+
+inline float total(Vec x) {
+    float sum = 0;
+    for (int i = 0; i < W; i++) sum += x[i];
+    return sum;
+}
+
+// e^x for x <= 88; 0 below -87. Within 2e-7 of it.
+inline Vec exponential(Vec x) {
+    const float shift = 0x1.8p23f;
+    Vec turns = x * 1.44269504f + shift;
+    Vec whole = turns - shift;
+    Vec rest = x - whole * 0x1.62e4p-1f;  // ln 2 in two parts, the first short enough that the product is exact
+    rest = rest - whole * 0x1.7f7d1cf79abcap-20f;
+    Vec sum = rest * (1.0f / 5040) + 1.0f / 720;
+    sum = sum * rest + 1.0f / 120;
+    sum = sum * rest + 1.0f / 24;
+    sum = sum * rest + 1.0f / 6;
+    sum = sum * rest + 0.5f;
+    sum = sum * rest + 1.0f;
+    sum = sum * rest + 1.0f;
+    Vec power = (Vec)(((Bits)turns << 23) + 0x3f800000u);
+    return x < -87.0f ? Vec{} : sum * power;
+}
+
+// tanh by way of e^2x - 1, whose own series keeps small numbers exact.
+inline Vec tangent(Vec x) {
+    Vec size = (Vec)((Bits)x & 0x7fffffff) * 2.0f;
+    size = size > 40.0f ? Vec{} + 40.0f : size;
+    Vec series = size * (1.0f / 40320) + 1.0f / 5040;
+    series = series * size + 1.0f / 720;
+    series = series * size + 1.0f / 120;
+    series = series * size + 1.0f / 24;
+    series = series * size + 1.0f / 6;
+    series = series * size + 0.5f;
+    series = series * size + 1.0f;
+    Vec grown = size < 0.7f ? series * size : exponential(size) - 1.0f;
+    return (Vec)((Bits)(grown / (grown + 2.0f)) | ((Bits)x & 0x80000000u));
+}
+
+// ---- small products
+
+// Scores of W tokens: lane t is query . keys[t]; dim is a multiple of W.
+template <int Many>
+inline void add_products(Vec* sums, const float* const* keys, const float* query) {
+    Vec part[Many];
+    for (int v = 0; v < Many; v++) part[v] = load(query + v * W);
+#pragma GCC unroll 16
+    for (int t = 0; t < W; t++)
+        for (int v = 0; v < Many; v++) sums[t] += part[v] * load(keys[t] + v * W);
+}
+
+inline Vec scores_of(const float* const* keys, const float* query, int64_t dim) {
+    Vec sums[W] = {};
+    const float* at[W];
+    for (int t = 0; t < W; t++) at[t] = keys[t];
+    int64_t d = 0;
+    for (; d + 4 * W <= dim; d += 4 * W) {
+        add_products<4>(sums, at, query + d);
+        for (int t = 0; t < W; t++) at[t] += 4 * W;
+    }
+    for (; d < dim; d += W) {
+        add_products<1>(sums, at, query + d);
+        for (int t = 0; t < W; t++) at[t] += W;
+    }
+    return total_of_each(sums);
+}
+
+// sums[m][d..] += weights[m][t] * values[t][d..] for `Rows` query rows and `Many` registers; meanwhile the same of `soon` is fetched.
+template <int Rows, int Many, int Size>
+inline void add_values(float* sums, int64_t dim, const float* weights, int64_t stride, const float* const* values, int64_t d, int64_t count,
+                       const char* const* soon) {
+    Vec kept[Rows][Many];
+    for (int m = 0; m < Rows; m++)
+        for (int v = 0; v < Many; v++) kept[m][v] = load(sums + m * dim + d + v * W);
+    for (int64_t t = 0; t < count; t++) {
+        if (soon)
+            for (int64_t line = 0; line < Many * W * Size; line += LINE) __builtin_prefetch(soon[t] + d * Size + line);
+        Vec value[Many];
+        for (int v = 0; v < Many; v++) value[v] = load(values[t] + d + v * W);
+        for (int m = 0; m < Rows; m++)
+            for (int v = 0; v < Many; v++) kept[m][v] += value[v] * weights[m * stride + t];
+    }
+    for (int m = 0; m < Rows; m++)
+        for (int v = 0; v < Many; v++) store(sums + m * dim + d + v * W, kept[m][v]);
+}
+
+// ---- a piece of work: some heads of one row over one chunk of its tokens
+
+inline int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// How the scratch of a step is cut up, and its work.
+struct Plan {
+    int64_t queries;           // query rows that one key head serves: its group's heads times the new tokens
+    int64_t key_dim, value_dim;  // filled up to whole registers
+    int64_t chunks;            // at most, of one row
+    int64_t pieces, heads;     // the heads of a row are cut into pieces of so many
+    int64_t partials, finished, own, shared, all;  // in floats: of one chunk of a row, of the counters, of a thread, of everybody, of all
+
+    Plan(const Step& s, int64_t together) {
+        queries = s.group * s.tokens;
+        key_dim = up_to(s.key_dim, together), value_dim = up_to(s.value_dim, together);
+        int64_t seen = s.width * s.block_size;
+        if (s.causal && s.window) seen = std::min(seen, s.window - 1 + s.tokens);
+        chunks = std::max<int64_t>(1, (seen + CHUNK - 1) / CHUNK);
+        // All heads of a chunk lie side by side and are read together where there is work for everybody.
+        int64_t wanted = s.threads == 1 ? 1 : (3 * s.threads + s.rows * chunks - 1) / (s.rows * chunks);
+        heads = (s.heads + std::min(wanted, s.heads) - 1) / std::min(wanted, s.heads);
+        pieces = (s.heads + heads - 1) / heads;
+        partials = s.heads * queries * (value_dim + W);
+        finished = up_to(s.rows, LINE / 4);
+        own = up_to(heads * queries * (key_dim + CHUNK) + std::max(W * key_dim, TILE * value_dim) + 2 * CHUNK, LINE / 4);
+        shared = finished + up_to(s.rows * chunks * partials, LINE / 4);
+        all = shared + s.threads * own;
+    }
+};
+
+template <class T>
+struct Attention {
+    typedef typename T::Stored Stored;
+    const Step& s;
+    const Stored* query;
+    const Stored* keys;
+    const Stored* values;
+    Stored* out;
+    const float* sinks;
+    Strides strides;
+    float scale, softcap;
+    Plan plan;
+    std::atomic<int64_t> next{0}, workers{0};
+
+    // Of a row: the first token that any of its new ones sees, and how many chunks there are from it on.
+    int64_t first(int64_t row) const {
+        return s.causal && s.window ? std::max<int64_t>(0, s.lengths[row] - s.tokens - s.window + 1) : 0;
+    }
+    int64_t chunks(int64_t row) const { return (s.lengths[row] - first(row) + CHUNK - 1) / CHUNK; }
+
+    float* partial(int64_t row, int64_t chunk) const {
+        return s.scratch + plan.finished + (row * plan.chunks + chunk) * plan.partials;
+    }
+    std::atomic<int32_t>& finished(int64_t row) const { return reinterpret_cast<std::atomic<int32_t>*>(s.scratch)[row]; }
+
+    void run() {
+        float* own = s.scratch + plan.shared + workers.fetch_add(1) * plan.own;
+        int64_t total = plan.chunks * s.rows * plan.pieces;
+        for (int64_t i; (i = next.fetch_add(1)) < total;) {
+            // Rows that share their first blocks read them one after the other.
+            int64_t piece = i % plan.pieces, row = i / plan.pieces % s.rows, chunk = i / plan.pieces / s.rows;
+            int64_t count = chunks(row);
+            if (chunk < count) {
+                attend(row, chunk, piece * plan.heads, std::min(s.heads, (piece + 1) * plan.heads), own);
+                if (finished(row).fetch_add(1) + 1 == count * plan.pieces) merge(row, count);
+            } else if (!count && !chunk && !piece) {
+                merge(row, 0);
+            }
+        }
+    }
+
+    void attend(int64_t row, int64_t chunk, int64_t head, int64_t end, float* own) const {
+        int64_t begin = first(row) + chunk * CHUNK, count = std::min<int64_t>(CHUNK, s.lengths[row] - begin);
+        float* asked = own;
+        float* weights = asked + plan.heads * plan.queries * plan.key_dim;
+        float* tile = weights + plan.heads * plan.queries * CHUNK;
+        int64_t* slots = reinterpret_cast<int64_t*>(tile + std::max(W * plan.key_dim, TILE * plan.value_dim));
+        find(row, begin, count, slots);
+        ask(row, head, end, asked);
+        score(slots, count, head, end, asked, weights, tile);
+        float* sums = partial(row, chunk) + head * plan.queries * (plan.value_dim + W);
+        for (int64_t m = 0; m < (end - head) * plan.queries; m++)
+            soften(weights + m * CHUNK, row, m % s.tokens, begin, count, sums + m * (plan.value_dim + W));
+        weigh(slots, count, head, end, weights, sums, tile);
+    }
+
+    void find(int64_t row, int64_t begin, int64_t count, int64_t* slots) const {
+        const int32_t* block = s.table + row * s.width + begin / s.block_size;
+        int64_t inside = begin % s.block_size;
+        for (int64_t t = 0; t < count; block++, inside = 0)
+            for (; inside < s.block_size && t < count; inside++) slots[t++] = *block * s.block_size + inside;
+    }
+
+    // The queries of heads head..end as floats, scaled, filled up with zeros.
+    void ask(int64_t row, int64_t head, int64_t end, float* asked) const {
+        float by = softcap > 0 ? scale / softcap : scale;
+        for (int64_t h = head * s.group; h < end * s.group; h++)
+            for (int64_t j = 0; j < s.tokens; j++) {
+                const Stored* from = query + row * strides.row + h * strides.head + j * strides.token;
+                std::fill(asked, asked + plan.key_dim, 0.0f);
+                for (int64_t d = 0; d < s.key_dim; d++) asked[T::place(d)] = T::one(from[d]) * by;
+                asked += plan.key_dim;
+            }
+    }
+
+    // Where the tokens of `slots` lie. There is always somewhere to look: behind the last one, that one again.
+    static void locate(const Stored* pool, int64_t stride, const int64_t* slots, int64_t count, int64_t room, const Stored** tokens) {
+        for (int64_t t = 0; t < room; t++) tokens[t] = pool + slots[std::min(t, count - 1)] * stride;
+    }
+
+    // Where one head of `count` tokens can be read as floats in whole registers: in place if they are, else in `tile`.
+    static void read(const Stored* const* tokens, int64_t offset, int64_t count, int64_t dim, int64_t whole, float* tile,
+                     const float** at) {
+        if constexpr (sizeof(Stored) == 4)
+            if (dim == whole) {
+                for (int64_t t = 0; t < count; t++) at[t] = tokens[t] + offset;
+                return;
+            }
+        for (int64_t t = 0; t < count; t++, tile += whole) {
+            const Stored* from = tokens[t] + offset;
+            int64_t d = 0;
+            for (; d + T::Together <= dim; d += T::Together) T::read(from + d, tile + d);
+            if (d < dim) std::fill(tile + d, tile + whole, 0.0f);
+            for (; d < dim; d++) tile[T::place(d)] = T::one(from[d]);
+            at[t] = tile;
+        }
+    }
+
+    template <int Count>
+    static void fetch(const Stored* const* tokens, int64_t offset, int64_t bytes) {
+        for (int t = 0; t < Count; t++) __builtin_prefetch(reinterpret_cast<const char*>(tokens[t] + offset) + bytes);
+    }
+
+    // The next tokens are asked for while these are worked on, a line of each at a time.
+    void score(const int64_t* slots, int64_t count, int64_t head, int64_t end, const float* asked, float* weights, float* tile) const {
+        const Stored* tokens[W];
+        const Stored* next[W];
+        const float* at[W];
+        int64_t bytes = s.key_dim * sizeof(Stored), stride = s.key_head;
+        locate(keys, s.key_slot, slots, std::min<int64_t>(W, count), W, next);
+        for (int64_t t = 0; t < count; t += W) {
+            std::copy(next, next + W, tokens);
+            if (t + W < count)
+                locate(keys, s.key_slot, slots + t + W, std::min<int64_t>(W, count - t - W), W, next);
+            else {
+                locate(values, s.value_slot, slots, std::min<int64_t>(W, count), W, next);
+                stride = s.value_head;
+            }
+            for (int64_t h = head; h < end; h++) {
+                read(tokens, h * s.key_head, W, s.key_dim, plan.key_dim, tile, at);
+                for (int64_t i = 0; i < plan.queries; i++) {
+                    int64_t m = (h - head) * plan.queries + i;
+                    for (int64_t line = i * LINE; line < bytes; line += plan.queries * LINE) fetch<W>(next, h * stride, line);
+                    store(weights + m * CHUNK + t, scores_of(at, asked + m * plan.key_dim, plan.key_dim));
+                }
+            }
+        }
+    }
+
+    // Scores of one query row over a chunk become weights; their largest score and their sum stand behind its sums.
+    void soften(float* weights, int64_t row, int64_t token, int64_t begin, int64_t count, float* sums) const {
+        int64_t at = s.lengths[row] - s.tokens + token;
+        int64_t from = s.causal && s.window ? at - s.window + 1 - begin : 0, to = s.causal ? at + 1 - begin : count;
+        from = std::clamp<int64_t>(from, 0, count), to = std::clamp<int64_t>(to, from, count);
+        int64_t whole = up_to(count, W);
+        if (softcap > 0)
+            for (int64_t t = 0; t < whole; t += W) store(weights + t, tangent(load(weights + t)) * softcap);
+        std::fill(weights, weights + from, -INFINITY);
+        std::fill(weights + to, weights + whole, -INFINITY);
+        Vec most = Vec{} - INFINITY, sum = {};
+        for (int64_t t = 0; t < whole; t += W) {
+            Vec x = load(weights + t);
+            most = x > most ? x : most;
+        }
+        float top = largest(most), base = top == -INFINITY ? 0 : top;
+        for (int64_t t = 0; t < whole; t += W) {
+            Vec x = exponential(load(weights + t) - base);
+            store(weights + t, x);
+            sum += x;
+        }
+        sums[plan.value_dim] = top;
+        sums[plan.value_dim + 1] = total(sum);
+    }
+
+    void weigh(const int64_t* slots, int64_t count, int64_t head, int64_t end, const float* weights, float* sums, float* tile) const {
+        const Stored* tokens[TILE];
+        const Stored* next[TILE];
+        const float* at[TILE];
+        const char* soon[TILE];
+        int64_t stride = plan.value_dim + W;
+        for (int64_t m = 0; m < (end - head) * plan.queries; m++) std::fill(sums + m * stride, sums + m * stride + plan.value_dim, 0.0f);
+        locate(values, s.value_slot, slots, std::min(TILE, count), TILE, next);
+        for (int64_t t = 0; t < count; t += TILE) {
+            int64_t here = std::min(TILE, count - t);
+            std::copy(next, next + TILE, tokens);
+            if (t + TILE < count) locate(values, s.value_slot, slots + t + TILE, std::min(TILE, count - t - TILE), TILE, next);
+            for (int64_t h = head; h < end; h++) {
+                read(tokens, h * s.value_head, here, s.value_dim, plan.value_dim, tile, at);
+                for (int64_t i = 0; i < here; i++) soon[i] = reinterpret_cast<const char*>(next[i] + h * s.value_head);
+                int64_t begin = (h - head) * plan.queries, last = begin + plan.queries;
+                for (int64_t m = begin, step; m < last; m += step) {
+                    step = last - m >= 4 ? 4 : last - m >= 2 ? 2 : 1;
+                    auto add = step == 4 ? &Attention::add<4> : step == 2 ? &Attention::add<2> : &Attention::add<1>;
+                    (this->*add)(sums + m * stride, weights + m * CHUNK + t, at, here, m == begin ? soon : nullptr);
+                }
+            }
+        }
+    }
+
+    template <int Rows>
+    void add(float* sums, const float* weights, const float* const* at, int64_t count, const char* const* soon) const {
+        constexpr int Size = sizeof(Stored);
+        int64_t d = 0, stride = plan.value_dim + W;
+        for (; d + WIDE * W <= plan.value_dim; d += WIDE * W)
+            add_values<Rows, WIDE, Size>(sums, stride, weights, CHUNK, at, d, count, soon);
+        for (; d < plan.value_dim; d += W) add_values<Rows, 1, Size>(sums, stride, weights, CHUNK, at, d, count, soon);
+    }
+
+    // Put the chunks of a row together: [tokens, query heads, value_dim].
+    void merge(int64_t row, int64_t count) const {
+        int64_t stride = plan.value_dim + W;
+        for (int64_t m = 0; m < s.heads * plan.queries; m++) {
+            int64_t h = m / s.tokens, j = m % s.tokens;
+            float top = sinks ? sinks[h] : -INFINITY;
+            for (int64_t c = 0; c < count; c++) top = std::max(top, partial(row, c)[m * stride + plan.value_dim]);
+            float base = top == -INFINITY ? 0 : top, sum = sinks ? std::exp(sinks[h] - base) : 0;
+            float* kept = partial(row, 0) + m * stride;
+            if (!count) std::fill(kept, kept + plan.value_dim, 0.0f);
+            for (int64_t c = 0; c < count; c++) {
+                const float* more = partial(row, c) + m * stride;
+                float by = std::exp(more[plan.value_dim] - base);
+                sum += more[plan.value_dim + 1] * by;
+                for (int64_t d = 0; d < plan.value_dim; d++) kept[d] = c ? kept[d] + more[d] * by : kept[d] * by;
+            }
+            Stored* to = out + ((row * s.tokens + j) * s.heads * s.group + h) * s.value_dim;
+            for (int64_t d = 0; d < s.value_dim; d++) to[d] = T::store(sum == 0 ? 0 : kept[T::place(d)] / sum);
+        }
+    }
+};
+
+// ---- threads: those that torch has
+
+typedef void (*Gomp)(void (*)(void*), void*, unsigned, unsigned);
+typedef int32_t (*Torch)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
+Gomp gomp = nullptr;
+Torch torch = nullptr;
+
+template <class Work>
+void in_parallel(Work& work, int64_t threads) {
+    auto run = [](void* w) { static_cast<Work*>(w)->run(); };
+    auto take = [](int64_t, int64_t, void* w) { static_cast<Work*>(w)->run(); };
+    if (threads > 1 && gomp)
+        gomp(run, &work, unsigned(threads), 0);
+    else if (threads < 2 || !torch || torch(0, threads, 1, take, &work))
+        work.run();
+}
+
+template <class T>
+void attend(const Step& s, const void* query, Strides strides, const void* keys, const void* values, void* out, const float* sinks,
+            float scale, float softcap) {
+    typedef typename T::Stored Stored;
+    Attention<T> work{s, static_cast<const Stored*>(query), static_cast<const Stored*>(keys), static_cast<const Stored*>(values),
+                      static_cast<Stored*>(out), sinks, strides, scale, softcap, Plan(s, T::Together)};
+    std::memset(s.scratch, 0, s.rows * 4);
+    in_parallel(work, std::min<int64_t>(s.threads, work.plan.chunks * s.rows * work.plan.pieces));
+}
+
+// ---- the write of a step's tokens
+
+struct Write {
+    const Step& s;
+    const char *keys, *values;
+    char *key_pool, *value_pool;
+    Strides key_strides, value_strides;
+    int64_t size;
+    std::atomic<int64_t> next{0};
+
+    static constexpr int64_t MANY = 64;  // tokens that a thread takes at once
+
+    void run() {
+        int64_t total = s.rows * s.tokens;
+        for (int64_t i; (i = next.fetch_add(MANY)) < total;)
+            for (int64_t token = i; token < std::min(total, i + MANY); token++) one(token / s.tokens, token % s.tokens);
+    }
+
+    void one(int64_t row, int64_t token) const {
+        int64_t at = s.lengths[row] - s.tokens + token;
+        if (at < 0) return;  // padding takes no slot
+        int64_t slot = s.table[row * s.width + at / s.block_size] * s.block_size + at % s.block_size;
+        put(keys, key_strides, row, token, key_pool, slot * s.key_slot, s.key_head, s.key_dim);
+        put(values, value_strides, row, token, value_pool, slot * s.value_slot, s.value_head, s.value_dim);
+    }
+
+    void put(const char* from, Strides strides, int64_t row, int64_t token, char* pool, int64_t to, int64_t head, int64_t dim) const {
+        from += (row * strides.row + token * strides.token) * size, pool += to * size;
+        if (strides.head == dim && head == dim) {
+            std::memcpy(pool, from, s.heads * dim * size);
+            return;
+        }
+        for (int64_t h = 0; h < s.heads; h++) std::memcpy(pool + h * head * size, from + h * strides.head * size, dim * size);
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// The step's answer to what torch has: the entry of its OpenMP runtime, or its own parallel_for; either may be null.
+void hf_paged_threads(void* of_gomp, void* of_torch) {
+    gomp = reinterpret_cast<Gomp>(of_gomp);
+    torch = reinterpret_cast<Torch>(of_torch);
+}
+
+int64_t hf_paged_scratch(const Step* step) { return Plan(*step, step->dtype == 0 ? Float32::Together : Halves::Together).all; }
+
+// out [rows, tokens, query heads, value_dim] = softmax(softcap(query keys^T * scale)) values; sinks [query heads] or null only take
+// weight. query [rows, query heads, tokens, key_dim]; keys and values: a layer's slots. A token that sees nothing gives 0.
+void hf_paged_attend(const Step* step, const void* query, const Strides* strides, const void* keys, const void* values, void* out,
+                     const float* sinks, float scale, float softcap) {
+    auto run = step->dtype == 0 ? attend<Float32> : step->dtype == 1 ? attend<BFloat16> : attend<Float16>;
+    run(*step, query, *strides, keys, values, out, sinks, scale, softcap);
+}
+
+// Put keys and values [rows, heads, tokens, dim] of a step into their slots.
+void hf_paged_write(const Step* step, const void* keys, const Strides* key_strides, const void* values, const Strides* value_strides,
+                    void* key_pool, void* value_pool) {
+    Write work{*step, static_cast<const char*>(keys), static_cast<const char*>(values), static_cast<char*>(key_pool),
+               static_cast<char*>(value_pool), *key_strides, *value_strides, step->dtype == 0 ? 4 : 2};
+    bool large = step->rows * step->tokens > 4 * Write::MANY;
+    in_parallel(work, large ? step->threads : 1);
+}
+}

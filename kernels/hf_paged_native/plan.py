@@ -1,0 +1,165 @@
+"""The library's functions on tensors: planned once a step, run once a layer."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from .building import Unavailable
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _Step(ctypes.Structure):
+    """`Step` of paged.cpp."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("table", "lengths", "scratch")),
+        *((name, c_int64) for name in ("rows", "width", "block_size", "tokens", "heads", "group", "key_dim", "value_dim")),
+        *((name, c_int64) for name in ("key_slot", "key_head", "value_slot", "value_head")),
+        *((name, c_int64) for name in ("window", "causal", "dtype", "threads")),
+    ]  # fmt: skip
+
+
+class _Strides(ctypes.Structure):
+    """`Strides` of paged.cpp."""
+
+    _fields_ = [(name, c_int64) for name in ("row", "head", "token")]
+
+
+class Library:
+    """The compiled functions."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        library = ctypes.CDLL(str(file))
+        self.scratch, self.attend, self.write = library.hf_paged_scratch, library.hf_paged_attend, library.hf_paged_write
+        self.scratch.restype, self.scratch.argtypes = c_int64, [c_void_p]
+        self.attend.restype, self.attend.argtypes = None, [c_void_p] * 7 + [c_float, c_float]
+        self.write.restype, self.write.argtypes = None, [c_void_p] * 7
+        library.hf_paged_threads.restype, library.hf_paged_threads.argtypes = None, [c_void_p, c_void_p]
+        library.hf_paged_threads(*_threads_of_torch())
+
+
+@cache
+def load(file: Path) -> Library:
+    """The library in `file`, loaded once."""
+    try:
+        return Library(file)
+    except (OSError, AttributeError) as error:
+        raise Unavailable(f"{file} cannot be loaded ({error}); delete it and build it again") from error
+
+
+def _threads_of_torch() -> tuple[int | None, int | None]:
+    """The entries to the threads that torch works with: its OpenMP runtime's, or its own where a release has it (2.10)."""
+    own = Path(torch.__file__).parent / "lib"
+    for library in (*own.glob("libtorch_cpu.so"), *own.glob("libtorch_cpu.dylib")):
+        found = _address(ctypes.CDLL(str(library)), "torch_parallel_for")
+        if found is not None:
+            return None, found
+    return _address(ctypes.CDLL(None), "GOMP_parallel"), None
+
+
+def _address(library: ctypes.CDLL, name: str) -> int | None:
+    function = getattr(library, name, None)
+    return None if function is None else ctypes.cast(function, c_void_p).value
+
+
+class _Plan:
+    """What the library must know about a step beside the layers' own tensors. It lives as long as its shapes last.
+
+    keys [slots, heads, key_dim] and values [slots, heads, value_dim] are those of any of the layers.
+    """
+
+    def __init__(self, library: Library, keys: torch.Tensor, values: torch.Tensor, block_size: int, tokens: int) -> None:
+        heads, key_dim = keys.shape[1:]
+        self.library = library
+        self.step = _Step(
+            block_size=block_size, tokens=tokens, heads=heads, group=1, key_dim=key_dim, value_dim=values.shape[2],
+            key_slot=keys.stride(0), key_head=keys.stride(1), value_slot=values.stride(0), value_head=values.stride(1),
+            dtype=DTYPES[keys.dtype],
+        )  # fmt: skip
+        self.address = ctypes.addressof(self.step)
+        self._kept: tuple[torch.Tensor, ...] = ()
+
+    def update(self, table: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Begin a step: block ids table [rows, width] and tokens lengths [rows], this step's included, int32 and dense."""
+        step = self.step
+        step.table, step.lengths = table.data_ptr(), lengths.data_ptr()
+        step.rows, step.width = table.shape
+        step.threads = torch.get_num_threads()
+        self._kept = (table, lengths)
+
+
+class Write(_Plan):
+    """The write of a step's keys [rows, heads, tokens, key_dim] and values [rows, heads, tokens, value_dim]."""
+
+    def __init__(
+        self, library: Library, keys: torch.Tensor, values: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, block_size: int
+    ) -> None:
+        super().__init__(library, key_pool, value_pool, block_size, keys.shape[2])
+        self._strides = _Strides(*keys.stride()[:3]), _Strides(*values.stride()[:3])
+        self._of_keys, self._of_values = (ctypes.addressof(strides) for strides in self._strides)
+
+    def run(self, keys: torch.Tensor, values: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor) -> None:
+        """Put them into their slots. A token before its row's first is padding and has none."""
+        self.library.write(
+            self.address, keys.data_ptr(), self._of_keys, values.data_ptr(), self._of_values, key_pool.data_ptr(), value_pool.data_ptr()
+        )
+
+
+class Attend(_Plan):
+    """Attention of query [rows, query_heads, tokens, key_dim] over pages.
+
+    window: how far back a token sees, itself included. causal: whether it sees only what is at or before it; else all there is.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        block_size: int,
+        window: int | None = None,
+        causal: bool = True,
+    ) -> None:
+        super().__init__(library, keys, values, block_size, query.shape[2])
+        self.step.group = query.shape[1] // keys.shape[1]
+        self.step.window, self.step.causal = window or 0, causal
+        self.scale = query.shape[3] ** -0.5
+        self._strides = _Strides(*query.stride()[:3])
+        self._of_query = ctypes.addressof(self._strides)
+        self._shape = (query.shape[0], query.shape[2], query.shape[1], values.shape[2])
+        self._scratch = torch.empty(0)
+
+    def update(self, table: torch.Tensor, lengths: torch.Tensor) -> None:
+        super().update(table, lengths)
+        need = self.library.scratch(self.address)
+        if need > self._scratch.numel():
+            self._scratch = torch.empty(need)
+            self.step.scratch = self._scratch.data_ptr()
+
+    def run(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """softmax(softcap(query keys^T * scale)) values, [rows, tokens, query_heads, value_dim]; sinks [query_heads], float32.
+
+        A token that sees nothing gives 0.
+        """
+        out = torch.empty(self._shape, dtype=query.dtype)
+        self.library.attend(
+            self.address, query.data_ptr(), self._of_query, keys.data_ptr(), values.data_ptr(), out.data_ptr(),
+            None if sinks is None else sinks.data_ptr(), self.scale if scale is None else scale, softcap or 0.0,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,225 @@
+"""How the C++ op is built and kept: once, whole, on request, and with a reason where it cannot be."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_paged_native as native
+from hf_paged.memory import Layout
+from hf_paged.memory import ops as ops_module
+from hf_paged.memory.ops import Ops, choose
+from hf_paged_native import building
+
+LAYOUT = Layout(torch.device("cpu"), torch.float32, 2, 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty place for libraries, and a log that has told nothing yet."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.delenv("CXX", raising=False)
+    ops_module._tell.cache_clear()
+    return tmp_path / "extensions" / "hf_paged_native"
+
+
+def script(path: Path, text: str) -> str:
+    """A program that stands for a compiler: the file to make is its last argument."""
+    path.write_text(f"#!/bin/sh\nfor out; do :; done\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *arguments, **options: None)
+
+
+# ---- where it cannot be
+
+
+def test_without_a_compiler(no_compiler: None, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Asking for it is an error that says why; "auto" is plain torch and does not even mention it."""
+    with pytest.raises(ValueError, match=r"kernels='native' cannot run here: there is no C\+\+ compiler .* install g\+\+"):
+        choose("native", LAYOUT, captured=False)
+    with caplog.at_level(logging.INFO, logger="hf_paged"):
+        assert type(choose("auto", LAYOUT, captured=False)) is Ops
+    assert not caplog.records
+    assert not folder.exists()
+
+
+def test_auto_builds_nothing_and_says_so_once(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody who did not ask waits for a compiler; the log says how to ask."""
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: pytest.fail("a compiler was started"))
+    with caplog.at_level(logging.INFO, logger="hf_paged"):
+        for _ in range(3):
+            assert type(choose("auto", LAYOUT, captured=False)) is Ops
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "`python -m hf_paged_native` builds" in message
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        (LAYOUT._replace(device=torch.device("cuda", 0)), "made for CPUs, the keys are on cuda:0"),
+        (LAYOUT._replace(dtype=torch.float64), "the keys are torch.float64"),
+    ],
+)
+def test_pages_it_does_not_know(layout: Layout, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        choose("native", layout, captured=False)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_torch_stays_torch(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "find", lambda: pytest.fail("somebody looked for the op"))
+    assert type(choose("torch", LAYOUT, captured)) is Ops
+
+
+TROUBLE = {
+    "fails": ("echo paged.cpp:1: no such thing >&2; exit 3", "failed with 3 and said: paged.cpp:1: no such thing"),
+    "says nothing": ("exit 1", "failed with 1 and said: nothing"),
+    "makes no library": ("echo hello > $out", "cannot be used"),
+    "makes nothing": ("rm -f $out", "cannot be used"),
+}
+
+
+@pytest.mark.parametrize("name", TROUBLE)
+def test_a_compiler_in_trouble(name: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is told, nothing is left that could be taken for a library, and the next try begins anew."""
+    text, why = TROUBLE[name]
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
+    for _ in range(2):
+        with pytest.raises(native.Unavailable, match=why):
+            native.build()
+        assert native.find() is None
+        assert not list(folder.iterdir())
+
+
+def test_a_compiler_that_is_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++ -v")
+    with pytest.raises(native.Unavailable, match="CXX='/nowhere/c\\+\\+ -v' is no program"):
+        native.build()
+
+
+def test_a_compiler_that_never_ends(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "SECONDS", 0.2)
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", "exec sleep 20"))
+    with pytest.raises(native.Unavailable, match=r"was not done after 0\.2 seconds"):
+        native.build()
+    assert not list(folder.iterdir())
+
+
+def test_nowhere_to_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be made, and no home at all."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    with pytest.raises(native.Unavailable, match=r"cannot be kept in .*set TORCH_EXTENSIONS_DIR"):
+        native.build()
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert native.find() is None
+    with pytest.raises(native.Unavailable, match="no home folder"):
+        native.build()
+
+
+def test_a_library_that_does_not_load(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What lies in the place of the library and is none: a reason for who asked, plain torch for everybody else."""
+    folder.mkdir(parents=True)
+    building.place().write_text("not a library")
+    with pytest.raises(ValueError, match=r"cannot be loaded .* delete it"):
+        choose("native", LAYOUT, captured=False)
+    with caplog.at_level(logging.INFO, logger="hf_paged"):
+        assert type(choose("auto", LAYOUT, captured=False)) is Ops
+    assert "cannot be loaded" in caplog.text
+
+
+# ---- where it is kept
+
+
+def test_another_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was built for other registers or from another source is never taken."""
+    known = {building.place(registers) for registers in ("DEFAULT", "AVX2", "AVX512")}
+    assert len(known) == 3
+    changed = tmp_path / "paged.cpp"
+    changed.write_text(building.SOURCE.read_text() + "\n")
+    monkeypatch.setattr(building, "SOURCE", changed)
+    assert building.place() not in known
+
+
+def test_kept_beside_the_extensions_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert building.folder() == tmp_path / "torch_extensions" / "hf_paged_native"
+
+
+compiles = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library, built by the command."""
+    place = tmp_path_factory.mktemp("ready")
+    kernels = str(building.SOURCE.parents[1])
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(place), "PYTHONPATH": kernels}
+    done = subprocess.run([sys.executable, "-m", "hf_paged_native"], env=environment, capture_output=True, text=True, check=True)
+    (file,) = (place / "hf_paged_native").iterdir()
+    assert done.stdout.strip() == f"built for {building.capability()}: {file}"
+    assert "once" in done.stderr
+    return file
+
+
+@compiles
+def test_the_command_says_why_not(tmp_path: Path) -> None:
+    environment = {**os.environ, "CXX": "/nowhere/c++", "PYTHONPATH": str(building.SOURCE.parents[1])}
+    done = subprocess.run([sys.executable, "-m", "hf_paged_native"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "cannot be had: there is no C++ compiler" in done.stderr
+
+
+@compiles
+def test_built_once(ready: Path, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time nobody asks for a compiler, and "auto" finds what is there."""
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", f"echo >> {tmp_path / 'runs'}; cp {ready} $out"))
+    for _ in range(3):
+        assert native.build() == building.place()
+    assert len((tmp_path / "runs").read_text().splitlines()) == 1
+    assert type(choose("auto", LAYOUT, captured=False)) is ops_module.NativeOps
+    assert [file.name for file in folder.iterdir()] == [building.place().name]
+
+
+@compiles
+def test_built_by_several_at_once(ready: Path, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each compiles for itself; what is put in place is whole at every moment."""
+    compiler = script(tmp_path / "compiler", f"echo >> {tmp_path / 'runs'}; head -c 999 {ready} > $out; sleep 0.2; cp {ready} $out")
+    monkeypatch.setenv("CXX", compiler)
+    answers: list[Any] = []
+
+    def build() -> None:
+        answers.append(native.load(native.build()))
+
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 4
+    assert [file.name for file in folder.iterdir()] == [building.place().name]
+    assert len((tmp_path / "runs").read_text().splitlines()) > 1
