@@ -99,7 +99,7 @@ def test_numbers_are_even_and_unlike() -> None:
     places = torch.arange(50_000)
     for keys in ((places, torch.tensor(3)), (torch.tensor(3), places), (torch.tensor(2**62 + 1), places)):
         numbers = uniform(*keys)
-        assert 0 <= float(numbers.min())
+        assert float(numbers.min()) >= 0
         assert float(numbers.max()) < 1
         assert torch.histc(numbers, 20, 0, 1).tolist() == pytest.approx([2500] * 20, abs=250)
         assert abs(float(torch.corrcoef(torch.stack([numbers[:-1], numbers[1:]]))[0, 1])) < 0.02

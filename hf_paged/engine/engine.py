@@ -67,6 +67,11 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({type(self.model).__name__}, form={self._runner.form!r}, requests={len(self._jobs)})"
 
+    @property
+    def why_rows(self) -> str | None:
+        """Why the model takes its sequences one by one; None if it takes them all in one flat row."""
+        return self._runner.why_rows
+
     # ---- requests
 
     def submit(

@@ -40,11 +40,14 @@ class Handle:
         """End the request, whatever its state, with finish_reason "abort"; what it has said so far stays. Twice is once."""
         self._cancel(self._job)
 
+    def read(self) -> list[Increment]:
+        """What is new since the last time somebody looked, without waiting for more: for those who drive the engine by hand."""
+        return [self._job.increments.popleft() for _ in range(len(self._job.increments))]
+
     def __iter__(self) -> Iterator[Increment]:
         """What is new since the last time somebody looked, to the end of the request."""
         while True:
-            while self._job.increments:
-                yield self._job.increments.popleft()
+            yield from self.read()
             if self._job.output is not None:
                 return
             self._drive(self._job)

@@ -15,6 +15,7 @@ from ..integration.attention import NAME, Forward, running
 from ..integration.lazy import NotFlat
 from ..integration.switch import decoder_configs, restore, switch
 from ..memory import Batch, FlatBatch
+from ..memory.group import is_out_of_memory
 from .cache import StepCache
 from .decoding import Decoding
 from .pools import Pools
@@ -22,9 +23,13 @@ from .support import Unservable
 
 Form = Literal["flat", "rows"]
 
-CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
+TRIAL = [11, 17]
+"""Tokens of the two sequences with which a model is tried out."""
+CUT = [10, 8]
+"""Where they are cut: one token of the first comes last, and several of the second."""
+CLOSE = {torch.float32: 1e-2, torch.float64: 1e-6}
 CLOSE_IN_HALF = 5e-2
-"""How far the logits of the two forms may be apart, as a share of their size. A token that sees another sequence is far beyond."""
+"""How far logits may be apart that should be the same, as a share of their size. A token that sees what it should not is far beyond."""
 
 
 class Piece(NamedTuple):
@@ -54,7 +59,8 @@ class Runner:
         self.keeps_some = "logits_to_keep" in parameters
         self.why_rows: str | None = None
         """Why the model does not take a flat row; None if it does."""
-        if "position_ids" not in parameters:
+        self._takes_positions = "position_ids" in parameters
+        if not self._takes_positions:
             self.why_rows = f"{type(model).__name__}.forward takes no position_ids"
         elif not self.configs:
             self.why_rows = f"the attention of {type(model).__name__} does not ask transformers' registry"
@@ -113,7 +119,7 @@ class Runner:
         """One forward over a row of tokens: the logits [len(last), vocabulary] at the places `last`."""
         device = self.device
         arguments: dict[str, Any] = {"input_ids": torch.tensor([ids], device=device)}
-        if flat or "position_ids" in inspect.signature(self.model.forward).parameters:
+        if self._takes_positions:
             arguments["position_ids"] = torch.tensor([positions], device=device)
         places = torch.tensor(last or [len(ids) - 1], device=device)
         if self.keeps_some:
@@ -141,44 +147,77 @@ class Runner:
     # ---- which form
 
     def try_out(self) -> None:
-        """Compute two short sequences both ways, a prompt and a step after it, and see whether the flat row tells them apart."""
-        vocabulary = int(self.model.config.get_text_config(decoder=True).vocab_size)  # type: ignore[union-attr,operator]
-        rows = [[(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate((5, 8))]
-        self.pools.lend(16)
-        apart = self._trial(rows, "rows")
-        if self.why_rows is not None:
-            return
-        try:
-            together = self._trial(rows, "flat")
-        except NotFlat as reason:
-            self.why_rows = str(reason)
-            return
-        if self.cache.paths != {"paged"}:
-            self.why_rows = "its attention does not read the pages"
-        for one, other in zip(apart, together, strict=True):
-            far = (one - other).norm() / one.norm().clamp(min=1e-12)
-            dtype = next(self.model.parameters()).dtype
-            if not far <= CLOSE.get(dtype, CLOSE_IN_HALF):
-                self.why_rows = f"in one row with others its sequences get other logits (by {float(far):.1e} of their size)"
+        """Compute two short sequences without a cache, in pieces on pages, and in pieces beside each other: it must be all the same.
 
-    def _trial(self, rows: list[list[int]], form: Form) -> list[torch.Tensor]:
-        """The logits after all but the last tokens of each row, and after the rest: of one row 1, of the other 3."""
+        A model that answers otherwise in pieces can neither be cut into chunks nor be computed again, so it cannot be served. One
+        that only takes no flat row is run row by row.
+        """
+        vocabulary = int(self.model.config.get_text_config(decoder=True).vocab_size)  # type: ignore[union-attr,operator]
+        rows = [[(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate(TRIAL)]
+        self.pools.lend(max(TRIAL))
+        name = type(self.model).__name__
+        try:
+            whole = self._without_cache(rows)
+            pieces = self._trial(rows, "rows", [CUT, TRIAL])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise Unservable(f"{name} failed when its forward was tried ({type(error).__name__}: {error}); use generate()") from error
+        far = self._apart(whole, pieces)
+        if far is not None:
+            raise Unservable(f"{name} answers otherwise when its prompt comes in pieces (by {far:.1e} of its logits); use generate()")
+        if self.why_rows is None:
+            self.why_rows = self._why_not_flat(rows, whole)
+
+    def _why_not_flat(self, rows: list[list[int]], right: torch.Tensor) -> str | None:
+        try:
+            together = self._trial(rows, "flat", [CUT, TRIAL])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return str(error) if isinstance(error, NotFlat) else f"{type(error).__name__}: {error}"
+        if self.cache.paths != {"paged"}:
+            return "its attention does not read the pages"
+        far = self._apart(right, together)
+        return None if far is None else f"in one row with others its sequences get other logits (by {far:.1e} of their size)"
+
+    def _without_cache(self, rows: list[list[int]]) -> torch.Tensor:
+        """The logits [rows, vocabulary] after each row, by the model as it is."""
+        last = []
+        for row in rows:
+            arguments = {"input_ids": torch.tensor([row], device=self.device)}
+            if self._takes_positions:
+                arguments["position_ids"] = torch.arange(len(row), device=self.device)[None]
+            with torch.no_grad():
+                last.append(self.model(**arguments, use_cache=False, return_dict=True).logits[0, -1].to(torch.float32))
+        return torch.stack(last)
+
+    def _apart(self, right: torch.Tensor, found: torch.Tensor) -> float | None:
+        """How far logits are from the right ones, if that is more than rounding."""
+        dtype = next(self.model.parameters()).dtype
+        far = float((right - found).norm() / right.norm().clamp(min=1e-12))
+        return None if far <= CLOSE.get(dtype, CLOSE_IN_HALF) else far
+
+    def _trial(self, rows: list[list[int]], form: Form, cuts: list[list[int]]) -> torch.Tensor:
+        """The logits [rows, vocabulary] after the last of the steps that take row i up to cuts[step][i] tokens."""
         tables = [tuple(Table(group.pool) for group in self.pools.groups.values()) for _ in rows]
         kept, self.why_rows = self.why_rows, None if form == "flat" else self.why_rows or "tried out"
-        answers = []
+        begin = [0] * len(rows)
+        logits = torch.empty(0)
         try:
-            begin = [0, 0]
-            for ends in ([len(rows[0]) - 1, len(rows[1]) - 3], [len(rows[0]), len(rows[1])]):
+            for ends in cuts:
                 pieces = []
                 for row, of_row, first, end in zip(rows, tables, begin, ends, strict=True):
-                    for table in of_row:
+                    for group, table in zip(self.pools.groups.values(), of_row, strict=True):
+                        if group.kind.window is not None:
+                            table.release_before(table.length - group.kind.window + 1)
                         append([table], [end - first])
                     pieces.append(Piece(row[first:end], first, of_row, True))
-                answers.append(self.run(pieces))
+                logits = self.run(pieces)
                 begin = ends
         finally:
             self.why_rows = kept
             for of_row in tables:
                 for table in of_row:
                     table.free()
-        return answers
+        return logits

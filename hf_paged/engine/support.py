@@ -23,7 +23,10 @@ def check_servable(model: Any, outer: Any) -> None:
         raise Unservable(f"{name} is an encoder-decoder; the engine has no tables for its encoder yet, use generate()")
     if getattr(model, "_is_stateful", False):
         raise Unservable(f"{name} keeps a state of its own, which the engine cannot take back or fork; use generate()")
-    reason = why_not(model, model.generation_config)
+    try:
+        reason = why_not(model, model.generation_config)
+    except AttributeError as error:
+        raise Unservable(f"{name} does not say what its layers are ({error}); use generate()") from error
     if reason is not None:
         raise Unservable(f"{reason}; use generate()")
     if any(getattr(each, "is_prompt_learning", False) for each in getattr(outer, "peft_config", {}).values()):

@@ -158,7 +158,7 @@ def _attend_pages(
         seen.biased(kwargs.get("position_bias"), key.pages.batch),
         new,
         scale=kwargs.get("scaling"),
-        softcap=kwargs.get("softcap"),
+        softcap=None if _is_sdpa(module) else kwargs.get("softcap"),  # stock's sdpa drops it, and we answer as stock does
         sinks=kwargs.get("s_aux"),
     )
 
@@ -185,8 +185,7 @@ def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether the keywords ask for nothing beyond scale, softcap, sinks and a bias."""
     if kwargs.get("dropout") and module.training:
         return False
-    capped = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
-    if capped and original_implementation(getattr(module, "config", None)) == "sdpa":
+    if kwargs.get("s_aux") is not None and _is_sdpa(module):
         return False  # stock's sdpa drops or refuses them, and we answer as stock does
     return UNDERSTOOD.issuperset(kwargs) or all(
         name in UNDERSTOOD or setting is None or setting is False for name, setting in kwargs.items()
@@ -194,6 +193,11 @@ def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 # ---- the model's own setting
+
+
+def _is_sdpa(module: nn.Module) -> bool:
+    """Whether the user's own setting is sdpa."""
+    return original_implementation(getattr(module, "config", None)) == "sdpa"
 
 
 def _dense_implementation(original: str) -> str:

@@ -1,0 +1,109 @@
+"""How a model is tried out before it is served: in one flat row, row by row, or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from families import BY_NAME, LONG, SMALL, TOKENS, build
+from test_engine_exact import PROMPTS, alone, answers
+
+from hf_paged.blocks import Table, append
+from hf_paged.engine import Engine, EngineConfig, Unservable
+from hf_paged.engine.pools import Pools
+from hf_paged.engine.runner import Piece, Runner
+from hf_paged.memory.group import Group
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+
+
+def test_rows_of_a_step_are_strangers() -> None:
+    """A flat row of a prompt, a chunk and a decoding step gives each the logits it has alone."""
+    model = build(BY_NAME["qwen2-window"])
+    pools = Pools(model, EngineConfig(block_size=4, num_blocks=20))
+    runner = Runner(model, pools)
+    runner.try_out()
+    pools.settle(None)
+    prompts, done = [PROMPTS[1], PROMPTS[2], PROMPTS[5]], [0, 4, 11]
+    tables = [tuple(Table(group.pool) for group in pools.groups.values()) for _ in prompts]
+
+    def pieces(ends: list[int], begins: list[int]) -> list[Piece]:
+        made = []
+        for prompt, of_row, begin, end in zip(prompts, tables, begins, ends, strict=True):
+            if end > begin:
+                append_all(of_row, end - begin)
+                made.append(Piece(prompt[begin:end], begin, of_row, end == len(prompt)))
+        return made
+
+    def append_all(of_row: tuple[Table, ...], count: int) -> None:
+        for table in of_row:
+            append([table], [count])
+
+    assert runner.run(pieces(done, [0, 0, 0])).shape == (0, model.config.vocab_size)
+    logits = runner.run(pieces([len(prompt) for prompt in prompts], done))
+    for prompt, found in zip(prompts, logits, strict=True):
+        torch.testing.assert_close(found, model(torch.tensor([prompt])).logits[0, -1], atol=2e-4, rtol=2e-4)
+    for of_row in tables:
+        for table in of_row:
+            table.free()
+    pools.close()
+
+
+def test_a_model_that_computes_with_its_keys_runs_row_by_row() -> None:
+    """It would see other sequences' keys: found out in the trial, not looked up in a list."""
+    torch.manual_seed(0)
+    model = tf.DiffLlamaForCausalLM(tf.DiffLlamaConfig(**{**SMALL, **TOKENS, **LONG, "num_key_value_heads": 2})).eval()
+    with Engine(model, num_blocks=60, max_batch_tokens=11) as engine:
+        assert engine.stats()["form"] == "rows"
+        assert "computes with keys or values" in engine.why_rows
+        assert [answers(output) for output in engine.generate(PROMPTS, **GREEDY)] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS]
+
+
+def test_a_model_that_counts_by_itself_runs_row_by_row() -> None:
+    """It takes positions and goes its own way from the first: nothing raises, the trial compares logits."""
+    model = build(BY_NAME["llama"])
+    turn = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: turn(x, position_ids[:, :1] + torch.arange(x.shape[1]))
+    with Engine(model, num_blocks=60) as engine:
+        assert engine.stats()["form"] == "rows"
+        assert "other logits" in engine.why_rows
+
+
+def test_a_model_that_cannot_be_cut_is_refused() -> None:
+    """A token that looks at later ones answers otherwise in pieces."""
+    model = build(BY_NAME["llama"])
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, out: out + out.mean(1, keepdim=True))
+    with pytest.raises(Unservable, match="answers otherwise when its prompt comes in pieces"):
+        Engine(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_fails_is_refused() -> None:
+    model = build(BY_NAME["llama"])
+    model.model.norm.register_forward_hook(lambda *arguments: 1 / 0)
+    with pytest.raises(Unservable, match="ZeroDivisionError"):
+        Engine(model)
+
+
+def test_want_of_memory_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that finds no memory says nothing about the model."""
+
+    def nothing_left(*arguments: Any) -> None:
+        raise MemoryError
+
+    model = build(BY_NAME["llama"])
+    monkeypatch.setattr(Group, "store", nothing_left)
+    with pytest.raises(MemoryError):
+        Engine(model)
+
+
+@pytest.mark.parametrize("setting", ["eager", "sdpa"])
+def test_softcap_is_what_stock_makes_of_it(setting: str) -> None:
+    """Stock's sdpa drops it and eager applies it; the flat row does the same."""
+    model = build(BY_NAME["gemma2"])
+    model.set_attn_implementation(setting)
+    with Engine(model, block_size=4, num_blocks=60, max_batch_tokens=11) as engine:
+        assert engine.stats()["form"] == "flat"
+        assert [answers(output) for output in engine.generate(PROMPTS, **GREEDY)] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS]
