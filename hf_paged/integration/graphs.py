@@ -78,7 +78,7 @@ class Graphs:
     def _state(self, model: nn.Module, parts: list[PagedCache]) -> ModelState | bool:
         """The model's state, the same object for equal ones; False if nothing over it may be captured."""
         devices = {device for part in parts for rows in part.sequences.rows.values() for device in rows.group.devices}
-        paged = all(len(part.paged_layers) == len(part.layers) for part in parts)
+        paged = all(part.complete for part in parts)
         if not paged or len(devices) != 1 or devices.pop().type not in RECORDERS or model.training or runs_hooks(model):
             return False
         state = ModelState(model)

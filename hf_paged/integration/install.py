@@ -15,6 +15,7 @@ from ..config import CacheConfig
 from .attention import NAME, paged_attention, paged_mask
 from .cache import PagedCache, paged_parts
 from .call import Call, current
+from .latents import let_be
 from .support import warn, why_not
 
 WORD = "paged"
@@ -55,6 +56,7 @@ def uninstall() -> None:
         if getattr(getattr(GenerationMixin, name), "hf_paged", False):
             setattr(GenerationMixin, name, original)
     _originals.clear()
+    let_be()
 
 
 def installed() -> bool:

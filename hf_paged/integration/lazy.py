@@ -106,7 +106,8 @@ class LazyPages(LazyTensor):
     def _make(self) -> torch.Tensor:
         if isinstance(self.pages.batch, StaticBatch):
             raise NotCapturable("the model computes with keys or values itself, and there are more of them at every step")
-        self.layer.path = "dense"
+        if self.step_tokens is not None:  # else somebody reads the cache, which is no attention
+            self.layer.path = "dense"
         return self.columns_from(self.first).contiguous()
 
 

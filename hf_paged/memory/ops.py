@@ -93,6 +93,16 @@ class Ops:
         mask = batch.visible(seen.first, seen.window, query.device) if seen.causal and not simply else seen.mask
         return reference.attend(query, keys, values, mask, causal=simply, scale=scale, softcap=softcap, sinks=sinks)
 
+    def attend_latents(self, query: torch.Tensor, turned: torch.Tensor, pages: Pages, seen: Seen, *, scale: float) -> torch.Tensor:
+        """Attention over one head of latents, which serve all heads of the query as keys and as values.
+
+        query [rows, query_heads, new, rank] meets the latents, turned [rows, query_heads, new, rope] the part with positions,
+        which lie in the pages as keys and values. The answer is [rows, query_heads, new, rank].
+        """
+        latents, positions = _gathered(pages, seen.first)
+        mask = pages.batch.visible(seen.first, seen.window, query.device) if seen.causal else seen.mask
+        return reference.attend_latents(query, turned, latents, positions, mask, scale)
+
 
 def _gathered(pages: Pages, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     return reference.gather(pages.keys, pages.batch, first), reference.gather(pages.values, pages.batch, first)
