@@ -11,8 +11,8 @@ from torch import nn
 
 from ..blocks import Copy
 from ..config import CacheConfig
-from ..integration.cache import layer_kinds
 from ..integration.registry import memory_of
+from ..integration.slots import slots_of
 from ..memory import Group, Kind
 from ..memory.budget import free_bytes
 from ..scheduling import Shelf
@@ -37,13 +37,14 @@ class Pools:
     """The layer groups of a model as one engine has them, in a fixed order: shelf i is group i."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
-        kinds = layer_kinds(model, cross=False)
-        others = {type(kind).__name__ for kind in kinds if not isinstance(kind, Kind)}
+        slots = slots_of(model, cross=False)
+        others = {type(slot.source).__name__ for slot in slots if slot.kind is None or not slot.paged.complete}
         if others:
             raise Unservable(
                 f"{type(model).__name__} has layers that keep more than keys and values ({', '.join(sorted(others))}); the engine cannot "
                 "preempt or fork them yet, use generate()"
             )
+        kinds = [slot.kind for slot in slots if slot.kind is not None]
         counts = Counter(kinds)
         self.config, self.layers = config, kinds
         self.memory = memory_of(model)

@@ -14,11 +14,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..memory import FlatBatch, Seen, Sequences, StaticBatch
+from .latents import LazyExpanded
 from .lazy import LazyMask, LazyPages, NotCapturable, NotFlat, as_dense
 from .lengths import GrowingOnes
-from .switch import original_implementation
+from .switch import original_implementation, sdpa_refuses_softcap
 
 NAME = "hf_paged"
+WIDEST = 8192
+"""Positions of latents that a captured step may look at, however few of them hold anything yet."""
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 PASSED_ALONG = frozenset(
@@ -133,6 +136,11 @@ def paged_attention(
         if out is not None:
             key.layer.path = "paged"
             return out, None
+    elif isinstance(key, LazyExpanded) and isinstance(value, LazyExpanded):
+        out = _attend_latents(module, query, key, attention_mask, kwargs)
+        if out is not None:
+            key.expansion.latents.layer.path = "paged"
+            return out, None
     stock = _stock_attention(module)
     return stock(module, query, as_dense(key), as_dense(value), as_dense(attention_mask), **kwargs)
 
@@ -158,9 +166,32 @@ def _attend_pages(
         seen.biased(kwargs.get("position_bias"), key.pages.batch),
         new,
         scale=kwargs.get("scaling"),
-        softcap=None if _is_sdpa(module) else kwargs.get("softcap"),  # stock's sdpa drops it, and we answer as stock does
-        sinks=kwargs.get("s_aux"),
+        softcap=None if _drops_caps(module) else kwargs.get("softcap"),
+        sinks=None if _drops_caps(module) else kwargs.get("s_aux"),
     )
+
+
+def _attend_latents(
+    module: nn.Module, query: torch.Tensor, key: LazyExpanded, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """Attention from the pages of latents, or None if this call wants something else."""
+    forward, latents = running.get(), key.expansion.latents
+    more = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+    if forward is None or forward.dense or more or not _plain(module, kwargs):
+        return None
+    batch = latents.pages.batch
+    if isinstance(batch, FlatBatch):
+        raise NotFlat("the attention reads latents")
+    if isinstance(batch, StaticBatch) and batch.width * batch.block_size > WIDEST:
+        raise NotCapturable("latents are read over all positions that the tables have")
+    weights, seen = key.expansion.weights(query), _seen(query, latents, mask, kwargs, forward)
+    if weights is None or seen is None:
+        return None
+    of_keys, of_values = weights
+    plain, turned = query.split([of_keys.shape[1], query.shape[3] - of_keys.shape[1]], -1)
+    scale = query.shape[3] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
+    out = latents.pages.ops.attend_latents(plain @ of_keys, turned, latents.pages, seen, scale=scale)
+    return (out @ of_values.transpose(1, 2)).transpose(1, 2).contiguous()
 
 
 def _seen(query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any], forward: Forward) -> Seen | None:
@@ -185,8 +216,8 @@ def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether the keywords ask for nothing beyond scale, softcap, sinks and a bias."""
     if kwargs.get("dropout") and module.training:
         return False
-    if kwargs.get("s_aux") is not None and _is_sdpa(module):
-        return False  # stock's sdpa drops or refuses them, and we answer as stock does
+    if kwargs.get("softcap") is not None and _drops_caps(module) and sdpa_refuses_softcap():
+        return False  # and we leave it to stock to say so
     return UNDERSTOOD.issuperset(kwargs) or all(
         name in UNDERSTOOD or setting is None or setting is False for name, setting in kwargs.items()
     )
@@ -195,8 +226,8 @@ def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 # ---- the model's own setting
 
 
-def _is_sdpa(module: nn.Module) -> bool:
-    """Whether the user's own setting is sdpa."""
+def _drops_caps(module: nn.Module) -> bool:
+    """Whether the model's own setting computes without softcap and sinks, whatever the model says: we answer as stock does."""
     return original_implementation(getattr(module, "config", None)) == "sdpa"
 
 

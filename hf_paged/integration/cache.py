@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..config import CacheConfig
 from ..memory import Kind, Sequences
 from .layer import PagedLayer, Path
 from .registry import base_model, memory_of
 from .reuse import Reuse
-
-FULL = Kind("full")
-CROSS = Kind("cross")
+from .slots import NO_CONTENT, Slot, slots_of
 
 
 class PagedCache(DynamicCache):
@@ -56,19 +53,18 @@ class PagedCache(DynamicCache):
         return cache
 
     def _open(self, model: nn.Module, config: CacheConfig, cross: bool) -> None:
-        kinds = layer_kinds(model, cross)
-        counts = Counter(kind for kind in kinds if isinstance(kind, Kind))
+        slots = slots_of(model, cross)
+        counts = Counter(slot.kind for slot in slots if slot.kind is not None)
         memory = memory_of(model)
         total = sum(counts.values())
         groups = {kind: memory.group(kind, config, count, count / total) for kind, count in counts.items()}
-        self._adopt(Sequences(memory, groups), kinds, weakref.ref(model), config)
+        self._adopt(Sequences(memory, groups), slots, weakref.ref(model), config)
         if config.prefix_caching and not cross:
             self.reuse = Reuse(self.sequences, config)
 
-    def _adopt(self, sequences: Sequences, layers: list[Any], model: weakref.ref[nn.Module], config: CacheConfig) -> None:
+    def _adopt(self, sequences: Sequences, slots: list[Slot], model: weakref.ref[nn.Module], config: CacheConfig) -> None:
         """Take `sequences` as this cache's own: they are freed when the cache is gone."""
-        made = [PagedLayer(i, kind, sequences) if isinstance(kind, Kind) else kind for i, kind in enumerate(layers)]
-        Cache.__init__(self, layers=made)
+        Cache.__init__(self, layers=[slot.open(i, sequences) for i, slot in enumerate(slots)])
         self.sequences, self.config, self._model = sequences, config, model
         self.reuse = None
         self.mask_read = False
@@ -87,6 +83,11 @@ class PagedCache(DynamicCache):
     @property
     def paged_layers(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    @property
+    def complete(self) -> bool:
+        """Whether pages hold all that the cache keeps: no layer has a state beside or instead of them."""
+        return all(getattr(layer, "complete", type(layer) in NO_CONTENT) for layer in self.layers)
 
     @property
     def paths(self) -> list[Path | str]:
@@ -156,18 +157,17 @@ class PagedCache(DynamicCache):
             self.reuse = Reuse(self.sequences, self.config)
 
     def _others(self, method: str, index: torch.Tensor) -> None:
-        """Do to the layers that are not paged what was done to the tables."""
+        """Do to what layers keep outside the pages what was done to the tables."""
         for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                getattr(layer, method)(index)
+            getattr(layer, method)(index)
 
     def roll_back(self, columns: dict[Kind, int]) -> None:
-        """Undo a step that failed halfway: every group back to where it was. Layers that are not paged keep what they have."""
+        """Undo a step that failed halfway: every group back to where it was. What layers keep outside the pages stays."""
         for kind, rows in self.sequences.rows.items():
             if rows.columns > columns[kind] and not rows.torn:
                 rows.crop(rows.columns - columns[kind])
         for layer in self.paged_layers:
-            layer.crop(0)
+            PagedLayer.crop(layer, 0)
 
     def begin_at(self, columns: int) -> None:
         """Let the layers know that their rows began with `columns` columns that were there already."""
@@ -184,8 +184,8 @@ class PagedCache(DynamicCache):
         self.settle()
         twin = PagedCache.__new__(PagedCache)
         memo[id(self)] = twin
-        layers = [layer.kind if isinstance(layer, PagedLayer) else deepcopy(layer, memo) for layer in self.layers]
-        twin._adopt(self.sequences.fork(), layers, self._model, self.config)
+        slots = [Slot.like(layer, memo) for layer in self.layers]
+        twin._adopt(self.sequences.fork(), slots, self._model, self.config)
         twin.reuse = None if self.reuse is None else self.reuse.fork(twin.sequences)
         for mine, theirs in zip(self.layers, twin.layers, strict=True):
             if isinstance(mine, PagedLayer) and isinstance(theirs, PagedLayer):
@@ -206,22 +206,6 @@ class PagedCache(DynamicCache):
                 assert layer.keys is not None and layer.values is not None
                 stock.update(layer.keys.clone(), layer.values.clone(), i)
         return stock
-
-
-def layer_kinds(model: Any, cross: bool) -> list[Any]:
-    """For each layer what kind of pages it gets, or the stock layer that it keeps."""
-    config = model.config.get_text_config(decoder=True)
-    stock = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
-    return [_kind(layer, cross) for layer in stock]
-
-
-def _kind(layer: Any, cross: bool) -> Any:
-    # Subclasses carry more than keys and values (an indexer's, a linear attention's state): they stay stock.
-    if type(layer) is DynamicLayer:
-        return CROSS if cross else FULL
-    if type(layer) is DynamicSlidingWindowLayer:
-        return CROSS if cross else Kind("window", layer.sliding_window)
-    return layer
 
 
 def paged_parts(cache: object) -> list[PagedCache]:

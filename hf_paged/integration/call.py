@@ -15,6 +15,7 @@ from torch import nn
 from .attention import NAME
 from .cache import PagedCache
 from .forward import wrap
+from .latents import let_wait
 from .registry import memory_of
 from .support import warn
 from .switch import decoder_configs, restore, switch
@@ -26,6 +27,7 @@ class _Plug:
     def __init__(self, model: nn.Module) -> None:
         self.count = 0
         self.configs = decoder_configs(model)
+        let_wait(model)
         self.own: Callable[..., Any] | None = model.__dict__.get("forward")
         self.wrapper = wrap(model, model.forward, masks_known=bool(self.configs))
 

@@ -195,7 +195,7 @@ def _facts(step: Step) -> Hashable:
     """What must be the same for a replay beside the model, or None if this step cannot be captured whatever happens."""
     groups = [rows.group for part in step.parts for rows in part.sequences.rows.values()]
     devices = {device for group in groups for device in group.devices}
-    paged = all(group.devices for group in groups) and all(len(part.paged_layers) == len(part.layers) for part in step.parts)
+    paged = all(group.devices for group in groups) and all(part.complete for part in step.parts)
     if not paged or len(devices) != 1:
         return None
     device = devices.pop()

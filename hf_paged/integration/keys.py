@@ -110,13 +110,8 @@ def why_never(cache: PagedCache, model: Any) -> str | None:
         return "a decoder's keys and values depend on what its encoder said"
     if model.training:
         return "the model is in training mode"
-    if getattr(model, "_is_stateful", False) or not all(layer in cache.paged_layers or _is_dummy(layer) for layer in cache.layers):
+    if getattr(model, "_is_stateful", False) or not cache.complete:
         return "a layer keeps more than keys and values"
     if hooks_everywhere():
         return "hooks run in all modules of the process"
     return None
-
-
-def _is_dummy(layer: object) -> bool:
-    """Whether a layer of a cache stands for one that stores nothing."""
-    return type(layer).__name__ == "DummyLayer"

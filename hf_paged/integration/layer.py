@@ -24,6 +24,8 @@ class PagedLayer(DynamicLayer):
     is_compileable = False
     is_croppable = True
     supports_early_init = False
+    complete = True
+    """Whether the pages hold all that the layer keeps."""
 
     def __init__(self, number: int, kind: Kind, sequences: Sequences) -> None:
         CacheLayerMixin.__init__(self)

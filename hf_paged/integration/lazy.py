@@ -125,7 +125,8 @@ class LazyPages(LazyTensor):
             raise NotCapturable("the model computes with keys or values itself, and there are more of them at every step")
         if isinstance(self.pages.batch, FlatBatch):
             raise NotFlat("the model computes with keys or values itself")
-        self.layer.path = "dense"
+        if self.step_tokens is not None:  # else somebody reads the cache, which is no attention
+            self.layer.path = "dense"
         return self.columns_from(self.first).contiguous()
 
 

@@ -6,8 +6,7 @@ import inspect
 import warnings
 from typing import Any
 
-from ..memory import Kind
-from .cache import layer_kinds
+from .slots import slots_of
 
 
 class FallbackWarning(UserWarning):
@@ -23,7 +22,7 @@ def why_not(model: Any, generation_config: Any) -> str | None:
         return f"{name} keeps a state of its own instead of keys and values"
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return f"{name}.forward takes no past_key_values"
-    if not any(isinstance(kind, Kind) for kind in layer_kinds(model, cross=False)):
+    if all(slot.kind is None for slot in slots_of(model, cross=False)):
         return f"no layer of {name} keeps plain keys and values"
     return None
 

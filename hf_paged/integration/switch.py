@@ -80,11 +80,18 @@ def is_stock(setting: str) -> bool:
 
 
 @cache
+def sdpa_refuses_softcap() -> bool:
+    """Whether this transformers raises for a softcap under sdpa; older ones leave it out."""
+    return "softcap" in inspect.getsource(sdpa_attention_forward)
+
+
+@cache
 def uses_registry(cls: Any) -> bool:
     """Whether an attention class asks transformers' registry for its function."""
     try:
         source = inspect.getsource(cls)
     except (OSError, TypeError):
         return False
-    # A class that asks whether its function is one of stock's would take ours for something else.
-    return "ALL_ATTENTION_FUNCTIONS" in source and not re.search(r"_attn_implementation (not )?in ", source)
+    # A class that asks whether its function is one of stock's would take ours for something else. One that makes a mask of its own
+    # asks whether it was given one, and stock gives none where a mask would be plainly causal.
+    return "ALL_ATTENTION_FUNCTIONS" in source and not re.search(r"_attn_implementation (not )?in |attention_mask=attn_mask\b", source)

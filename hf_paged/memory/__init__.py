@@ -5,7 +5,8 @@ from .fingerprint import Contents, Reading, Tags, Unreadable
 from .flat import FlatBatch
 from .group import Group, Kind, Memory, is_out_of_memory
 from .history import History
-from .ops import Ops, Seen, TritonOps
+from .ops import TritonOps
+from .plain import Ops, Seen
 from .prefixes import Found, Prefix, begin_with, count, longest
 from .rows import Rows
 from .sequences import Sequences

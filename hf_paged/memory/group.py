@@ -14,7 +14,7 @@ import torch
 from ..blocks import BlockPool, Copy, OutOfBlocks
 from ..config import CacheConfig
 from .budget import free_bytes
-from .ops import Ops
+from .plain import Ops
 from .store import Layout, Store
 
 if TYPE_CHECKING:

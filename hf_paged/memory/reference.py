@@ -126,6 +126,26 @@ def attend(
     return out.reshape(rows, query_heads, new, values.shape[3]).transpose(1, 2).contiguous()
 
 
+def attend_latents(
+    query: torch.Tensor, turned: torch.Tensor, latents: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """softmax((query latents^T + turned positions^T) * scale + mask) latents.
+
+    query [rows, query_heads, new, rank], turned [rows, query_heads, new, rope], latents [rows, 1, columns, rank], positions
+    [rows, 1, columns, rope], mask as in `attend`. The answer is like the query; a token that sees nothing gives 0.
+    """
+    # All heads look at the same latents: they become tokens of one head.
+    scores = query.flatten(1, 2)[:, None] @ latents.transpose(2, 3) + turned.flatten(1, 2)[:, None] @ positions.transpose(2, 3)
+    scores = (scores.float() * scale).unflatten(2, query.shape[1:3])[:, 0]
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    if mask is not None:
+        weights = weights.masked_fill(~(scores > -torch.inf).any(-1, keepdim=True), 0)
+    out: torch.Tensor = weights.to(latents.dtype).flatten(1, 2)[:, None] @ latents
+    return out.view_as(query)
+
+
 def _repeat(x: torch.Tensor, repeats: int) -> torch.Tensor:
     return x if repeats == 1 else x.repeat_interleave(repeats, 1)
 

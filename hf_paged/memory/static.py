@@ -10,7 +10,7 @@ import torch
 from ..blocks import Copy, Table
 
 if TYPE_CHECKING:
-    from .ops import Ops
+    from .plain import Ops
 
 BUFFERS = 2
 """Staging buffers that take turns, so that the host fills one while the device still reads the other."""

@@ -9,7 +9,8 @@ import torch
 
 from ..blocks.table import Copy
 from .batch import Batch
-from .ops import Ops, choose
+from .ops import choose
+from .plain import Ops
 from .static import StaticBatch
 from .upload import upload
 

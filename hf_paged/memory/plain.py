@@ -1,0 +1,107 @@
+"""Plain torch over pages: right on every device, and what every other way of doing it is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from . import reference
+from .batch import Batch
+from .flat import FlatBatch, attend_flat
+from .static import StaticBatch
+
+if TYPE_CHECKING:
+    from .store import Pages
+
+
+class Seen(NamedTuple):
+    """What the new tokens of a layer look at: the columns from `first` on.
+
+    mask: [rows or 1, query_heads or 1, new, columns - first], boolean or added. Without one, everything from `first` on, or
+    if `causal` each token what is at or before it and, with a window, not further back than that.
+    """
+
+    first: int
+    mask: torch.Tensor | None = None
+    causal: bool = False
+    window: int | None = None
+
+    def biased(self, bias: torch.Tensor | None, batch: Batch | StaticBatch) -> Seen:
+        """The same with a learned bias [rows or 1, query_heads, new, columns] on every score."""
+        if bias is None:
+            return self
+        mask = batch.visible(self.first, self.window, bias.device) if self.causal else self.mask
+        if mask is None:
+            return Seen(self.first, bias)
+        lowest = torch.finfo(bias.dtype).min
+        return Seen(self.first, torch.where(mask, bias, lowest) if mask.dtype == torch.bool else mask + bias)
+
+
+class Ops:
+    """Plain torch: right on every device, and the path of CPUs."""
+
+    kernels: Any = None
+    """The kernels, where they are used, for whoever else can use some of them."""
+
+    def advance(
+        self,
+        table: torch.Tensor,
+        tokens: torch.Tensor,
+        seen: torch.Tensor,
+        slots: torch.Tensor,
+        columns: torch.Tensor,
+        new: int,
+        block_size: int,
+    ) -> None:
+        """Begin a captured step: work out where its tokens go, and count them."""
+        reference.advance(table, tokens, seen, slots, columns, new, block_size)
+
+    def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put a step's keys [rows, heads, new, key_dim] and values into their slots."""
+        reference.write(pages, keys, values)
+
+    def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """pool[:, targets[i]] = pool[:, sources[i]] for every pool [layers, blocks, ...]; no target is a source."""
+        for pool in pools:
+            pool.index_copy_(1, targets.long(), pool.index_select(1, sources))
+
+    def gather(self, data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.Tensor:
+        """Columns from `first` on of data [slots, heads, dim], as [rows, heads, columns - first, dim]; those of padding mean nothing."""
+        return reference.gather(data, batch, first)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: Pages,
+        seen: Seen,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of query [rows, query_heads, new, key_dim] over what it sees: [rows, new, query_heads, value_dim].
+
+        `new` are the step's own keys and values, if the caller still has them: where they are all there is, they are read.
+        """
+        batch = pages.batch
+        if isinstance(batch, FlatBatch):
+            return attend_flat(query, pages, seen.window, new, scale=scale, softcap=softcap, sinks=sinks)
+        fresh = new is not None and batch.fresh and seen.first == 0
+        keys, values = new if fresh and new else [self.gather(data, batch, seen.first) for data in (pages.keys, pages.values)]
+        narrow = seen.window is not None and batch.columns > seen.window
+        simply = seen.causal and batch.fresh and batch.new > 1 and batch.starts is None and not narrow
+        mask = batch.visible(seen.first, seen.window, query.device) if seen.causal and not simply else seen.mask
+        return reference.attend(query, keys, values, mask, causal=simply, scale=scale, softcap=softcap, sinks=sinks)
+
+    def attend_latents(self, query: torch.Tensor, turned: torch.Tensor, pages: Pages, seen: Seen, *, scale: float) -> torch.Tensor:
+        """Attention over one head of latents, which serve all heads of the query as keys and as values.
+
+        query [rows, query_heads, new, rank] meets the latents, turned [rows, query_heads, new, rope] the part with positions,
+        which lie in the pages as keys and values. The answer is [rows, query_heads, new, rank].
+        """
+        latents, positions = (self.gather(data, pages.batch, seen.first) for data in (pages.keys, pages.values))
+        mask = pages.batch.visible(seen.first, seen.window, query.device) if seen.causal else seen.mask
+        return reference.attend_latents(query, turned, latents, positions, mask, scale)

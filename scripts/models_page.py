@@ -1,0 +1,201 @@
+"""The rows of a sweep in words: a line each, a summary on one screen, and docs/models.md."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+from expected import EXPECTED_FILE, expected_paths
+
+PAGED = {"cache_implementation": "paged", "cache_config": {"block_size": 4}}
+TITLES = {
+    "causal": "Causal language models",
+    "seq2seq": "Encoder-decoders over text",
+    "image": "Models that look at pictures",
+    "audio": "Models that listen",
+}
+GROUPS = ("paged", "paged beside stock's state", "dense", "stock", "not run")
+BAD = ("X", "E", "!")
+Row = dict[str, Any]
+
+
+def group(row: Row) -> str:
+    """Under what a row counts: the least of its layers decides."""
+    if "unbuilt" in row or set(row["marks"].values()) <= {"-"}:
+        return "not run"
+    if not row["path"]:
+        return "stock"
+    if "dense" in row["path"]:
+        return "dense"
+    return "paged beside stock's state" if "stock" in row["path"] else "paged"
+
+
+def complaints(row: Row) -> list[str]:
+    """What must not be."""
+    return [note for note in row["notes"] if re.match(r"[\w ]+ [XE!]:", note)]
+
+
+def lost(row: Row) -> str:
+    """What the row's path was, if it was better or other than now."""
+    before = expected_paths().get(f"{row['kind']} {row['family']}", "") if EXPECTED_FILE.exists() else ""
+    return before if before and row["path"] != before and group(row) != "not run" else ""
+
+
+def line(row: Row, details: bool = False) -> str:
+    """A row for the eye that watches."""
+    marks = "".join(row["marks"].values()) or "not built"
+    notes = row["notes"] if details else [_last_line(note) for note in complaints(row)]
+    why = [" ".join(row.get("unbuilt", "").split())[:200] or row["why"]]
+    gone = [f"LOST: it was {lost(row)}"] if lost(row) else []
+    dense = row["dense"] if "dense" in row["path"] else ""
+    told = [entry for entry in (row["path"], dense, row["captured"], f"{row['apart']:.0e}", *why, *gone, *notes) if entry]
+    return f"{row['kind']:8}{row['family']:28}{marks:11} " + " | ".join(told)
+
+
+def _last_line(note: str) -> str:
+    return note.split(":")[0] + ": " + note.strip().splitlines()[-1][:300]
+
+
+def summary(rows: list[Row]) -> int:
+    """Print what the rows add up to; the answer is the exit code."""
+    for kind in TITLES:
+        counts = Counter(group(row) for row in rows if row["kind"] == kind)
+        if counts:
+            print(f"{TITLES[kind]:32}" + ", ".join(f"{counts[name]} {name}" for name in GROUPS if counts[name]))
+    marks = Counter(mark for row in rows for mark in row["marks"].values())
+    captured = sum(row["captured"] == "yes" for row in rows)
+    print(f"captured: {captured} of {sum(bool(row['captured']) for row in rows)}")
+    print("answers: " + ", ".join(f"{number} {name}" for mark, name in MARKS.items() if (number := marks[mark])))
+    bad = [row for row in rows if complaints(row) or lost(row)]
+    print(f"bad rows: {', '.join(row['family'] for row in bad) or 'none'}")
+    return 1 if bad else 0
+
+
+MARKS = {
+    "=": "the same",
+    "~": "the same in float64",
+    "?": "where stock disagrees with itself",
+    "-": "that stock cannot give",
+    "X": "DIFFERENT",
+    "E": "FAILED",
+}
+
+
+def expected(rows: list[Row]) -> str:
+    """The file of expected paths."""
+    known = {f"{row['kind']} {row['family']}": row["path"] for row in rows if row["path"]}
+    entries = [f'  "{name}": "{path}"' for name, path in sorted(known.items())]
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
+# ---- the page
+
+
+def page(run: Row, other: Row | None) -> str:
+    """docs/models.md."""
+    rows = run["rows"]
+    parts = [HEAD.format(**run, **_totals(rows)), *(_table(kind, rows) for kind in TITLES), _not_run(rows)]
+    if other is not None:
+        parts.append(_compared(run, other))
+    return "\n".join(parts)
+
+
+HEAD = """# Models
+
+Made by `python scripts/sweep_models.py --write docs/models.md` on {date} with transformers {transformers}, torch {torch}, float32 on
+the CPU: a tiny random model of every architecture that transformers generates with, in every mode that stock itself can do,
+compared with stock: tokens equal, scores within 2e-4. `tests/expected_paths.json` holds the paths: the suite checks a sample of
+them, the script all.
+
+| | |
+|---|---|
+| families that run | {families} |
+| all layers read from their pages | {paged} |
+| attention layers read from their pages, beside stock's recurrent layers | {beside} |
+| some layer read through a dense copy of its pages | {dense} |
+| on stock's cache, with one warning | {stock} |
+| cannot run here, stock's own errors below | {unrun} |
+| answers that are the same | {same:,} |
+| answers that differ, or that only the paged call fails to give | {bad} |
+| answers that stock itself cannot give | {cannot} |
+| families whose steps are captured | {captured} |
+
+**path**: how many layers of a kind (full attention, a window, cross attention, a recurrent state) are read how; "and more": the layer
+keeps something beside keys and values, which stays in stock's tensors. **modes**: the number of modes that are the same as stock's,
+and which ones are not. **apart**: the largest difference of a score. **captured**: whether decoding steps are replayed, tried with
+a tape that stands for CUDA graphs, or why not.
+"""
+
+
+def _totals(rows: list[Row]) -> dict[str, int]:
+    groups = Counter(group(row) for row in rows)
+    marks = Counter(mark for row in rows for mark in row["marks"].values())
+    return {
+        "families": len(rows) - groups["not run"],
+        "paged": groups["paged"],
+        "beside": groups["paged beside stock's state"],
+        "dense": groups["dense"],
+        "stock": groups["stock"],
+        "unrun": groups["not run"],
+        "same": marks["="] + marks["~"],
+        "bad": marks["X"] + marks["E"],
+        "cannot": marks["-"],
+        "captured": sum(row["captured"] == "yes" for row in rows),
+    }
+
+
+def _table(kind: str, rows: list[Row]) -> str:
+    mine = sorted((row for row in rows if row["kind"] == kind and group(row) != "not run"), key=lambda row: row["family"])
+    lines = [f"## {TITLES[kind]}", "", "| family | path | modes | apart | captured |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *(_cells(row) for row in mine), ""])
+
+
+def _cells(row: Row) -> str:
+    dense = f" ({row['dense']})" if "dense" in row["path"] and row["dense"] else ""
+    path = row["path"] + dense or f"stock: {row['why']}"
+    captured = row["captured"].replace("NotCapturable: ", "") or "-"
+    cells = (row["family"], path, _modes(row), f"{row['apart']:.0e}", captured)
+    return "| " + " | ".join(re.sub(r"\s+", " ", cell).replace("|", "/") for cell in cells) + " |"
+
+
+def _modes(row: Row) -> str:
+    """Which modes are the same: all, or all but those that are named."""
+    marks = row["marks"]
+    same = [name for name, mark in marks.items() if mark in "=~"]
+    others = [
+        f"{text} {', '.join(names)}"
+        for mark, text in (("-", "stock cannot:"), ("?", "stock disagrees with itself:"), ("X", "**differs**:"), ("E", "**fails**:"))
+        if (names := [name for name, found in marks.items() if found == mark])
+    ]
+    if "~" in marks.values():
+        others.append(f"in float64: {', '.join(name for name, found in marks.items() if found == '~')}")
+    pictures = "with pictures, " if "text" in marks and row["kind"] == "image" else ""
+    return "; ".join([f"{pictures}{len(same)}", *others])
+
+
+def _not_run(rows: list[Row]) -> str:
+    lines = ["## What cannot run here", "", "Stock's own error, from a shrunken config or in its own generate().", ""]
+    for row in sorted((row for row in rows if group(row) == "not run"), key=lambda row: (row["kind"], row["family"])):
+        error = row.get("unbuilt") or next((note.split(": ", 1)[1] for note in row["notes"]), "")
+        lines.append(f"- {row['family']} ({row['kind']}): {' '.join(error.split())[:160]}")
+    return "\n".join([*lines, ""])
+
+
+def _compared(run: Row, other: Row) -> str:
+    """What another release does otherwise."""
+    totals = _totals(other["rows"])
+    new = {(row["kind"], row["family"]): row for row in run["rows"]}
+    lines = [
+        f"## On transformers {other['transformers']}",
+        "",
+        f"{totals['families']} families run: {totals['paged']} paged, {totals['beside']} beside stock's recurrent layers, "
+        f"{totals['dense']} through dense copies, {totals['stock']} by stock; {totals['same']:,} answers are the same, "
+        f"{totals['bad']} differ. Families with another path there:",
+        "",
+    ]
+    for row in other["rows"]:
+        twin = new.get((row["kind"], row["family"]))
+        if twin is not None and twin["path"] != row["path"] and "not run" not in (group(twin), group(row)):
+            lines.append(f"- {row['family']} ({row['kind']}): {row['path'] or 'stock: ' + row['why']}")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,353 @@
+"""Compare stock generate() with the paged cache on a tiny random model of every architecture that transformers generates with.
+
+    python scripts/sweep_models.py [--only llama t5 ...] [--kinds causal seq2seq image audio] [--modes greedy beams ...]
+        [--jobs 2] [--seconds 120] [--save FILE.json] [--expect] [--write docs/models.md [--also OTHER.json]]
+
+Every family runs in a process of its own: one that crashes or hangs is one bad row. Exit code 1 if an answer differs, if only
+the paged call fails, or if a family has lost the path that tests/expected_paths.json says it had (`--expect` writes that file).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import models_page
+import torch
+import transformers as tf
+from compare import assert_clean, assert_equal
+from expected import EXPECTED_FILE, path_of
+from pictures import pad_left, with_pictures, with_recordings
+from tape import record
+from tiny import build, mappings, prompts
+
+import hf_paged
+from hf_paged.integration import graphs
+from hf_paged.integration.cache import PagedCache
+from hf_paged.integration.call import Call
+from hf_paged.integration.capture import RECORDERS
+from hf_paged.integration.lazy import LazyPages
+
+NEW = 12
+ALIKE = 2e-4
+"""How far scores may lie apart."""
+Row = dict[str, Any]
+
+
+# ---- modes
+
+
+def modes(kind: str, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every way of calling generate() that a family goes through, over text, and over pictures or recordings where one is known."""
+    given = dict(prompts("seq2seq" if model.config.is_encoder_decoder else "causal"))
+    media = {"image": with_pictures, "audio": with_recordings}.get(kind, lambda model: None)(model)
+    if media is not None:
+        if "input_ids" in media:
+            yield "text", given["whole"]
+        given = {"whole": media, "padded": pad_left(media)} if "input_ids" in media else {"whole": media}
+    whole = given["whole"]
+    yield "greedy", whole
+    if "padded" in given:
+        yield "padded", given["padded"]
+        yield "padded beams", {**given["padded"], "num_beams": 2}
+    yield "beams", {**whole, "num_beams": 3, "num_return_sequences": 2}
+    yield "sample", {**whole, "do_sample": True, "num_return_sequences": 2}
+    if media is None and not model.config.is_encoder_decoder:
+        repeating = whole["input_ids"][:1, :4].repeat(1, 4)
+        yield "lookup", {"input_ids": repeating, "attention_mask": torch.ones_like(repeating), "prompt_lookup_num_tokens": 3}
+        yield "chunks", {**whole, "prefill_chunk_size": 4}
+    yield "details", {**whole, "output_logits": True, "output_hidden_states": True}
+    yield "captured", whole
+
+
+def run_mode(name: str, model: Any, arguments: dict[str, Any]) -> tuple[str, str, float, Any]:
+    """The mark of one mode, what is wrong, how far scores lie apart, and the paged answer."""
+    arguments = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "output_scores": True, **arguments}
+    try:
+        stock = _generate(model, arguments)
+    except Exception as error:
+        return "-", f"{type(error).__name__}: {error}", 0.0, None
+    try:
+        paged = _captured(model, arguments) if name == "captured" else _generate(model, arguments, **models_page.PAGED)
+    except Exception:
+        return "E", traceback.format_exc(), 0.0, None
+    difference = _difference(stock, paged)
+    if not difference:
+        return "=", "", _apart(stock, paged), paged
+    if _difference(stock, _generate(model, arguments)):
+        return "?", "stock disagrees with itself", 0.0, paged
+    return ("~" if _same_in_double(model, arguments) else "X"), difference, _apart(stock, paged), paged
+
+
+def _generate(model: Any, arguments: dict[str, Any], **word: Any) -> Any:
+    torch.manual_seed(0)
+    return model.generate(**arguments, **word)
+
+
+def _captured(model: Any, arguments: dict[str, Any]) -> Any:
+    """The paged answer with decoding steps captured, a tape standing in for CUDA graphs."""
+    worth, graphs.WORTH = graphs.WORTH, 4
+    RECORDERS["cpu"] = record
+    try:
+        return _generate(model, arguments, **models_page.PAGED)
+    finally:
+        del RECORDERS["cpu"]
+        graphs.WORTH = worth
+
+
+def _difference(stock: Any, paged: Any) -> str:
+    try:
+        assert_equal(_without_cache(stock), _without_cache(paged))
+    except AssertionError as error:
+        return str(error).strip().replace("\n", " ")[:300]
+    return ""
+
+
+def _without_cache(answer: Any) -> dict[str, Any]:
+    return {name: value for name, value in answer.items() if name not in ("past_key_values", "cache_params", "state")}
+
+
+def _apart(stock: Any, paged: Any) -> float:
+    """The largest difference of a score that both have."""
+    pairs = zip(stock.get("scores") or (), paged.get("scores") or (), strict=False)
+    apart = [(one - other)[one.isfinite() & other.isfinite()].abs() for one, other in pairs if one.shape == other.shape]
+    return max((float(numbers.max()) for numbers in apart if numbers.numel()), default=0.0)
+
+
+def _same_in_double(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a difference goes away where rounding cannot make one."""
+    double = {
+        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+    try:
+        model.double()
+        return not _difference(_generate(model, double), _generate(model, double, **models_page.PAGED))
+    except Exception:
+        return False
+    finally:
+        model.float()
+
+
+# ---- a family
+
+
+def run_family(kind: str, config_class: Any, wanted: list[str]) -> Row:
+    """All modes of one family: marks, path, capture, and what else went wrong."""
+    row: Row = {
+        "kind": kind,
+        "family": config_class.model_type,
+        "marks": {},
+        "apart": 0.0,
+        "path": "",
+        "why": "",
+        "captured": "",
+        "dense": "",
+        "notes": [],
+    }
+    try:
+        model = build(kind, config_class)
+        if not model.can_generate():
+            return {**row, "unbuilt": "it does not generate"}
+    except Exception as error:
+        return {**row, "unbuilt": f"{type(error).__name__}: {error}"}
+    setting = model.config._attn_implementation
+    for name, arguments in modes(kind, model):
+        if wanted and name not in wanted:
+            continue
+        _note_mode(row, name, model, arguments)
+        gc.collect()
+        try:
+            assert_clean(model, setting)
+        except AssertionError as error:
+            row["notes"].append(f"{name} !: not clean: {error or traceback.format_exc()}")
+    return row
+
+
+def _note_mode(row: Row, name: str, model: Any, arguments: dict[str, Any]) -> None:
+    with warnings.catch_warnings(record=True) as caught, caches_used() as used, copies_noted(row if name == "greedy" else {"dense": "-"}):
+        warnings.simplefilter("always")
+        mark, text, apart, answer = run_mode(name, model, arguments)
+    parts = used[:2] if model.config.is_encoder_decoder else used[:1]
+    row["marks"][name] = mark
+    row["apart"] = max(row["apart"], apart)
+    if text:
+        row["notes"].append(f"{name} {mark}: {text}")
+    if answer is None:
+        return
+    told = [str(entry.message) for entry in caught if issubclass(entry.category, hf_paged.FallbackWarning)]
+    if parts and not row["path"]:
+        row["path"] = path_of(parts)
+    row["why"] = row["why"] or (told[0].split("'paged': ")[-1].split("; transformers")[0] if told else "")
+    if len(told) > 1:
+        row["notes"].append(f"{name} !: {len(told)} warnings for one call")
+    if not parts and not told:
+        row["notes"].append(f"{name} !: neither paged nor warned")
+    if name == "captured" and parts:
+        row["captured"] = _how_captured(model, parts)
+
+
+@contextmanager
+def caches_used() -> Iterator[list[PagedCache]]:
+    """The paged caches of the calls in between, also of those that hand out none."""
+    used: list[PagedCache] = []
+    plug = Call.plug
+
+    def watched(call: Call, model: Any, caches: list[PagedCache], made: bool) -> None:
+        used.extend(caches)
+        plug(call, model, caches, made)
+
+    Call.plug = watched  # type: ignore[method-assign]
+    try:
+        yield used
+    finally:
+        Call.plug = plug  # type: ignore[method-assign]
+
+
+@contextmanager
+def copies_noted(row: Row) -> Iterator[None]:
+    """Note who wants keys and values as dense tensors, where a layer ends up with a dense path."""
+    make = LazyPages._make
+
+    def watched(pages: LazyPages) -> torch.Tensor:
+        if pages.step_tokens is not None and not row["dense"]:
+            row["dense"] = _asker()
+        return make(pages)
+
+    LazyPages._make = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LazyPages._make = make  # type: ignore[method-assign]
+
+
+def _asker() -> str:
+    """The innermost method of a model's own file, and what it calls in the registry's attention or in torch."""
+    frame: Any = sys._getframe()
+    through_registry = ""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == "hf_paged.integration.attention" and frame.f_code.co_name == "paged_attention":
+            asked = sorted(key for key, value in frame.f_locals["kwargs"].items() if value is not None and value is not False)
+            through_registry = f" asks for attention with {', '.join(asked)}"
+        if name.startswith("transformers.models.") and frame.f_code.co_name != "expand_kv":
+            owner = frame.f_locals.get("self")
+            where = type(owner).__name__ if owner is not None else frame.f_code.co_name
+            return where + (through_registry or " computes with them itself")
+        frame = frame.f_back
+    return ""
+
+
+def _how_captured(model: Any, parts: list[Any]) -> str:
+    """Whether steps were replayed, or why not."""
+    known = graphs.graphs_of(model)
+    if known.counts["replayed"]:
+        return "yes"
+    if not all(part.complete for part in parts):
+        return "no: a layer keeps its state in tensors of its own"
+    return "no: " + next(iter(known.reasons.values()), "its steps are not alike")
+
+
+def in_child(kind: str, config_class: Any, options: argparse.Namespace) -> tuple[int, int]:
+    """Run a family in a fork: a crash, a hang or a leak is its own. The answers are the child and where it writes its row."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        return child, reading
+    signal.alarm(options.seconds)
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    try:
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(run_family(kind, config_class, options.modes), pipe)
+    finally:
+        os._exit(0)
+
+
+def _finish(child: int, reading: int, kind: str, family: str, seconds: int) -> Row:
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if text:
+        return json.loads(text)
+    died = f"took more than {seconds} s" if status & 127 == signal.SIGALRM else f"died of signal {status & 127}"
+    return {
+        "kind": kind,
+        "family": family,
+        "marks": {},
+        "apart": 0.0,
+        "path": "",
+        "why": "",
+        "captured": "",
+        "dense": "",
+        "notes": [],
+        "unbuilt": died,
+    }
+
+
+def sweep(options: argparse.Namespace) -> list[Row]:
+    """The rows of all families, printed as they come, `options.jobs` at a time."""
+    todo = [
+        (kind, config_class)
+        for kind, mapping in mappings().items()
+        for config_class in dict.fromkeys(mapping)
+        if kind in options.kinds and (not options.only or config_class.model_type in options.only)
+    ]
+    rows: list[Row] = []
+    running: list[tuple[int, int, str, str]] = []
+    while todo or running:
+        while todo and len(running) < options.jobs:
+            kind, config_class = todo.pop(0)
+            running.append((*in_child(kind, config_class, options), kind, config_class.model_type))
+        child, reading, kind, family = running.pop(0)
+        rows.append(_finish(child, reading, kind, family, options.seconds))
+        print(models_page.line(rows[-1], details=options.details), flush=True)
+    return rows
+
+
+def main() -> int:
+    """Go through the families, print a line for each, and add them up."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="model types; all of them by default")
+    parser.add_argument("--kinds", nargs="*", default=list(mappings()), choices=list(mappings()))
+    parser.add_argument("--modes", nargs="*", default=[], help="names of modes; all of them by default")
+    parser.add_argument("--jobs", type=int, default=1, help="families at a time")
+    parser.add_argument("--seconds", type=int, default=240, help="limit for one family")
+    parser.add_argument("--details", action="store_true", help="print tracebacks and what stock cannot do")
+    parser.add_argument("--save", type=Path, help="write the rows as JSON")
+    parser.add_argument("--also", type=Path, help="rows that were saved under another transformers, for a section of the page")
+    parser.add_argument("--write", type=Path, help="write the page")
+    parser.add_argument("--expect", action="store_true", help="make these paths the expected ones")
+    options = parser.parse_args()
+    tf.logging.set_verbosity_error()
+    begun = time.monotonic()
+    run = {"transformers": tf.__version__, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": sweep(options)}
+    if options.save:
+        options.save.write_text(json.dumps(run, indent=1))
+    if options.write:
+        options.write.write_text(models_page.page(run, json.loads(options.also.read_text()) if options.also else None))
+    if options.expect:
+        EXPECTED_FILE.write_text(models_page.expected(run["rows"]))
+    print(f"\n{time.monotonic() - begun:.0f} s, transformers {tf.__version__}")
+    return models_page.summary(run["rows"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Prompts with a picture or a recording for whatever model takes one: the arguments are found by trying, and by what the model says."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tiny import PROMPT_IDS
+
+MISMATCH = re.compile(r"tokens:? \[?(\d+)\]?, (?:\w+ )?features:? \[?(\d+)")
+WIDTH = 32
+"""Of every hidden state in a tiny model."""
+MOST = 64
+"""More placeholders than this are a misunderstanding."""
+Inputs = dict[str, torch.Tensor]
+
+
+def with_pictures(model: Any, rows: int = 2) -> Inputs | None:
+    """Arguments for `rows` prompts, each around a picture of its own; None if no way of showing one is known."""
+    for shown in _pictures(model, rows):
+        found = _prompt(model, shown, rows, _id_of(model, "image"))
+        if found is not None:
+            return found
+    return None
+
+
+def with_recordings(model: Any, rows: int = 2) -> Inputs | None:
+    """Arguments for `rows` prompts, each with a recording of its own; None if no way of playing one is known."""
+    for played in _recordings(model, rows):
+        found = _prompt(model, played, rows, _id_of(model, "audio"))
+        if found is not None:
+            return found
+    return None
+
+
+def pad_left(inputs: Inputs) -> Inputs:
+    """The same with four columns of padding before the second row."""
+    padded = dict(inputs)
+    for name, value in inputs.items():
+        if name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids") and value.ndim == 2:
+            wide = torch.nn.functional.pad(value, (4, 0))
+            if name != "input_ids":
+                wide[0, :4] = int(name == "attention_mask")
+            else:
+                wide[0, :4] = PROMPT_IDS.start
+            padded[name] = wide
+    return padded
+
+
+# ---- the prompt around it
+
+
+def _prompt(model: Any, shown: Inputs, rows: int, placeholder: int | None) -> Inputs | None:
+    """The prompt with as many placeholders as the model wants, if it wants any and looks at what is shown."""
+    counts = [0] if placeholder is None else [4, 0]
+    for count in counts:  # what the model says adds to the list
+        inputs = {**_text(model, rows, placeholder, count), **shown}
+        try:
+            if _matters(model, inputs, shown):
+                return inputs
+        except Exception as error:
+            found = MISMATCH.search(str(error))
+            for width in (1, WIDTH) if found and count else ():
+                # Some count the features' numbers, not the features.
+                wanted, left = divmod(int(found[2]), rows * width)
+                if not left and wanted and wanted not in counts and wanted < MOST:
+                    counts.append(wanted)
+    return None
+
+
+def _text(model: Any, rows: int, placeholder: int | None, count: int) -> Inputs:
+    if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
+        return {}
+    text = torch.randint(PROMPT_IDS.start, PROMPT_IDS.stop, (rows, 7), generator=torch.Generator().manual_seed(1))
+    middle = torch.full((rows, count), placeholder or 0)
+    begin = getattr(model.config, "vision_start_token_id", None)
+    if count and isinstance(begin, int):
+        text[:, 3] = begin
+    ids = torch.cat([text[:, :4], middle, text[:, 4:]], 1)
+    types = torch.zeros_like(ids)
+    types[:, 4 : 4 + count] = 1
+    taken = inspect.signature(model.forward).parameters
+    typed = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in taken and count}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **typed}
+
+
+def _matters(model: Any, inputs: Inputs, shown: Inputs) -> bool:
+    """Whether another picture makes the model say something else."""
+    floating = {name: value for name, value in shown.items() if value.is_floating_point() and value.ndim > 1}
+    other = {name: value.flip(0) * 1.5 + 0.1 for name, value in floating.items()}
+    scores = [
+        model.generate(
+            **given, max_new_tokens=1, min_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True
+        ).logits[0]
+        for given in (inputs, {**inputs, **other})
+    ]
+    return bool((scores[0] - scores[1]).abs().max() > 1e-4) and bool(scores[0].isfinite().all())
+
+
+def _id_of(model: Any, what: str) -> int | None:
+    """The token that stands for a picture (or a recording) in a prompt."""
+    names = (f"{what}_token_id", f"{what}_token_index", f"{what}_patch_id", "image_token_id", "media_token_id")
+    found = (getattr(model.config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), None)
+
+
+# ---- pictures
+
+
+def _part(config: Any, *names: str) -> Any:
+    return next((part for name in names if (part := getattr(config, name, None)) is not None), config)
+
+
+def _number(config: Any, default: int, *names: str) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        value = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(value, int):
+            return value
+    return default
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(4)) * 2 - 1
+
+
+def _pictures(model: Any, rows: int) -> Iterator[Inputs]:
+    """Ways of showing a picture per row, the likely ones first."""
+    taken = inspect.signature(model.forward).parameters
+    vision = _part(model.config, "vision_config", "vq_config", "encoder")
+    size, patch = _number(vision, 32, "image_size", "resolution"), _number(vision, 8, "patch_size")
+    channels = _number(vision, 3, "in_channels", "in_chans", "num_channels")
+    area = channels * patch * patch
+    if "image_grid_thw" in taken:
+        yield from _grids(rows, area, _number(vision, 2, "temporal_patch_size"), (channels, patch, patch), "image_merge_sizes" in taken)
+    if "flattened_patches" in taken:
+        place = torch.arange(1, 17).float()[:, None].expand(rows, 16, 1)
+        yield {"flattened_patches": torch.cat([place, place, _noise(rows, 16, area)], 2)}
+    if "spatial_shapes" in taken:
+        shape = {"spatial_shapes": torch.tensor([[4, 4]] * rows), "pixel_attention_mask": torch.ones(rows, 16, dtype=torch.long)}
+        yield {"pixel_values": _noise(rows, 16, area), **shape}
+    if "aspect_ratio_ids" in taken:
+        ratio = {"aspect_ratio_ids": torch.ones(rows, 1, dtype=torch.long), "aspect_ratio_mask": torch.ones(rows, 1, 4, dtype=torch.long)}
+        seen = {"cross_attention_mask": torch.ones(rows, 7, 1, 4, dtype=torch.long)}
+        yield {"pixel_values": _noise(rows, 1, 4, channels, size, size), **ratio, **seen}
+    if "pixel_values" in taken:
+        extra = _extra(taken, rows, size)
+        for given in (extra, {}) if extra else ({},):
+            for shape in ((), (1,), (2,)):
+                yield {"pixel_values": _noise(rows, *shape, channels, size, size), **given}
+
+
+def _grids(rows: int, area: int, frames: int, patch: tuple[int, ...], merges: bool) -> Iterator[Inputs]:
+    """Patches of all pictures in one list, and how many there are of each."""
+    grid: Inputs = {"image_grid_thw": torch.tensor([[1, 4, 4]] * rows)}
+    if merges:
+        grid["image_merge_sizes"] = torch.tensor([2] * rows)
+    for shape in ((frames * area,), (area,), patch):
+        yield {"pixel_values": _noise(rows * 16, *shape), **grid}
+
+
+def _extra(taken: Any, rows: int, size: int) -> Inputs:
+    """What else a forward wants to know about plain pictures."""
+    known = {
+        "image_sizes": torch.tensor([[size, size]] * rows),
+        "qformer_input_ids": torch.full((rows, 3), PROMPT_IDS.start),
+        "image_attention_mask": torch.ones(rows, 7, 1, dtype=torch.long),
+        "bbox": torch.full((rows, 7, 4), 0.3),
+    }
+    return {name: value for name, value in known.items() if name in taken}
+
+
+def _recordings(model: Any, rows: int) -> Iterator[Inputs]:
+    """Ways of playing a recording per row, the likely ones first."""
+    taken = inspect.signature(model.forward).parameters
+    audio = _part(model.config, "audio_config", "encoder_config", "encoder")
+    bins = _number(audio, 80, "num_mel_bins", "input_feat_per_channel", "n_mels", "input_dim", "feature_projection_input_dim", "input_size")
+    frames = 2 * _number(audio, 50, "max_source_positions")
+    masks = [name for name in ("feature_attention_mask", "input_features_mask", "attention_mask") if name in taken]
+    for name in ("input_features", "input_values"):
+        if name in taken:
+            for length in (frames, 64, 200):
+                shapes = [(rows, bins, length), (rows, length, bins)] if name == "input_features" else [(rows, 16 * length)]
+                for shape in shapes:
+                    yield {name: _noise(*shape)}
+                    for mask in masks:
+                        yield {name: _noise(*shape), mask: torch.ones(rows, length if len(shape) == 3 else shape[1], dtype=torch.long)}
