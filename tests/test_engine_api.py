@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -204,6 +205,21 @@ def test_pools_are_given_back(model: Any) -> None:
     assert hf_paged.release(model) == 0
 
 
+def test_an_engine_that_is_dropped_gives_its_pools_back(model: Any) -> None:
+    engine = Engine(model, num_blocks=30)
+    handle = engine.submit(PROMPTS[0], **GREEDY)
+    engine.step()
+    memory = engine.pools.memory
+    assert memory.held > 0
+    del engine
+    gc.collect()
+    assert memory.held > 0  # the handle is still somebody's
+    del handle
+    gc.collect()
+    assert memory.held == 0
+    assert not memory.groups
+
+
 # ---- one model, trained and served
 
 
@@ -248,6 +264,7 @@ def test_weights_that_change_under_requests(model: Any, engine: Engine) -> None:
 def test_quiet_changes_are_noticed(model: Any, engine: Engine, way: str) -> None:
     """C24: `weight.data += x` moves neither version nor address; a new parameter and a loaded one count as well."""
     engine.generate([PROMPTS[3]], **GREEDY)
+    handle = engine.submit(PROMPTS[0], **GREEDY)  # who only waits holds nothing of the old ones
     head = model.model.layers[1].mlp.down_proj
     if way == "data":
         head.weight.data += 0.3
@@ -255,6 +272,7 @@ def test_quiet_changes_are_noticed(model: Any, engine: Engine, way: str) -> None
         head.weight = torch.nn.Parameter(head.weight.detach() + 0.3)
     else:
         head.load_state_dict({"weight": head.weight.detach() + 0.3})
+    handle.cancel()
     output = engine.generate([PROMPTS[3]], **GREEDY)[0]
     assert output.cached_tokens == 0
     assert answers(output) == alone(model, PROMPTS[3], **GREEDY)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_paged import demo
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -36,6 +38,14 @@ def test_readme_lines(capsys: pytest.CaptureFixture[str]) -> None:
     code = next(block for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "demo.model()" in block)
     exec(compile(code, "README.md", "exec"), {})
     assert "PagedCache(rows=12" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/engine.md"])
+def test_engine_lines(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first lines about the engine, with the demo's model."""
+    code = next(block for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S) if "Engine(model" in block)
+    exec(compile(code, page, "exec"), {"model": demo.model(), "tokenizer": demo.tokenizer()})
+    assert len(capsys.readouterr().out.split()) > 10
 
 
 def test_demo_draws_the_blocks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -63,6 +64,8 @@ class Engine:
         self._jobs: dict[Group, Job] = {}
         self._arrivals = 0
         self._weights = Weights(self.model)
+        # Finalizers run in the middle of anything, so this one only notes that the pools are nobody's.
+        weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
 
     def __repr__(self) -> str:
         return f"Engine({type(self.model).__name__}, form={self._runner.form!r}, requests={len(self._jobs)})"
@@ -98,8 +101,6 @@ class Engine:
         asked = read(self.model, self.tokenizer, prompt, generation_config, generate_keywords, seed, logprobs)
         with self._lock:
             self._require_open()
-            if not self._jobs and self._weights.changed():
-                self.pools.forget()
             job = Job(asked, None, self.tokenizer)
             request = Request(self._arrivals, asked.prompt, asked.max_length, asked.width, priority, extra_key(salt))
             try:
@@ -286,19 +287,17 @@ class Engine:
         """Go on. What was cached is forgotten if the weights have changed."""
         with self._lock:
             self._paused = False
-            if self._weights.changed():
-                self.pools.forget()
 
     def _require_same_weights(self) -> None:
-        if not self._weights.touched():
-            return
-        if self._scheduler.running:
+        """What is cached belongs to the weights of now. While nobody holds anything that is looked at closely, else quickly."""
+        running = len(self._scheduler.running)
+        if not running and self._weights.changed():
+            self.pools.forget()
+        elif running and self._weights.touched():
             raise RuntimeError(
-                f"the model's weights have changed under {len(self._scheduler.running)} running requests; call engine.pause() before the "
-                "change (or now) and engine.resume() after it"
+                f"the model's weights have changed under {running} running requests; call engine.pause() before the change (or now) "
+                "and engine.resume() after it"
             )
-        self._weights.changed()
-        self.pools.forget()
 
     def _require_eval(self) -> None:
         if self.model.training:
@@ -333,7 +332,7 @@ class Engine:
             for job in list(self._jobs.values()):
                 self._end(job, "abort")
             self._closed = True
-            self.pools.close()
+            self.pools.free()
 
     def __enter__(self) -> Engine:
         return self

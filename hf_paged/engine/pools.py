@@ -96,8 +96,8 @@ class Pools:
         for group in self.groups.values():
             group.pool.forget()
 
-    def close(self) -> None:
-        """Give the pools back."""
+    def free(self) -> None:
+        """Give the pools back. Twice is once."""
         with self.memory.lock:
             for kind, group in self.groups.items():
                 group.give_back()

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -17,15 +17,18 @@ from .budget import free_bytes
 from .plain import Ops
 from .store import Layout, Store
 
-if TYPE_CHECKING:
-    from .sequences import Sequences
-
 logger = logging.getLogger("hf_paged")
 
 ROOM_FOR = 16
 """How many calls like its first one a pool is made for that keeps prefixes."""
 AFFORDABLE = 0.5
 """The share of the free memory that a pool takes ahead of need; beyond it, it grows with the tokens."""
+
+
+class Holder(Protocol):
+    """Something that holds blocks or pools and can give them back: the rows of a cache, the pools of an engine."""
+
+    def free(self) -> None: ...
 
 
 class Kind(NamedTuple):
@@ -257,7 +260,7 @@ class Memory:
         """Steps captured over the addresses of the stores, least recently used first; dropped as soon as a store moves."""
         self.suspect = False
         """Whether a call failed since the books were last known to agree with the tables."""
-        self._abandoned: deque[Sequences] = deque()
+        self._abandoned: deque[Holder] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         """The stream of each device that the last step ran on."""
         self.counts: Counter[str] = Counter()
@@ -286,9 +289,9 @@ class Memory:
                 stream.wait_stream(last)
             self._streams[device] = stream
 
-    def abandon(self, sequences: Sequences) -> None:
-        """Note the rows of a cache that is gone. Finalizers call it, in any thread, in the middle of anything: it only notes."""
-        self._abandoned.append(sequences)
+    def abandon(self, holder: Holder) -> None:
+        """Note what a cache held that is gone. Finalizers call it, in any thread, in the middle of anything: it only notes."""
+        self._abandoned.append(holder)
 
     def drain(self) -> None:
         """Free what finalizers have noted. If something broke into a change of the books, make them whole first."""

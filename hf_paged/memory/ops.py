@@ -132,10 +132,12 @@ class TritonOps(Ops):
         """Sequences of any lengths in one row of tokens: one launch for all of them."""
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
         table, lengths = batch.table(query.device), batch.lengths(query.device)
-        packed = query[0].transpose(0, 1).contiguous()
-        out: torch.Tensor = self.kernels.prefill(
-            packed, keys, values, table, batch.borders_on(query.device), lengths, max(batch.counts), window=window, **options
-        )
+        packed, most = query[0].transpose(0, 1).contiguous(), max(batch.counts)
+        if most == 1:
+            plan = self._plan(packed, keys, values, window, batch)
+            out: torch.Tensor = self.kernels.decode(packed, keys, values, table, plan, **options)
+        else:
+            out = self.kernels.prefill(packed, keys, values, table, batch.borders_on(query.device), lengths, most, window=window, **options)
         return out[None]
 
 
