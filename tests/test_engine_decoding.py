@@ -10,6 +10,7 @@ from families import BY_NAME, build
 from tape import record
 from test_engine_exact import PROMPTS, alone, answers
 
+import hf_paged
 from hf_paged.engine import Engine
 from hf_paged.integration.capture import RECORDERS
 
@@ -94,6 +95,15 @@ def test_a_capture_that_fails_costs_no_answer(error: Exception, llama: Any, monk
         (output,) = engine.generate([PROMPTS[0]], **GREEDY)
         assert bool(decoding(engine).reasons) != isinstance(error, torch.OutOfMemoryError)
     assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
+
+
+def test_a_step_of_one_token_after_the_pools_were_given_back(llama: Any) -> None:
+    with Engine(llama, block_size=4) as engine:
+        engine.generate([PROMPTS[0]], **GREEDY)
+        assert hf_paged.release(llama)
+        (output,) = engine.generate([PROMPTS[4]], **GREEDY)
+        assert len(PROMPTS[4]) == 1
+    assert answers(output) == alone(llama, PROMPTS[4], **GREEDY)
 
 
 def test_graphs_can_be_turned_off(llama: Any) -> None:

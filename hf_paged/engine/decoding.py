@@ -130,6 +130,8 @@ class Decoding:
             return None
         blocks = max(table.end for piece in pieces for table in piece.tables)
         groups = self.runner.pools.groups.values()
+        if not all(group.devices for group in groups):
+            return None  # the pools were given back, and come again with this step
         if all(group.captured_ops.kernels is not None for group in groups):
             # Kernels read what is there, so a wide table costs its upload and no more.
             return bucket_of(len(pieces)), next(width for width in WIDTHS if width >= blocks)
