@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import json
 import os
 import signal
@@ -43,6 +44,7 @@ from hf_paged.integration.cache import PagedCache
 from hf_paged.integration.call import Call
 from hf_paged.integration.capture import RECORDERS
 from hf_paged.integration.lazy import LazyPages
+from hf_paged.integration.switch import uses_registry
 
 NEW = 12
 ALIKE = 2e-4
@@ -238,20 +240,27 @@ def copies_noted(row: Row) -> Iterator[None]:
 
 
 def _asker() -> str:
-    """The innermost method of a model's own file, and what it calls in the registry's attention or in torch."""
+    """The innermost module of a model's own file that wants a dense copy, and why it does."""
     frame: Any = sys._getframe()
-    through_registry = ""
+    asked = ""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name == "hf_paged.integration.attention" and frame.f_code.co_name == "paged_attention":
-            asked = sorted(key for key, value in frame.f_locals["kwargs"].items() if value is not None and value is not False)
-            through_registry = f" asks for attention with {', '.join(asked)}"
+            known = {"scaling", "dropout", "position_ids", "use_cache"}
+            wanted = sorted(key for key, value in frame.f_locals["kwargs"].items() if value not in (None, False) and key not in known)
+            asked = f"asks for attention with {', '.join(wanted)}"
         if name.startswith("transformers.models.") and frame.f_code.co_name != "expand_kv":
-            owner = frame.f_locals.get("self")
-            where = type(owner).__name__ if owner is not None else frame.f_code.co_name
-            return where + (through_registry or " computes with them itself")
+            owner = type(frame.f_locals["self"]) if "self" in frame.f_locals else None
+            return f"{owner.__name__ if owner else frame.f_code.co_name} {asked or _why_itself(owner)}"
         frame = frame.f_back
     return ""
+
+
+def _why_itself(owner: Any) -> str:
+    source = inspect.getsource(owner) if owner else ""
+    if "ALL_ATTENTION_FUNCTIONS" not in source:
+        return "has an attention of its own"
+    return "computes with keys or values before it asks for attention" if uses_registry(owner) else "looks at the name of its attention"
 
 
 def _how_captured(model: Any, parts: list[Any]) -> str:

@@ -1,4 +1,4 @@
-"""pipeline("text-generation"): single, batched, chat; and a folder that was saved."""
+"""pipeline("text-generation"): single, batched, chat; and a folder that was saved, loaded in the ways there are."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from hf_paged import demo
+from hf_paged.integration.cache import paged_parts
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +54,22 @@ def test_saved_folder(tmp_path: Path) -> None:
     answer = loaded.generate(**inputs, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(answer.sequences, stock)
     assert type(answer.past_key_values).__name__ == "PagedCache"
+
+
+@pytest.mark.parametrize("hooks", [False, True], ids=["one-device", "hooks-on-every-module"])
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_device_map(tmp_path: Path, mode: dict[str, Any], hooks: bool) -> None:
+    """device_map="auto", and accelerate's hooks around every module, as a map over several devices puts them there."""
+    demo.model().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto")
+    if hooks:
+        places = {name: "cpu" for name, module in model.named_modules() if not list(module.children()) and list(module.parameters())}
+        model = dispatch_model(model.cpu(), {**places, "model.rotary_emb": "cpu"}, main_device="cpu", force_hooks=True)
+        assert hasattr(model.model.layers[0].self_attn.q_proj, "_hf_hook")
+    inputs = demo.tokenizer()(demo.prompts()[:2], return_tensors="pt", padding=True).to(model.device)
+    answers = [
+        model.generate(**inputs, max_new_tokens=12, do_sample=False, **mode, **word, return_dict_in_generate=True)
+        for word in ({}, {"cache_implementation": "paged"})
+    ]
+    assert torch.equal(answers[0].sequences, answers[1].sequences)
+    assert set(paged_parts(answers[1].past_key_values)[0].paths) == {"paged"}

@@ -6,7 +6,7 @@ import inspect
 import re
 import threading
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -61,10 +61,11 @@ def decoder_configs(model: nn.Module) -> list[Any]:
     ours: dict[int, Any] = {}
     others: set[int] = set()
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is None or getattr(module, "layer_idx", None) is None or not hasattr(config, "_attn_implementation_internal"):
+        config, attention = getattr(module, "config", None), cast(Any, type(module))
+        if config is None or not hasattr(config, "_attn_implementation_internal"):
             continue
-        attention: Any = type(module)
+        if getattr(module, "layer_idx", None) is None and not is_told_its_layer(attention):
+            continue
         if uses_registry(attention) and is_stock(original_implementation(config)):
             ours[id(config)] = config
         elif "ttention" in attention.__name__:
@@ -77,6 +78,12 @@ def is_stock(setting: str) -> bool:
     if setting == "sdpa":
         return ALL_ATTENTION_FUNCTIONS.get("sdpa") is sdpa_attention_forward
     return setting in ("eager", "flex_attention") or "flash" in setting
+
+
+@cache
+def is_told_its_layer(cls: Any) -> bool:
+    """Whether a module serves several layers and learns with every call which one it is (Zamba's attention)."""
+    return "layer_idx" in inspect.signature(cls.forward).parameters
 
 
 @cache
