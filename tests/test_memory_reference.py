@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_layer import HEADS, Paged
+from paged_layer import HEADS, Paged, formula
 
 from hf_paged.blocks import Table, append
-from hf_paged.memory import reference, store
+from hf_paged.memory import Layout, Pages, Seen, reference, store
 
 DIM, VALUE_DIM = 8, 6
 
@@ -101,3 +101,43 @@ def test_masks_with_heads_and_biases() -> None:
     out = reference.attend(query, keys, values, bias)
     weights = (query @ keys.repeat_interleave(3, 1).transpose(-1, -2) * DIM**-0.5 + bias).softmax(-1)
     torch.testing.assert_close(out, (weights @ values.repeat_interleave(3, 1)).transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("starts", [None, [0, 2]], ids=["whole", "padded"])
+def test_values_without_a_width(starts: list[int] | None) -> None:
+    """Latents without a part for positions: one half of the store has slots and no content."""
+    paged = Paged(2, 4, starts=starts, dims=(8, 0))
+    for new in (7, 1):
+        pages = paged.step(new)
+    paged.reorder([1, 1])
+    pages = paged.step(2)
+    found = reference.gather(pages.keys, pages.batch, 0)
+    begin = 0 if starts is None else 2
+    torch.testing.assert_close(found[:, :, begin:], paged.keys[:, :, begin:])
+    assert reference.gather(pages.values, pages.batch, 0).shape == (2, HEADS, 10, 0)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("starts", [None, [0, 4, 9]], ids=["whole", "padded"])
+def test_attention_over_latents(starts: list[int] | None, new: int) -> None:
+    """One head of latents serves all heads of the query, as keys and as values; a token that sees nothing gives 0."""
+    torch.manual_seed(5)
+    paged = Paged(3, 4, starts=starts, dims=(8, 4))
+    paged.keys, paged.values = paged.keys[:, :1], paged.values[:, :1]
+    for count in (9 - new, new):
+        keys, values = torch.randn(3, 1, count, 8), torch.randn(3, 1, count, 4)
+        paged.group.place(0, Layout.of(keys, values))
+        batch = paged.rows.extend(3, count)
+        made, index = paged.group.store(0)
+        pages = Pages(*made.of_layer[index], batch, made.ops)
+        pages.ops.write(pages, keys, values)
+        paged.keys, paged.values = torch.cat([paged.keys, keys], 2), torch.cat([paged.values, values], 2)
+    query, turned = torch.randn(3, 6, new, 8), torch.randn(3, 6, new, 4)
+    seen = Seen(0, causal=True)
+    out = pages.ops.attend_latents(query, turned, pages, seen, scale=12**-0.5)
+    both = torch.cat([query, turned], 3)
+    expected = formula(both, torch.cat([paged.keys, paged.values], 3), paged.keys, None, starts, None, None)
+    torch.testing.assert_close(out.transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
+    narrow = pages.ops.attend_latents(query, turned, pages, Seen(0, torch.ones(1, 1, new, 9, dtype=torch.bool)), scale=12**-0.5)
+    if starts is None and new == 1:
+        torch.testing.assert_close(narrow, out)

@@ -67,7 +67,7 @@ def test_pictures(family: str, mode: dict[str, Any]) -> None:
     """Two prompts of different lengths, each around a picture of its own."""
     model = tiny("image", family)
     shown = with_pictures(model)
-    assert shown is not None
+    assert shown is not None, "nobody knows any more how to show it a picture"
     paged = assert_same(model, **pad_left(shown), max_new_tokens=8, return_dict_in_generate=True, **{"do_sample": False, **mode})
     assert path_of(paged_parts(paged.past_key_values)) == expected_paths()[f"image {family}"]
 
@@ -98,3 +98,20 @@ def test_beams_share_the_cross_tables(family: str) -> None:
     blocks = -(-length // 4)
     assert {cross for _, cross in held} == {2 * blocks}
     assert max(own for own, _ in held) > 2 * 3, "beams that never part prove nothing"
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_second_half_of_the_models_own(beams: int) -> None:
+    """BLIP puts the cache beside a stock one for its picture: that one has rows for every beam too."""
+    model = tiny("image", "blip")
+    shown = with_pictures(model)
+    assert shown is not None
+    assert_same(model, **shown, num_beams=beams, num_return_sequences=beams, max_new_tokens=8, do_sample=False)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_latents_without_positions(padded: bool) -> None:
+    """GLM-5's default has no width for positions: half of what its latents' layer stores is empty."""
+    model = tiny("image", "glm5_next")
+    given = dict(prompts("causal"))["padded" if padded else "whole"]
+    assert_same(model, **given, num_beams=2, max_new_tokens=8, do_sample=False)

@@ -82,7 +82,7 @@ def build(kind: str, cls: Any) -> Any:
     model = model_class(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim > 1:
+            if parameter.ndim > 1 or not parameter.any():  # gates that begin shut, too
                 parameter.normal_(0, 0.2)
     start = {"decoder_start_token_id": 1} if config.is_encoder_decoder else {}
     model.generation_config = tf.GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0, **start)

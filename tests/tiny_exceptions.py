@@ -38,7 +38,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {**SHARED_KV, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8},
     "gemma4_text": SHARED_KV,
     "glm46v_text": MROPE,
-    "glm4v_moe_text": MROPE,
+    "glm4v_moe_text": {"head_dim": 16, **MROPE},
     "glm4v_text": MROPE,
     "glm5_next_text": {"index_kpool": 4},
     "glm_ocr_text": MROPE,

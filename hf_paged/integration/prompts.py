@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
+
+from .cache import PagedCache
 
 SCALARS = (bool, int, float, str, torch.dtype, type(None), Cache)
 
@@ -46,7 +48,13 @@ def _equal(value: Any, rows: int, copies: int) -> bool:
 
 
 def repeat_rows(value: Any, rows: int, copies: int) -> Any:
-    """What a forward over `rows` rows answered, as if each had stood there `copies` times."""
+    """What a forward over `rows` rows answered, as if each had stood there `copies` times.
+
+    A model may have put the cache beside one of its own, for what it sees of a picture: that has as many rows as were computed.
+    """
+    cache = value.get("past_key_values") if isinstance(value, ModelOutput) else None
+    if isinstance(cache, EncoderDecoderCache) and not isinstance(cache.cross_attention_cache, PagedCache):
+        cache.cross_attention_cache.batch_repeat_interleave(copies)
 
     def repeat(x: torch.Tensor) -> torch.Tensor:
         if x.ndim == 0 or x.shape[0] % rows:

@@ -22,7 +22,7 @@ def write(pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
             _lane_view(data, batch, batch.columns - batch.new).copy_(tokens)
             continue
         slots, sources = batch.written(data.device)
-        flat = tokens.transpose(1, 2).reshape(-1, data.shape[1], data.shape[2]).to(data.dtype)
+        flat = tokens.transpose(1, 2).flatten(0, 1).to(data.dtype)
         data.index_copy_(0, slots, flat if sources is None else flat.index_select(0, sources))
 
 
@@ -42,10 +42,10 @@ def gather(data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.
         blocks = batch.blocks(first, data.device)
         found = data.view(slots // size, size * heads * dim).index_select(0, blocks.flatten())
         begin = first % size
-        found = found.view(batch.rows, -1, heads, dim)[:, begin : begin + batch.columns - first]
+        found = found.view(batch.rows, blocks.shape[1] * size, heads, dim)[:, begin : begin + batch.columns - first]
     else:
         index = batch.slots(first, data.device)
-        found = data.view(slots, heads * dim).index_select(0, index.flatten()).view(batch.rows, -1, heads, dim)
+        found = data.view(slots, heads * dim).index_select(0, index.flatten()).view(*index.shape, heads, dim)
     return found.transpose(1, 2)
 
 
