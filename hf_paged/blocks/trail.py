@@ -10,7 +10,7 @@ from .prefix import Match, Partial
 from .table import Copy, Table
 
 WORTH_A_COPY = 2
-"""A block of which fewer tokens than that are wanted is not copied: computing them costs less."""
+"""A block of which fewer tokens than that are wanted is not copied: computing them costs less, and all prompts begin alike."""
 
 
 class Prompt:
@@ -74,11 +74,13 @@ class Trail:
         """Of which block the tokens behind `full` blocks are copied, if that is worth it."""
         size = self.prompt.size
         wanted = self.prompt.tokens[full * size : min(max(most, 0), (full + 1) * size)]
-        if len(wanted) < WORTH_A_COPY:
+        if not wanted:
             return None
         whole = self._found[full] if full < len(self._found) else None
         best = (whole, len(wanted)) if whole is not None else self.pool.siblings.best(self.prompt.seat(full), wanted)
-        if best is None or not WORTH_A_COPY <= best[1] < size:
+        if best is None or best[1] >= size:
+            return None
+        if best[1] < WORTH_A_COPY and self.pool.covered(best[0]) != full * size + best[1]:
             return None
         return Partial(*best, self.pool.name(best[0]))
 
@@ -99,7 +101,8 @@ def detach(tables: Sequence[Table]) -> list[Copy]:
     copies = []
     for table in shared:
         if table.pool.available:
-            copies.append(Copy(table.blocks[-1], table.pool.take()))
+            near = table.blocks[-2] + 1 if len(table.blocks) > 1 else table.near
+            copies.append(Copy(table.blocks[-1], table.pool.take(near)))
             table.blocks[-1] = copies[-1].target
             table.pool.counts["copies"] += 1
     for table, copy in zip(shared, copies, strict=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose angles depend on the longest row."""
 OURS = frozenset({"_attn_implementation_internal"})
 """Settings of a config that a running call changes."""
+Trust = Literal["masks", "trial", "none"]
+"""Why the end of a prompt may be computed behind a cached beginning: all masks are causal, or it was tried; or why not."""
 STATES = 16
 """So many states of a model are told apart and known again, as when adapters take turns."""
 
@@ -138,8 +140,8 @@ class Identity:
         """How often the weights were seen to have changed."""
         self.answers_in_part = True
         """Whether the model's answer to a part of a prompt is the end of its answer to all of it."""
-        self.trusted: dict[int, bool] = {}
-        """Of which states it is known whether a token's keys and values depend on nothing but what stands before it."""
+        self.trust: dict[int, Trust] = {}
+        """Of which states it is known whether a prompt's end can be computed without its beginning."""
         self._tags: Tags | None = None
         self._contents: Contents | None = None
         self._states: list[tuple[Survey, int, int]] = []
@@ -161,7 +163,7 @@ class Identity:
                 self._states.append(self._states.pop(i))
                 return number
         self._numbers += 1
-        self.trusted.pop(self._numbers - 2 * STATES, None)
+        self.trust.pop(self._numbers - 2 * STATES, None)
         self._states = [*self._states[1 - STATES :], (glance.survey._replace(tensors=[], hooked=[]), self.changes, self._numbers)]
         return self._numbers
 

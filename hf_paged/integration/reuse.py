@@ -11,7 +11,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..blocks import Prompt
 from ..config import CacheConfig
-from ..memory import Found, History, Prefix, Sequences, Unreadable, begin_with, count, longest
+from ..memory import Found, History, Prefix, Sequences, Unreadable, alike, begin_with, count, longest
 from .hooks import Onlookers
 from .identity import identity_of
 from .keys import PLACES, Fed, Origin, Private, why_never
@@ -89,9 +89,9 @@ class Reuse:
         return [self._keys[row] for row in self.history.origins()]
 
     def _name(self, model: nn.Module, tokens: list[list[int]], keys: list[bytes]) -> None:
-        trusted = identity_of(model).trusted.get(self.state, False)
+        exchange = identity_of(model).trust.get(self.state, "none") != "none"
         for rows in self.sequences.rows.values():
-            rows.commit(tokens, keys, exchange=trusted)
+            rows.commit(tokens, keys, exchange)
 
     # ---- a forward
 
@@ -126,8 +126,8 @@ class Reuse:
         state = identity.number(glance)
         if glance.survey.turns_with_length:
             raise Private("the rotary embedding depends on the longest row")
-        if identity.trusted.get(state) is False:
-            raise Private("keys and values depend on what stands behind them")
+        if identity.trust.get(state) == "none":
+            raise Private("a part of a prompt is not computed like the whole")
         if self.history.columns and self.state != state:
             raise Private("the model has changed since the cache was begun")
         self.state = state
@@ -155,15 +155,17 @@ class Reuse:
         tokens = new if self._tokens is None else [old + more for old, more in zip(self._tokens, new, strict=True)]
         starts, columns = sequences.starts or [0] * len(tokens), before + fed.tokens.shape[1]
         prompts = [Prompt(row[start:], self.config.block_size, key) for row, start, key in zip(tokens, starts, fed.keys, strict=True)]
+        trust = identity_of(model).trust.get(self.state)
         prefix, reason = None, self._why_whole(model, arguments, dense)
         if reason is None:
-            most = columns - arguments["logits_to_keep"]
+            # One token alone is a step to many a model: only where masks say all is it computed as the end of a prompt.
+            most = columns - max(arguments["logits_to_keep"], 1 if trust == "masks" else 2)
             prefix = longest(sequences, prompts, most, verify=self.config.verify == "tokens")
             prefix = prefix if prefix is not None and prefix.columns > before else None
         else:
             sequences.memory.reasons[reason] += 1
         answer = None
-        if prefix is not None and identity_of(model).trusted.get(self.state):
+        if prefix is not None and trust is not None:
             answer = self._rest(cache, model, arguments, prefix, columns, compute)
         if answer is None:
             answer = self._whole(cache, model, arguments, prefix, columns, compute)
@@ -178,23 +180,35 @@ class Reuse:
     def _whole(
         self, cache: PagedCache, model: nn.Module, arguments: dict[str, Any], prefix: Prefix | None, columns: int, compute: Compute
     ) -> Any:
-        """Compute all of a prompt, and learn whether a token's keys and values depend on what stands before it and on nothing else.
+        """Compute all of a prompt, and learn whether its beginning could have been left out.
 
-        Attention that read pages under masks of ours says so by itself. Of any other a first prefix that was found is computed again,
-        before another end than it had, and compared.
+        Attention that reads pages under masks of ours says by itself that a token's keys and values depend on what stands before it
+        and on nothing else. A model with any other is tried once: a prefix that was found is computed again, before another end than
+        it had, and so is what follows it, with and without it.
         """
-        trusted, state = identity_of(model).trusted, self.state
-        if prefix is None or state in trusted or prefix.columns >= columns - arguments["logits_to_keep"]:
+        trust, state = identity_of(model).trust, self.state
+        if prefix is None or state in trust or prefix.columns >= columns - max(arguments["logits_to_keep"], 2):
             answer = compute(arguments, True)
-            if state not in trusted and self.spoiled is None and all(layer.path == "paged" for layer in cache.paged_layers):
-                trusted[state] = True
+            if state not in trust and self.spoiled is None and all(layer.path == "paged" for layer in cache.paged_layers):
+                trust[state] = "masks"
             return answer
+        before, starts = self.history.columns, self.sequences.starts
         with Found(self.sequences, prefix) as found:
+            part = self._rest(cache, model, arguments, prefix, columns, compute)
+            if part is not None:
+                self._take_back(cache, before, starts)
             answer = compute(arguments, True)
-            trusted[state] = found.agrees()
-        if not trusted[state]:
-            self.spoil("keys and values depend on what stands behind them")
+            if part is not None and self.spoiled is None:
+                same = found.agrees() and alike(answer.logits[:, -1], part.logits[:, -1])
+                trust[state] = "trial" if same else "none"
+        if trust.get(state) == "none":
+            self.spoil("a part of a prompt is not computed like the whole")
         return answer
+
+    def _take_back(self, cache: PagedCache, before: int, starts: list[int] | None) -> None:
+        """Go back to where a part of a prompt began."""
+        cache.roll_back(dict.fromkeys(self.sequences.rows, before))
+        self.sequences.begin_at(starts)
 
     def _why_whole(self, model: Any, arguments: Mapping[str, Any], dense: bool) -> str | None:
         """Why this part of a prompt must be computed whole, or None if its end suffices."""
@@ -223,8 +237,7 @@ class Reuse:
             return answer
         # The answer ought to be longer, or the cached part was computed without the hook: all of it, as if nothing had been found.
         identity_of(model).answers_in_part &= not short
-        cache.roll_back(dict.fromkeys(sequences.rows, before))
-        sequences.begin_at(starts)
+        self._take_back(cache, before, starts)
         return None
 
     def _count(self, prompts: list[Prompt], prefix: Prefix | None, before: int, columns: int) -> None:

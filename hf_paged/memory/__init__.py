@@ -11,9 +11,10 @@ from .prefixes import Found, Prefix, begin_with, count, longest
 from .rows import Rows
 from .sequences import Sequences
 from .static import StaticBatch
-from .store import Layout, Pages, Store
+from .store import Layout, Pages, Store, alike
 
 __all__ = [
     "Batch", "Contents", "FlatBatch", "Found", "Group", "History", "Kind", "Layout", "Memory", "Ops", "Pages", "Prefix", "Reading", "Rows",
-    "Seen", "Sequences", "StaticBatch", "Store", "Tags", "TritonOps", "Unreadable", "begin_with", "count", "is_out_of_memory", "longest",
+    "Seen", "Sequences", "StaticBatch", "Store", "Tags", "TritonOps", "Unreadable", "alike", "begin_with", "count", "is_out_of_memory",
+    "longest",
 ]  # fmt: skip

@@ -247,6 +247,8 @@ class Rows:
                 held = sum(len(table.blocks) for table in self._tables)
                 hint = max(0, self._hint(len(found), columns + more) - held)
                 self.group.make_room(sum(match.partial is not None for match in found), hint)
+                if all(len(table.blocks) <= (match.partial is not None) for table, match in zip(self._tables, found, strict=True)):
+                    self._lay_out()
                 with self._whole():
                     copies = detach(self._tables)
                     if copies:
@@ -255,7 +257,9 @@ class Rows:
                 self.free()
                 raise
             self.columns = columns
-            self._find_lane()
+            self._keep_lane(look_closely=True)
+            if self._lane is None and self.starts is None:
+                self._find_lane()
             self._changed()
 
     def commit(self, tokens: Sequence[Sequence[int]], extras: Sequence[bytes], exchange: bool) -> None:
@@ -277,7 +281,7 @@ class Rows:
         size, firsts = self.group.pool.block_size, [table.blocks[0] - table.released for table in self._tables if table.blocks]
         strides = {after - before for before, after in pairwise(firsts)} or {1}
         stride = strides.pop()
-        if self.starts is None and len(firsts) == len(self._tables) and not strides and stride > 0:
+        if len(firsts) == len(self._tables) and not strides and stride > 0:
             self._lane = Lane(firsts[0] * size, stride * size)
             self._keep_lane(look_closely=True)
 

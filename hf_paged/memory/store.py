@@ -116,16 +116,17 @@ class Store:
     def alike(self, pairs: Sequence[tuple[int, int]]) -> bool:
         """Whether the blocks of every pair hold the same, up to rounding."""
         one, other = upload(list(zip(*pairs, strict=True)), self.layout.device)
-        worst = torch.zeros((), device=self.layout.device)
-        for keys, values in self.of_layer:
-            for data in (keys, values):
-                blocks = data.view(self.blocks, -1)
-                found, again = blocks[one].float(), blocks[other].float()
-                worst = worst.maximum((found - again).abs().amax() / again.abs().amax().clamp(min=1e-6))
-        return bool(worst <= ALIKE.get(self.layout.dtype, 0.0))
+        layers = [data.view(self.blocks, -1) for pair in self.of_layer for data in pair]
+        return all(alike(blocks[one], blocks[other]) for blocks in layers)
 
     def _copy(self, ops: Ops, sources: torch.Tensor, targets: torch.Tensor) -> None:
         ops.copy([data.view(self.layers, self.blocks, -1) for data in (self.keys, self.values)], sources, targets)
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that were computed in two ways hold the same, up to rounding."""
+    furthest = (one.double() - other.double()).abs().amax()
+    return bool(furthest <= ALIKE.get(one.dtype, 0.0) * other.double().abs().amax())
 
 
 def _empty(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
