@@ -60,6 +60,26 @@ def test_layers_of_different_layouts_share_the_tables() -> None:
     assert second.keys.shape[2] == 4
 
 
+def test_layers_are_looked_at_in_every_step() -> None:
+    """A layer that holds tokens and comes back with another shape or dtype is refused; as long as it holds none it may change."""
+    _, group = make(layers=1, num_blocks=4)
+    rows, like = Rows(group), torch.zeros(1, 2, 1, 8)
+    group.look_at(0, like.double(), like)
+    group.look_at(0, like, like)
+    rows.extend(1, 1)
+    group.look_at(0, like, like)
+    for keys, values in (
+        (like.double(), like),
+        (like, like.double()),
+        (like[:, :1], like[:, :1]),
+        (like[..., :4], like),
+        (like, like[..., :4]),
+    ):
+        with pytest.raises(ValueError, match="layer 0 holds keys and values like"):
+            group.look_at(0, keys, values)
+    rows.free()
+
+
 def test_growth_keeps_the_content(caplog: pytest.LogCaptureFixture) -> None:
     """C5: a pool that grows around held blocks moves every slot with its content, and says so."""
     _, group = make(block_size=4)

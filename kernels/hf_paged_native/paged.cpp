@@ -271,11 +271,12 @@ inline int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step * s
 
 // How the scratch of a step is cut up, and its work.
 struct Plan {
-    int64_t queries;           // query rows that one key head serves: its group's heads times the new tokens
-    int64_t key_dim, value_dim;  // filled up to whole registers
-    int64_t chunks;            // at most, of one row
-    int64_t pieces, heads;     // the heads of a row are cut into pieces of so many
-    int64_t partials, finished, own, shared, all;  // in floats: of one chunk of a row, of the counters, of a thread, of everybody, of all
+    int64_t queries;                    // query rows that one key head serves: its group's heads times the new tokens
+    int64_t key_dim, value_dim;         // filled up to whole registers
+    int64_t chunks;                     // at most, of one row
+    int64_t pieces, heads;              // the heads of a row are cut into pieces of so many
+    int64_t partials;                   // floats that a chunk of a row leaves behind
+    int64_t finished, shared, own, all; // floats of the rows' counters, of these and all partials, of a thread, of everything
 
     Plan(const Step& s, int64_t together) {
         queries = s.group * s.tokens;
@@ -407,9 +408,9 @@ struct Attention {
         locate(keys, s.key_slot, slots, std::min<int64_t>(W, count), W, next);
         for (int64_t t = 0; t < count; t += W) {
             std::copy(next, next + W, tokens);
-            if (t + W < count)
+            if (t + W < count) {
                 locate(keys, s.key_slot, slots + t + W, std::min<int64_t>(W, count - t - W), W, next);
-            else {
+            } else {
                 locate(values, s.value_slot, slots, std::min<int64_t>(W, count), W, next);
                 stride = s.value_head;
             }
@@ -455,7 +456,8 @@ struct Attention {
         const float* at[TILE];
         const char* soon[TILE];
         int64_t stride = plan.value_dim + W;
-        for (int64_t m = 0; m < (end - head) * plan.queries; m++) std::fill(sums + m * stride, sums + m * stride + plan.value_dim, 0.0f);
+        int64_t rows = (end - head) * plan.queries;
+        for (int64_t m = 0; m < rows; m++) std::fill(sums + m * stride, sums + m * stride + plan.value_dim, 0.0f);
         locate(values, s.value_slot, slots, std::min(TILE, count), TILE, next);
         for (int64_t t = 0; t < count; t += TILE) {
             int64_t here = std::min(TILE, count - t);
