@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from modes import MODES
 from paged_layer import HEADS, Paged, formula
-from test_kernels_reference import Case, assert_close, ints
+from test_kernels_reference import GPU, Case, assert_close, ints
 
 import hf_paged
 import hf_paged_native as native
@@ -25,7 +25,10 @@ from hf_paged.memory import Kind, Layout, Memory, Pages, Rows, Seen, store
 from hf_paged.memory.ops import FEW, NativeOps, Ops
 from hf_paged_native import plan as plan_module
 
-pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler to build the op with")
+pytestmark = [
+    pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler to build the op with"),
+    pytest.mark.skipif(GPU, reason="where there is a GPU the cases lie on it, and the op is the CPU's"),
+]
 
 REGISTERS = ("DEFAULT", "AVX2", "AVX512")
 HERE = torch.backends.cpu.get_cpu_capability()
@@ -377,3 +380,10 @@ def test_auto_takes_what_is_built(llama: Any, ids: torch.Tensor, tmp_path: Path,
         del cache, rows
         hf_paged.release(llama)
     assert not list(tmp_path.iterdir())
+
+
+def test_tensors_elsewhere_are_refused(library: native.Library) -> None:
+    """An address on a device means nothing to the op."""
+    keys = torch.empty(4, 1, 8, device="meta")
+    with pytest.raises(ValueError, match="Invalid device of keys or values: expected cpu, got meta"):
+        native.Attend(library, torch.empty(1, 1, 1, 8), keys, keys, 4)

@@ -77,6 +77,9 @@ class _Plan:
 
     def __init__(self, library: Library, keys: torch.Tensor, values: torch.Tensor, block_size: int, tokens: int) -> None:
         heads, key_dim = keys.shape[1:]
+        for data in (keys, values):
+            if data.device.type != "cpu":  # its address means nothing here
+                raise ValueError(f"Invalid device of keys or values: expected cpu, got {data.device}")
         self.library = library
         self.step = _Step(
             block_size=block_size, tokens=tokens, heads=heads, group=1, key_dim=key_dim, value_dim=values.shape[2],
