@@ -47,7 +47,8 @@ class Tape(TorchDispatchMode):
 def record(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
     """What `RECORDERS` holds for a device."""
     tape = Tape()
-    with tape:
+    # A graph's tensors may be written at any time; on a CPU those of inference mode may not.
+    with torch.inference_mode(False), torch.no_grad(), tape:
         answer = step()
     return tape.replay, answer
 

@@ -77,3 +77,25 @@ def test_kernels_and_fused_modules(name: str, padded: bool, call: dict[str, Any]
     memory_of(model).captured.clear()  # a rerun holds the cache, unlike a graph
     gc.collect()
     assert_clean(model, setting)
+
+
+@pytest.mark.parametrize("name", ["falcon", "llama"])
+def test_kernels_launched_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same outside captured steps, dense copies and padding included; beams fork, so no row lies alone."""
+    monkeypatch.setattr(ops, "why_no_kernels", lambda layout: None)
+    monkeypatch.setitem(sys.modules, "hf_paged_kernels", load())
+    called = []
+    gather = load().gather
+    monkeypatch.setattr(load(), "gather", lambda *given: called.append(1) or gather(*given))
+    model = build(BY_NAME[name])
+    ids = prompts(2, 7)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    call = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2, "output_attentions": True, "return_dict_in_generate": True}
+    if name == "llama":
+        model.set_attn_implementation("eager")
+    stock = model.generate(ids, attention_mask=mask, **call)
+    options = {"block_size": 4, "kernels": "triton", "graphs": False}
+    paged = model.generate(ids, attention_mask=mask, **call, cache_implementation="paged", cache_config=options)
+    assert torch.equal(stock.sequences, paged.sequences)
+    assert called

@@ -163,7 +163,7 @@ def _seen(query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs
     if mask is None:
         return Seen(0) if cross else None
     fits = mask.ndim == 4 and mask.shape[0] in (1, query.shape[0]) and mask.shape[1] in (1, query.shape[1])
-    return Seen(key.first, mask) if fits and mask.shape[2:] == (query.shape[2], key.shape[2]) else None
+    return Seen(key.first, mask) if fits and mask.shape[2:] == (query.shape[2], key.columns) else None
 
 
 def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:

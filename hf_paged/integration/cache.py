@@ -60,8 +60,6 @@ class PagedCache(DynamicCache):
         """Whether the running call has read its attention mask on the host."""
         self.prompt_in_chunks = False
         """Whether the running call feeds its prompt in several forwards."""
-        self.model_state: Any = None
-        """What the running call's graphs take for granted about the model; None before somebody has looked."""
         weakref.finalize(self, sequences.memory.abandon, sequences).atexit = False
 
     # ---- what it is

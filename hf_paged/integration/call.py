@@ -63,7 +63,7 @@ class Call:
         self.used += caches
         self.made += caches if made else []
         for cache in caches:
-            cache.mask_read, cache.model_state = False, None
+            cache.mask_read = False
         if self.model is not None:
             return
         with _lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,19 +27,29 @@ MOVES = frozenset({aten._to_copy, aten.copy_})
 class Rehearsal(TorchDispatchMode):
     """Run a step once before it is captured, and refuse what a replay would get silently wrong.
 
-    That is whatever the host must wait for, and every tensor that is neither a weight nor an input nor made in the step: nobody
-    says that it will still be there, or still be the right one, at the next replay.
+    That is whatever the host must wait for, what draws at random, every tensor that is neither a weight nor an input nor made in
+    the step (nobody says that it will still be there, or still be the right one, at the next replay), and those that lie elsewhere
+    than on the graph's device: a kernel gets such a tensor's number once and for all.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, device: torch.device, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known = {_address(tensor) for tensor in known}
+        self.elsewhere: set[int] = set()
+        self.known: set[int] = set()
+        for tensor in known:
+            (self.known if tensor.device == device else self.elsewhere).add(_address(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and not isinstance(x, LazyTensor)]
         self._refuse_waiting(func, args, kwargs, given)
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):  # attention's may have dropout
+            raise NotCapturable(f"{func} draws at random")
         for tensor in given:
+            if not tensor.numel():
+                continue
+            if _address(tensor) in self.elsewhere:
+                raise NotCapturable(f"{func} reads a tensor {list(tensor.shape)} on {tensor.device}")
             if _address(tensor) not in self.known:
                 raise NotCapturable(f"{func} reads a tensor {list(tensor.shape)} that is neither a weight nor an input")
         answer = func(*args, **kwargs)
@@ -59,10 +70,16 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where captures of a device run: always the same stream, for torch keeps memory for every one."""
+    return torch.cuda.Stream(device)
+
+
 def cuda_graph(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
     """Capture `step`: how to replay it, and the tensors in which it answers every time."""
     graph = torch.cuda.CUDAGraph()
-    side, main = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    side, main = _side_stream(device), torch.cuda.current_stream(device)
     side.wait_stream(main)
     collects = gc.isenabled()
     gc.disable()  # a finalizer must not free device memory in the middle
@@ -87,7 +104,7 @@ def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
     """End a capture that failed. Torch then thinks that its random numbers are still being captured; an empty capture tells it."""
     with contextlib.suppress(RuntimeError):
         graph.capture_end()
-    with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):
+    with contextlib.suppress(RuntimeError), torch.cuda.stream(_side_stream(device)):
         empty = torch.cuda.CUDAGraph()
         empty.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, device=device)

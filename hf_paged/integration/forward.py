@@ -38,6 +38,7 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
         if not parts:
             return _without_pages(original, args, kwargs)
         with parts[0].sequences.memory.lock:
+            parts[0].sequences.memory.queue()
             before = [part.sequences.positions for part in parts]
             try:
                 return _run(model, original, arguments, parts, masks_known)
@@ -85,7 +86,7 @@ def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, 
     dense = any(_asks_for(model, arguments, name) for name in DENSE_OUTPUTS)
     # A prompt in one piece has its padded columns at hand; in pieces, later ones look at what earlier ones stored.
     _note_padding(model, arguments, parts[0], store_all=(dense and parts[0].prompt_in_chunks) or not masks_known)
-    step = _step(model, arguments, parts)
+    step = _step(model, original, arguments, parts)
 
     def run(given: dict[str, Any]) -> Any:
         captured = parts[0].sequences.static is not None
@@ -102,7 +103,7 @@ def _asks_for(model: nn.Module, arguments: Mapping[str, Any], name: str) -> bool
     return bool(arguments.get(name) or getattr(model.config, name, False))
 
 
-def _step(model: nn.Module, arguments: dict[str, Any], parts: list[PagedCache]) -> Step | None:
+def _step(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache]) -> Step | None:
     """The forward as one that may be replayed, or None: a prompt, one that keeps gradients, one whose mask the tables do not know."""
     cache, sequences = parts[0], parts[0].sequences
     inputs = next((arguments[name] for name in INPUTS[::-1] if arguments.get(name) is not None), None)
@@ -117,7 +118,7 @@ def _step(model: nn.Module, arguments: dict[str, Any], parts: list[PagedCache]) 
         return None
     name = _mask_name(model)
     told = "none" if arguments.get(name) is None else "whole" if starts is None else "padded"
-    return Step(arguments, {**arguments, name: None} if told != "none" else arguments, told, parts, rows, new)
+    return Step(arguments, {**arguments, name: None} if told != "none" else arguments, told, parts, rows, new, original)
 
 
 def _mask_name(model: nn.Module) -> str:

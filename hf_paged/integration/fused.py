@@ -21,10 +21,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import gelu
+from transformers.activations import ACT2FN
 
 from .lazy import Rotation
 
 ROTARY = "apply_rotary_pos_emb"
+STANDS_FOR = "_hf_paged_stands_for"
 _lock = threading.Lock()
 """Modules of transformers are changed by one capture at a time."""
 
@@ -34,7 +37,7 @@ class Fusion:
 
     def __init__(self, model: nn.Module, kernels: Any) -> None:
         self.kernels = kernels
-        self.ahead: tuple[nn.Module, torch.Tensor, torch.Tensor] | None = None
+        self.ahead: tuple[nn.Module, torch.Tensor, int, torch.Tensor] | None = None
         """A norm whose answer was made together with its input."""
         self.following: dict[nn.Module, nn.Module] = {}
         """The norm that reads what a layer answers."""
@@ -76,8 +79,8 @@ class Fusion:
 
     def norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         ahead, self.ahead = self.ahead, None
-        if ahead is not None and ahead[0] is module and ahead[1] is x:
-            return ahead[2]
+        if ahead is not None and ahead[0] is module and ahead[1] is x and ahead[2] == _version(x):
+            return ahead[3]
         normed: torch.Tensor = self.kernels.rms_norm(x, module.weight, epsilon(module), centered=is_centered(module))
         return normed
 
@@ -99,7 +102,7 @@ class Fusion:
         if following is None:
             return residual + fed
         total, normed = self.add_norm(following, fed, residual)
-        self.ahead = (following, total, normed)
+        self.ahead = (following, total, _version(total), normed)
         return total
 
     def rotary(
@@ -138,6 +141,7 @@ def _only_here(fusion: Fusion, ours: Callable[..., Any], stock: Callable[..., An
     def choose(*args: Any, **kwargs: Any) -> Any:
         return (ours if current.get() is fusion else stock)(*args, **kwargs)
 
+    setattr(choose, STANDS_FOR, stock)
     return choose
 
 
@@ -158,7 +162,9 @@ def gemma_norm() -> Any:
 
 def is_norm(module: object) -> bool:
     """Whether a module computes what the kernel for root-mean-square norms does."""
-    return isinstance(module, nn.Module) and (reads_like(type(module).forward, llama().LlamaRMSNorm.forward) or is_centered(module))
+    if not isinstance(module, nn.Module) or "forward" in module.__dict__:
+        return False
+    return reads_like(type(module).forward, llama().LlamaRMSNorm.forward) or is_centered(module)
 
 
 def is_centered(module: object) -> bool:
@@ -173,10 +179,19 @@ def epsilon(module: Any) -> float:
 
 def activation(module: Any) -> str | None:
     """The name by which the kernel knows a feed-forward layer's activation."""
-    kind = type(module.act_fn)
-    if kind is nn.SiLU or reads_like(kind.forward, nn.SiLU.forward) or kind.__name__ == "SiLUActivation":
+    function = module.act_fn
+    if not isinstance(function, nn.Module) or "forward" in function.__dict__:
+        return None
+    code, inner = type(function).forward, function.__dict__.get("act")
+    if reads_like(code, nn.SiLU.forward) or reads_like(code, type(ACT2FN["silu"]).forward):
         return "silu"
-    return "gelu_tanh" if kind.__name__ in ("GELUTanh", "PytorchGELUTanh") else None
+    tanh = isinstance(inner, partial) and inner.func is gelu and (inner.args, inner.keywords) == ((), {"approximate": "tanh"})
+    return "gelu_tanh" if tanh and reads_like(code, type(ACT2FN["gelu_pytorch_tanh"]).forward) else None
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often a tensor was written to, where torch counts that."""
+    return 0 if x.is_inference() else x._version
 
 
 @cache
@@ -189,18 +204,26 @@ def rotates_like_llama(name: str) -> bool:
 
 def reads_like(function: Any, known: Any) -> bool:
     """Whether two functions have the same code, names, annotations and comments of the signature aside."""
+    # Another thread's capture may have put itself in their place.
+    function, known = (getattr(one, STANDS_FOR, one) for one in (function, known))
     return function is known or (callable(function) and _code(function) is not None and _code(function) == _code(known))
 
 
 @cache
 def _code(function: Callable[..., Any]) -> str | None:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-    except (OSError, TypeError, SyntaxError):
+        # What transformers itself wraps around a forward (kernels from a hub, renamed arguments) changes nothing; others may.
+        while hasattr(function, "__wrapped__") and function.__globals__["__name__"].startswith("transformers."):
+            function = function.__wrapped__
+        tree = None if hasattr(function, "__wrapped__") else ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, AttributeError):
+        return None
+    if tree is None:
         return None
     (definition,) = tree.body
     if not isinstance(definition, ast.FunctionDef):
         return None
     body = [line for line in definition.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))]
     names = [argument.arg for argument in definition.args.args]
-    return ast.dump(ast.Module(body, [])) + repr(names)
+    defaults = [ast.dump(default) for default in definition.args.defaults]
+    return ast.dump(ast.Module(body, [])) + repr(names) + repr(defaults)

@@ -17,11 +17,13 @@ from ..memory import Kind, Ops, Rows, StaticBatch
 from .cache import PagedCache
 
 AGREE = 2
-"""How many steps of different lengths must come out as they do without a graph before it is trusted, and how many may not."""
+"""How many steps of different lengths must come out as they do without a graph before it is trusted."""
 LENGTHS = (1024, 4096, 8192)
 """Between these lengths kernels are tiled alike."""
 SMALLEST_WIDTH = 16
 """Blocks of a row in the smallest static table; further ones are powers of two."""
+WIDEST = 8192
+"""Positions that plain torch may look at in every captured step, however few of them hold anything yet."""
 NOISE = {torch.float32: 2e-3, torch.float16: 2**-6, torch.bfloat16: 2**-4}
 """How far a replayed number may lie from an ordinary one, relative to the largest: another position or length lies further."""
 Path = tuple[str | int, ...]
@@ -39,6 +41,8 @@ class Step(NamedTuple):
     parts: list[PagedCache]
     rows: int
     new: int
+    forward: Callable[..., Any]
+    """The model's own forward, which somebody may have replaced."""
 
 
 class _Place(NamedTuple):
@@ -58,7 +62,6 @@ class Graph:
     answer: Any = None
     """What the captured forward answered, in static tensors, with places for what belongs to the caller."""
     agreed: int = 0
-    differed: int = 0
     _filled: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -91,6 +94,11 @@ class Graph:
         for batches in self.batches:
             for batch in batches.values():
                 yield from batch.tensors
+
+    @property
+    def bytes(self) -> int:
+        """What it keeps for itself: its inputs and its answer."""
+        return sum(tensor.nbytes for tensor in (*self.tensors, *_leaves(self.answer)))
 
     # ---- inputs
 
@@ -226,28 +234,26 @@ def _bucket(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def signature(step: Step) -> Hashable:
-    """Names, shapes and settings of the arguments, or None if one of them cannot be an input of a graph."""
+def signature(step: Step, device: torch.device) -> Hashable:
+    """Names, shapes and settings of the arguments, or None if one of them cannot be an input of a graph on `device`."""
     facts = []
     for name, value in step.lean.items():
-        fact = _fact(value, step.rows)
+        fact = (type(value).__name__, id(type(value))) if isinstance(value, Cache) else _fact(value, step.rows, device)
         if fact is None:
             return None
         facts.append((name, fact))
     return rows_of_graph(step), tuple(facts)
 
 
-def _fact(value: Any, rows: int) -> Hashable:
+def _fact(value: Any, rows: int, device: torch.device) -> Hashable:
     if isinstance(value, PLAIN):
         return type(value), value
-    if isinstance(value, Cache):
-        return type(value).__name__
     if isinstance(value, torch.Tensor):
         by_row = value.ndim > 0 and value.shape[0] == rows
-        return by_row, value.shape[by_row:], value.dtype, value.device
+        return (by_row, value.shape[by_row:], value.dtype) if value.device == device else None
     if isinstance(value, (ModelOutput, tuple)):
         parts = value.items() if isinstance(value, ModelOutput) else enumerate(value)
-        facts = tuple((name, _fact(part, rows)) for name, part in parts)
+        facts = tuple((name, _fact(part, rows, device)) for name, part in parts)
         return None if any(fact is None for _, fact in facts) else (type(value).__name__, facts)
     return None
 
@@ -263,6 +269,14 @@ def shapes(part: PagedCache, new: int) -> Hashable:
     return part.config, tuple(
         (kind, columns if (columns := _fixed(kind, rows.columns)) else (new, _width(rows, new), bisect(LENGTHS, rows.columns)))
         for kind, rows in part.sequences.rows.items()
+    )
+
+
+def too_wide(part: PagedCache, new: int) -> bool:
+    """Whether a captured step would be slow: plain torch reads all positions that its tables have, kernels only those that are."""
+    return any(
+        rows.group.captured_ops.kernels is None and _width(rows, new) * rows.group.pool.block_size > WIDEST
+        for rows in part.sequences.rows.values()
     )
 
 

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory import Memory
-from .cache import PagedCache
+from ..memory import Memory, is_out_of_memory
 from .capture import RECORDERS, Rehearsal
 from .fused import Fusion, fused
-from .graph import AGREE, Graph, Step, agree, shapes, signature, standing
+from .graph import Graph, Step, agree, shapes, signature, standing, too_wide
 from .lazy import NotCapturable
 from .lengths import lengths_on_device
 from .registry import memory_of
-from .state import ModelState, runs_hooks
+from .state import ModelState, watching
 
 logger = logging.getLogger("hf_paged")
 
@@ -29,6 +28,10 @@ AFTER = 2
 """A step is captured when it comes for this time: a call of a few tokens never pays for it."""
 WORTH = 16
 """Nor does a call that has fewer tokens to go."""
+LATER = 200
+"""Steps until a capture is tried again that found no memory."""
+LARGE = 2**30
+"""Bytes of their own that the graphs of a model may keep."""
 
 Run = Callable[[dict[str, Any]], Any]
 
@@ -42,6 +45,8 @@ class Graphs:
         """How many steps were "captured", "replayed", "refused"."""
         self.reasons: dict[Hashable, str] = {}
         """Why steps of a key are not captured."""
+        self.unsteady = False
+        """Whether the model's forward changes the model itself, so that no captured step would stay right."""
         self._seen: Counter[Hashable] = Counter()
         self._states: list[ModelState] = []
         self._pool: Any = None
@@ -52,40 +57,78 @@ class Graphs:
         """The answer of `forward` to the step, from a graph if there is a trusted one."""
         for part in step.parts:
             part.sequences.flush()
-        key = self._key(model, step)
-        if key is None or key in self.reasons:
+        facts = None if self.unsteady else _facts(step)
+        if facts is None:
             return forward(step.arguments)
-        graph: Graph | None = self.memory.captured.get(key)
-        if graph is not None and graph.trusted and self._replay(key, graph, step):
-            return graph.hand_out(step)
+        watch = watching.get()
+        known = None if watch is None else watch.states.get(id(model))
+        if known is not None and self._replay((known, facts), step, model, check=watch is None or watch.foreign):
+            return self.memory.captured[known, facts].hand_out(step)
+        state = known if known is not None and watch is not None and not watch.foreign else self._look(model, step)
+        if watch is not None:
+            watch.states[id(model)] = state
+        key = (state, facts)
+        if not state.steady or key in self.reasons:
+            return forward(step.arguments)
+        if state is not known and self._replay(key, step, model, check=False):
+            return self.memory.captured[key].hand_out(step)
         answer = forward(step.arguments)
-        if graph is None and self._is_worth_it(key, step):
-            graph = self._capture(key, model, step, forward)
-        if graph is not None and not graph.trusted:
-            self._try(key, graph, step, answer)
+        self._learn(key, model, step, forward, answer)
         return answer
 
-    def _key(self, model: nn.Module, step: Step) -> Hashable:
-        """What must be the same for a replay, or None if this step cannot be captured whatever happens."""
-        first = step.parts[0]
-        if first.model_state is None:
-            first.model_state = self._state(model, step.parts)
-        facts = signature(step)
-        if first.model_state is False or facts is None:
-            return None
-        return first.model_state, step.mask, facts, tuple(shapes(part, step.new) for part in step.parts)
+    def _look(self, model: nn.Module, step: Step) -> ModelState:
+        """The model's state, the same object for equal ones."""
+        state = ModelState(model, step.forward)
+        for known in self._states:
+            if known == state:
+                return known
+        self._states = [*self._states[-7:], state]
+        return state
 
-    def _state(self, model: nn.Module, parts: list[PagedCache]) -> ModelState | bool:
-        """The model's state, the same object for equal ones; False if nothing over it may be captured."""
-        devices = {device for part in parts for rows in part.sequences.rows.values() for device in rows.group.devices}
-        paged = all(part.complete for part in parts)
-        if not paged or len(devices) != 1 or devices.pop().type not in RECORDERS or model.training or runs_hooks(model):
+    def _replay(self, key: Hashable, step: Step, model: nn.Module, check: bool) -> bool:
+        """Take the step in its graph, if there is a trusted one, and the pools need not move for it.
+
+        With `check` the model is looked at while the device works, and the step taken back if it is not what it was.
+        """
+        graph: Graph | None = self.memory.captured.get(key)
+        if graph is None or not graph.trusted:
             return False
-        state = ModelState(model)
-        known = next((one for one in self._states if one == state), None)
-        if known is None:
-            self._states = [*self._states[-7:], state]
-        return known or state
+        before = [part.sequences.positions for part in step.parts]
+        graph.advance(step)
+        valid = key in self.memory.captured
+        if valid:
+            self.memory.captured.move_to_end(key)
+            graph.feed(step)
+            graph.replay()
+            valid = not check or (self._look(model, step), _facts(step)) == key
+        if not valid:
+            for part, columns in zip(step.parts, before, strict=True):
+                part.roll_back(columns)
+            return False
+        self.counts["replayed"] += 1
+        for part in step.parts:
+            part.follow()
+        return True
+
+    # ---- a new graph
+
+    def _learn(self, key: Hashable, model: nn.Module, step: Step, forward: Run, answer: Any) -> None:
+        """After a step that was taken the ordinary way: capture it, or see whether its graph says the same.
+
+        Whatever goes wrong here, the step has its answer.
+        """
+        graph = self.memory.captured.get(key)  # the forward may have moved a pool
+        try:
+            if graph is None and self._is_worth_it(key, step):
+                graph = self._capture(key, model, step, forward)
+            if graph is not None and not graph.trusted:
+                self._try(key, graph, step, answer)
+        except Exception as error:
+            self.memory.captured.pop(key, None)
+            if is_out_of_memory(error):
+                self._seen[key] = -LATER  # there may be room then
+            else:
+                self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
 
     def _is_worth_it(self, key: Hashable, step: Step) -> bool:
         if len(self._seen) > 1000:
@@ -95,26 +138,8 @@ class Graphs:
         remaining = expected - step.parts[0].sequences.columns if expected else WORTH
         return self._seen[key] >= AFTER and (remaining >= WORTH or self._seen[key] >= WORTH)
 
-    def _replay(self, key: Hashable, graph: Graph, step: Step) -> bool:
-        """Take the step in the graph; not if the pools had to move for it, and the graph is gone."""
-        before = [part.sequences.positions for part in step.parts]
-        graph.advance(step)
-        if key not in self.memory.captured:
-            for part, columns in zip(step.parts, before, strict=True):
-                part.roll_back(columns)
-            return False
-        self.memory.captured.move_to_end(key)
-        graph.feed(step)
-        graph.replay()
-        self.counts["replayed"] += 1
-        for part in step.parts:
-            part.follow()
-        return True
-
-    # ---- a new graph
-
-    def _capture(self, key: Hashable, model: nn.Module, step: Step, forward: Run) -> Graph | None:
-        """Capture the step that was just taken the ordinary way; None if it cannot be."""
+    def _capture(self, key: Hashable, model: nn.Module, step: Step, forward: Run) -> Graph:
+        """Capture the step that was just taken the ordinary way."""
         graph = Graph.prepare(step)
         fusion = Fusion(model, graph.ops(step).kernels)
 
@@ -123,19 +148,21 @@ class Graphs:
                 return forward({**step.lean, **graph.inputs})
 
         stores = [x for part in step.parts for rows in part.sequences.rows.values() for x in rows.group.tensors]
-        try:
-            graph.stage(step)
-            with Rehearsal([*model.parameters(), *model.buffers(), *graph.tensors, *stores]):
-                run()
-            graph.stage(step)
-            graph.replay, answer = RECORDERS[graph.device.type](run, self._shared_pool(graph.device), graph.device)
-        except (NotCapturable, RuntimeError, ValueError, TypeError) as error:
-            self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
-            return None
+        before = ModelState(model, step.forward)
+        graph.stage(step)
+        with Rehearsal(graph.device, [*model.parameters(), *model.buffers(), *graph.tensors, *stores]):
+            run()
+        if ModelState(model, step.forward) != before:
+            self.unsteady = True
+            raise NotCapturable("the model's forward changes the model")
+        graph.stage(step)
+        graph.replay, answer = RECORDERS[graph.device.type](run, self._shared_pool(graph.device), graph.device)
         graph.keep(answer)
         self.memory.captured[key] = graph
         self.counts["captured"] += 1
-        while len(self.memory.captured) > MANY:
+        while len(self.memory.captured) > MANY or sum(other.bytes for other in self.memory.captured.values()) > LARGE:
+            if len(self.memory.captured) == 1:
+                break
             self.memory.captured.popitem(last=False)
         return graph
 
@@ -152,13 +179,9 @@ class Graphs:
         """Replay a step whose answer is known, and see."""
         graph.stage(step)
         graph.replay()
-        if agree(graph.hand_out(step), answer):
-            graph.agreed += 1
-            return
-        graph.differed += 1
-        if graph.differed >= AGREE:
-            del self.memory.captured[key]
-            self._refuse(key, "its replay differs from the forward itself")
+        if not agree(graph.hand_out(step), answer):
+            raise NotCapturable("its replay differs from the forward itself")
+        graph.agreed += 1
 
     def _refuse(self, key: Hashable, reason: str) -> None:
         if len(self.reasons) > 1000:
@@ -166,6 +189,20 @@ class Graphs:
         self.reasons[key] = reason
         self.counts["refused"] += 1
         logger.info("a decoding step is not captured: %s", reason)
+
+
+def _facts(step: Step) -> Hashable:
+    """What must be the same for a replay beside the model, or None if this step cannot be captured whatever happens."""
+    groups = [rows.group for part in step.parts for rows in part.sequences.rows.values()]
+    devices = {device for group in groups for device in group.devices}
+    paged = all(group.devices for group in groups) and all(part.complete for part in step.parts)
+    if not paged or len(devices) != 1:
+        return None
+    device = devices.pop()
+    facts = signature(step, device)
+    if device.type not in RECORDERS or facts is None or any(too_wide(part, step.new) for part in step.parts):
+        return None
+    return step.mask, facts, tuple(shapes(part, step.new) for part in step.parts)
 
 
 _graphs: weakref.WeakKeyDictionary[nn.Module, Graphs] = weakref.WeakKeyDictionary()

@@ -16,6 +16,8 @@ from .attention import NAME, paged_attention, paged_mask
 from .cache import PagedCache, paged_parts
 from .call import Call, current
 from .latents import let_be
+from .registry import memories
+from .state import Watch, runs_foreign_code, watching
 from .support import warn, why_not
 
 WORD = "paged"
@@ -57,6 +59,8 @@ def uninstall() -> None:
             setattr(GenerationMixin, name, original)
     _originals.clear()
     let_be()
+    for memory in memories():
+        memory.captured.clear()
 
 
 def installed() -> bool:
@@ -70,6 +74,8 @@ def _marked(wrapper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
+    names = list(inspect.signature(stock).parameters)[1:]
+
     @functools.wraps(stock)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A recipe from a hub replaces generate() altogether: the word is its own business.
@@ -77,12 +83,14 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         if asked:
             del kwargs["cache_implementation"]
         call = Call(asked)
-        token = current.set(call)
+        watch = Watch(runs_foreign_code({**dict(zip(names, args, strict=False)), **kwargs}))
+        token, watched = current.set(call), watching.set(watch)
         answer = None
         try:
             answer = stock(self, *args, **kwargs)
             return answer
         finally:
+            watching.reset(watched)
             current.reset(token)
             call.close(answer)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .fused import reads_like
+from .fused import STANDS_FOR, reads_like
 from .lazy import LazyPages, LazyTensor
 
 METHOD = "expand_kv"
@@ -31,7 +31,7 @@ class Expansion:
 
     def lazy(self) -> tuple[LazyExpanded, LazyExpanded]:
         """Keys and values as they will be: [rows, heads, columns, dim]."""
-        rows, _, columns, _ = self.latents.shape
+        rows, columns = self.latents.shape[0], self.latents.columns
         widths = self.module.qk_nope_head_dim + self.turned.shape[3], self.module.v_head_dim
         return tuple(LazyExpanded.of(self, which, (rows, self.heads, columns, width)) for which, width in enumerate(widths))  # type: ignore[return-value]
 
@@ -109,6 +109,7 @@ def _waiting(stock: Callable[..., Any]) -> Callable[..., Any]:
             return Expansion(self, kv_nope, k_rot, stock).lazy()
         return stock(self, kv_nope, k_rot)
 
+    setattr(expand_kv, STANDS_FOR, stock)
     return expand_kv
 
 

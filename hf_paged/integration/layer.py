@@ -120,6 +120,16 @@ class PagedLayer(DynamicLayer):
             pages = self._pages()
             return self._lazy(pages, getattr(pages, which), None)
 
+    @property
+    def length(self) -> Any:
+        """The visible columns in a step that is being captured, where only the device knows them and they grow; None elsewhere."""
+        static = self.sequences.static
+        if static is None or not static[self.kind].new:
+            return None
+        batch, window = static[self.kind], self.kind.window
+        after = DeviceNumber.of(batch.before) + batch.new
+        return after if window is None else DeviceNumber.of(after.clamp(max=window - 1 + batch.new))
+
     def get_seq_length(self) -> int:
         static = self.sequences.static
         if static is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ..memory import StaticBatch, TritonOps, reference
+from ..memory import StaticBatch, TritonOps
 
 if TYPE_CHECKING:
     from ..memory import Pages
@@ -77,7 +77,8 @@ def as_dense(value: Any) -> Any:
 class LazyPages(LazyTensor):
     """Keys or values [rows, heads, visible columns, dim] of one layer, in their pages.
 
-    `step_tokens` are those of the step that handed it out: where they are all there is, nobody needs to gather them.
+    `step_tokens` are those of the step that handed it out: where they are all there is, nobody needs to gather them. In a captured
+    step the visible columns grow from replay to replay, so there the shape tells them as a number on the device.
     """
 
     def __init__(
@@ -91,17 +92,29 @@ class LazyPages(LazyTensor):
         step_tokens: torch.Tensor | None,
     ) -> None:
         self.layer, self.pages, self.data_in_pages, self.step_tokens = layer, pages, data, step_tokens
+        self.columns = shape[2]
+        """The visible columns, as the host knows them."""
+
+    @property
+    def shape(self) -> Any:  # type: ignore[override]
+        """[rows, heads, visible columns, dim]"""
+        known = super().shape
+        return known if self.layer.length is None else (*known[:2], self.layer.length, known[3])
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or one number of it."""
+        return self.shape if dim is None else self.shape[dim]
 
     @property
     def first(self) -> int:
         """The first column shown."""
-        return self.pages.batch.columns - self.shape[2]
+        return self.pages.batch.columns - self.columns
 
     def columns_from(self, first: int) -> torch.Tensor:
         """[rows, heads, columns - first, dim], without a copy where rows lie side by side."""
         if self.step_tokens is not None and first == 0 and self.pages.batch.fresh:
             return self.step_tokens
-        return reference.gather(self.data_in_pages, self.pages.batch, first)
+        return self.pages.ops.gather(self.data_in_pages, self.pages.batch, first)
 
     def _make(self) -> torch.Tensor:
         if isinstance(self.pages.batch, StaticBatch):

@@ -18,6 +18,8 @@ HOST_READS = frozenset(
     for name in ("__bool__", "__int__", "__index__", "__float__", "item", "tolist", "numpy", "__len__", "__format__")
 )
 PLUS = frozenset(getattr(torch.Tensor, name) for name in ("__add__", "__radd__", "add"))
+READING_DUNDERS = frozenset({"__int__", "__index__", "__invert__", "__iter__", "__init__"})
+"""Special methods whose names begin like those that change something."""
 WARNING = "warn_if_padding_and_no_attention_mask"
 """A method of transformers' models that reads the tokens on the host, only to warn."""
 
@@ -40,11 +42,19 @@ class DeviceNumber(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in HOST_READS:
             raise NotCapturable(f"the model asks for the cache's length on the host ({getattr(func, '__name__', func)})")
+        if _writes(func) and args and isinstance(args[0], cls):
+            raise NotCapturable("the model changes the cache's length in place")
         # What is computed is an ordinary tensor; only with plain numbers added it is still a length.
         plain: Any = func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
-        if func in PLUS and isinstance(args[0], cls) and isinstance(args[1], int):
+        if func in PLUS and not kwargs and len(args) == 2 and isinstance(args[0], cls) and isinstance(args[1], int):
             return cls.of(plain, args[0].base, args[0].more + args[1])
         return plain
+
+
+def _writes(func: Any) -> bool:
+    """Whether a method of tensors changes its tensor: `add_`, `+=`."""
+    name = str(getattr(func, "__name__", ""))
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in READING_DUNDERS)
 
 
 def _plain(value: Any) -> Any:
@@ -71,7 +81,7 @@ class LengthsOnDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.arange and any(isinstance(arg, DeviceNumber) for arg in args):
             return _count(args, kwargs)
-        if func is torch.ones and isinstance(args[-1], DeviceNumber) and len(args) == 2:
+        if func is torch.ones and len(args) == 2 and isinstance(args[1], DeviceNumber):
             return GrowingOnes((args[0], 1), kwargs.get("dtype") or torch.get_default_dtype(), torch.device(kwargs.get("device") or "cpu"))
         return func(*args, **kwargs)
 

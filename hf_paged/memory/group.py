@@ -230,6 +230,8 @@ class Memory:
         self.suspect = False
         """Whether a call failed since the books were last known to agree with the tables."""
         self._abandoned: deque[Sequences] = deque()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        """The stream of each device that the last step ran on."""
 
     def group(self, kind: Kind, config: CacheConfig, layers: int, share: float) -> Group:
         """The group of `kind` under `config`: other options mean another pool, so nobody's choice changes a pool in use."""
@@ -241,6 +243,14 @@ class Memory:
             if (kind, config) not in self.groups:
                 self.groups[kind, config] = Group(self, kind, config, layers, share)
             return self.groups[kind, config]
+
+    def queue(self) -> None:
+        """Let this step wait, on the device, for what another stream was given to do with the pools before."""
+        for device in {device for group in self.groups.values() for device in group.devices if device.type == "cuda"}:
+            stream, last = torch.cuda.current_stream(device), self._streams.get(device)
+            if last is not None and last != stream:
+                stream.wait_stream(last)
+            self._streams[device] = stream
 
     def abandon(self, sequences: Sequences) -> None:
         """Note the rows of a cache that is gone. Finalizers call it, in any thread, in the middle of anything: it only notes."""

@@ -12,6 +12,7 @@ import torch
 from . import reference
 from .batch import Batch
 from .static import StaticBatch
+from .upload import upload
 
 if TYPE_CHECKING:
     from .store import Layout, Pages
@@ -71,6 +72,10 @@ class Ops:
         for pool in pools:
             pool.index_copy_(1, targets.long(), pool.index_select(1, sources))
 
+    def gather(self, data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.Tensor:
+        """Columns from `first` on of data [slots, heads, dim], as [rows, heads, columns - first, dim]; those of padding mean nothing."""
+        return reference.gather(data, batch, first)
+
     def attend(
         self,
         query: torch.Tensor,
@@ -87,7 +92,8 @@ class Ops:
         `new` are the step's own keys and values, if the caller still has them: where they are all there is, they are read.
         """
         batch = pages.batch
-        keys, values = new if new is not None and batch.fresh and seen.first == 0 else _gathered(pages, seen.first)
+        fresh = new is not None and batch.fresh and seen.first == 0
+        keys, values = new if fresh and new else [self.gather(data, batch, seen.first) for data in (pages.keys, pages.values)]
         narrow = seen.window is not None and batch.columns > seen.window
         simply = seen.causal and batch.fresh and batch.new > 1 and batch.starts is None and not narrow
         mask = batch.visible(seen.first, seen.window, query.device) if seen.causal and not simply else seen.mask
@@ -99,13 +105,9 @@ class Ops:
         query [rows, query_heads, new, rank] meets the latents, turned [rows, query_heads, new, rope] the part with positions,
         which lie in the pages as keys and values. The answer is [rows, query_heads, new, rank].
         """
-        latents, positions = _gathered(pages, seen.first)
+        latents, positions = (self.gather(data, pages.batch, seen.first) for data in (pages.keys, pages.values))
         mask = pages.batch.visible(seen.first, seen.window, query.device) if seen.causal else seen.mask
         return reference.attend_latents(query, turned, latents, positions, mask, scale)
-
-
-def _gathered(pages: Pages, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference.gather(pages.keys, pages.batch, first), reference.gather(pages.values, pages.batch, first)
 
 
 class TritonOps(Ops):
@@ -136,6 +138,17 @@ class TritonOps(Ops):
         with _on(key.device):
             turned: torch.Tensor = self.kernels.rotary_write(query, key, value, cos, sin, *blocks, pages.batch.targets(key.device))
             return turned
+
+    def gather(self, data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.Tensor:
+        if not isinstance(batch, Batch) or batch.lane is not None or batch.empty:
+            return super().gather(data, batch, first)  # a view, or nothing at all
+        batch.check()
+        device = data.device
+        starts = None if batch.starts is None else upload(batch.starts, device, torch.int32)
+        with _on(device):
+            pages = _by_block(data, batch.block_size)
+            found: torch.Tensor = self.kernels.gather(pages, batch.table(device), starts, first, batch.columns)
+            return found
 
     def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
         with _on(sources.device):

@@ -143,6 +143,8 @@ class Rows:
     def _whole(self) -> Iterator[None]:
         """Change the rows; whoever breaks in (an interrupt, a device error) leaves them torn, and nobody reads them again."""
         self.require_whole()
+        if self._counted:
+            self._enter()
         self.torn = True
         try:
             yield

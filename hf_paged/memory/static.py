@@ -47,9 +47,9 @@ class StaticBatch:
             self._targets_of_step = torch.full((rows * new,), -1, dtype=torch.long, device=device)
             pinned = device.type == "cuda"
             self._staging = [torch.zeros(sum(self._sizes), dtype=torch.int32, pin_memory=pinned) for _ in range(BUFFERS)]
-        longs, table, self.tokens, self._sources, self._targets = self._data.split(self._sizes)
-        self._columns = longs.view(torch.long)
-        self._table: torch.Tensor = table.view(rows, width)
+            longs, table, self.tokens, self._sources, self._targets = self._data.split(self._sizes)
+            self._columns = longs.view(torch.long)
+            self._table: torch.Tensor = table.view(rows, width)
         self._events: list[torch.cuda.Event | None] = [None] * BUFFERS
         self._turn = 0
 

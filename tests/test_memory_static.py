@@ -1,0 +1,557 @@
+"""Captured steps' index tensors: counted or uploaded, they say what a `Batch` of the same rows says (C4, C6, C7, C14).
+
+Two caches live the same life. One takes its steps through `StaticBatch`, the other through `extend`; every token is a number in a
+real store, so a wrong slot, a copy that was left out or a length that was not counted is read back as another number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hf_paged import OutOfBlocks
+from hf_paged.config import CacheConfig
+from hf_paged.memory import Batch, Group, Kind, Layout, Memory, Ops, Pages, Rows, Sequences, StaticBatch, reference
+
+CPU = torch.device("cpu")
+LAYOUT = Layout(CPU, torch.float32, 1, 1, 1)
+MOST_ROWS = 6
+MOST_COLUMNS = 60
+BUCKETS = (MOST_ROWS, MOST_ROWS + 2)
+GARBAGE = -5.0
+"""What rows that are not there would write."""
+
+
+class Static(StaticBatch):
+    """One that counts its uploads."""
+
+    uploads = 0
+    user: Cache | None = None
+
+    def load(self, *step: object) -> None:
+        self.uploads += 1
+        super().load(*step)  # type: ignore[arg-type]
+
+
+def static_batch(rows: int, new: int, block_size: int, columns: int = 1) -> Static:
+    return Static(rows, new, -(-(MOST_COLUMNS + 8) // block_size), block_size, columns, CPU)
+
+
+def make_group(window: int | None = None, **options: int) -> Group:
+    kind = Kind("full") if window is None else Kind("window", window)
+    group = Memory().group(kind, CacheConfig(**options), 1, 1.0)
+    group.place(0, LAYOUT)
+    return group
+
+
+def sequences(group: Group, expected: int = 0, keep_past: bool = False) -> Sequences:
+    made = Sequences(group.memory, {group.kind: group})
+    made.expect(expected, 1)
+    if keep_past:
+        made.keep_past()
+    return made
+
+
+def rows_of(cache: Sequences) -> Rows:
+    (rows,) = cache.rows.values()
+    return rows
+
+
+@dataclass(eq=False)
+class Cache:
+    """The same cache twice, and what is known of the one whose steps are captured."""
+
+    captured: Sequences
+    ordinary: Sequences
+    last: Static | None = None
+    """Whose tensors hold its step, until somebody changes the rows or has counted tokens entered."""
+    room: int = 0
+    counted: bool = False
+
+    @property
+    def both(self) -> tuple[Sequences, Sequences]:
+        return self.captured, self.ordinary
+
+    def read(self) -> None:
+        """Note that somebody looked into the tables."""
+        self.last, self.counted = None if self.counted else self.last, False
+
+    @property
+    def columns(self) -> int:
+        return self.ordinary.columns
+
+    @property
+    def count(self) -> int:
+        return self.ordinary.count
+
+
+def write(group: Group, batch: Batch | StaticBatch, numbers: torch.Tensor) -> Pages:
+    """Store numbers [rows, new], as keys and, negative, as values; rows beyond them write garbage, if they write."""
+    store, index = group.store(0)
+    pages = Pages(*store.of_layer[index], batch, Ops())
+    tokens = torch.full((batch.rows, 1, batch.new, 1), GARBAGE)
+    tokens[: len(numbers), 0, :, 0] = numbers
+    pages.ops.write(pages, tokens, -tokens)
+    return pages
+
+
+def contents(pages: Pages, window: int | None) -> list[list[list[float]]]:
+    """For each row and new token the numbers that it sees, in order."""
+    batch = pages.batch
+    first = batch.first_visible(window)
+    keys, values = (reference.gather(data, batch, first)[:, 0, :, 0] for data in (pages.keys, pages.values))
+    visible = batch.visible(first, window, CPU)
+    visible = torch.ones(1, dtype=torch.bool) if visible is None else visible
+    visible = visible.expand(batch.rows, 1, batch.new, keys.shape[1])[:, 0]
+    seen = [[keys[row][mask].tolist() for mask in visible[row]] for row in range(batch.rows)]
+    assert seen == [[(-values[row][mask]).tolist() for mask in visible[row]] for row in range(batch.rows)]
+    return seen
+
+
+class Walk(RuleBasedStateMachine):
+    """Steps, forks, reorders and what else happens to the rows of a cache."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4, 16]),
+        window=st.sampled_from([None, None, 3, 6]),
+        expected=st.sampled_from([0, 20]),
+        keep_past=st.booleans(),
+    )
+    def begin(self, block_size: int, window: int | None, expected: int, keep_past: bool) -> None:
+        self.block_size, self.window, self.options = block_size, window, (expected, keep_past)
+        self.groups = [make_group(window, block_size=block_size) for _ in range(2)]
+        self.statics: dict[tuple[int, int], Static] = {}
+        self.caches = [self.make_cache()]
+        self.cache = self.caches[0]
+        self.tokens = 0
+
+    def make_cache(self) -> Cache:
+        return Cache(*(sequences(group, *self.options) for group in self.groups))
+
+    def numbers(self, rows: int, new: int) -> torch.Tensor:
+        self.tokens += rows * new
+        return torch.arange(self.tokens - rows * new, self.tokens).view(rows, new) + 1.0
+
+    def static(self, new: int, which: int) -> Static:
+        if (new, which) not in self.statics:
+            self.statics[new, which] = static_batch(BUCKETS[which], new, self.block_size)
+        return self.statics[new, which]
+
+    # ---- steps
+
+    @precondition(lambda self: not self.cache.columns)
+    @rule(rows=st.integers(1, 4), columns=st.integers(1, 12), padding=st.lists(st.integers(0, 12), min_size=4, max_size=4))
+    def prompt(self, rows: int, columns: int, padding: list[int]) -> None:
+        for cache in self.cache.both:
+            cache.begin_at([min(start, columns) for start in padding[:rows]])
+        self.extend(columns, rows)
+
+    @precondition(lambda self: 0 < self.cache.columns < MOST_COLUMNS)
+    @rule(new=st.integers(1, 5))
+    def extend(self, new: int, rows: int = 0) -> None:
+        """An ordinary step of both."""
+        numbers = self.numbers(rows or self.cache.count, new)
+        for group, cache in zip(self.groups, self.cache.both, strict=True):
+            write(group, cache.extend(group.kind, len(numbers), new), numbers)
+        self.cache.last = None
+
+    def may_be_captured(self) -> bool:
+        """A row that is padding all through is not taken for a step: the forward sees to that."""
+        return max(self.cache.ordinary.starts or [0]) <= self.cache.columns < MOST_COLUMNS and self.cache.columns > 0
+
+    @precondition(may_be_captured)
+    @rule(new=st.integers(1, 4), which=st.integers(0, 1))
+    def step(self, new: int, which: int) -> None:
+        cache, static, numbers = self.cache, self.static(new, which), self.numbers(self.cache.count, new)
+        counted = cache.last is static and static.user is cache and cache.room >= new
+        uploads, run = static.uploads, static.step
+        rows_of(cache.captured).advance(new, static)
+        self.groups[0].store(0)
+        static.begin(self.groups[0].captured_ops)
+        captured = write(self.groups[0], static, numbers)
+        batch = cache.ordinary.extend(self.groups[1].kind, cache.count, new)
+        ordinary = write(self.groups[1], batch, numbers)
+        assert static.step is not run
+        assert static.uploads - uploads == (not counted), "a step that only counts is not uploaded, any other is"
+        cache.room = cache.room - new if counted else min(-table.length % self.block_size for table in batch.tables)
+        cache.last, cache.counted, static.user = static, counted, cache
+        self.compare(static, batch)
+        if not counted:
+            assert [table.released for table in rows_of(cache.captured).tables] == [table.released for table in batch.tables]
+        assert contents(captured, self.window) == contents(ordinary, self.window) + [[[]] * new] * (static.rows - batch.rows)
+
+    @precondition(may_be_captured)
+    @rule(count=st.integers(2, 6), new=st.integers(1, 2))
+    def steps(self, count: int, new: int) -> None:
+        for _ in range(count):
+            self.step(new, 0)
+
+    def compare(self, static: Static, batch: Batch) -> None:
+        """Index tensor by index tensor. Behind a window blocks go back at other times, so other ones are taken later."""
+        rows, new, fillers = batch.rows, batch.new, static.rows - batch.rows
+        assert int(static.before) == batch.columns - new == rows_of(self.cache.captured).columns - new
+        assert static.lengths(CPU).tolist() == batch.lengths(CPU).tolist() + [0] * fillers
+        assert static.targets(CPU)[rows * new :].tolist() == [-1] * (new * fillers)
+        slots = static.slots(0, CPU)
+        for row, table in enumerate(batch.tables):
+            targets = static.targets(CPU)[row * new :][:new].tolist()
+            assert slots[row, table.length - new :].tolist() == targets + targets[-1:] * (slots.shape[1] - table.length)
+            if self.window is None:
+                assert slots[row, : table.length].tolist() == [table.slot(position) for position in range(table.length)]
+                assert static.table(CPU)[row, : table.end].tolist() == table.blocks
+        if self.window is None:
+            assert static.targets(CPU)[: rows * new].tolist() == batch.targets(CPU).tolist()
+
+    # ---- rows come, go and change places
+
+    @precondition(lambda self: self.cache.columns)
+    @rule(sources=st.lists(st.integers(0, 11), min_size=1, max_size=MOST_ROWS))
+    def reorder(self, sources: list[int]) -> None:
+        sources = [source % self.cache.count for source in sources]
+        if sources == list(range(self.cache.count)):
+            self.cache.read()
+        else:
+            self.cache.last = None
+        for cache in self.cache.both:
+            cache.reorder(torch.tensor(sources))
+
+    @precondition(lambda self: 0 < self.cache.count <= MOST_ROWS // 2)
+    @rule()
+    def spread(self) -> None:
+        for cache in self.cache.both:
+            cache.unforked = 2
+            cache.spread()
+        self.cache.last = None
+
+    @precondition(lambda self: self.cache.columns)
+    @rule(columns=st.integers(0, 9))
+    def crop(self, columns: int) -> None:
+        columns = min(columns, self.cache.columns)
+        try:
+            rows_of(self.cache.ordinary).check_past(columns)
+        except RuntimeError:
+            return  # behind the window, and given back
+        for cache in self.cache.both:
+            cache.crop(columns)
+        self.cache.last = None
+
+    @precondition(lambda self: self.cache.columns and len(self.caches) < 3)
+    @rule()
+    def fork(self) -> None:
+        self.caches.append(Cache(*(cache.fork() for cache in self.cache.both)))
+        self.cache.last = None
+
+    @rule(number=st.integers(0, 2))
+    def go_on_with(self, number: int) -> None:
+        self.cache = self.caches[number % len(self.caches)]
+
+    @rule()
+    def free(self) -> None:
+        for cache in self.cache.both:
+            cache.free()
+        self.cache.last = None
+        if len(self.caches) > 1:
+            self.caches.remove(self.cache)
+            self.cache = self.caches[0]
+
+    @rule()
+    def read_tables(self) -> None:
+        mine, theirs = (cache.tables(group.kind) for group, cache in zip(self.groups, self.cache.both, strict=True))
+        assert [table.length for table in mine] == [table.length for table in theirs]
+        if self.window is None:
+            assert [table.blocks for table in mine] == [table.blocks for table in theirs]
+        self.cache.read()
+
+    @invariant()
+    def the_books_add_up(self) -> None:
+        for group in getattr(self, "groups", ()):
+            group.memory.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "caches"):
+            for cache in list(self.caches):
+                self.cache = cache
+                self.free()
+            assert [group.pool.held for group in self.groups] == [0, 0]
+
+
+Walk.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestWalk = Walk.TestCase
+
+
+# ---- one thing at a time
+
+
+def begun(rows: int = 2, columns: int = 3, block_size: int = 16, **options: int) -> tuple[Group, Sequences]:
+    """A cache after its prompt."""
+    group = make_group(block_size=block_size, **options)
+    cache = sequences(group)
+    write(group, cache.extend(group.kind, rows, columns), torch.ones(rows, columns))
+    return group, cache
+
+
+def step(group: Group, cache: Sequences, static: StaticBatch) -> None:
+    rows_of(cache).advance(static.new, static)
+    static.begin(group.captured_ops)
+    write(group, static, torch.ones(cache.count, static.new))
+
+
+READERS: dict[str, tuple[Callable[[Sequences, Rows], object], list[int]]] = {
+    "tables": (lambda cache, rows: rows.tables, [7, 7]),
+    "tables of the cache": (lambda cache, rows: cache.tables(rows.group.kind), [7, 7]),
+    "batch": (lambda cache, rows: rows.batch, [7, 7]),
+    "extend": (lambda cache, rows: rows.extend(2, 20), [27, 27]),
+    "advance": (lambda cache, rows: rows.advance(20, static_batch(2, 20, 16)), [27, 27]),
+    "stage": (lambda cache, rows: rows.stage(1, static_batch(2, 1, 16)), [7, 7]),
+    "reorder": (lambda cache, rows: rows.reorder([1, 0, 0]), [7, 7, 7]),
+    "reorder to the same": (lambda cache, rows: rows.reorder([0, 1]), [7, 7]),
+    "select": (lambda cache, rows: cache.select([1]), [7]),
+    "fork": (lambda cache, rows: rows.fork().free(), [7, 7]),
+    "crop": (lambda cache, rows: rows.crop(2), [5, 5]),
+    "crop into the prompt": (lambda cache, rows: rows.crop(6), [1, 1]),
+    "crop of nothing": (lambda cache, rows: rows.crop(0), [7, 7]),
+}
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("name", READERS)
+def test_counted_tokens_are_entered_for_whoever_reads(name: str, window: int | None) -> None:
+    """Three of four steps are only counted; afterwards nobody can tell."""
+    read, lengths = READERS[name]
+    group = make_group(window)
+    cache, static = sequences(group, keep_past=True), static_batch(2, 1, 16)
+    cache.extend(group.kind, 2, 3)
+    group.store(0)
+    for _ in range(4):
+        step(group, cache, static)
+    assert static.uploads == 1
+    assert cache.columns == 7
+    read(cache, rows_of(cache))
+    assert [table.length for table in rows_of(cache).tables] == lengths
+    assert cache.columns == lengths[0]
+    group.pool.check()
+
+
+def test_a_fork_has_the_counted_tokens() -> None:
+    group, cache = begun()
+    static = static_batch(2, 1, 16)
+    for _ in range(4):
+        step(group, cache, static)
+    twin = cache.fork()
+    assert (twin.columns, [table.length for table in twin.tables(group.kind)]) == (7, [7, 7])
+
+
+def test_counted_tokens_go_with_the_rows() -> None:
+    """C7: rows that are freed in the middle of a run leave nothing behind, and begin anew."""
+    group, cache = begun()
+    static = static_batch(2, 1, 16)
+    for _ in range(3):
+        step(group, cache, static)
+    cache.free()
+    assert (group.pool.held, cache.columns, cache.count) == (0, 0, 0)
+    write(group, cache.extend(group.kind, 3, 2), torch.ones(3, 2))
+    step(group, cache, static_batch(4, 1, 16))
+    assert [table.length for table in cache.tables(group.kind)] == [3, 3, 3]
+
+
+def test_nothing_moves() -> None:
+    """A graph knows addresses: uploaded or counted, all is said in the same tensors."""
+    group, cache = begun(block_size=4)
+    static = static_batch(2, 1, 4)
+
+    def places() -> list[int]:
+        said = [static.before, static.table(CPU), static.lengths(CPU), static.targets(CPU), static.tokens, *static.copies(2)]
+        return [x.data_ptr() for x in [*said, *static.tensors]]
+
+    before = places()
+    for _ in range(6):
+        step(group, cache, static)
+        assert places() == before
+    storages = {x.untyped_storage().data_ptr() for x in static.tensors}
+    said = (static.before, static.table(CPU), static.lengths(CPU), static.targets(CPU), static.tokens, *static.copies(2))
+    assert {x.untyped_storage().data_ptr() for x in said} == storages, "whoever captures is told of every tensor"
+
+
+def test_the_host_knows_nothing_that_a_replay_would_need() -> None:
+    """What `begin` does to the tensors is all that a counted step needs: the host's books are not asked."""
+    group, cache = begun(rows=1, columns=3)
+    static = static_batch(1, 2, 16)
+    step(group, cache, static)
+    for length in (7, 9, 11):
+        static.begin(group.captured_ops)
+        assert static.visible(0, None, CPU)[0, 0].sum(-1).tolist() == [length - 1, length]
+        assert static.lengths(CPU).tolist() == [length]
+        assert int(static.before) == length - 2
+        assert static.targets(CPU).tolist() == [length - 2, length - 1]
+        assert static.visible(0, 3, CPU)[0, 0].nonzero().tolist() == [[j, p] for j in (0, 1) for p in range(length + j - 4, length + j - 1)]
+
+
+def test_buffers_take_turns() -> None:
+    """While the device reads one buffer, the host fills the other; it comes back to the first when that was read."""
+    group, cache = begun(block_size=1)
+    static = static_batch(2, 1, 1)
+    waited: list[int] = []
+
+    class Event:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def synchronize(self) -> None:
+            waited.append(self.number)
+
+    filled = []
+    for _ in range(5):
+        before = [buffer.clone() for buffer in static._staging]
+        static._events = [Event(0), Event(1)]  # type: ignore[list-item]
+        step(group, cache, static)
+        filled += [number for number, buffer in enumerate(static._staging) if not torch.equal(buffer, before[number])]
+    assert filled in ([0, 1, 0, 1, 0], [1, 0, 1, 0, 1])
+    assert waited == filled
+
+
+def test_rows_that_left_write_and_see_nothing() -> None:
+    """A buffer is filled again and still holds larger steps: what is not there any more is a filler."""
+    group, cache = begun(rows=4, columns=9, block_size=2)
+    static = static_batch(4, 2, 2)
+    for _ in range(2):
+        step(group, cache, static)
+    cache.select([3])
+    for _ in range(2):
+        step(group, cache, static)
+    assert static.lengths(CPU).tolist() == [17, 0, 0, 0]
+    assert static.targets(CPU)[2:].tolist() == [-1] * 6
+    slots, tokens = static.written(CPU)
+    assert tokens.tolist() == [0, 1] + [0] * 6
+    assert slots.tolist() == static.targets(CPU)[:2].tolist() + [static.targets(CPU)[0].item()] * 6
+    assert not static.visible(0, None, CPU)[1:].any()
+
+
+@pytest.mark.parametrize("change", ["another cache", "another batch", "its stamp"])
+def test_whose_step_it_is_not_uploads(change: str) -> None:
+    """Tensors that another step was loaded into are not counted on."""
+    group, cache = begun(columns=3)
+    static, other = static_batch(2, 1, 16), static_batch(2, 1, 16)
+    for _ in range(3):
+        step(group, cache, static)
+    assert static.uploads == 1
+    if change == "another cache":
+        second = sequences(group)
+        write(group, second.extend(group.kind, 2, 1), torch.ones(2, 1))
+        step(group, second, static)
+        assert (static.uploads, static.lengths(CPU).tolist()) == (2, [2, 2])
+    elif change == "another batch":
+        step(group, cache, other)
+        assert (other.uploads, other.lengths(CPU).tolist()) == (1, [7, 7])
+    else:
+        static.stamp = None
+    uploads = static.uploads
+    step(group, cache, static)
+    assert static.uploads == uploads + 1
+    assert static.lengths(CPU).tolist() == [8 if change == "another batch" else 7] * 2
+    assert int(static.before) == cache.columns - 1
+
+
+def test_copies_are_uploaded_with_the_step() -> None:
+    """C14: a shared last block is copied before the step writes, once for each row but the last that holds it."""
+    group, cache = begun(rows=1, columns=3, block_size=4)
+    cache.select([0, 0, 0])
+    (shared,) = {table.blocks[0] for table in cache.tables(group.kind)}
+    static = static_batch(4, 1, 4)
+    numbers = torch.tensor([[7.0], [8.0], [9.0]])
+    rows_of(cache).advance(1, static)
+    static.begin(group.captured_ops)
+    pages = write(group, static, numbers)
+    sources, targets = static.copies(2)
+    assert sources.tolist() == [shared] * 2
+    assert {*targets.tolist(), shared} == {table.blocks[0] for table in cache.tables(group.kind)}
+    assert contents(pages, None) == [[[1, 1, 1, 7]], [[1, 1, 1, 8]], [[1, 1, 1, 9]], [[]]]
+
+
+def test_no_room_changes_nothing() -> None:
+    """C11: a step that a fixed pool cannot hold leaves rows and tensors as they were, and it may be tried again."""
+    group, cache = begun(rows=2, columns=3, block_size=4, num_blocks=3)
+    static = static_batch(2, 1, 4)
+    step(group, cache, static)
+    said, before = [x.clone() for x in static.tensors], (static.uploads, cache.columns, group.pool.held)
+    for _ in range(2):
+        with pytest.raises(OutOfBlocks, match="2 more blocks"):
+            rows_of(cache).advance(1, static)
+        assert (static.uploads, cache.columns, group.pool.held) == before
+        assert all(torch.equal(x, y) for x, y in zip(said, static.tensors, strict=True))
+    cache.select([1])
+    step(group, cache, static)
+    assert static.lengths(CPU).tolist() == [5, 0]
+    group.pool.check()
+
+
+def test_a_step_that_breaks_off_is_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error between the books and the tensors: nobody reads, steps or counts these rows again."""
+    group, cache = begun()
+    static = static_batch(4, 1, 16)
+    cache.select([0, 0, 1])
+
+    def fail(*copies: object) -> None:
+        raise RuntimeError("device error")
+
+    monkeypatch.setattr(group, "copy_pairs", fail)
+    with pytest.raises(RuntimeError, match="device error"):
+        rows_of(cache).advance(1, static)
+    for again in (lambda: rows_of(cache).advance(1, static), cache.fork, lambda: cache.tables(group.kind)):
+        with pytest.raises(RuntimeError, match="broke off"):
+            again()
+    cache.free()
+    group.memory.check()
+    assert group.pool.held == 0
+
+
+def test_rows_that_broke_are_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where their step would only be counted."""
+    group, cache = begun()
+    static = static_batch(2, 1, 16)
+    step(group, cache, static)
+
+    def fail(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_paged.memory.rows.reorder", fail)
+    with pytest.raises(KeyboardInterrupt):
+        cache.select([1, 0])
+    with pytest.raises(RuntimeError, match="broke off"):
+        rows_of(cache).advance(1, static)
+    assert (static.uploads, cache.columns) == (1, 4)
+    cache.free()
+
+
+def test_an_encoder_stays_as_it_is() -> None:
+    """With no new tokens nothing is written and nothing counted; all that was stored is there to be seen."""
+    group = make_group(block_size=4)
+    cache = sequences(group)
+    batch = cache.extend(group.kind, 2, 6)
+    numbers = torch.arange(12.0).view(2, 6)
+    write(group, batch, numbers)
+    static = static_batch(3, 0, 4, columns=6)
+    rows_of(cache).stage(0, static)
+    for _ in range(2):
+        static.begin(group.captured_ops)
+        assert static.lengths(CPU).tolist() == [6, 6, 0]
+        assert int(static.before) == 6
+        assert static.targets(CPU).tolist() == []
+        assert static.table(CPU)[:2, :2].tolist() == [table.blocks for table in cache.tables(group.kind)]
+    pages = write(group, static, torch.zeros(2, 0))
+    assert torch.equal(reference.gather(pages.keys, static, 0)[:2, 0, :, 0], numbers)
+
+
+def test_made_under_inference_mode() -> None:
+    """Trap 13: tensors that live on are written outside it, too."""
+    group, cache = begun()
+    with torch.inference_mode():
+        static = static_batch(2, 1, 16)
+    for _ in range(2):
+        step(group, cache, static)
+    assert static.lengths(CPU).tolist() == [5, 5]
