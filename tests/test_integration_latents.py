@@ -135,6 +135,14 @@ def test_half_precision() -> None:
     assert (paged - exact).abs().max() < 0.05 * exact.abs().max()
 
 
+def test_known_by_its_code() -> None:
+    """Other families' expansions wait too, whether DeepSeek's waits already or not."""
+    for family in ("deepseek_v3", "minicpm3", "youtu"):
+        model = build("causal", config_class("causal", family))
+        answer = model.generate(prompts(), max_new_tokens=3, cache_implementation="paged", return_dict_in_generate=True)
+        assert path_of(paged_parts(answer.past_key_values)) == "2 full paged"
+
+
 def test_uninstalled_classes_are_as_before() -> None:
     model = deepseek()
     cls = type(attention(model))

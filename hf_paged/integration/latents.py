@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .fused import reads_like
+from .fused import STANDS_FOR, reads_like
 from .lazy import LazyPages, LazyTensor
 
 METHOD = "expand_kv"
@@ -109,6 +109,7 @@ def _waiting(stock: Callable[..., Any]) -> Callable[..., Any]:
             return Expansion(self, kv_nope, k_rot, stock).lazy()
         return stock(self, kv_nope, k_rot)
 
+    setattr(expand_kv, STANDS_FOR, stock)
     return expand_kv
 
 
