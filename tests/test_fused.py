@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,11 +15,9 @@ import transformers as tf
 from families import BY_NAME, LONG, SMALL, TOKENS, VOCABULARY, build
 from torch import nn
 from torch.nn.functional import gelu, silu
-from transformers.activations import ACT2FN
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
 
-from hf_paged.integration.fused import ROTARY, Fusion, fused, reads_like, rotates_like_llama
+from hf_paged.integration.fused import ROTARY, Fusion, current, fused, rotates_like_llama
 from hf_paged.integration.lazy import LazyRotated
 
 CONFIG = tf.LlamaConfig(num_key_value_heads=2, **SMALL, **TOKENS, **LONG)
@@ -103,7 +97,7 @@ def surroundings(model: nn.Module) -> list[Any]:
     """All that a fusion might leave changed."""
     files = {type(module).__module__ for module in model.modules()}
     functions = [getattr(sys.modules[file], ROTARY, None) for file in sorted(files)]
-    return [*functions, *((module, dict(module.__dict__), type(module).forward) for module in model.modules())]
+    return [current.get(), *functions, *((module, dict(module.__dict__), type(module).forward) for module in model.modules())]
 
 
 EXPECTED: dict[str, tuple[dict[str, int], bool, dict[str, int]]] = {
@@ -146,6 +140,15 @@ def test_same_numbers_in_fewer_launches(name: str, dtype: torch.dtype) -> None:
     assert dict(kernels.calls) == EXPECTED[name][2]
 
 
+def test_under_inference_mode() -> None:
+    """Where torch does not count how often a tensor was written."""
+    model, kernels = make("llama"), Kernels()
+    expected, fusion = run(model), Fusion(model, kernels)
+    with torch.inference_mode(), fused(fusion):
+        assert torch.equal(run(model), expected)
+    assert dict(kernels.calls) == EXPECTED["llama"][2]
+
+
 def test_the_answer_depends_on_the_kernels() -> None:
     """So the comparison above compares something: each of them, answering otherwise, is noticed."""
     model = make("llama")
@@ -170,182 +173,6 @@ def test_without_kernels_nothing_is_replaced() -> None:
     expected = run(model)
     with fused(fusion):
         assert torch.equal(run(model), expected)
-
-
-# ---- by code, not by name
-
-
-class RootMeanSquare(nn.Module):
-    """Llama's norm under another name, with a docstring and annotations of its own."""
-
-    def __init__(self, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(WIDTH)), eps
-
-    def forward(self, hidden_states):
-        """What Llama's says."""
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)  # as there
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
-
-
-def _pretender(name: str, *bases: type, **methods: Any) -> Any:
-    """A class that is called like Llama's and does something else."""
-    return type(name, bases, methods)
-
-
-def _norm_times_two(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    input_dtype = hidden_states.dtype
-    hidden_states = hidden_states.to(torch.float32)
-    variance = hidden_states.pow(2).mean(-1, keepdim=True)
-    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-    return 2 * self.weight * hidden_states.to(input_dtype)
-
-
-def _gate_and_up_changed(self: Any, x: torch.Tensor) -> torch.Tensor:
-    down_proj = self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
-    return down_proj  # noqa: RET504 (as Llama's own code reads)
-
-
-def _mean_first(self: Any, x: torch.Tensor) -> torch.Tensor:
-    x = x - x.mean(-1, keepdim=True)
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-
-class Squared(nn.Module):
-    """An activation that no kernel knows."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.relu() ** 2
-
-
-def _with(module: Any, **parts: Any) -> Any:
-    for name, part in parts.items():
-        setattr(module, name, part)
-    return module
-
-
-LOOKALIKES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
-    "llama's norm under another name": (RootMeanSquare, True),
-    "a norm with another formula, named like llama's": (
-        lambda: _pretender("LlamaRMSNorm", LlamaRMSNorm, forward=_norm_times_two)(WIDTH),
-        False,
-    ),
-    "gemma's norm, inherited": (lambda: _pretender("Other", GemmaRMSNorm)(WIDTH), True),
-    "gemma's norm over another _norm": (lambda: _pretender("GemmaRMSNorm", GemmaRMSNorm, _norm=_mean_first)(WIDTH), False),
-    "a layer norm": (lambda: nn.LayerNorm(WIDTH), False),
-    "torch's own norm": (lambda: nn.RMSNorm(WIDTH), False),
-    "llama's feed-forward": (lambda: LlamaMLP(CONFIG), True),
-    "one with gate and up changed": (lambda: _pretender("LlamaMLP", LlamaMLP, forward=_gate_and_up_changed)(CONFIG), False),
-    "llama's with another activation": (lambda: _with(LlamaMLP(CONFIG), act_fn=Squared()), False),
-    "llama's with exact gelu": (lambda: _with(LlamaMLP(CONFIG), act_fn=nn.GELU()), False),
-    "llama's with gelu spelled out": (lambda: _with(LlamaMLP(CONFIG), act_fn=ACT2FN["gelu_python_tanh"]), False),
-    "llama's with torch's silu": (lambda: _with(LlamaMLP(CONFIG), act_fn=nn.SiLU()), True),
-    "llama's with an activation that is only called SiLU": (
-        lambda: _with(LlamaMLP(CONFIG), act_fn=_pretender("SiLUActivation", Squared)()),
-        False,
-    ),
-    "llama's with an activation that is only called tanh": (
-        lambda: _with(LlamaMLP(CONFIG), act_fn=_pretender("GELUTanh", Squared)()),
-        False,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LOOKALIKES)
-def test_look_alikes(name: str) -> None:
-    """Who computes the same is replaced whatever he is called; who computes something else is not, whatever he is called."""
-    build_one, expected = LOOKALIKES[name]
-    module, kernels = build_one(), Kernels()
-    x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(0))
-    own = module(x)
-    fusion = Fusion(module, kernels)
-    with fused(fusion):
-        got = module(x)
-    assert torch.equal(got, own)
-    assert (module in fusion.forwards, kernels.calls.total()) == (expected, int(expected))
-
-
-def test_a_layer_over_another_norm_is_not_replaced() -> None:
-    """Llama's layer adds and norms in one launch only if the norm is one that the kernel knows."""
-    layer = _with(LlamaDecoderLayer(CONFIG, 0), post_attention_layernorm=nn.LayerNorm(WIDTH))
-    assert "layer" not in replaced(Fusion(layer, Kernels()))
-    assert replaced(Fusion(LlamaDecoderLayer(CONFIG, 0), Kernels())) == {"norm": 2, "feed_forward": 1, "layer": 1}
-
-
-def test_a_decorated_forward_is_other_code() -> None:
-    """The lines are Llama's, what is done with their answer is not."""
-
-    def twice(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return functools.wraps(forward)(lambda self, x: 2 * forward(self, x))
-
-    class Twice(LlamaRMSNorm):
-        @twice
-        def forward(self, hidden_states):
-            input_dtype = hidden_states.dtype
-            hidden_states = hidden_states.to(torch.float32)
-            variance = hidden_states.pow(2).mean(-1, keepdim=True)
-            hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-            return self.weight * hidden_states.to(input_dtype)
-
-    module, x = Twice(WIDTH), torch.randn(2, WIDTH)
-    own = module(x)
-    with fused(Fusion(module, Kernels())):
-        assert torch.equal(module(x), own)
-
-
-@pytest.mark.parametrize("function", [None, len, torch.relu, Squared, eval("lambda x: x"), 3])
-def test_what_has_no_code_to_read_reads_like_nobody(function: Any) -> None:
-    assert not reads_like(function, rotate_half)
-
-
-ROTARIES = {
-    "llama's": ("q, k, cos, sin, unsqueeze_dim=1", "x[..., : x.shape[-1] // 2]", "x[..., x.shape[-1] // 2 :]", True),
-    "interleaved": ("q, k, cos, sin, unsqueeze_dim=1", "x[..., ::2]", "x[..., 1::2]", False),
-    "keys first": ("k, q, cos, sin, unsqueeze_dim=1", "x[..., : x.shape[-1] // 2]", "x[..., x.shape[-1] // 2 :]", False),
-    "another default": ("q, k, cos, sin, unsqueeze_dim=2", "x[..., : x.shape[-1] // 2]", "x[..., x.shape[-1] // 2 :]", False),
-}
-
-
-@pytest.mark.parametrize("name", ROTARIES)
-def test_rotary_embeddings_by_their_code(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both functions of the file must read like Llama's, and be called alike."""
-    arguments, first, second, expected = ROTARIES[name]
-    file = f"rotary_of_{tmp_path.name}"
-    _import(file, tmp_path, monkeypatch, _ROTARY_FILE.format(arguments=arguments, first=first, second=second))
-    assert rotates_like_llama(file) == expected
-
-
-_ROTARY_FILE = '''import torch
-
-
-def rotate_half(x):
-    """Of this file."""
-    x1 = {first}
-    x2 = {second}
-    return torch.cat((-x2, x1), dim=-1)
-
-
-def apply_rotary_pos_emb({arguments}):
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed, k_embed
-'''
-
-
-def _import(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> ModuleType:
-    (folder / f"{name}.py").write_text(source)
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 # ---- norms that are made ahead
@@ -400,23 +227,42 @@ def test_a_norm_made_ahead_is_used_for_its_own_input_only(name: str) -> None:
     assert kernels.calls["rms_norm"] == norms
 
 
-def test_a_stack_without_a_norm_of_its_own_is_not_chained() -> None:
-    stack, kernels = _with(Stack(lambda x: x), norm=nn.LayerNorm(WIDTH)).eval(), Kernels()
+def test_another_norm_of_the_same_input_is_not_the_one_made_ahead() -> None:
+    side = LlamaRMSNorm(WIDTH, eps=0.5)
+    seen: list[torch.Tensor] = []
+    stack = Stack(lambda x: (seen.append(side(x)), x)[1]).eval()
+    stack.side = side
+    with torch.no_grad():
+        stack(torch.ones(2, 3, WIDTH))
+        with fused(Fusion(stack, Kernels())):
+            stack(torch.ones(2, 3, WIDTH))
+    assert [torch.equal(x, y) for x, y in zip(seen[:2], seen[2:], strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("where", "calls"), [("norm", {"rms_norm": 2, "add_rms_norm": 2, "silu": 2}), ("layer", {"rms_norm": 1, "add_rms_norm": 3, "silu": 2})]
+)
+def test_a_norm_that_no_kernel_knows_is_not_made_ahead(where: str, calls: dict[str, int]) -> None:
+    """Behind the last layer, or at the beginning of the second."""
+    stack, kernels = Stack(lambda x: x).eval(), Kernels()
+    if where == "norm":
+        stack.norm = nn.LayerNorm(WIDTH)
+    else:
+        stack.layers[1].input_layernorm = nn.LayerNorm(WIDTH)
     x = torch.randn(2, 3, WIDTH)
     with torch.no_grad():
         expected = stack(x)
         with fused(Fusion(stack, kernels)):
             assert torch.equal(stack(x), expected)
-    assert dict(kernels.calls) == {"rms_norm": 2, "add_rms_norm": 2, "silu": 2}
+    assert dict(kernels.calls) == calls
 
 
 # ---- rotary embeddings
 
 
-def _rotary_inputs(dtype: torch.dtype = torch.float32, axes: int = 3) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    tables = [torch.randn(2, 5, 8).to(dtype) for _ in range(2)]
-    return [torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), *(x if axes == 3 else x[0] for x in tables)]
+def _rotary_inputs(tokens: int = 5) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, *shape, 8, generator=generator) for shape in ((4, tokens), (2, tokens), (tokens,), (tokens,))]
 
 
 def test_turned_when_somebody_looks() -> None:
@@ -434,24 +280,24 @@ def test_turned_when_somebody_looks() -> None:
     assert kernels.calls["rotary"] == 1
 
 
-@pytest.mark.parametrize(
-    ("inputs", "options"),
-    [
-        (_rotary_inputs(dtype=torch.float64), {}),
-        (_rotary_inputs(axes=2), {}),
-        ([x.transpose(1, 2) if x.ndim == 4 else x for x in _rotary_inputs()], {"unsqueeze_dim": 2}),
-    ],
-    ids=["two dtypes", "one table for all rows", "tokens before heads"],
-)
-def test_rotary_calls_that_the_kernel_does_not_know(inputs: list[torch.Tensor], options: dict[str, int]) -> None:
+UNKNOWN: dict[str, tuple[Callable[..., list[torch.Tensor]], dict[str, int]]] = {
+    "two dtypes": (lambda q, k, cos, sin: [q, k, cos.double(), sin.double()], {}),
+    "keys of another dtype": (lambda q, k, cos, sin: [q, k.double(), cos, sin], {}),
+    "one table for all rows": (lambda q, k, cos, sin: [q, k, cos[0], sin[0]], {}),
+    "a table for every head": (lambda q, k, cos, sin: [q, k, cos[:, None], sin[:, None]], {}),
+    "tokens before heads": (lambda q, k, cos, sin: [q.transpose(1, 2), k.transpose(1, 2), cos, sin], {"unsqueeze_dim": 2}),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_rotary_calls_that_the_kernel_does_not_know(name: str) -> None:
     """They get the stock function, at once."""
+    arrange, options = UNKNOWN[name]
+    inputs = arrange(*_rotary_inputs(1))
     model, kernels = make("llama"), Kernels()
-    place = sys.modules[type(model).__module__]
-    if inputs[2].ndim == 2:
-        options = {"unsqueeze_dim": 0}
     expected = apply_rotary_pos_emb(*inputs, **options)
     with fused(Fusion(model, kernels)):
-        got = getattr(place, ROTARY)(*inputs, **options)
+        got = getattr(sys.modules[type(model).__module__], ROTARY)(*inputs, **options)
     assert all(type(x) is torch.Tensor and torch.equal(x, y) for x, y in zip(got, expected, strict=True))
     assert kernels.calls.total() == 0
 

@@ -1,19 +1,11 @@
-"""Captured steps' index tensors: counted or uploaded, they say what a `Batch` of the same rows says (C4, C6, C7, C14).
-
-Two caches live the same life. One takes its steps through `StaticBatch`, the other through `extend`; every token is a number in a
-real store, so a wrong slot, a copy that was left out or a length that was not counted is read back as another number.
-"""
+"""Captured steps' index tensors, one thing at a time: what is counted, what is uploaded, and who must know (C7, C10, C11, C14)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_paged import OutOfBlocks
 from hf_paged.config import CacheConfig
@@ -21,9 +13,7 @@ from hf_paged.memory import Batch, Group, Kind, Layout, Memory, Ops, Pages, Rows
 
 CPU = torch.device("cpu")
 LAYOUT = Layout(CPU, torch.float32, 1, 1, 1)
-MOST_ROWS = 6
 MOST_COLUMNS = 60
-BUCKETS = (MOST_ROWS, MOST_ROWS + 2)
 GARBAGE = -5.0
 """What rows that are not there would write."""
 
@@ -32,7 +22,8 @@ class Static(StaticBatch):
     """One that counts its uploads."""
 
     uploads = 0
-    user: Cache | None = None
+    user: object = None
+    """Whose step it was loaded with, for tests that keep books of their own."""
 
     def load(self, *step: object) -> None:
         self.uploads += 1
@@ -63,34 +54,6 @@ def rows_of(cache: Sequences) -> Rows:
     return rows
 
 
-@dataclass(eq=False)
-class Cache:
-    """The same cache twice, and what is known of the one whose steps are captured."""
-
-    captured: Sequences
-    ordinary: Sequences
-    last: Static | None = None
-    """Whose tensors hold its step, until somebody changes the rows or has counted tokens entered."""
-    room: int = 0
-    counted: bool = False
-
-    @property
-    def both(self) -> tuple[Sequences, Sequences]:
-        return self.captured, self.ordinary
-
-    def read(self) -> None:
-        """Note that somebody looked into the tables."""
-        self.last, self.counted = None if self.counted else self.last, False
-
-    @property
-    def columns(self) -> int:
-        return self.ordinary.columns
-
-    @property
-    def count(self) -> int:
-        return self.ordinary.count
-
-
 def write(group: Group, batch: Batch | StaticBatch, numbers: torch.Tensor) -> Pages:
     """Store numbers [rows, new], as keys and, negative, as values; rows beyond them write garbage, if they write."""
     store, index = group.store(0)
@@ -112,180 +75,6 @@ def contents(pages: Pages, window: int | None) -> list[list[list[float]]]:
     seen = [[keys[row][mask].tolist() for mask in visible[row]] for row in range(batch.rows)]
     assert seen == [[(-values[row][mask]).tolist() for mask in visible[row]] for row in range(batch.rows)]
     return seen
-
-
-class Walk(RuleBasedStateMachine):
-    """Steps, forks, reorders and what else happens to the rows of a cache."""
-
-    @initialize(
-        block_size=st.sampled_from([1, 2, 4, 16]),
-        window=st.sampled_from([None, None, 3, 6]),
-        expected=st.sampled_from([0, 20]),
-        keep_past=st.booleans(),
-    )
-    def begin(self, block_size: int, window: int | None, expected: int, keep_past: bool) -> None:
-        self.block_size, self.window, self.options = block_size, window, (expected, keep_past)
-        self.groups = [make_group(window, block_size=block_size) for _ in range(2)]
-        self.statics: dict[tuple[int, int], Static] = {}
-        self.caches = [self.make_cache()]
-        self.cache = self.caches[0]
-        self.tokens = 0
-
-    def make_cache(self) -> Cache:
-        return Cache(*(sequences(group, *self.options) for group in self.groups))
-
-    def numbers(self, rows: int, new: int) -> torch.Tensor:
-        self.tokens += rows * new
-        return torch.arange(self.tokens - rows * new, self.tokens).view(rows, new) + 1.0
-
-    def static(self, new: int, which: int) -> Static:
-        if (new, which) not in self.statics:
-            self.statics[new, which] = static_batch(BUCKETS[which], new, self.block_size)
-        return self.statics[new, which]
-
-    # ---- steps
-
-    @precondition(lambda self: not self.cache.columns)
-    @rule(rows=st.integers(1, 4), columns=st.integers(1, 12), padding=st.lists(st.integers(0, 12), min_size=4, max_size=4))
-    def prompt(self, rows: int, columns: int, padding: list[int]) -> None:
-        for cache in self.cache.both:
-            cache.begin_at([min(start, columns) for start in padding[:rows]])
-        self.extend(columns, rows)
-
-    @precondition(lambda self: 0 < self.cache.columns < MOST_COLUMNS)
-    @rule(new=st.integers(1, 5))
-    def extend(self, new: int, rows: int = 0) -> None:
-        """An ordinary step of both."""
-        numbers = self.numbers(rows or self.cache.count, new)
-        for group, cache in zip(self.groups, self.cache.both, strict=True):
-            write(group, cache.extend(group.kind, len(numbers), new), numbers)
-        self.cache.last = None
-
-    def may_be_captured(self) -> bool:
-        """A row that is padding all through is not taken for a step: the forward sees to that."""
-        return max(self.cache.ordinary.starts or [0]) <= self.cache.columns < MOST_COLUMNS and self.cache.columns > 0
-
-    @precondition(may_be_captured)
-    @rule(new=st.integers(1, 4), which=st.integers(0, 1))
-    def step(self, new: int, which: int) -> None:
-        cache, static, numbers = self.cache, self.static(new, which), self.numbers(self.cache.count, new)
-        counted = cache.last is static and static.user is cache and cache.room >= new
-        uploads, run = static.uploads, static.step
-        rows_of(cache.captured).advance(new, static)
-        self.groups[0].store(0)
-        static.begin(self.groups[0].captured_ops)
-        captured = write(self.groups[0], static, numbers)
-        batch = cache.ordinary.extend(self.groups[1].kind, cache.count, new)
-        ordinary = write(self.groups[1], batch, numbers)
-        assert static.step is not run
-        assert static.uploads - uploads == (not counted), "a step that only counts is not uploaded, any other is"
-        cache.room = cache.room - new if counted else min(-table.length % self.block_size for table in batch.tables)
-        cache.last, cache.counted, static.user = static, counted, cache
-        self.compare(static, batch)
-        if not counted:
-            assert [table.released for table in rows_of(cache.captured).tables] == [table.released for table in batch.tables]
-        assert contents(captured, self.window) == contents(ordinary, self.window) + [[[]] * new] * (static.rows - batch.rows)
-
-    @precondition(may_be_captured)
-    @rule(count=st.integers(2, 6), new=st.integers(1, 2))
-    def steps(self, count: int, new: int) -> None:
-        for _ in range(count):
-            self.step(new, 0)
-
-    def compare(self, static: Static, batch: Batch) -> None:
-        """Index tensor by index tensor. Behind a window blocks go back at other times, so other ones are taken later."""
-        rows, new, fillers = batch.rows, batch.new, static.rows - batch.rows
-        assert int(static.before) == batch.columns - new == rows_of(self.cache.captured).columns - new
-        assert static.lengths(CPU).tolist() == batch.lengths(CPU).tolist() + [0] * fillers
-        assert static.targets(CPU)[rows * new :].tolist() == [-1] * (new * fillers)
-        slots = static.slots(0, CPU)
-        for row, table in enumerate(batch.tables):
-            targets = static.targets(CPU)[row * new :][:new].tolist()
-            assert slots[row, table.length - new :].tolist() == targets + targets[-1:] * (slots.shape[1] - table.length)
-            if self.window is None:
-                assert slots[row, : table.length].tolist() == [table.slot(position) for position in range(table.length)]
-                assert static.table(CPU)[row, : table.end].tolist() == table.blocks
-        if self.window is None:
-            assert static.targets(CPU)[: rows * new].tolist() == batch.targets(CPU).tolist()
-
-    # ---- rows come, go and change places
-
-    @precondition(lambda self: self.cache.columns)
-    @rule(sources=st.lists(st.integers(0, 11), min_size=1, max_size=MOST_ROWS))
-    def reorder(self, sources: list[int]) -> None:
-        sources = [source % self.cache.count for source in sources]
-        if sources == list(range(self.cache.count)):
-            self.cache.read()
-        else:
-            self.cache.last = None
-        for cache in self.cache.both:
-            cache.reorder(torch.tensor(sources))
-
-    @precondition(lambda self: 0 < self.cache.count <= MOST_ROWS // 2)
-    @rule()
-    def spread(self) -> None:
-        for cache in self.cache.both:
-            cache.unforked = 2
-            cache.spread()
-        self.cache.last = None
-
-    @precondition(lambda self: self.cache.columns)
-    @rule(columns=st.integers(0, 9))
-    def crop(self, columns: int) -> None:
-        columns = min(columns, self.cache.columns)
-        try:
-            rows_of(self.cache.ordinary).check_past(columns)
-        except RuntimeError:
-            return  # behind the window, and given back
-        for cache in self.cache.both:
-            cache.crop(columns)
-        self.cache.last = None
-
-    @precondition(lambda self: self.cache.columns and len(self.caches) < 3)
-    @rule()
-    def fork(self) -> None:
-        self.caches.append(Cache(*(cache.fork() for cache in self.cache.both)))
-        self.cache.last = None
-
-    @rule(number=st.integers(0, 2))
-    def go_on_with(self, number: int) -> None:
-        self.cache = self.caches[number % len(self.caches)]
-
-    @rule()
-    def free(self) -> None:
-        for cache in self.cache.both:
-            cache.free()
-        self.cache.last = None
-        if len(self.caches) > 1:
-            self.caches.remove(self.cache)
-            self.cache = self.caches[0]
-
-    @rule()
-    def read_tables(self) -> None:
-        mine, theirs = (cache.tables(group.kind) for group, cache in zip(self.groups, self.cache.both, strict=True))
-        assert [table.length for table in mine] == [table.length for table in theirs]
-        if self.window is None:
-            assert [table.blocks for table in mine] == [table.blocks for table in theirs]
-        self.cache.read()
-
-    @invariant()
-    def the_books_add_up(self) -> None:
-        for group in getattr(self, "groups", ()):
-            group.memory.check()
-
-    def teardown(self) -> None:
-        if hasattr(self, "caches"):
-            for cache in list(self.caches):
-                self.cache = cache
-                self.free()
-            assert [group.pool.held for group in self.groups] == [0, 0]
-
-
-Walk.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestWalk = Walk.TestCase
-
-
-# ---- one thing at a time
 
 
 def begun(rows: int = 2, columns: int = 3, block_size: int = 16, **options: int) -> tuple[Group, Sequences]:
@@ -345,6 +134,62 @@ def test_a_fork_has_the_counted_tokens() -> None:
         step(group, cache, static)
     twin = cache.fork()
     assert (twin.columns, [table.length for table in twin.tables(group.kind)]) == (7, [7, 7])
+
+
+def test_a_batch_knows_the_counted_tokens() -> None:
+    """One that was made before them refuses to answer, a new one has them."""
+    group, cache = begun()
+    static = static_batch(2, 1, 16)
+    step(group, cache, static)
+    before = rows_of(cache).batch
+    assert before.lengths(CPU).tolist() == [4, 4]
+    step(group, cache, static)
+    assert static.uploads == 1
+    with pytest.raises(RuntimeError, match="changed since"):
+        before.check()
+    after = rows_of(cache).batch
+    assert (after.columns, after.lengths(CPU).tolist()) == (5, [5, 5])
+
+
+def test_counting_ends_with_the_shortest_room() -> None:
+    """Where the next tokens do not fit into every row's last block, the step is uploaded."""
+    group = make_group(block_size=4)
+    cache, one, three = sequences(group), static_batch(2, 1, 4), static_batch(2, 3, 4)
+    cache.begin_at([0, 3])
+    write(group, cache.extend(group.kind, 2, 4), torch.ones(2, 4))  # 4 and 1 tokens
+    for columns, uploads in ((5, 1), (6, 1), (7, 1), (8, 2), (9, 3)):  # blocks end at 8 in the first row, at 7 in the second
+        step(group, cache, one)
+        assert (cache.columns, one.uploads, one.lengths(CPU).tolist()) == (columns, uploads, [columns, columns - 3])
+    step(group, cache, three)
+    rows_of(cache).crop(3)
+    step(group, cache, one)  # 10 and 7: room for two and for one
+    step(group, cache, three)
+    assert three.uploads == 2
+    step(group, cache, three)
+    assert (three.uploads, three.lengths(CPU).tolist()) == (3, [16, 13])
+
+
+def test_a_fork_ends_the_counting() -> None:
+    """C14: what is shared from now on is copied before it is written."""
+    group, cache = begun(rows=1)
+    static = static_batch(1, 1, 16)
+    step(group, cache, static)
+    twin = cache.fork()
+    step(group, cache, static)
+    assert static.uploads == 2
+    mine, theirs = cache.tables(group.kind)[0].blocks, twin.tables(group.kind)[0].blocks
+    assert mine != theirs
+    twin.free()
+
+
+def test_blocks_behind_a_window_go_back() -> None:
+    """C10: in captured steps, too."""
+    group, cache = begun(rows=2, columns=3, block_size=2, window=4)
+    static = static_batch(2, 1, 2)
+    for _ in range(20):
+        step(group, cache, static)
+        assert group.pool.held <= 2 * 4
+    assert static.visible(0, 4, CPU)[:, 0, 0].nonzero()[:, 1].tolist() == [19, 20, 21, 22] * 2
 
 
 def test_counted_tokens_go_with_the_rows() -> None:

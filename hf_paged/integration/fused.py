@@ -220,7 +220,7 @@ def _code(function: Callable[..., Any]) -> str | None:
         return None
     if tree is None:
         return None
-    (definition,) = tree.body
+    definition = tree.body[0] if len(tree.body) == 1 else None
     if not isinstance(definition, ast.FunctionDef):
         return None
     body = [line for line in definition.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))]

@@ -82,14 +82,15 @@ class LengthsOnDevice(TorchFunctionMode):
         if func is torch.arange and any(isinstance(arg, DeviceNumber) for arg in args):
             return _count(args, kwargs)
         if func is torch.ones and len(args) == 2 and isinstance(args[1], DeviceNumber):
-            return GrowingOnes((args[0], 1), kwargs.get("dtype") or torch.get_default_dtype(), torch.device(kwargs.get("device") or "cpu"))
+            device = torch.device("cpu" if kwargs.get("device") is None else kwargs["device"])
+            return GrowingOnes((args[0], 1), kwargs.get("dtype") or torch.get_default_dtype(), device)
         return func(*args, **kwargs)
 
 
 def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """torch.arange from one length to another that is a fixed number further."""
     begin, end = args if len(args) == 2 else (None, None)
-    if not isinstance(begin, DeviceNumber) or not isinstance(end, DeviceNumber) or begin.base is not end.base:
+    if not isinstance(begin, DeviceNumber) or not isinstance(end, DeviceNumber) or begin.base.data_ptr() != end.base.data_ptr():
         raise NotCapturable("the model counts up to the cache's length, which grows from step to step")
     counted: torch.Tensor = torch.arange(end.more - begin.more, **kwargs) + _plain(begin)
     return counted

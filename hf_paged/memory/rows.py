@@ -290,7 +290,7 @@ class Rows:
     def reorder(self, sources: Sequence[int]) -> None:
         """Replace row i by row sources[i]: tables change, no tensor moves."""
         with self.group.memory.lock:
-            if list(sources) == list(range(len(self.tables))):
+            if list(sources) == list(range(self.count)):
                 return
             with self._whole():
                 self._tables = reorder(self.tables, sources)
