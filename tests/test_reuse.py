@@ -104,8 +104,10 @@ def test_thirty_seven_tokens_in_blocks_of_sixteen(llama: Any) -> None:
     assert pool_of(llama).counts["copies"] == 1
 
 
-@pytest.mark.parametrize("name", [family.name for family in FAMILIES])
-@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [*((family.name, False) for family in FAMILIES), *((name, True) for name in ("llama", "gemma2", "gpt-oss", "gpt2", "opt", "bloom"))],
+)
 def test_every_family(name: str, padded: bool) -> None:
     """C23: the same answers, scores included. Models with attention of their own must first show that they are causal."""
     model = build(BY_NAME[name])
@@ -140,9 +142,13 @@ REUSES = {"greedy": 5, "sample": 5, "sample-padded": 6, "beams": 5, "beams-padde
 """How many columns of the second prompt are computed in each mode; None where the first forward holds more or less than the prompt."""
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+CAPTURED = ["greedy", "sample-padded", "beams", "prompt-lookup", "chunks-padded-beams", "everything-padded"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "captured"), [*((mode, False) for mode in MODES), *((mode, True) for mode in CAPTURED)], ids=lambda value: str(value)
+)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("mode", MODES)
 def test_every_mode(name: str, mode: str, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """C23: beams, samples, chunks, assistants, padding: the same answers, and less computed where nothing more is asked for.
 
@@ -176,6 +182,33 @@ def test_every_mode(name: str, mode: str, captured: bool, monkeypatch: pytest.Mo
         assert graphs_of(model).counts["replayed"] or (name, mode) == ("gemma3", "prompt-lookup"), graphs_of(model).reasons
     memory_of(model).captured.clear()
     assert_clean(model, setting)
+
+
+def test_whoever_looks_on_sees_every_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is replayed calls no hooks: there is none as long as somebody has hung one up."""
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    monkeypatch.setattr(graphs, "WORTH", 2)
+    first = words(1, 20)
+    for expected in (20, 1):
+        _, seen = ask(llama, first, 4, max_new_tokens=12, min_new_tokens=12)
+        assert seen == [expected] + [1] * 11
+    assert not graphs_of(llama).counts["replayed"]
+
+
+def test_a_cache_that_is_cropped_behind_replayed_steps(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that a replay merely counted are there when rows change."""
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    monkeypatch.setattr(graphs, "WORTH", 4)
+    first = words(1, 13)
+    for new in range(9, 14):
+        cache = hf_paged.PagedCache(llama, prefix_caching=new % 2 == 0)
+        call = {"past_key_values": cache, "max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+        told = llama.generate(first, attention_mask=torch.ones_like(first), **call)
+        cache.crop(-3)
+        longer = torch.cat([told[:, : cache.get_seq_length()], words(1, 4, seed=new)], 1)
+        again = llama.generate(longer, attention_mask=torch.ones_like(longer), **call)
+        assert torch.equal(again, llama.generate(longer, attention_mask=torch.ones_like(longer), **{**call, "past_key_values": None}))
+    assert graphs_of(llama).counts["replayed"]
 
 
 def test_every_part_of_a_prompt_in_chunks(llama: Any) -> None:
@@ -442,14 +475,14 @@ def test_a_storm_of_evictions(name: str) -> None:
     model = build(BY_NAME[name])
     random = torch.Generator().manual_seed(3)
     base = words(1, 30)
-    for turn in range(25):
+    for turn in range(16):
         rows, shared, own = (int(torch.randint(low, high, (), generator=random)) for low, high in ((1, 3), (0, 30), (1, 9)))
         ids = continued(base.repeat(rows, 1), shared, own, seed=turn % 4)
         ask(model, ids, 4, {"num_blocks": 32}, num_beams=1 + turn % 2, max_new_tokens=3)
         if turn % 5 == 4:
             base = continued(base, 17, 13, seed=turn)
-    assert hf_paged.stats(model).evictions > 20
-    assert hf_paged.stats(model).reused > 50
+    assert hf_paged.stats(model).evictions > 10
+    assert hf_paged.stats(model).reused > 30
 
 
 def test_a_pool_that_grows_keeps_what_is_cached(llama: Any) -> None:

@@ -104,14 +104,15 @@ class Call:
 
     def _leave_prefixes(self, model: nn.Module, succeeded: bool) -> None:
         """Leave what the caches hold to later calls."""
-        for cache in self.used:
-            if cache.reuse is not None:
-                try:
-                    if succeeded:
-                        cache.settle()
-                        cache.reuse.commit(model)
-                finally:
-                    cache.reuse.leave()
+        with memory_of(model).lock:
+            for cache in self.used:
+                if cache.reuse is not None:
+                    try:
+                        if succeeded:
+                            cache.settle()
+                            cache.reuse.commit(model)
+                    finally:
+                        cache.reuse.leave()
 
 
 def left_behind(cache: PagedCache, answer: Any) -> bool:

@@ -50,6 +50,7 @@ class Watched:
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
+        self.__module__ = getattr(hook, "__module__", "")  # whoever asks whose hook it is shall not take it for ours
         self.onlookers: list[Onlookers] = []
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,8 +14,8 @@ from ..memory import Contents, Reading, Tags
 from .switch import original_implementation
 
 PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
-INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {"generation_config"}
-"""What every module has (its tensors and hooks are looked at by themselves), and what no forward reads."""
+INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {"generation_config", "_output_capturing_hooks_installed"}
+"""What every module has (its tensors and hooks are looked at by themselves), and what changes nothing that is computed."""
 BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose angles depend on the longest row."""
 OURS = frozenset({"_attn_implementation_internal"})
@@ -52,37 +52,43 @@ class Survey(NamedTuple):
 
 
 class _Survey:
+    """A walk over a model, which every call takes: it does no more than it must."""
+
     def __init__(self) -> None:
         self.objects: list[Callable[[], object]] = []
         self.tensors: list[torch.Tensor] = []
         self.hooked: list[nn.Module] = []
         self.rope: list[object] = []
 
-    def of_model(self, model: nn.Module, forward: Callable[..., Any]) -> Iterator[Any]:
-        yield self._object(getattr(forward, "__func__", forward))
+    def of_model(self, model: nn.Module, forward: Callable[..., Any]) -> list[Any]:
+        facts: list[Any] = [self._object(getattr(forward, "__func__", forward))]
         configs: dict[int, Any] = {}
         kinds: dict[type, None] = {}
         for module in _modules(model):
             own = module.__dict__
             kinds[type(module)] = None
-            if "config" in own:
-                configs[id(own["config"])] = own["config"]
             for name, value in own.items():
-                if name not in INTERNAL and (module is not model or name != "forward"):
-                    yield value if type(value) in PLAIN else self._fact(value)
-            if "rope_type" in own:
-                self.rope.append(own["rope_type"])
+                if name in INTERNAL:
+                    continue
+                if type(value) in PLAIN:
+                    facts.append(value)
+                elif name == "config":
+                    configs[id(value)] = value
+                elif module is not model or name != "forward":
+                    facts.append(self._fact(value))
+                if name == "rope_type":
+                    self.rope.append(value)
+            for tensors in (own["_parameters"], own["_buffers"]):
+                if tensors:
+                    self.tensors += [tensor for tensor in tensors.values() if tensor is not None]
             if (own["_forward_pre_hooks"] or own["_forward_hooks"]) and module is not model:
                 self.hooked.append(module)
-            self.tensors += [tensor for tensor in own["_parameters"].values() if tensor is not None]
-            self.tensors += [tensor for tensor in own["_buffers"].values() if tensor is not None]
         for config in configs.values():
-            yield original_implementation(config)
-            for name, value in getattr(config, "__dict__", {}).items():
-                if name not in OURS:
-                    yield self._fact(value)
+            facts += (self._object(config), original_implementation(config))
+            facts += [self._fact(value) for name, value in getattr(config, "__dict__", {}).items() if name not in OURS]
         for kind in kinds:
-            yield self._object(kind), self._object(getattr(kind, "forward", None))
+            facts += (self._object(kind), self._object(getattr(kind, "forward", None)))
+        return facts
 
     def _fact(self, value: Any, depth: int = 0) -> Any:
         """Something hashable that is equal as long as the value is."""
@@ -106,16 +112,15 @@ class _Survey:
         return id(value)
 
 
-def _modules(model: nn.Module) -> Iterator[nn.Module]:
+def _modules(model: nn.Module) -> list[nn.Module]:
     """Every module once; torch's own walk makes up names."""
-    seen, stack = {id(model)}, [model]
-    while stack:
-        module = stack.pop()
-        yield module
-        for child in module._modules.values():
+    seen, found = {id(model)}, [model]
+    for module in found:  # which grows meanwhile
+        for child in module.__dict__["_modules"].values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                stack.append(child)
+                found.append(child)
+    return found
 
 
 class Glance(NamedTuple):

@@ -53,7 +53,7 @@ class Origin(NamedTuple):
         device = tokens.device.type
         common = (
             self.secret, self.state, self.salt, tuple(sorted(_settings(arguments))), positions is None,
-            torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device)),
+            torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device)), _products(),
         )  # fmt: skip
         adapters = adapters_of_rows(self.hooked, rows) or [""] * rows
         # Without positions a model may count columns, padding and all.
@@ -102,6 +102,14 @@ def _count_tokens(positions: Any, starts: Sequence[int], before: int, new: int) 
     column = torch.arange(before, before + new, device=positions.device)
     expected = column - torch.tensor(starts, device=positions.device)[:, None]
     return bool(((positions == expected) | (expected < 0)).all())
+
+
+def _products() -> str:
+    """How torch multiplies float32 matrices."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # somebody mixes torch's two ways to say it
+        return str(torch.backends.cuda.matmul.fp32_precision)
 
 
 def why_never(cache: PagedCache, model: Any) -> str | None:

@@ -228,7 +228,8 @@ class Reuse:
     def _rest(self, cache: PagedCache, model: nn.Module, arguments: dict[str, Any], prefix: Prefix, columns: int, compute: Compute) -> Any:
         """Let the rows begin with the prefix and compute the rest; None if that does not stand for the whole."""
         sequences, before, starts = self.sequences, self.history.columns, self.sequences.starts
-        cut = {name: arguments[name][:, prefix.columns - before :] for name in PLACES if arguments.get(name) is not None}
+        given = {name: arguments[name] for name in PLACES if arguments.get(name) is not None}
+        cut = {name: value[:, prefix.columns - before :].contiguous() for name, value in given.items()}
         begin_with(sequences, prefix, columns - prefix.columns)
         cache.begin_at(prefix.columns)
         answer = compute({**arguments, **cut}, False)
