@@ -104,7 +104,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     name=st.sampled_from(["llama", "qwen2-window"]), options=engines(), asked=requests, share=st.floats(0.0, 1.0), late=st.integers(0, 3)
 )

@@ -86,6 +86,23 @@ def test_a_resumed_group_needs_no_watermark() -> None:
     world.assert_empty()
 
 
+def test_whoever_comes_back_strands_nobody() -> None:
+    """C9: a preempted group leaves the next block to each of those who run, or it would be the next to go again."""
+    world = Simulated.of(total=8, size=4, tokens=64, prefix_caching=False)
+    first = world.submit(Request(0, prompt(11), 20))
+    second = world.submit(Request(1, prompt(19, 5), 24))
+    world.step()
+    world.scheduler.preempt(second)
+    plan = world.step()
+    assert not plan.admitted  # it needs 5 blocks, and 5 are left, one of which is the first one's next
+    while second.status is Status.PREEMPTED:
+        world.step()
+    assert first.status is Status.FINISHED
+    world.run()
+    assert second.preemptions == 1
+    world.assert_answered()
+
+
 def test_what_runs_is_promised_its_tokens() -> None:
     """What a running group has still to compute is counted: nobody is let in on the blocks that it is going to take."""
     world = Simulated.of(total=14, size=4, tokens=64, prefix_caching=False)

@@ -208,7 +208,7 @@ class Scheduler:
                 passed += 1  # a twin computes its prompt: it keeps its place, and nobody behind it waits for that
                 continue
             taken = sum(len(other.sequences) for other in self.running)
-            if taken + len(group.sequences) > self.limits.sequences or self._verdict(group, found) is not Verdict.OK:
+            if taken + len(group.sequences) > self.limits.sequences or self._verdict(group, found, taken) is not Verdict.OK:
                 return
             del queue[passed]
             self._start(group, found)
@@ -232,8 +232,8 @@ class Scheduler:
             return None
         return [Match(each[:hits], names[:hits]) for each in blocks]
 
-    def _verdict(self, group: Group, found: list[Match]) -> Verdict:
-        """Whether every pool has room for all tokens of the group, beside what those who run have still to compute."""
+    def _verdict(self, group: Group, found: list[Match], taken: int) -> Verdict:
+        """Whether every pool has room for all tokens of the group, beside what the `taken` sequences that run have still to compute."""
         verdicts = []
         for i, shelf in enumerate(self.shelves):
             blocks = found[i].blocks
@@ -242,7 +242,8 @@ class Scheduler:
             need = group.need(i, self.limits.tokens)
             outstanding = sum(max(0, other.need(i, self.limits.tokens) - other.held(i)) for other in self.running if not other.decoding)
             cached = sum(1 for block in blocks if not shelf.pool.references(block))
-            reserve = 0 if group.status is Status.PREEMPTED else self.limits.reserve(shelf)
+            # Who was preempted needs no watermark, but must not take the next block of those who run: it would be the next to go.
+            reserve = taken if group.status is Status.PREEMPTED else self.limits.reserve(shelf)
             verdicts.append(
                 judge(
                     shelf.pool.total,
