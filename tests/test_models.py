@@ -115,3 +115,11 @@ def test_latents_without_positions(padded: bool) -> None:
     model = tiny("image", "glm5_next")
     given = dict(prompts("causal"))["padded" if padded else "whole"]
     assert_same(model, **given, num_beams=2, max_new_tokens=8, do_sample=False)
+
+
+def test_a_second_cache() -> None:
+    """Voxtral Realtime hands a cache of its encoder from step to step: prompts of its beams are computed for every beam."""
+    model = tiny("audio", "voxtral_realtime")
+    heard = with_recordings(model)
+    assert heard is not None
+    assert_same(model, **heard, num_beams=2, max_new_tokens=8, do_sample=False)

@@ -131,6 +131,8 @@ def tiny(cls: Any, ids: Ids | None = None) -> dict[str, Any]:
     rope = values.get("rope_parameters")
     if isinstance(rope, dict) and rope.get("mrope_section"):
         values["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}  # half of a head of 8
+    if values.get("deepstack_visual_indexes"):
+        values["deepstack_visual_indexes"] = [0]
     return _merged(values, EXCEPTIONS.get(cls.model_type, {}))
 
 

@@ -14,7 +14,7 @@ from .attention import Forward, running
 from .cache import PagedCache, paged_parts
 from .graph import Step
 from .graphs import graphs_of
-from .prompts import adapters_agree, adapters_of_unique_rows, repeat_rows, unique_rows
+from .prompts import adapters_agree, adapters_of_unique_rows, keeps_another_cache, repeat_rows, unique_rows
 
 DENSE_OUTPUTS = ("output_attentions", "output_hidden_states")
 """Outputs that only the model's own attention makes as stock does: at padded columns too."""
@@ -81,7 +81,8 @@ def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache
     copies = cache.sequences.unforked
     in_prompt = cache.sequences.columns == 0 or cache.prompt_in_chunks
     # A recurrent state may live in the modules, where nobody could fork it.
-    keeps_rows = model.training or getattr(model, "_is_stateful", False)
+    kind: Any = type(model)
+    keeps_rows = model.training or getattr(model, "_is_stateful", False) or keeps_another_cache(kind)
     return in_prompt and not keeps_rows and rows % copies == 0 and adapters_agree(model, rows, copies)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ from transformers.utils.generic import ModelOutput
 from .cache import PagedCache
 
 SCALARS = (bool, int, float, str, torch.dtype, type(None), Cache)
+
+
+@cache
+def keeps_another_cache(cls: Any) -> bool:
+    """Whether the forward of a model class takes a second cache from step to step, whose rows nobody could repeat."""
+    names = inspect.signature(cls.forward).parameters
+    return any(name.endswith(("_past_key_values", "_cache")) and not name.startswith("use_") for name in names)
 
 
 def unique_rows(arguments: Mapping[str, Any], rows: int, copies: int) -> dict[str, Any] | None:
@@ -52,9 +60,9 @@ def repeat_rows(value: Any, rows: int, copies: int) -> Any:
 
     A model may have put the cache beside one of its own, for what it sees of a picture: that has as many rows as were computed.
     """
-    cache = value.get("past_key_values") if isinstance(value, ModelOutput) else None
-    if isinstance(cache, EncoderDecoderCache) and not isinstance(cache.cross_attention_cache, PagedCache):
-        cache.cross_attention_cache.batch_repeat_interleave(copies)
+    both = value.get("past_key_values") if isinstance(value, ModelOutput) else None
+    if isinstance(both, EncoderDecoderCache) and not isinstance(both.cross_attention_cache, PagedCache):
+        both.cross_attention_cache.batch_repeat_interleave(copies)
 
     def repeat(x: torch.Tensor) -> torch.Tensor:
         if x.ndim == 0 or x.shape[0] % rows:
