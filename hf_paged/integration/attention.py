@@ -73,17 +73,22 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
     if forward is None or forward.dense or not plain:
         mask: torch.Tensor | None = stock(**arguments)
         return mask
-    arguments["allow_is_causal_skip"] = False
 
-    def build() -> torch.Tensor:
+    def as_stock() -> torch.Tensor | None:
         if captured:
             raise NotCapturable("the model computes with its attention mask, which grows from step to step")
-        made: torch.Tensor = stock(**arguments)
+        given: torch.Tensor | None = stock(**arguments)
+        return given
+
+    def build() -> torch.Tensor:
+        arguments["allow_is_causal_skip"] = False
+        made = as_stock()
+        assert made is not None
         return made
 
     shape = (arguments["batch_size"], 1, arguments["q_length"], 1 if captured else arguments["kv_length"])
     dtype = torch.bool if implementation == "sdpa" else arguments["dtype"]
-    return LazyMask(shape, dtype, torch.device(arguments["device"]), arguments.get("local_size"), build)
+    return LazyMask(shape, dtype, torch.device(arguments["device"]), arguments.get("local_size"), build, as_stock)
 
 
 def _keep_to_yourself(cache: OnPages) -> None:
@@ -131,6 +136,9 @@ def paged_attention(
     query [rows, query_heads, new, key_dim] -> [rows, new, query_heads, value_dim].
     """
     query = as_dense(query)
+    if isinstance(attention_mask, LazyMask) and query.shape[2] > 1 and not getattr(module, "is_causal", True):
+        # Such a layer is causal only under a mask, and stock leaves masks out that are plainly causal: we answer as stock does.
+        attention_mask = attention_mask.as_stock()
     if isinstance(key, LazyPages) and isinstance(value, LazyPages):
         out = _attend_pages(module, query, key, value, attention_mask, kwargs)
         if out is not None:

@@ -133,13 +133,20 @@ class LazyPages(LazyTensor):
 class LazyMask(LazyTensor):
     """A causal or sliding mask [rows, 1, new, columns] that says no more than the pages do.
 
-    `window` is how far back a token sees, None for all the way. `build` makes what stock would have made.
+    `window` is how far back a token sees, None for all the way. `build` makes the mask, `as_stock` what stock hands its layers in its
+    place: often nothing.
     """
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, window: int | None, build: Callable[[], torch.Tensor]
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int | None,
+        build: Callable[[], torch.Tensor],
+        as_stock: Callable[[], torch.Tensor | None] | None = None,
     ) -> None:
-        self.window, self.build = window, build
+        self.window, self.build, self.as_stock = window, build, as_stock or build
 
     def _make(self) -> torch.Tensor:
         return self.build()
