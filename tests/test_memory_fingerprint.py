@@ -11,9 +11,12 @@ from test_kernels_reference import DEVICE, GPU, load
 from hf_paged.memory import Contents, Tags, Unreadable, fingerprint
 
 
-@pytest.fixture(params=["torch", "kernel"])
+@pytest.fixture(params=["host", "torch", "kernel"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Words are read by torch, or by address; without a GPU the kernel is interpreted."""
+    """Words are read by the host, by torch, or by address; without a GPU the kernel is interpreted."""
+    if request.param == "host" and GPU:
+        pytest.skip("the host does not read a GPU's memory")
+    monkeypatch.setattr(fingerprint, "hashes", lambda device: request.param == "host")
     kernels = load()
     digest = (lambda device: kernels.digest) if request.param == "kernel" else (lambda device: None)
     monkeypatch.setattr(fingerprint, "digester", digest)
@@ -63,6 +66,7 @@ def test_what_changes_everywhere_is_seen_at_once(reader: str, which: int) -> Non
 def test_both_readers_find_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = [torch.randn(50, 40, device=DEVICE), torch.randn(30, device=DEVICE)]
     found = []
+    monkeypatch.setattr(fingerprint, "hashes", lambda device: False)
     for digest in (None, load().digest):
         monkeypatch.setattr(fingerprint, "digester", lambda device, digest=digest: digest)
         contents = Contents(watched)

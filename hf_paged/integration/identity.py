@@ -152,6 +152,11 @@ class Identity:
         self._states: list[tuple[Survey, int, int]] = []
         self._numbers = 0
 
+    @property
+    def turns(self) -> int:
+        """After how many calls all weights were read again."""
+        return 1 if self._contents is None else self._contents.turns
+
     def begin(self, model: nn.Module, forward: Callable[..., Any]) -> Glance:
         """Begin to look at the model; raises Unreadable if that cannot be done."""
         survey = Survey.of(model, forward)
