@@ -11,6 +11,7 @@ from families import BY_NAME, VOCABULARY, build
 
 import hf_paged
 from hf_paged.integration.registry import memories
+from hf_paged.memory import store
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +20,18 @@ def _whole_pools() -> Iterator[None]:
     for memory in memories():
         memory.check()
     assert hf_paged.installed()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool begins with NaN wherever nobody has written, for that may be what lies in fresh memory: whoever reads it is found out."""
+
+    def poisoned(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        data = empty(elements, dtype, device)
+        return data.fill_(float("nan")) if dtype.is_floating_point else data
+
+    empty = store._empty
+    monkeypatch.setattr(store, "_empty", poisoned)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -192,6 +192,17 @@ def test_blocks_behind_a_window_go_back() -> None:
     assert static.visible(0, 4, CPU)[:, 0, 0].nonzero()[:, 1].tolist() == [19, 20, 21, 22] * 2
 
 
+@pytest.mark.parametrize(("window", "new", "size"), [(4, 1, 2), (5, 3, 2), (1, 1, 4), (3, 2, 1)])
+def test_nothing_behind_a_window_is_read(window: int, new: int, size: int) -> None:
+    """Not even to be masked: what lies there may be another's, or NaN, and no weight of zero makes that nothing."""
+    group, cache = begun(rows=2, columns=3, block_size=size, window=window)
+    static = Static(2, new, 40, size, 1, CPU, window)
+    for _ in range(8):
+        step(group, cache, static)
+        own = {table.slot(i) for table in rows_of(cache).tables for i in range(table.released * size, table.length)}
+        assert set(static.slots(0, CPU).flatten().tolist()) <= own
+
+
 def test_counted_tokens_go_with_the_rows() -> None:
     """C7: rows that are freed in the middle of a run leave nothing behind, and begin anew."""
     group, cache = begun()

@@ -166,7 +166,9 @@ class Decoding:
         model, groups = self.runner.model, self.runner.pools.groups
         rows, width = shape
         device = self.runner.device
-        batches = {kind: StaticBatch(rows, 1, width, group.pool.block_size, width, group.device) for kind, group in groups.items()}
+        batches = {
+            kind: StaticBatch(rows, 1, width, group.pool.block_size, width, group.device, kind.window) for kind, group in groups.items()
+        }
         with torch.inference_mode(False):
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
         step = _Step(ids, batches, self._state(), self._pools())

@@ -294,7 +294,7 @@ def _width(rows: Rows, new: int) -> int:
 def _static_batch(kind: Kind, rows: Rows, bucket: int, new: int) -> StaticBatch:
     pool, fixed = rows.group.pool, _fixed(kind, rows.columns)
     width = pool.blocks_for(fixed) if fixed else _width(rows, new)
-    return StaticBatch(bucket, 0 if fixed else new, width, pool.block_size, rows.columns, rows.group.device)
+    return StaticBatch(bucket, 0 if fixed else new, width, pool.block_size, rows.columns, rows.group.device, kind.window)
 
 
 def _static(value: Any, rows: int, bucket: int) -> Any:

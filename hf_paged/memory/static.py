@@ -30,8 +30,12 @@ class StaticBatch:
     empty = False
     starts = None
 
-    def __init__(self, rows: int, new: int, width: int, block_size: int, columns: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, new: int, width: int, block_size: int, columns: int, device: torch.device, window: int | None = None
+    ) -> None:
         self.rows, self.new, self.width, self.block_size, self.device = rows, new, width, block_size, device
+        self.window = window
+        """Blocks behind it may have been given back: nothing of them is read, masked or not."""
         self.columns = columns
         """About how many columns there are, to choose tilings for; exact where no tokens are added (an encoder's)."""
         self.stamp: object = None
@@ -126,10 +130,12 @@ class StaticBatch:
         return self.seen
 
     def slots(self, first: int, device: torch.device) -> torch.Tensor:
-        """For plain torch: the slot [rows, positions] of every position, behind a row's end that of its last token."""
+        """For plain torch: the slot [rows, positions] of every position, outside what a row sees that of the nearest token inside."""
         length = self.seen.long()[:, None]
         position = torch.arange(self._positions, device=device).expand(self.rows, -1)
         inside = torch.minimum(position, length - 1).clamp(min=0)
+        if self.window is not None:
+            inside = torch.maximum(inside, length - self.new - self.window + 1)
         blocks = self._table.long().gather(1, inside // self.block_size)
         return blocks * self.block_size + inside % self.block_size
 
