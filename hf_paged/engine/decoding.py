@@ -18,7 +18,6 @@ from ..integration.lazy import NotCapturable
 from ..integration.lengths import lengths_on_device
 from ..integration.state import ModelState
 from ..memory import Kind, StaticBatch, is_out_of_memory
-from ..memory.upload import upload
 
 if TYPE_CHECKING:
     from .runner import Piece, Runner
@@ -65,7 +64,7 @@ class Decoding:
         self._seen: Counter[Shape] = Counter()
         self._pool: Any = None
 
-    def run(self, pieces: Sequence[Piece]) -> torch.Tensor | None:
+    def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor | None:
         """The logits [pieces, vocabulary] in fp32 of pieces of one token each; None if no trusted graph has them."""
         shape = self._shape(pieces)
         step = self._fitting(shape) if shape is not None else None
@@ -74,7 +73,7 @@ class Decoding:
         if step.pools != self._pools():
             self.forget()
             return None
-        self._load(step, pieces)
+        self._load(step, pieces, latest)
         step.replay()
         logits = step.logits[: len(pieces)].to(torch.float32, copy=True)
         # The model is anybody's between two steps: it is looked at while the device works.
@@ -99,7 +98,7 @@ class Decoding:
         ]  # fmt: skip
         return self._steps[min(fits)] if fits else None
 
-    def learn(self, pieces: Sequence[Piece], logits: torch.Tensor) -> None:
+    def learn(self, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> None:
         """After pieces were computed without a graph: capture the step, or see whether its graph says the same."""
         shape = self._shape(pieces)
         if shape is None or shape in self.reasons:
@@ -107,9 +106,9 @@ class Decoding:
         try:
             step = self._steps.get(shape)
             if step is None and self._seen[shape] >= AFTER:
-                step = self._capture(shape, pieces)
+                step = self._capture(shape, pieces, latest)
             if step is not None and step.agreed < AGREE:
-                self._try(step, pieces, logits)
+                self._try(step, pieces, latest, logits)
         except Exception as error:
             self._steps.pop(shape, None)
             if is_out_of_memory(error):
@@ -148,21 +147,21 @@ class Decoding:
 
     # ---- one step
 
-    def _load(self, step: _Step, pieces: Sequence[Piece]) -> None:
+    def _load(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None) -> None:
         """Tell the device where the pieces' tokens go; the tables have taken them already."""
         for place, batch in enumerate(step.batches.values()):
             batch.load([piece.tables[place] for piece in pieces], 1, 0)
-        step.ids[: len(pieces)].copy_(upload([piece.tokens for piece in pieces], step.ids.device))
+        step.ids[: len(pieces), 0].copy_(self.runner.ids(pieces, latest))
 
-    def _try(self, step: _Step, pieces: Sequence[Piece], logits: torch.Tensor) -> None:
+    def _try(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> None:
         """Replay a step whose logits are known, and see."""
-        self._load(step, pieces)
+        self._load(step, pieces, latest)
         step.replay()
         if not agree(step.logits[: len(pieces)], logits.to(step.logits.dtype)):
             raise NotCapturable("its replay differs from the forward itself")
         step.agreed += 1
 
-    def _capture(self, shape: Shape, pieces: Sequence[Piece]) -> _Step:
+    def _capture(self, shape: Shape, pieces: Sequence[Piece], latest: torch.Tensor | None) -> _Step:
         model, groups = self.runner.model, self.runner.pools.groups
         rows, width = shape
         device = self.runner.device
@@ -182,12 +181,12 @@ class Decoding:
 
         stores = [data for group in groups.values() for data in group.tensors]
         static = [tensor for batch in batches.values() for tensor in batch.tensors]
-        self._load(step, pieces)
+        self._load(step, pieces, latest)
         with Rehearsal(device, [*model.parameters(), *model.buffers(), ids, *static, *stores]):
             run()
         if self._state() != step.state:
             raise NotCapturable("the model's forward changes the model")
-        self._load(step, pieces)
+        self._load(step, pieces, latest)
         if device.type == "cuda" and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         step.replay, step.logits = RECORDERS[device.type](run, self._pool, device)

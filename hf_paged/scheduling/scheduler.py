@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Literal
 
@@ -147,21 +147,40 @@ class Scheduler:
         return plan
 
     def commit(self, plan: Plan, without: Collection[Group] = ()) -> None:
-        """The rows of the plan are computed, but for those of groups `without`: their blocks may be named now, and no sooner (C22)."""
+        """The rows of the plan are computed, but for those of groups `without`."""
+        self.launch(plan, without)
+        self.confirm(plan, without)
+
+    def launch(self, plan: Plan, without: Collection[Group] = ()) -> None:
+        """The rows of the plan are on their way, but for those of groups `without`: the next step may build on them."""
         for row in plan.rows:
-            sequence, group = row.sequence, row.sequence.group
+            group = row.sequence.group
             if group in without:
                 continue
-            sequence.computed = row.start + row.count
-            self._name(sequence)
-            if group.leader.computed >= group.common:
+            row.sequence.computed = row.start + row.count
+            if group.leader.computed >= group.common and not group.forked:
+                group.fork()
+
+    def confirm(self, plan: Plan, without: Collection[Group] = ()) -> None:
+        """The rows of the plan are there, and so are their tokens: their blocks may be named now, and no sooner (C22)."""
+        for row in plan.rows:
+            sequence, group, end = row.sequence, row.sequence.group, row.start + row.count
+            if group in without or sequence.computed < end:
+                continue  # it failed, or had to go in the meantime
+            self._name(sequence, end)
+            if end >= group.common:
                 self._withdraw_promise(group)
-                if not group.forked:
-                    group.fork()
 
     def extend(self, sequence: Sequence, token: int) -> None:
-        """A sequence has got its next token."""
+        """A sequence has got its next token; UNKNOWN if the host will `reveal` it later."""
         sequence.tokens.append(token)
+
+    def reveal(self, group: Group, position: int, tokens: Mapping[Sequence, int]) -> None:
+        """The host has heard which token stands at `position` of these sequences of a group."""
+        for sequence, token in tokens.items():
+            sequence.tokens[position] = token
+        if group.status is Status.PREEMPTED:
+            group.gather()  # what they have in common was not known when it had to go
 
     def reorder(self, group: Group, sources: Rows[int], tokens: Rows[int]) -> None:
         """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6, C16)."""
@@ -273,14 +292,14 @@ class Scheduler:
         insort(self.running, group, key=self._key)
         self.counts["admissions"] += 1
 
-    def _name(self, sequence: Sequence) -> None:
-        """Let others find the full blocks of a sequence."""
+    def _name(self, sequence: Sequence, end: int) -> None:
+        """Let others find the full blocks of the first `end` tokens of a sequence."""
         if not self.prefix_caching:
             return
-        full = sequence.computed // self.shelves[0].pool.block_size
+        full = end // self.shelves[0].pool.block_size
         for table in sequence.tables:
             if len(table.digests) < full:
-                commit(table, sequence.tokens, sequence.group.request.extra, self.verify)
+                commit(table, sequence.tokens[:end], sequence.group.request.extra, self.verify)
 
     def _withdraw_promise(self, group: Group) -> None:
         """The group is done with what it had in common, or will not do it: nobody waits for it any more."""
