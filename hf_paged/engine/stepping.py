@@ -104,7 +104,7 @@ class Steps:
             except Exception as error:
                 failed[group] = error
                 continue
-            logits.append(found)
+            logits.append(found.clone())  # the next run may write over them
             rows += [row for row in own if row.samples]
         return failed, torch.cat(logits) if rows else torch.empty(0, 0), rows
 
