@@ -14,12 +14,12 @@ from .chooser import NoToken, Pick, together
 from .job import Job
 
 
-class _Seat(NamedTuple):
-    """A sequence that gets a token: the token's place in its sequence, and in the step's tokens."""
+class _Seats(NamedTuple):
+    """A job that gets tokens: at which position of its sequences, and where in the step's tokens each one's stands."""
 
-    sequence: Row
+    job: Job
     position: int
-    place: int
+    places: list[tuple[Row, int]]
 
 
 class Flight:
@@ -31,7 +31,7 @@ class Flight:
         """[sequences]"""
         self.places: dict[Row, int] = {}
         """Where each sequence's token stands in `tokens`."""
-        self._seats: list[tuple[Job, list[_Seat]]] = []
+        self._seats: list[_Seats] = []
         self._heard: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
         if picks:
@@ -51,16 +51,19 @@ class Flight:
             self._event.record(torch.cuda.current_stream(told.device))
         else:
             self._heard = told
+        place = 0
         for pick in picks:
             assert pick.job.group is not None
-            seats = [_Seat(each, len(each.tokens), len(self.places) + i) for i, each in enumerate(pick.job.group.sequences)]
-            self.places |= {seat.sequence: seat.place for seat in seats}
-            self._seats.append((pick.job, seats))
+            sequences = pick.job.group.sequences
+            seats = list(zip(sequences, range(place, place + len(sequences)), strict=True))
+            self._seats.append(_Seats(pick.job, len(sequences[0].tokens), seats))
+            self.places.update(seats)
+            place += len(sequences)
 
     @property
     def jobs(self) -> list[Job]:
         """Whose tokens it brings."""
-        return [job for job, _ in self._seats]
+        return [seats.job for seats in self._seats]
 
     def depart(self, scheduler: Scheduler) -> None:
         """Every sequence has its next token, whichever it is."""
@@ -74,17 +77,17 @@ class Flight:
         scheduler.confirm(self.plan, self.failed)
         tokens: list[int] = [] if self._heard is None else self._heard.tolist()
         failed: dict[Job, Exception] = {}
-        for job, seats in self._seats:
+        for job, position, places in self._seats:
             group = job.group
             if group is None or group.status is Status.FINISHED:
                 continue
             # Who ended in the step before has got a token too many.
-            heard = {seat.sequence: tokens[seat.place] for seat in seats if seat.sequence in group.sequences}
+            heard = {sequence: tokens[place] for sequence, place in places if sequence in group.sequences}
             if UNKNOWN in heard.values():
                 failed[job] = NoToken("the model's logits are NaN")
                 continue
             try:
-                job.hear(scheduler, seats[0].position, heard, self.device)
+                job.hear(scheduler, position, heard, self.device)
             except Exception as error:  # a criterion or a tokenizer of this request; its neighbours go on
                 failed[job] = error
         return failed

@@ -16,6 +16,8 @@ from .beams import BeamSearch, Hypothesis, Notes
 from .output import FinishReason, Increment, Output, SequenceOutput, Timing, TokenLogprob
 from .text import Detokeniser
 
+CPU = torch.device("cpu")
+
 
 class Stream:
     """One answer as it grows."""
@@ -58,17 +60,11 @@ class Job:
         self.increments: deque[Increment] = deque()
         self.output: Output | None = None
         self.cancelled = False
-        self._notes: list[list[TokenLogprob]] = [[] for _ in range(asked.width)]
-
-    @property
-    def plain(self) -> bool:
+        self.plain = asked.warp is not None
         """Whether its tokens are chosen with everybody's, in one go."""
-        return self.asked.warp is not None
-
-    @property
-    def blind(self) -> bool:
+        self.blind = self.plain and asked.favourites is None
         """Whether its next step needs nothing of the host but what it knows before it has heard of the last token."""
-        return self.plain and self.asked.favourites is None
+        self._notes: list[list[TokenLogprob]] = [[] for _ in range(asked.width)]
 
     # ---- a step
 
@@ -112,14 +108,14 @@ class Job:
         scheduler.reveal(self.group, position, heard)
         # Whatever is computed on the device now waits for the step that is running there.
         own = all(type(each).__module__.startswith("transformers.") for each in self.asked.criteria)
-        self._go_on(scheduler, position, heard, None, torch.device("cpu") if own else device)
+        self._go_on(scheduler, position, heard, None, CPU if own else device)
 
     def _go_on(
         self, scheduler: Scheduler, position: int, heard: Mapping[Sequence, int], notes: list[TokenLogprob] | None, device: torch.device
     ) -> None:
-        stopped = self._stopped([sequence.index for sequence in heard], position + 1, device)
+        stopped = self._stopped([sequence.index for sequence in heard], position + 1, device) if self.asked.criteria else None
         for i, (sequence, token) in enumerate(heard.items()):
-            reason = self._reason(token, position + 1, stopped[i])
+            reason = self._reason(token, position + 1, stopped[i] if stopped else None)
             self._tell(sequence.index, token, notes[i] if notes else None, reason)
             if reason is not None:
                 scheduler.finish(sequence)
@@ -130,8 +126,6 @@ class Job:
 
     def _stopped(self, places: list[int], length: int, device: torch.device) -> list[FinishReason | None]:
         """What the criteria say about the first `length` tokens of its running sequences; they see all of them, as in generate()."""
-        if not self.asked.criteria:
-            return [None] * len(places)
         return self._judge(torch.tensor(self.rows(length), device=device), places)
 
     def _judge(self, ids: torch.Tensor, places: Rows[int]) -> list[FinishReason | None]:

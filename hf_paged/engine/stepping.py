@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Rows
 
 import torch
 
-from ..scheduling import UNKNOWN, Group, Plan, Row, Scheduler, Status
+from ..scheduling import UNKNOWN, Group, Plan, Row, Scheduler, Sequence, Status
 from .chooser import Pick, choose
 from .flight import Flight
 from .job import Job
@@ -108,14 +108,14 @@ class Steps:
             rows += [row for row in own if row.samples]
         return failed, torch.cat(logits) if rows else torch.empty(0, 0), rows
 
-    def _run(self, rows: Sequence[Row]) -> torch.Tensor:
+    def _run(self, rows: Rows[Row]) -> torch.Tensor:
         """Compute rows: the logits [rows, vocabulary] of those that somebody waits for."""
         flight = self.flight
         places = {} if flight is None else flight.places
-        pieces = [Piece(row.tokens, row.start, row.sequence.tables, bool(row.samples), _follows(row, places)) for row in rows]
+        pieces = [_piece(*row, places) for row in rows]
         return self.runner.run(pieces, None if flight is None else flight.tokens)
 
-    def _picks(self, rows: Sequence[Row]) -> list[Pick]:
+    def _picks(self, rows: Rows[Row]) -> list[Pick]:
         """The jobs that are due, with the places of their sequences' logits."""
         picks: dict[Group, list[int]] = {}
         for place, row in enumerate(rows):
@@ -140,9 +140,10 @@ class Steps:
                     table.pool.withdraw(block)
 
 
-def _follows(row: Row, places: Mapping[Any, int]) -> int | None:
-    """Where in the last step's tokens the row's last one stands, if the host has not heard of it."""
-    return places[row.sequence] if row.sequence.tokens[row.start + row.count - 1] == UNKNOWN else None
+def _piece(sequence: Sequence, start: int, count: int, samples: Collection[Sequence], places: Mapping[Sequence, int]) -> Piece:
+    """A row for the runner: places are where in the last step's tokens those stand that the host has not heard of."""
+    tokens = sequence.tokens[start : start + count]
+    return Piece(tokens, start, sequence.tables, bool(samples), places[sequence] if tokens[-1] == UNKNOWN else None)
 
 
 def _is_over(job: Job) -> bool:

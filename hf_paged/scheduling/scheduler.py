@@ -120,12 +120,16 @@ class Scheduler:
     def schedule(self) -> Plan:
         """The next step. Its blocks are taken in the books; `commit` says that it has been computed."""
         draft = _Draft(len(self.shelves), self.limits.tokens)
-        owed = sum(len(group.sequences) for group in self.running if group.decoding)
+        now = [shelf.pool.tick() for shelf in self.shelves]
+        owed = sum([len(group.sequences) for group in self.running if group.decoding])
         place = 0
         while place < len(self.running):
             group = self.running[place]
             if group.decoding:
                 owed -= len(group.sequences)
+                if self._step(draft, group, now):
+                    place += 1
+                    continue
             # Whoever decodes has its token; who computes a prompt gets what that leaves.
             steps = group.advance(draft.room - owed)
             while steps and not self._fits(steps):
@@ -153,22 +157,24 @@ class Scheduler:
 
     def launch(self, plan: Plan, without: Collection[Group] = ()) -> None:
         """The rows of the plan are on their way, but for those of groups `without`: the next step may build on them."""
-        for row in plan.rows:
-            group = row.sequence.group
+        for sequence, start, count, _ in plan.rows:
+            group = sequence.group
             if group in without:
                 continue
-            row.sequence.computed = row.start + row.count
-            if group.leader.computed >= group.common and not group.forked:
+            sequence.computed = start + count
+            if not group.forked and sequence.computed >= group.common:
                 group.fork()
 
     def confirm(self, plan: Plan, without: Collection[Group] = ()) -> None:
         """The rows of the plan are there, and so are their tokens: their blocks may be named now, and no sooner (C22)."""
-        for row in plan.rows:
-            sequence, group, end = row.sequence, row.sequence.group, row.start + row.count
+        size = self.shelves[0].pool.block_size
+        for sequence, start, count, _ in plan.rows:
+            group, end = sequence.group, start + count
             if group in without or sequence.computed < end:
                 continue  # it failed, or had to go in the meantime
-            self._name(sequence, end)
-            if end >= group.common:
+            if end // size > start // size:
+                self._name(sequence, end)
+            if group.promised and end >= group.common:
                 self._withdraw_promise(group)
 
     def extend(self, sequence: Sequence, token: int) -> None:
@@ -203,6 +209,22 @@ class Scheduler:
                     table.release_before(table.length - shelf.window + 1)
             if blocks_needed(tables, counts) > shelf.pool.available:
                 return False
+        return True
+
+    def _step(self, draft: _Draft, group: Group, now: Rows[int]) -> bool:
+        """Give a decoding group of one sequence its token if that takes no block, which is nearly always. Else change nothing."""
+        sequence = group.sequences[0]
+        if len(group.sequences) > 1:
+            return False
+        for table, shelf in zip(sequence.tables, self.shelves, strict=True):
+            if not table.length % shelf.pool.block_size or shelf.pool.references(table.blocks[-1]) > 1:
+                return False
+        for table, shelf, time in zip(sequence.tables, self.shelves, now, strict=True):
+            if shelf.window is not None:
+                table.release_before(table.length - shelf.window + 1)
+            table.step(time)
+        draft.rows.append(Row(sequence, sequence.computed, 1, (sequence,)))
+        draft.room -= 1
         return True
 
     def _take(self, draft: _Draft, steps: Steps) -> None:

@@ -103,12 +103,17 @@ class Group:
     @property
     def decoding(self) -> bool:
         """Whether the next step takes exactly one token of every sequence."""
-        return self.forked and not self.complete and all(sequence.behind == 1 for sequence in self.sequences)
+        if not self.forked or self.complete:
+            return False
+        for sequence in self.sequences:  # noqa: SIM110 - a generator costs more than what it asks, for everybody in every step
+            if len(sequence.tokens) - sequence.computed != 1:
+                return False
+        return True
 
     @property
     def complete(self) -> bool:
         """Whether its sequences are as long as they may become: the host has only to hear of their last tokens."""
-        return self.length >= self.request.most_tokens
+        return len(self.sequences[0].tokens) >= self.request.most_tokens
 
     def gather(self) -> None:
         """Begin again, unforked, with what the sequences have in common."""
