@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from .handle import Handle
 from .job import Job
 from .output import FinishReason, Increment, Output
 from .pools import Pools
+from .recorder import Recorder
 from .runner import Piece, Runner
 from .support import check_servable, longest
 from .weights import Weights
@@ -61,6 +63,7 @@ class Engine:
             prefix_caching=self.config.prefix_caching,
             verify=self.config.check_hits,
         )
+        self._recorder: Recorder | None = None
         self._jobs: dict[Group, Job] = {}
         self._arrivals = 0
         self._weights = Weights(self.model)
@@ -109,6 +112,7 @@ class Engine:
             except Infeasible as reason:
                 job.close("refused", reason)
             else:
+                job.number = self._arrivals
                 self._arrivals += 1
                 self._jobs[job.group] = job
         return Handle(job, self._drive, self._cancel)
@@ -179,6 +183,8 @@ class Engine:
 
     def _go_on(self) -> list[Output]:
         plan = self._scheduler.schedule()
+        if self._recorder is not None:
+            self._recorder.planned(plan)
         if not plan.rows:
             raise RuntimeError(f"none of {self._scheduler.unfinished} requests can run: the engine's books are broken")
         for group in plan.admitted:
@@ -248,7 +254,10 @@ class Engine:
             self._disown(group)
         self._scheduler.abort(group)
         del self._jobs[group]
-        return job.close(reason, error)
+        output = job.close(reason, error)
+        if self._recorder is not None:
+            self._recorder.ended(group.request.number, output.finish_reason)
+        return output
 
     def _disown(self, group: Group) -> None:
         """What a failed request has computed is found by nobody: it may be what failed."""
@@ -319,6 +328,18 @@ class Engine:
                 **{name: scheduler.counts[name] for name in ("steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses")},
             }
 
+    def trace(self, path: str | os.PathLike[str]) -> Recorder:
+        """Write down every step from now on, until the answer is closed: `with engine.trace("steps.jsonl"): ...`.
+
+        `hf_paged.trace.read` gives it back. A path that ends with ".gz" is packed.
+        """
+        with self._lock:
+            self._require_open()
+            if self._recorder is not None and not self._recorder.closed:
+                raise RuntimeError(f"{self._recorder!r} is being written; close it first")
+            self._recorder = Recorder(path, self._scheduler, self.pools.described(type(self.model).__name__), self._lock)
+            return self._recorder
+
     def check(self) -> None:
         """Recount all books; AssertionError on the first thing that does not add up (C7)."""
         with self._lock:
@@ -333,6 +354,8 @@ class Engine:
                 self._end(job, "abort")
             self._closed = True
             self.pools.free()
+            if self._recorder is not None:
+                self._recorder.close()
 
     def __enter__(self) -> Engine:
         return self

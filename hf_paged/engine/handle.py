@@ -23,6 +23,11 @@ class Handle:
         return f"Handle({state})"
 
     @property
+    def number(self) -> int | None:
+        """Which request it is in the order of arrival, as a trace names it; None if it was refused."""
+        return self._job.number
+
+    @property
     def done(self) -> bool:
         """Whether the output is there."""
         return self._job.output is not None

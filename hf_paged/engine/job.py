@@ -55,6 +55,8 @@ class Job:
         self.streams = [Stream(i, tokenizer) for i in range(asked.answers)]
         self.timing = Timing(time.monotonic())
         self.increments: deque[Increment] = deque()
+        self.number: int | None = None
+        """Its place in the order of arrival; a request that was refused has none."""
         self.output: Output | None = None
         self.cancelled = False
         self._notes: list[list[TokenLogprob]] = [[] for _ in range(asked.width)]
