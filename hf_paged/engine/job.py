@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence as Rows
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from ..scheduling import Group, Scheduler
 from .asking import Asked, is_about_time
 from .beams import BeamSearch, Hypothesis, Notes
+from .news import News
 from .output import FinishReason, Increment, Output, SequenceOutput, Timing, TokenLogprob
 from .text import Detokeniser
 
@@ -54,7 +54,7 @@ class Job:
         self.beams = BeamSearch(asked) if asked.beams > 1 else None
         self.streams = [Stream(i, tokenizer) for i in range(asked.answers)]
         self.timing = Timing(time.monotonic())
-        self.increments: deque[Increment] = deque()
+        self.news = News()
         self.number: int | None = None
         """Its place in the order of arrival; a request that was refused has none."""
         self.output: Output | None = None
@@ -109,7 +109,7 @@ class Job:
 
     def _tell(self, index: int, token: int, note: TokenLogprob | None, reason: FinishReason | None) -> None:
         self.timing.first_token = self.timing.first_token or time.monotonic()
-        self.increments.append(self.streams[index].add([token], [note] if note else [], reason))
+        self.news.tell(self.streams[index].add([token], [note] if note else [], reason))
 
     def _stopped(self, places: list[int], device: torch.device) -> list[FinishReason | None]:
         """What the criteria say about its running sequences; they see all of them, as in generate()."""
@@ -155,7 +155,7 @@ class Job:
         scheduler.reorder(self.group, step.sources, step.tokens)
         if step.done:
             for stream, (best, score) in zip(self.streams, self.beams.answers(), strict=True):
-                self.increments.append(stream.add(best.tokens, best.notes, best.reason or "length"))
+                self.news.tell(stream.add(best.tokens, best.notes, best.reason or "length"))
                 stream.score = score
             for sequence in list(self.group.sequences):
                 scheduler.finish(sequence)
@@ -167,7 +167,7 @@ class Job:
         self.timing.finished = time.monotonic()
         for stream in self.streams:
             if stream.finish_reason is None:
-                self.increments.append(stream.add([], [], reason))
+                self.news.tell(stream.add([], [], reason))
         group, self.group = self.group, None
         self.output = Output(
             list(self.asked.prompt),
@@ -177,4 +177,5 @@ class Job:
             timing=self.timing,
             error=error,
         )
+        self.news.end()
         return self.output
