@@ -126,7 +126,9 @@ class Decoding:
     # ---- what a step is captured for
 
     def _shape(self, pieces: Sequence[Piece]) -> Shape | None:
-        if self.runner.device.type not in RECORDERS or not pieces or any(len(piece.tokens) != 1 or not piece.wanted for piece in pieces):
+        if self.runner.device.type not in RECORDERS or not pieces:
+            return None
+        if any(len(piece.tokens) != 1 or not piece.wanted or piece.embeds is not None for piece in pieces):
             return None
         blocks = max(table.end for piece in pieces for table in piece.tables)
         groups = self.runner.pools.groups.values()

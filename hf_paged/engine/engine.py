@@ -84,6 +84,10 @@ class Engine(Front):
             )
         return why_infeasible(request, self.pools.shelves, self.config.limits())
 
+    def _require_embeddings(self) -> None:
+        if self._runner.why_no_embeddings is not None:
+            raise ValueError(f"{self._runner.why_no_embeddings}; give token ids, or use generate()")
+
     def _take_in(self) -> None:
         while self._inbox:
             job, request = self._inbox.popleft()
@@ -159,7 +163,7 @@ class Engine(Front):
         """Carry out a plan: who failed and why, and the logits [rows, vocabulary] of the rows that somebody waits for."""
         self.pools.copy(plan.copies)
         try:
-            return {}, self._runner.run(_pieces(plan.rows)), [row for row in plan.rows if row.samples]
+            return {}, self._runner.run(self._pieces(plan.rows)), [row for row in plan.rows if row.samples]
         except Exception as error:
             if len(plan.groups) == 1:
                 return {plan.groups[0]: error}, torch.empty(0, 0), []
@@ -172,13 +176,22 @@ class Engine(Front):
         for group in plan.groups:
             own = [row for row in plan.rows if row.sequence.group is group]
             try:
-                found = self._runner.run(_pieces(own))
+                found = self._runner.run(self._pieces(own))
             except Exception as error:
                 failed[group] = error
                 continue
             logits.append(found)
             rows += [row for row in own if row.samples]
         return failed, torch.cat(logits) if rows else torch.empty(0, 0), rows
+
+    def _pieces(self, rows: Sequence[Row]) -> list[Piece]:
+        pieces = []
+        for row in rows:
+            embeds = self._jobs[row.sequence.group].asked.embeds
+            given = embeds is not None and row.start < len(embeds)
+            own = embeds[row.start : row.start + row.count] if embeds is not None and given else None
+            pieces.append(Piece(row.tokens, row.start, row.sequence.tables, bool(row.samples), own))
+        return pieces
 
     def _picks(self, rows: Sequence[Row]) -> list[Pick]:
         """The jobs that are due, with the places of their sequences' logits."""
@@ -299,7 +312,3 @@ class Engine(Front):
 
     def __exit__(self, *trouble: object) -> None:
         self.close()
-
-
-def _pieces(rows: Sequence[Row]) -> list[Piece]:
-    return [Piece(row.tokens, row.start, row.sequence.tables, bool(row.samples)) for row in rows]

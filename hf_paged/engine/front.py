@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Self
 
+import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 from ..blocks import extra_key
@@ -45,9 +46,10 @@ class Front(ABC):
 
     def submit(
         self,
-        prompt: Any,
+        prompt: Any = None,
         generation_config: Any = None,
         *,
+        inputs_embeds: torch.Tensor | None = None,
         seed: int | None = None,
         logprobs: int | bool | None = None,
         priority: int = 0,
@@ -56,16 +58,20 @@ class Front(ABC):
     ) -> Handle:
         """Queue a request and answer with its handle; nothing is computed yet.
 
-        prompt: a text or chat messages (with a tokenizer), or token ids. generation_config and keywords: as generate() takes them,
-        logits_processor, stopping_criteria and prefix_allowed_tokens_fn among them. seed: of its draws. logprobs: True, or how many
-        of the model's favourites are reported beside each token's own. priority: higher is sooner, under policy="priority".
-        salt: requests share their prefixes only with requests of the same salt.
+        prompt: a text or chat messages (with a tokenizer), or token ids. inputs_embeds: what the model shall take for the embeddings
+        of the prompt, [tokens, hidden] or [1, tokens, hidden]; processors see the prompt's ids, if there are any. generation_config
+        and keywords: as generate() takes them, logits_processor, stopping_criteria and prefix_allowed_tokens_fn among them. seed: of
+        its draws. logprobs: True, or how many of the model's favourites are reported beside each token's own. priority: higher is
+        sooner, under policy="priority". salt: requests share their prefixes only with requests of the same salt.
 
         An option that the engine does not honour raises ValueError here. A request that could never fit comes back at once with
         finish_reason "refused" and the numbers in its error.
         """
-        asked = read(self.model, self.tokenizer, prompt, generation_config, generate_keywords, seed, logprobs)
+        keywords = generate_keywords | {"inputs_embeds": inputs_embeds}
+        asked = read(self.model, self.tokenizer, prompt, generation_config, keywords, seed, logprobs)
         self._require_open()
+        if asked.embeds is not None:
+            self._require_embeddings()
         job = Job(asked, None, self.tokenizer)
         request = Request(next(self._numbers), asked.prompt, asked.max_length, asked.width, priority, extra_key(salt))
         reason = self._why_never(request)
@@ -216,6 +222,10 @@ class Front(ABC):
     @abstractmethod
     def _why_never(self, request: Request) -> str | None:
         """Why a request can never be computed, or None if it can. Asked without the lock."""
+
+    @abstractmethod
+    def _require_embeddings(self) -> None:
+        """Raise unless the model takes embeddings for token ids."""
 
     @abstractmethod
     def _take_in(self) -> None:

@@ -71,9 +71,9 @@ class Job:
     def rows(self) -> list[list[int]]:
         """The tokens of all its sequences, equally long: those that have ended are padded, as in generate()."""
         assert self.group is not None
-        running = {sequence.index: sequence.tokens for sequence in self.group.sequences}
-        length, pad = self.group.length, self._pad
-        ended = {stream.index: [*self.asked.prompt, *stream.tokens] for stream in self.streams if stream.finish_reason is not None}
+        running = {sequence.index: self.asked.seen(sequence.tokens) for sequence in self.group.sequences}
+        length, pad = max(map(len, running.values())), self._pad
+        ended = {stream.index: [*self.asked.ids, *stream.tokens] for stream in self.streams if stream.finish_reason is not None}
         rows = [running[i] if i in running else ended[i] for i in range(self.asked.width)]
         return [row + [pad] * (length - len(row)) for row in rows]
 
@@ -87,7 +87,7 @@ class Job:
         assert self.group is not None
         if not self.asked.processors:
             return scores
-        ids = torch.tensor(self.rows(), device=device)
+        ids = torch.tensor(self.rows(), dtype=torch.long, device=device)
         places = [sequence.index for sequence in self.group.sequences]
         whole = scores.new_zeros(ids.shape[0], scores.shape[1])
         whole[places] = scores
@@ -143,9 +143,10 @@ class Job:
 
         def reasons(beams: list[int], tokens: list[int]) -> list[FinishReason | None]:
             candidates = [[*rows[beam], token] for beam, token in zip(beams, tokens, strict=True)]
+            seen = [self.asked.seen(row) for row in candidates]
             judged: list[FinishReason | None] = [None] * len(candidates)
             if self.asked.criteria:
-                judged = self._judge(torch.tensor(candidates, device=device), range(len(candidates)))
+                judged = self._judge(torch.tensor(seen, device=device), range(len(seen)))
             return [self._reason(row[-1], len(row), stopped) for row, stopped in zip(candidates, judged, strict=True)]
 
         step = self.beams.step(scores, so_far, reasons, notes)
@@ -170,7 +171,7 @@ class Job:
                 self.news.tell(stream.add([], [], reason))
         group, self.group = self.group, None
         self.output = Output(
-            list(self.asked.prompt),
+            list(self.asked.ids),
             [stream.output(self.asked.favourites is not None) for stream in self.streams],
             cached_tokens=group.cached_tokens if group else 0,
             preemptions=group.preemptions if group else 0,
