@@ -34,7 +34,7 @@ class Steps:
 
     def go_on(self) -> list[Output]:
         """The next step; the answer is whose requests have ended."""
-        ahead = self.ahead and all(job.blind for job in self.jobs.values())
+        ahead = self.ahead and all(job.plain for job in self.jobs.values())
         ended = [] if ahead else self.land()
         plan = self.scheduler.schedule() if self.jobs else Plan()
         if self.recorder is not None:
