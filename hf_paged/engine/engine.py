@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ..integration.registry import base_model
-from ..scheduling import Group, Plan, Request, Row, Scheduler, Status, why_infeasible
+from ..scheduling import Group, Request, Scheduler, why_infeasible
 from .asking import check_transformers
-from .chooser import Pick, choose
 from .config import EngineConfig
 from .front import Front
 from .job import Job
 from .output import FinishReason, Output
 from .pools import Pools
 from .recorder import Recorder
-from .runner import Piece, Runner
+from .runner import Runner
+from .stepping import Steps
 from .support import check_servable, longest
 from .weights import Weights
 
@@ -56,8 +52,11 @@ class Engine(Front):
             prefix_caching=self.config.prefix_caching,
             verify=self.config.check_hits,
         )
-        self._recorder: Recorder | None = None
         self._jobs: dict[Group, Job] = {}
+        ahead = self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
+        self._steps = Steps(self.pools, self._runner, self._scheduler, self._jobs, ahead)
+        self._aside: list[Output] = []
+        """What ended between two steps."""
         self._weights = Weights(self.model)
         # Finalizers run in the middle of anything, so this one only notes that the pools are nobody's.
         weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
@@ -73,8 +72,8 @@ class Engine(Front):
     # ---- requests come in
 
     @property
-    def _unfinished(self) -> int:
-        return len(self._jobs)
+    def _busy(self) -> bool:
+        return bool(self._jobs) or self._steps.flight is not None
 
     def _why_never(self, request: Request) -> str | None:
         if self._longest is not None and request.most_tokens > self._longest:
@@ -95,7 +94,7 @@ class Engine(Front):
                 job.close("abort")
                 continue
             job.group = self._scheduler.submit(request)
-            self._jobs[job.group] = job
+            self._steps.enter(job)
 
     # ---- steps
 
@@ -115,114 +114,24 @@ class Engine(Front):
 
     def _step(self) -> list[Output]:
         self._take_in()
-        ended = self._sweep()
+        ended, self._aside = self._aside + self._sweep(), []
         if not self._jobs:
+            self._steps.flight = None  # it has nothing but tokens too many
             return ended
         self._require_eval()
         self._require_same_weights()
         with self.pools.memory.lock:
             try:
-                return ended + self._go_on()
+                return ended + self._steps.go_on()
             except BaseException as error:
-                self._start_over(error)
+                self._steps.start_over(error)
                 raise
-
-    def _go_on(self) -> list[Output]:
-        plan = self._scheduler.schedule()
-        if self._recorder is not None:
-            self._recorder.planned(plan)
-        if not plan.rows:
-            raise RuntimeError(f"none of {self._scheduler.unfinished} requests can run: the engine's books are broken")
-        for group in plan.admitted:
-            timing = self._jobs[group].timing
-            timing.started = timing.started or time.monotonic()
-        failed, logits, rows = self._compute(plan)
-        self._scheduler.commit(plan, failed)
-        picks = self._picks(rows)
-        trouble = {self._jobs[group]: error for group, error in failed.items()}
-        trouble |= choose(self._scheduler, picks, logits) if picks else {}
-        ended = [self._end(job, "error", error) for job, error in trouble.items()]
-        over = [pick.job for pick in picks if pick.job.group is not None and pick.job.group.status is Status.FINISHED]
-        return ended + [self._end(job) for job in over]
-
-    def _start_over(self, error: BaseException) -> None:
-        """Something broke into the middle of a step. What was computed is not known, so nobody holds anything any more.
-
-        Who is whole is computed again; of whose sequences only some have their token, ends here.
-        """
-        for shelf in self.pools.shelves:
-            shelf.pool.recover()
-        self._scheduler.start_over(self._jobs)
-        for group, job in list(self._jobs.items()):
-            if group.status is Status.FINISHED:
-                self._end(job)
-            elif len({len(sequence.tokens) for sequence in group.sequences}) > 1:
-                self._end(job, "error", error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"))
-
-    def _compute(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:
-        """Carry out a plan: who failed and why, and the logits [rows, vocabulary] of the rows that somebody waits for."""
-        self.pools.copy(plan.copies)
-        try:
-            return {}, self._runner.run(self._pieces(plan.rows)), [row for row in plan.rows if row.samples]
-        except Exception as error:
-            if len(plan.groups) == 1:
-                return {plan.groups[0]: error}, torch.empty(0, 0), []
-            # One of them broke the forward of all: each is tried by itself, on the same blocks.
-            return self._compute_apart(plan)
-
-    def _compute_apart(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:
-        failed: dict[Group, Exception] = {}
-        logits, rows = [], []
-        for group in plan.groups:
-            own = [row for row in plan.rows if row.sequence.group is group]
-            try:
-                found = self._runner.run(self._pieces(own))
-            except Exception as error:
-                failed[group] = error
-                continue
-            logits.append(found)
-            rows += [row for row in own if row.samples]
-        return failed, torch.cat(logits) if rows else torch.empty(0, 0), rows
-
-    def _pieces(self, rows: Sequence[Row]) -> list[Piece]:
-        pieces = []
-        for row in rows:
-            embeds = self._jobs[row.sequence.group].asked.embeds
-            given = embeds is not None and row.start < len(embeds)
-            own = embeds[row.start : row.start + row.count] if embeds is not None and given else None
-            pieces.append(Piece(row.tokens, row.start, row.sequence.tables, bool(row.samples), own))
-        return pieces
-
-    def _picks(self, rows: Sequence[Row]) -> list[Pick]:
-        """The jobs that are due, with the places of their sequences' logits."""
-        picks: dict[Group, list[int]] = {}
-        for place, row in enumerate(rows):
-            picks.setdefault(row.sequence.group, []).extend([place] * len(row.samples))
-        return [Pick(self._jobs[group], places) for group, places in picks.items()]
-
-    # ---- requests end
-
-    def _end(self, job: Job, reason: FinishReason | None = None, error: Exception | None = None) -> Output:
-        group = job.group
-        assert group is not None
-        if error is not None:
-            self._disown(group)
-        self._scheduler.abort(group)
-        del self._jobs[group]
-        output = job.close(reason, error)
-        if self._recorder is not None:
-            self._recorder.ended(group.request.number, output.finish_reason)
-        return output
-
-    def _disown(self, group: Group) -> None:
-        """What a failed request has computed is found by nobody: it may be what failed."""
-        for sequence in group.sequences:
-            for table in sequence.tables:
-                for block in table.blocks:
-                    table.pool.withdraw(block)
 
     def _sweep(self) -> list[Output]:
         return [self._end(job, "abort") for job in list(self._jobs.values()) if job.cancelled]
+
+    def _end(self, job: Job, reason: FinishReason) -> Output:
+        return self._steps.end(job, reason)
 
     # ---- the model in other hands
 
@@ -233,6 +142,7 @@ class Engine(Front):
         """
         with self._lock:
             self._require_open()
+            self._aside += self._steps.land()
             for group in list(self._scheduler.running):
                 self._scheduler.preempt(group)
             self._paused = True
@@ -283,10 +193,11 @@ class Engine(Front):
         """
         with self._lock:
             self._require_open()
-            if self._recorder is not None and not self._recorder.closed:
-                raise RuntimeError(f"{self._recorder!r} is being written; close it first")
-            self._recorder = Recorder(path, self._scheduler, self.pools.described(type(self.model).__name__), self._lock)
-            return self._recorder
+            current = self._steps.recorder
+            if current is not None and not current.closed:
+                raise RuntimeError(f"{current!r} is being written; close it first")
+            self._steps.recorder = Recorder(path, self._scheduler, self.pools.described(type(self.model).__name__), self._lock)
+            return self._steps.recorder
 
     def check(self) -> None:
         """Recount all books; AssertionError on the first thing that does not add up (C7)."""
@@ -302,10 +213,11 @@ class Engine(Front):
             self._take_in()
             for job in list(self._jobs.values()):
                 self._end(job, "abort")
+            self._steps.flight = None
             self.pools.free()
         self.stop()
-        if self._recorder is not None:
-            self._recorder.close()
+        if self._steps.recorder is not None:
+            self._steps.recorder.close()
 
     def __enter__(self) -> Engine:
         return self
