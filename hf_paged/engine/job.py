@@ -44,9 +44,10 @@ class Job:
     def rows(self, length: int) -> list[list[int]]:
         """The first `length` tokens of all its sequences; those that have ended are padded, as in generate()."""
         assert self.group is not None
-        running = {sequence.index: self.asked.seen(sequence.tokens[:length]) for sequence in self.group.sequences}
-        length, pad = max(map(len, running.values())), self._pad
-        ended = {stream.index: [*self.asked.ids, *stream.tokens] for stream in self.streams if stream.finish_reason is not None}
+        asked, pad = self.asked, self._pad
+        running = {sequence.index: asked.seen(sequence.tokens[:length]) for sequence in self.group.sequences}
+        ended = {stream.index: [*asked.ids, *stream.tokens] for stream in self.streams if stream.finish_reason is not None}
+        length += len(asked.ids) - len(asked.prompt)
         rows = [running[i] if i in running else ended[i] for i in range(self.asked.width)]
         return [row + [pad] * (length - len(row)) for row in rows]
 
