@@ -6,14 +6,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 from ..blocks import extra_key
 from ..integration.registry import base_model
-from ..scheduling import Group, Infeasible, Plan, Request, Row, Scheduler, Status
+from ..scheduling import Count, Group, Infeasible, Plan, Request, Row, Scheduler, Status
 from .asking import Asked, check_transformers, read
 from .chooser import Pick, choose
 from .config import EngineConfig
@@ -21,6 +21,7 @@ from .handle import Handle
 from .job import Job
 from .output import FinishReason, Increment, Output
 from .pools import Pools
+from .preemption import Preemption
 from .runner import Piece, Runner
 from .support import check_servable, longest
 from .weights import Weights
@@ -54,12 +55,14 @@ class Engine:
         self._require_eval()
         self._runner.try_out()
         self.pools.settle(self._longest)
+        self._preemption = Preemption(self.pools, self.config.preemption)
         self._scheduler = Scheduler(
             self.pools.shelves,
             self.config.limits(),
             self.config.policy,
             prefix_caching=self.config.prefix_caching,
             verify=self.config.check_hits,
+            swap=self._preemption.decide,
         )
         self._jobs: dict[Group, Job] = {}
         self._arrivals = 0
@@ -178,6 +181,7 @@ class Engine:
                 raise
 
     def _go_on(self) -> list[Output]:
+        begin = time.perf_counter()
         plan = self._scheduler.schedule()
         if not plan.rows:
             raise RuntimeError(f"none of {self._scheduler.unfinished} requests can run: the engine's books are broken")
@@ -189,6 +193,7 @@ class Engine:
         picks = self._picks(rows)
         trouble = {self._jobs[group]: error for group, error in failed.items()}
         trouble |= choose(self._scheduler, picks, logits) if picks else {}
+        self._preemption.stepped(plan, time.perf_counter() - begin)
         ended = [self._end(job, "error", error) for job, error in trouble.items()]
         over = [pick.job for pick in picks if pick.job.group is not None and pick.job.group.status is Status.FINISHED]
         return ended + [self._end(job) for job in over]
@@ -200,6 +205,8 @@ class Engine:
         """
         for shelf in self.pools.shelves:
             shelf.pool.recover()
+            if shelf.host is not None:
+                shelf.host.recover()
         self._scheduler.start_over(self._jobs)
         for group, job in list(self._jobs.items()):
             if group.status is Status.FINISHED:
@@ -209,6 +216,7 @@ class Engine:
 
     def _compute(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:
         """Carry out a plan: who failed and why, and the logits [rows, vocabulary] of the rows that somebody waits for."""
+        self.pools.swap(plan.swaps)
         self.pools.copy(plan.copies)
         try:
             return {}, self._runner.run(_pieces(plan.rows)), [row for row in plan.rows if row.samples]
@@ -273,14 +281,17 @@ class Engine:
     # ---- the model in other hands
 
     def pause(self) -> None:
-        """Let go of the model: nobody holds a block, and requests wait. Until `resume` its weights may change.
+        """Let go of the model: nobody holds a block, here or on the host, and requests wait. Until `resume` its weights may change.
 
         What requests have said so far stays; it is computed again, with the weights of then.
         """
         with self._lock:
             self._require_open()
             for group in list(self._scheduler.running):
-                self._scheduler.preempt(group)
+                self._scheduler.preempt(group, swap=False)
+            for group in self._scheduler.preempted:
+                if group.swapped:
+                    self._scheduler.begin_again(group)
             self._paused = True
 
     def resume(self) -> None:
@@ -316,7 +327,8 @@ class Engine:
                 "preempted": len(scheduler.preempted),
                 "blocks": self.pools.usage(),
                 "graphs": {} if self._runner.decoding is None else dict(self._runner.decoding.counts),
-                **{name: scheduler.counts[name] for name in ("steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses")},
+                **{name: scheduler.counts[name] for name in get_args(Count)},
+                **self._preemption.stats(),
             }
 
     def check(self) -> None:
