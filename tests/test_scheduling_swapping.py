@@ -221,6 +221,23 @@ def test_an_abort_on_the_host(beams: bool) -> None:
     world.assert_empty()
 
 
+def test_a_place_on_the_host_is_filled_by_its_last_owner() -> None:
+    """Two victims before one plan, of whom the first is gone already: the second gets its own content back."""
+    world = Simulated.of(total=40, size=4, tokens=32, host=4, prefix_caching=False)
+    groups = [world.submit(Request(i, prompt(9, i + 1), 20)) for i in range(3)]
+    steps(world, 3)
+    for group in (groups[2], groups[1]):
+        world.scheduler.preempt(group)
+        assert group.swapped
+        if group is groups[2]:
+            world.scheduler.abort(group)
+    plan = world.step()
+    assert len(plan.swaps.out[0]) == len(plan.swaps.back[0]) == 3
+    world.run()
+    world.assert_answered()
+    world.assert_empty()
+
+
 def test_starting_over_empties_the_host() -> None:
     """What broke off in the middle of a step may have broken a swap."""
     world = Simulated.of(total=40, size=4, tokens=32, host=20)

@@ -326,6 +326,7 @@ class Engine:
                 "running": len(scheduler.running),
                 "preempted": len(scheduler.preempted),
                 "blocks": self.pools.usage(),
+                "host": self.pools.host_usage(),
                 "graphs": {} if self._runner.decoding is None else dict(self._runner.decoding.counts),
                 **{name: scheduler.counts[name] for name in get_args(Count)},
                 **self._preemption.stats(),

@@ -155,17 +155,32 @@ class Pools:
                 self.memory.groups.pop((kind, self.options), None)
 
     def usage(self) -> dict[str, dict[str, Any]]:
-        """Blocks of every kind: total, held, cached, free, and those on the host."""
+        """Blocks of every kind: total, held, cached, free."""
         return {
-            kind.name if kind.window is None else f"{kind.name}{kind.window}": {
+            _label(kind): {
                 "total": group.pool.total,
                 "held": group.pool.held,
                 "cached": group.pool.cached,
                 "free": group.pool.free,
                 "bytes": group.bytes,
-                "host_total": 0 if group.host is None else group.host.pool.total,
-                "host_held": 0 if group.host is None else group.host.pool.held,
-                "host_bytes": 0 if group.host is None else group.host.bytes,
             }
             for kind, group in self.groups.items()
         }
+
+    def host_usage(self) -> dict[str, dict[str, Any]]:
+        """Blocks of every kind on the host: the most there may be, those that there is memory for by now, held ones, free ones."""
+        return {
+            _label(kind): {
+                "most": group.host.most,
+                "total": group.host.pool.total,
+                "held": group.host.pool.held,
+                "free": group.host.pool.free,
+                "bytes": group.host.bytes,
+            }
+            for kind, group in self.groups.items()
+            if group.host is not None
+        }
+
+
+def _label(kind: Kind) -> str:
+    return kind.name if kind.window is None else f"{kind.name}{kind.window}"
