@@ -104,6 +104,7 @@ def engines(draw: st.DrawFn) -> dict[str, Any]:
         "check_hits": draw(st.booleans()),
         "watermark": draw(st.sampled_from([0.0, 0.05])),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "run_ahead": draw(st.booleans()),
         **draw(st.sampled_from(WAYS_TO_GO)),
     }
 

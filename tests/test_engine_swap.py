@@ -13,7 +13,7 @@ from test_engine_exact import KINDS, PROMPTS, _model, alone, answers, right
 
 import hf_paged
 from hf_paged.blocks import OutOfBlocks
-from hf_paged.engine import Engine, EngineConfig
+from hf_paged.engine import Engine, EngineConfig, preemption
 from hf_paged.memory import HostBlocks, host
 from hf_paged.scheduling import Group, Plan, Row, Swaps
 
@@ -43,6 +43,8 @@ MODES: list[dict[str, Any]] = [
     {"preemption": "swap"},
     {"preemption": "recompute"},
     {"preemption": "auto"},
+    {"preemption": "swap", "host_blocks": 401, "run_ahead": True},
+    {"preemption": "recompute", "run_ahead": True},
 ]
 
 
@@ -59,7 +61,7 @@ def test_a_fifth_of_the_blocks_changes_no_token(name: str, mode: dict[str, Any])
     assert stats["blocks_in"] <= stats["blocks_out"]
     if mode["preemption"] == "recompute":
         assert stats["swapped_out"] == stats["blocks_out"] == stats["bytes_out"] == 0
-    elif mode.get("host_blocks") == 400:
+    elif mode.get("host_blocks", 0) >= 400:
         assert stats["recomputed"] == 0
         assert stats["blocks_in"] == stats["blocks_out"]
         assert stats["bytes_in"] == stats["bytes_out"] > 0
@@ -300,21 +302,30 @@ def test_auto_measures_steps_and_swaps() -> None:
     assert stats["exposed"] > 0
 
 
-def test_steps_are_measured_where_the_host_has_waited(model: Any) -> None:
-    """A step from which nobody gets a token says nothing by itself: its time is found in the next one."""
+def test_steps_are_measured_where_the_host_has_waited(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step from which nobody gets a token says nothing by itself: its time is found in the next one. Idle time is nobody's."""
     with Engine(model, num_blocks=30) as engine:
         engine.generate([PROMPTS[0]], max_new_tokens=2)
-        job = engine.submit(PROMPTS[1], **GREEDY)._job
-        sequence = job.group.leader
-        chunk, last = Row(sequence, 0, 10, ()), Row(sequence, 10, 7, (sequence,))
+        sequence = engine.submit(PROMPTS[1], **GREEDY)
+        engine.step()
+        (group,) = engine._scheduler.running
+        sequence = group.leader
+        chunk, last = Plan((Row(sequence, 0, 10, ()),)), Plan((Row(sequence, 10, 7, (sequence,)),))
+        swapped = Plan(last.rows, swaps=Swaps((((0, 1),),)))
+        heard = engine._preemption.heard
         seen: list[tuple[int, float]] = []
-        engine._preemption.costs.step = lambda tokens, seconds: seen.append((tokens, seconds))
-        for plan, seconds in ((Plan((chunk,)), 1.0), (Plan((chunk,)), 2.0), (Plan((last,)), 4.0), (Plan((last,)), 8.0)):
-            engine._preemption.stepped(plan, seconds)
-        engine._preemption.stepped(Plan((chunk,)), 1.0)
-        engine._preemption.stepped(Plan((last,), swaps=Swaps((((0, 1),),))), 1.0)  # a swap is in it
-        engine._preemption.stepped(Plan((last,)), 16.0)
-    assert seen == [(27, 7.0), (7, 8.0), (7, 16.0)]
+        monkeypatch.setattr(engine._preemption.costs, "step", lambda tokens, seconds: seen.append((tokens, seconds)))
+        clock = iter([1e6, 1e6 + 1, 1e6 + 3, 1e6 + 7, 1e6 + 100, 1e6 + 101, 1e6 + 102, 1e6 + 118])
+        monkeypatch.setattr(preemption.time, "perf_counter", lambda: next(clock))
+        heard(last, 1e6 - 5)
+        for plan in (chunk, chunk, last):  # launched before the one before it was heard of
+            heard(plan, 1e6 - 1)
+        heard(last, 1e6 + 92)
+        heard(chunk, 1e6 + 100)
+        heard(swapped, 1e6 + 100)
+        heard(last, 1e6 + 100)
+        monkeypatch.undo()
+    assert seen == [(7, 5.0), (27, 7.0), (7, 8.0), (7, 16.0)]
 
 
 @pytest.mark.parametrize(

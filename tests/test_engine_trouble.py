@@ -260,7 +260,8 @@ def test_a_soak_of_aborts_and_faults(model: Any, seed: int, preemption: str) -> 
     """Random requests of all kinds, aborted and failing at random, on few blocks: who comes through is right, and nothing leaks."""
     rng = random.Random(seed)
     kinds = [{}, {}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2, "temperature": 1.5}]
-    options = {"block_size": 2, "num_blocks": 40, "max_batch_tokens": 12, "max_batch_sequences": 6, "preemption": preemption}
+    options = {"block_size": 2, "num_blocks": 40, "max_batch_tokens": 12, "max_batch_sequences": 6}
+    options |= {"preemption": preemption, "run_ahead": seed > 0}
     with Engine(model, **options) as engine, Engine(model) as other:
         expected = {
             (p, k): answers(other.generate([prompt], seed=1, **{**GREEDY, **kind})[0])

@@ -19,6 +19,8 @@ from ..integration.slots import slots_of
 from ..memory import Group, HostBlocks, Kind, Trip
 from ..memory.budget import free_bytes
 from ..scheduling import Shelf, Swaps
+from ..trace import Kind as TracedKind
+from ..trace import Trace
 from .config import EngineConfig
 from .support import Unservable
 
@@ -154,10 +156,16 @@ class Pools:
                 group.give_back()
                 self.memory.groups.pop((kind, self.options), None)
 
+    def described(self, model: str) -> Trace:
+        """What a trace says before its first step."""
+        kinds = tuple(TracedKind(name_of(kind), kind.window, group.pool.total) for kind, group in self.groups.items())
+        limits = self.config.limits()
+        return Trace(model, self.config.block_size, kinds, limits.tokens, limits.sequences, ())
+
     def usage(self) -> dict[str, dict[str, Any]]:
         """Blocks of every kind: total, held, cached, free."""
         return {
-            _label(kind): {
+            name_of(kind): {
                 "total": group.pool.total,
                 "held": group.pool.held,
                 "cached": group.pool.cached,
@@ -170,7 +178,7 @@ class Pools:
     def host_usage(self) -> dict[str, dict[str, Any]]:
         """Blocks of every kind on the host: the most there may be, those that there is memory for by now, held ones, free ones."""
         return {
-            _label(kind): {
+            name_of(kind): {
                 "most": group.host.most,
                 "total": group.host.pool.total,
                 "held": group.host.pool.held,
@@ -182,5 +190,6 @@ class Pools:
         }
 
 
-def _label(kind: Kind) -> str:
+def name_of(kind: Kind) -> str:
+    """What a kind of layer is called: "full", or "window" and how far it looks back."""
     return kind.name if kind.window is None else f"{kind.name}{kind.window}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from ..scheduling import Plan, Victim
@@ -19,7 +20,7 @@ class Preemption:
         self.pools, self.mode, self.costs = pools, mode, Costs()
         self._exposed = 0.0
         self._carried = {True: 0, False: 0}
-        self._tokens, self._seconds = 0, 0.0
+        self._tokens, self._seconds, self._heard = 0, 0.0, 0.0
 
     def decide(self, victim: Victim) -> bool:
         """Whether this group is swapped; if so the host has room for it."""
@@ -31,10 +32,16 @@ class Preemption:
                 return False
         return self.pools.reserve(victim.blocks)
 
-    def stepped(self, plan: Plan, seconds: float) -> None:
-        """The host has spent so long in a step. It has waited for the device only if somebody got a token."""
+    def heard(self, plan: Plan, begin: float) -> None:
+        """The host has just heard of the tokens of a plan that it began to launch at `begin`.
+
+        What came before that, or before it had heard of the plan before, was not this plan's time. From a plan that gives nobody a
+        token there is nothing to hear, and the host has not waited for it: its time is found in the next one.
+        """
         if self.mode != "auto" or not self.pools.swaps:
             return
+        now = time.perf_counter()
+        seconds, self._heard = now - max(begin, self._heard), now
         if plan.swaps:
             self._tokens, self._seconds = 0, 0.0
             return

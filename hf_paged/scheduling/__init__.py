@@ -5,11 +5,12 @@ from .limits import Limits, Shelf
 from .plan import Plan, Row, Swaps
 from .policy import POLICIES
 from .scheduler import Count, Infeasible, Scheduler
-from .sequence import Group, Request, Sequence, Status
+from .sequence import UNKNOWN, Group, Request, Sequence, Status
 from .swapping import Decide, Victim, never
 
 __all__ = [
     "POLICIES",
+    "UNKNOWN",
     "Count",
     "Decide",
     "Group",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Literal
 
-from ..blocks import Copy, Match, adopt, append, blocks_needed, commit, match, reorder
+from ..blocks import Match, adopt, append, blocks_needed, commit, match, reorder
 from ..blocks.pool import expect
 from .admission import Verdict, headroom, judge, why_infeasible
 from .audit import check_groups, check_shelves
+from .draft import Draft, samples
 from .limits import Limits, Shelf
-from .plan import Plan, Row, Swaps
+from .plan import Plan, Row
 from .policy import POLICIES
+from .promises import Promises
 from .sequence import Group, Request, Sequence, Status
 from .swapping import Decide, Swapping, never
 
@@ -59,8 +61,7 @@ class Scheduler:
         self.preempted: list[Group] = []
         self.running: list[Group] = []
         """These three are in the order of the policy."""
-        self._promised: Counter[bytes] = Counter()
-        """Digests of the blocks that running groups are about to compute: twins wait for them instead of computing them too."""
+        self._promised = Promises()
         self.swapping = Swapping(self.shelves, swap, verify)
         self.counts: Counter[Count] = Counter()
 
@@ -93,7 +94,7 @@ class Scheduler:
             group.sequences.remove(sequence)
 
     def _leave(self, group: Group) -> None:
-        self._withdraw_promise(group)
+        self._promised.withdraw(group)
         {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}[group.status].remove(group)
         group.status = Status.FINISHED
         self.counts["finished"] += 1
@@ -101,7 +102,7 @@ class Scheduler:
     def preempt(self, group: Group, swap: bool = True) -> None:
         """Take all blocks of a running group. They wait for it on the host, or it is computed again, from the prefix cache where it can
         (C29 to C31); without `swap` that is not asked."""
-        self._withdraw_promise(group)
+        self._promised.withdraw(group)
         blocks = self.swapping.park(group) if swap else None
         if blocks is None:
             self.begin_again(group)
@@ -147,13 +148,17 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """The next step. Its blocks are taken in the books; `commit` says that it has been computed."""
-        draft = _Draft(len(self.shelves), self.limits.tokens)
-        owed = sum(len(group.sequences) for group in self.running if group.decoding)
+        draft = Draft(len(self.shelves), self.limits.tokens)
+        now = [shelf.pool.tick() for shelf in self.shelves]
+        owed = sum([len(group.sequences) for group in self.running if group.decoding])
         place = 0
         while place < len(self.running):
             group = self.running[place]
             if group.decoding:
                 owed -= len(group.sequences)
+                if self._step(draft, group, now):
+                    place += 1
+                    continue
             # Whoever decodes has its token; who computes a prompt gets what that leaves.
             steps = group.advance(draft.room - owed)
             while steps and not self._fits(steps):
@@ -176,21 +181,42 @@ class Scheduler:
         return plan
 
     def commit(self, plan: Plan, without: Collection[Group] = ()) -> None:
-        """The rows of the plan are computed, but for those of groups `without`: their blocks may be named now, and no sooner (C22)."""
-        for row in plan.rows:
-            sequence, group = row.sequence, row.sequence.group
+        """The rows of the plan are computed, but for those of groups `without`."""
+        self.launch(plan, without)
+        self.confirm(plan, without)
+
+    def launch(self, plan: Plan, without: Collection[Group] = ()) -> None:
+        """The rows of the plan are on their way, but for those of groups `without`: the next step may build on them."""
+        for sequence, start, count, _ in plan.rows:
+            group = sequence.group
             if group in without:
                 continue
-            sequence.computed = row.start + row.count
-            self._name(sequence)
-            if group.leader.computed >= group.common:
-                self._withdraw_promise(group)
-                if not group.forked:
-                    group.fork()
+            sequence.computed = start + count
+            if not group.forked and sequence.computed >= group.common:
+                group.fork()
+
+    def confirm(self, plan: Plan, without: Collection[Group] = ()) -> None:
+        """The rows of the plan are there, and so are their tokens: their blocks may be named now, and no sooner (C22)."""
+        size = self.shelves[0].pool.block_size
+        for sequence, start, count, _ in plan.rows:
+            group, end = sequence.group, start + count
+            if group in without or sequence.computed < end:
+                continue  # it failed, or had to go in the meantime
+            if end // size > start // size:
+                self._name(sequence, end)
+            if group.promised and end >= group.common:
+                self._promised.withdraw(group)
 
     def extend(self, sequence: Sequence, token: int) -> None:
-        """A sequence has got its next token."""
+        """A sequence has got its next token; UNKNOWN if the host will `reveal` it later."""
         sequence.tokens.append(token)
+
+    def reveal(self, group: Group, position: int, tokens: Mapping[Sequence, int]) -> None:
+        """The host has heard which token stands at `position` of these sequences of a group."""
+        for sequence, token in tokens.items():
+            sequence.tokens[position] = token
+        if group.status is Status.PREEMPTED and not group.swapped:
+            group.gather()  # what they have in common was not known when it had to go
 
     def reorder(self, group: Group, sources: Rows[int], tokens: Rows[int]) -> None:
         """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6, C16)."""
@@ -215,16 +241,32 @@ class Scheduler:
                 return False
         return True
 
-    def _take(self, draft: _Draft, steps: Steps) -> None:
+    def _step(self, draft: Draft, group: Group, now: Rows[int]) -> bool:
+        """Give a decoding group of one sequence its token if that takes no block, which is nearly always. Else change nothing."""
+        sequence = group.sequences[0]
+        if len(group.sequences) > 1:
+            return False
+        for table, shelf in zip(sequence.tables, self.shelves, strict=True):
+            if not table.length % shelf.pool.block_size or shelf.pool.references(table.blocks[-1]) > 1:
+                return False
+        for table, shelf, time in zip(sequence.tables, self.shelves, now, strict=True):
+            if shelf.window is not None:
+                table.release_before(table.length - shelf.window + 1)
+            table.step(time)
+        draft.rows.append(Row(sequence, sequence.computed, 1, (sequence,)))
+        draft.room -= 1
+        return True
+
+    def _take(self, draft: Draft, steps: Steps) -> None:
         """Enter the steps in the tables and in the draft."""
         counts = [count for _, count in steps]
         for i in range(len(self.shelves)):
             draft.copies[i] += append([sequence.tables[i] for sequence, _ in steps], counts)
         for sequence, count in steps:
-            draft.rows.append(Row(sequence, sequence.computed, count, _samples(sequence, count)))
+            draft.rows.append(Row(sequence, sequence.computed, count, samples(sequence, count)))
             draft.room -= count
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Let in whom there is room for: first those that were preempted, and only when they all run, new ones (C28)."""
         passed = 0
         while draft.room > 0:
@@ -302,8 +344,7 @@ class Scheduler:
         else:
             computed = self._adopt(group, found)
         if self.prefix_caching and computed is not None:
-            group.promised = group.names()[computed:]
-            self._promised.update(group.promised)
+            self._promised.make(group, group.names()[computed:])
         group.status = Status.RUNNING
         insort(self.running, group, key=self._key)
         self.counts["admissions"] += 1
@@ -322,22 +363,14 @@ class Scheduler:
             self.counts["misses"] += len(group.names()) - hits
         return hits
 
-    def _name(self, sequence: Sequence) -> None:
-        """Let others find the full blocks of a sequence."""
+    def _name(self, sequence: Sequence, end: int) -> None:
+        """Let others find the full blocks of the first `end` tokens of a sequence."""
         if not self.prefix_caching:
             return
-        full = sequence.computed // self.shelves[0].pool.block_size
+        full = end // self.shelves[0].pool.block_size
         for table in sequence.tables:
             if len(table.digests) < full:
-                commit(table, sequence.tokens, sequence.group.request.extra, self.verify)
-
-    def _withdraw_promise(self, group: Group) -> None:
-        """The group is done with what it had in common, or will not do it: nobody waits for it any more."""
-        for name in group.promised:
-            self._promised[name] -= 1
-            if not self._promised[name]:
-                del self._promised[name]
-        group.promised = []
+                commit(table, sequence.tokens[:end], sequence.group.request.extra, self.verify)
 
     # ---- the audit
 
@@ -347,27 +380,6 @@ class Scheduler:
         check_groups({Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}, self._key)
         taken = sum(len(group.sequences) for group in self.running)
         expect(taken <= self.limits.sequences, f"{taken} sequences run, {self.limits.sequences} may")
-
-
-class _Draft:
-    """A plan in the making."""
-
-    def __init__(self, shelves: int, room: int) -> None:
-        self.room = room
-        self.rows: list[Row] = []
-        self.copies: list[list[Copy]] = [[] for _ in range(shelves)]
-        self.admitted: list[Group] = []
-        self.preempted: list[Group] = []
-
-    def plan(self, swaps: Swaps) -> Plan:
-        return Plan(tuple(self.rows), tuple(tuple(copies) for copies in self.copies), swaps, tuple(self.admitted), tuple(self.preempted))
-
-
-def _samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
-    """Whose next token is known after this row: nobody's if tokens are left, and all of the group's before it is forked."""
-    if sequence.computed + count < len(sequence.tokens):
-        return ()
-    return (sequence,) if sequence.group.forked else tuple(sequence.group.sequences)
 
 
 def _known(shelf: Shelf, names: list[bytes]) -> list[int]:
