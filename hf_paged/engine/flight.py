@@ -25,8 +25,10 @@ class _Seats(NamedTuple):
 class Flight:
     """A launched step. Its tokens are on the device, where the next step finds them, and on their way to the host."""
 
-    def __init__(self, plan: Plan, failed: Collection[Group], picks: Sequence[Pick], logits: torch.Tensor) -> None:
+    def __init__(self, plan: Plan, failed: Collection[Group], picks: Sequence[Pick], logits: torch.Tensor, begin: float = 0.0) -> None:
         self.plan, self.failed, self.device = plan, failed, logits.device
+        self.begin = begin
+        """When the host began to launch it."""
         self.tokens: torch.Tensor | None = None
         """[sequences]"""
         self.places: dict[Row, int] = {}
