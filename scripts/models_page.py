@@ -24,11 +24,15 @@ def group(row: Row) -> str:
     """Under what a row counts: the least of its layers decides."""
     if "unbuilt" in row or set(row["marks"].values()) <= {"-"}:
         return "not run"
-    if not row["path"]:
+    return _group_of(row["path"])
+
+
+def _group_of(path: str) -> str:
+    if not path:
         return "stock"
-    if "dense" in row["path"]:
+    if "dense" in path:
         return "dense"
-    return "paged beside stock's state" if "stock" in row["path"] else "paged"
+    return "paged beside stock's state" if "stock" in path else "paged"
 
 
 def complaints(row: Row) -> list[str]:
@@ -37,9 +41,14 @@ def complaints(row: Row) -> list[str]:
 
 
 def lost(row: Row) -> str:
-    """What the row's path was, if it was better or other than now."""
+    """What the row's path was, if it was better than now: other releases lay other layers out, and that is no loss."""
     before = expected_paths().get(f"{row['kind']} {row['family']}", "") if EXPECTED_FILE.exists() else ""
-    return before if before and row["path"] != before and group(row) != "not run" else ""
+    worse = GROUPS.index(group(row)) > GROUPS.index(_group_of(before)) or _paged_layers(row["path"]) < _paged_layers(before)
+    return before if before and worse and group(row) != "not run" else ""
+
+
+def _paged_layers(path: str) -> int:
+    return sum(int(number) for number in re.findall(r"(\d+) \w+ paged", path))
 
 
 def line(row: Row, details: bool = False) -> str:

@@ -92,7 +92,7 @@ def run_mode(name: str, model: Any, arguments: dict[str, Any]) -> tuple[str, str
     difference = _difference(stock, paged)
     if not difference:
         return "=", "", _apart(stock, paged), paged
-    if _difference(stock, _generate(model, arguments)):
+    if _difference(stock, _generate(model, arguments)) or _drafts_changed(stock, paged, model, arguments):
         return "?", "stock disagrees with itself", 0.0, paged
     return ("~" if _same_in_double(model, arguments) else "X"), difference, _apart(stock, paged), paged
 
@@ -119,6 +119,15 @@ def _difference(stock: Any, paged: Any) -> str:
     except AssertionError as error:
         return str(error).strip().replace("\n", " ")[:300]
     return ""
+
+
+def _drafts_changed(stock: Any, paged: Any, model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether stock's drafts change what it says, and the paged answer is the one without drafts."""
+    plain = {name: value for name, value in arguments.items() if name != "prompt_lookup_num_tokens"}
+    if len(plain) == len(arguments):
+        return False
+    expected = _generate(model, plain).sequences
+    return torch.equal(expected, paged.sequences) and not torch.equal(expected, stock.sequences)
 
 
 def _without_cache(answer: Any) -> dict[str, Any]:
@@ -247,7 +256,8 @@ def _asker() -> str:
         name = frame.f_globals.get("__name__", "")
         if name == "hf_paged.integration.attention" and frame.f_code.co_name == "paged_attention":
             known = {"scaling", "dropout", "position_ids", "use_cache"}
-            wanted = sorted(key for key, value in frame.f_locals["kwargs"].items() if value not in (None, False) and key not in known)
+            given = frame.f_locals["kwargs"].items()
+            wanted = sorted(key for key, value in given if value is not None and value is not False and key not in known)
             asked = f"asks for attention with {', '.join(wanted)}"
         if name.startswith("transformers.models.") and frame.f_code.co_name != "expand_kv":
             owner = type(frame.f_locals["self"]) if "self" in frame.f_locals else None
