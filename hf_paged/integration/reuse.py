@@ -126,6 +126,8 @@ class Reuse:
         state = identity.number(glance)
         if glance.survey.turns_with_length:
             raise Private("the rotary embedding depends on the longest row")
+        if glance.survey.looks_around:
+            raise Private("a quantized layer rounds a token by what else is computed with it")
         if identity.trust.get(state) == "none":
             raise Private("a part of a prompt is not computed like the whole")
         if self.history.columns and self.state != state:
