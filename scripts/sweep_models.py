@@ -1,7 +1,8 @@
 """Compare stock generate() with the paged cache on a tiny random model of every architecture that transformers generates with.
 
     python scripts/sweep_models.py [--only llama t5 ...] [--kinds causal seq2seq image audio] [--modes greedy beams ...]
-        [--jobs 2] [--seconds 120] [--save FILE.json] [--expect] [--write docs/models.md [--also OTHER.json]]
+        [--jobs 2] [--seconds 120] [--save FILE.json] [--expect] [--write docs/models.md [--also OTHER.json] [--device DEVICE.json]]
+    python scripts/sweep_models.py --load FILE.json --write docs/models.md --also OTHER.json    # the page once more, from saved rows
 
 Every family runs in a process of its own: one that crashes or hangs is one bad row. Exit code 1 if an answer differs, if only
 the paged call fails, or if a family has lost the path that tests/expected_paths.json says it had (`--expect` writes that file).
@@ -352,19 +353,25 @@ def main() -> int:
     parser.add_argument("--details", action="store_true", help="print tracebacks and what stock cannot do")
     parser.add_argument("--save", type=Path, help="write the rows as JSON")
     parser.add_argument("--also", type=Path, help="rows that were saved under another transformers, for a section of the page")
+    parser.add_argument("--device", type=Path, help="rows that scripts/sweep_device.py saved, for a section of the page")
+    parser.add_argument("--load", type=Path, help="take rows that were saved instead of new ones")
     parser.add_argument("--write", type=Path, help="write the page")
     parser.add_argument("--expect", action="store_true", help="make these paths the expected ones")
     options = parser.parse_args()
     tf.logging.set_verbosity_error()
     begun = time.monotonic()
-    run = {"transformers": tf.__version__, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": sweep(options)}
+    if options.load:
+        run = json.loads(options.load.read_text())
+    else:
+        run = {"transformers": tf.__version__, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": sweep(options)}
     if options.save:
         options.save.write_text(json.dumps(run, indent=1))
     if options.write:
-        options.write.write_text(models_page.page(run, json.loads(options.also.read_text()) if options.also else None))
+        also, device = (json.loads(path.read_text()) if path else None for path in (options.also, options.device))
+        options.write.write_text(models_page.page(run, also, device))
     if options.expect:
         EXPECTED_FILE.write_text(models_page.expected(run["rows"]))
-    print(f"\n{time.monotonic() - begun:.0f} s, transformers {tf.__version__}")
+    print(f"\n{time.monotonic() - begun:.0f} s, transformers {run['transformers']}")
     return models_page.summary(run["rows"])
 
 

@@ -177,3 +177,16 @@ def test_a_family_that_cannot_be_run(sweep: ModuleType, capsys: pytest.CaptureFi
     row = {"kind": "causal", "family": "llama", "dtype": "float32", "marks": {}, "notes": ["exit code -11: "], "failed": True}
     assert sweep.summary([row]) == 1
     assert "failed: llama" in capsys.readouterr().out
+
+
+def test_a_path_that_another_release_lays_out_otherwise_is_not_lost(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost is what is read worse than it was, or in fewer layers."""
+    import models_page
+
+    monkeypatch.setattr(models_page, "expected_paths", lambda: {"causal some": "2 full paged, 1 state stock"})
+    row = {"kind": "causal", "family": "some", "marks": {"greedy": "="}}
+    for path, lost in (
+        ("2 full paged, 1 state stock", False), ("1 full paged, 1 window paged, 3 state stock", False), ("2 full paged", False),
+        ("1 full paged, 2 state stock", True), ("2 full paged, 1 full dense", True), ("", True),
+    ):  # fmt: skip
+        assert bool(models_page.lost({**row, "path": path})) is lost, path
