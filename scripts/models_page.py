@@ -218,8 +218,8 @@ def _on_device(run: Row) -> str:
         "",
         f"`python scripts/sweep_device.py`, {run['date']}, {run.get('hardware', 'a CPU')}, torch {run['torch']}, transformers "
         f"{run['transformers']}, steps captured. Marks for {', '.join(calls)}:",
-        "= the same tokens, ~ tokens that part where the two best logits are closer than rounding explains, X different, . not compared (beams",
-        "over experts that rounding exchanges). apart: the largest difference of two logits, relative to the largest logit.",
+        "= the same tokens, ~ tokens that part where the two best logits are closer than rounding explains, X different, . not compared",
+        "(beams over experts that rounding exchanges). apart: the largest difference of two logits, relative to the largest logit.",
         "",
         "| family | path | " + " | ".join(f"{dtype} | apart" for dtype in dict.fromkeys(row["dtype"] for row in rows)) + " | replayed |",
         "|---" * (3 + 2 * len({row["dtype"] for row in rows})) + "|",
