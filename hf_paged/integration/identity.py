@@ -162,6 +162,8 @@ class Identity:
         """Of which states it is known whether a prompt's end can be computed without its beginning."""
         self._tags: Tags | None = None
         self._contents: Contents | None = None
+        self.moves = 0
+        """How often the state was found to be another one than before: it may be an earlier one again."""
         self._states: list[tuple[Survey, int, int]] = []
         self._numbers = 0
 
@@ -183,19 +185,20 @@ class Identity:
             self._renew(glance.survey)
         for i, (survey, changes, number) in enumerate(self._states):
             if changes == self.changes and survey.facts == glance.survey.facts and survey.valid:
+                self.moves += i + 1 < len(self._states)
                 self._states.append(self._states.pop(i))
                 return number
         self._numbers += 1
+        self.moves += 1
         self.trust.pop(self._numbers - 2 * STATES, None)
         self._states = [*self._states[1 - STATES :], (glance.survey._replace(tensors=[], hooked=[]), self.changes, self._numbers)]
         return self._numbers
 
-    def still(self, model: nn.Module, forward: Callable[..., Any], number: int) -> bool:
-        """Whether the host sees no change since the model was found in the state `number`."""
-        survey = Survey.of(model, forward)
+    def still(self, survey: Survey, number: int, moves: int) -> bool:
+        """Whether the host sees no change since the model was found in the state `number`, nor has seen one since `moves`."""
         last, changes, known = self._states[-1]
         return (
-            known == number and changes == self.changes and self._tags is not None
+            known == number and moves == self.moves and changes == self.changes and self._tags is not None
             and survey.facts == last.facts and last.valid and self._tags.fit(survey.tensors)
         )  # fmt: skip
 
