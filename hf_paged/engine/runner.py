@@ -16,6 +16,7 @@ from ..integration.lazy import NotFlat
 from ..integration.switch import decoder_configs, restore, switch
 from ..memory import Batch, FlatBatch
 from ..memory.group import is_out_of_memory
+from ..memory.upload import upload
 from .cache import StepCache
 from .decoding import Decoding
 from .pools import Pools
@@ -40,6 +41,10 @@ class Piece(NamedTuple):
     tables: tuple[Table, ...]
     wanted: bool
     """Whether anybody looks at what follows the last of them."""
+    follows: int | None = None
+    """Where among the tokens that the last step chose its last token stands, if the host has not heard of it yet."""
+    embeds: torch.Tensor | None = None
+    """[n, hidden]: what the first n of them are instead of token ids."""
 
 
 class Runner:
@@ -57,6 +62,9 @@ class Runner:
         self.configs = decoder_configs(model)
         parameters = inspect.signature(model.forward).parameters
         self.keeps_some = "logits_to_keep" in parameters
+        self.takes_embeddings = "inputs_embeds" in parameters
+        self.why_no_embeddings: str | None = None
+        """Why a prompt cannot be embeddings; None if it can."""
         self.why_rows: str | None = None
         """Why the model does not take a flat row; None if it does."""
         self._takes_positions = "position_ids" in parameters
@@ -76,52 +84,69 @@ class Runner:
         device: torch.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
         return device
 
-    def run(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """The logits [wanted pieces, vocabulary] that follow the last token of each piece that is wanted, in fp32."""
+    def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits [wanted pieces, vocabulary] that follow the last token of each piece that is wanted, in fp32.
+
+        latest: the tokens that the last step chose, if there are pieces that follow them.
+        """
         with self.pools.memory.lock, self._plugged(), torch.no_grad():
             if self.form == "flat":
-                return self._quickly(pieces)
-            return torch.cat([logits for piece in pieces for logits in self._row(piece)] or [torch.empty(0, 0, device=self.device)])
+                return self._quickly(pieces, latest)
+            rows = [logits for piece in pieces for logits in self._row(piece, latest)]
+            return torch.cat(rows or [torch.empty(0, 0, device=self.device)])
 
-    def _quickly(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def _quickly(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
         """From a captured step if there is one."""
         if self.decoding is None:
-            return self._flat(pieces)
-        replayed = self.decoding.run(pieces)
+            return self._flat(pieces, latest)
+        replayed = self.decoding.run(pieces, latest)
         if replayed is not None:
             return replayed
-        logits = self._flat(pieces)
-        self.decoding.learn(pieces, logits)
+        logits = self._flat(pieces, latest)
+        self.decoding.learn(pieces, latest, logits)
         return logits
 
-    def _flat(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def ids(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
+        """The tokens of the pieces, one behind the other, on the device: those that the host has not heard of from the device itself."""
+        told = [token for piece in pieces for token in piece.tokens]
+        if all(piece.follows is None for piece in pieces):
+            return upload(told, self.device)
+        assert latest is not None
+        places: list[int] = []
+        for piece in pieces:
+            places += [-1] * (len(piece.tokens) - 1)
+            places.append(-1 if piece.follows is None else piece.follows)
+        ids, found = upload([told, places], self.device)
+        return torch.where(found < 0, ids, latest[found.clamp(min=0)])
+
+    def _flat(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
         counts = [len(piece.tokens) for piece in pieces]
         batches = {kind: FlatBatch([piece.tables[i] for piece in pieces], counts) for i, kind in enumerate(self.pools.groups)}
         self.cache.begin(batches)
-        ids = [token for piece in pieces for token in piece.tokens]
         positions = [position for piece in pieces for position in range(piece.start, piece.start + len(piece.tokens))]
         borders = next(iter(batches.values())).borders
         last = [border - 1 for border, piece in zip(borders[1:], pieces, strict=True) if piece.wanted]
-        return self._forward(ids, positions, last, flat=True)
+        return self._forward(pieces, latest, positions, last, flat=True)
 
-    def _row(self, piece: Piece) -> Iterator[torch.Tensor]:
+    def _row(self, piece: Piece, latest: torch.Tensor | None) -> Iterator[torch.Tensor]:
         count = len(piece.tokens)
         length = piece.start + count
         self.cache.begin(
             {kind: Batch([piece.tables[i]], None, length, count, None, lambda: True) for i, kind in enumerate(self.pools.groups)},
             past=piece.start,
         )
-        logits = self._forward(piece.tokens, list(range(piece.start, length)), [count - 1] if piece.wanted else [], flat=False)
+        logits = self._forward([piece], latest, list(range(piece.start, length)), [count - 1] if piece.wanted else [], flat=False)
         if piece.wanted:
             yield logits
 
-    def _forward(self, ids: list[int], positions: list[int], last: list[int], flat: bool) -> torch.Tensor:
-        """One forward over a row of tokens: the logits [len(last), vocabulary] at the places `last`."""
-        device = self.device
-        arguments: dict[str, Any] = {"input_ids": torch.tensor([ids], device=device)}
+    def _forward(
+        self, pieces: Sequence[Piece], latest: torch.Tensor | None, positions: list[int], last: list[int], flat: bool
+    ) -> torch.Tensor:
+        """One forward over a row of the pieces' tokens: the logits [len(last), vocabulary] at the places `last`."""
+        arguments: dict[str, Any] = self._inputs(pieces, latest)
         if self._takes_positions:
-            arguments["position_ids"] = torch.tensor([positions], device=device)
-        places = torch.tensor(last or [len(ids) - 1], device=device)
+            arguments["position_ids"] = upload([positions], self.device)
+        places = upload(last or [len(positions) - 1], self.device)
         if self.keeps_some:
             arguments["logits_to_keep"] = places
         token = running.set(Forward(self.cache, flat=flat))
@@ -134,6 +159,24 @@ class Runner:
         logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
         kept: torch.Tensor = logits[: len(last)].to(torch.float32)
         return kept
+
+    def _inputs(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Token ids [1, tokens], or if anybody has brought embeddings those of everybody [1, tokens, hidden]."""
+        ids = self.ids(pieces, latest)[None]
+        if all(piece.embeds is None for piece in pieces):
+            return {"input_ids": ids}
+        rows = self._embedded(ids.clamp(min=0))
+        place = 0
+        for piece in pieces:
+            if piece.embeds is not None:
+                rows[0, place : place + len(piece.embeds)] = piece.embeds
+            place += len(piece.tokens)
+        return {"inputs_embeds": rows}
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The model's own embeddings [1, tokens, hidden] of ids [1, tokens]."""
+        found: torch.Tensor = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
+        return found
 
     @contextmanager
     def _plugged(self) -> Iterator[None]:
@@ -168,6 +211,20 @@ class Runner:
             raise Unservable(f"{name} answers otherwise when its prompt comes in pieces (by {far:.1e} of its logits); use generate()")
         if self.why_rows is None:
             self.why_rows = self._why_not_flat(rows, whole)
+        self.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])
+
+    def _why_no_embeddings(self, rows: list[list[int]], right: torch.Tensor) -> str | None:
+        """Why the model does not take its own embeddings for the ids that they are of."""
+        name = type(self.model).__name__
+        if not self.takes_embeddings:
+            return f"{name}.forward takes no inputs_embeds"
+        try:
+            far = self._apart(right, self._without_cache(rows, embedded=True))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return f"{name} fails with embeddings instead of token ids ({type(error).__name__}: {error})"
+        return None if far is None else f"{name} answers otherwise to its own embeddings than to their ids (by {far:.1e} of its logits)"
 
     def _why_not_flat(self, rows: list[list[int]], right: torch.Tensor) -> str | None:
         try:
@@ -181,14 +238,15 @@ class Runner:
         far = self._apart(right, together)
         return None if far is None else f"in one row with others its sequences get other logits (by {far:.1e} of their size)"
 
-    def _without_cache(self, rows: list[list[int]]) -> torch.Tensor:
-        """The logits [rows, vocabulary] after each row, by the model as it is."""
+    def _without_cache(self, rows: list[list[int]], embedded: bool = False) -> torch.Tensor:
+        """The logits [rows, vocabulary] after each row, by the model as it is, from ids or from its own embeddings of them."""
         last = []
         for row in rows:
-            arguments = {"input_ids": torch.tensor([row], device=self.device)}
-            if self._takes_positions:
-                arguments["position_ids"] = torch.arange(len(row), device=self.device)[None]
             with torch.no_grad():
+                ids = torch.tensor([row], device=self.device)
+                arguments = {"inputs_embeds": self._embedded(ids)} if embedded else {"input_ids": ids}
+                if self._takes_positions:
+                    arguments["position_ids"] = torch.arange(len(row), device=self.device)[None]
                 last.append(self.model(**arguments, use_cache=False, return_dict=True).logits[0, -1].to(torch.float32))
         return torch.stack(last)
 
