@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from compare import assert_clean, assert_equal
 from pictures import with_pictures, with_recordings
 from test_identity import blind
-from test_reuse import counted
 from tiny import build, mappings
 
 import hf_paged
