@@ -301,7 +301,8 @@ def in_child(kind: str, config_class: Any, options: argparse.Namespace) -> tuple
         os._exit(0)
 
 
-def _finish(child: int, reading: int, kind: str, family: str, seconds: int) -> Row:
+def finish(child: int, reading: int, kind: str, family: str, seconds: int) -> Row:
+    """Wait for a child's row."""
     with os.fdopen(reading) as pipe:
         text = pipe.read()
     _, status = os.waitpid(child, 0)
@@ -337,7 +338,7 @@ def sweep(options: argparse.Namespace) -> list[Row]:
             kind, config_class = todo.pop(0)
             running.append((*in_child(kind, config_class, options), kind, config_class.model_type))
         child, reading, kind, family = running.pop(0)
-        rows.append(_finish(child, reading, kind, family, options.seconds))
+        rows.append(finish(child, reading, kind, family, options.seconds))
         print(models_page.line(rows[-1], details=options.details), flush=True)
     return rows
 
