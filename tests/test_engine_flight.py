@@ -306,3 +306,17 @@ def test_logprobs_come_with_their_tokens(engine: Engine) -> None:
         ]
         assert [each.logprob for each in mine.logprobs] == pytest.approx([each.logprob for each in its.logprobs], abs=1e-4)
     assert sum(blind) == 4 * 6
+
+
+@pytest.mark.parametrize(("one", "other", "new", "blocks"), [(0, 1, 6, 15), (0, 5, 5, 12), (2, 5, 4, 13)])
+def test_who_goes_while_all_others_wait_to_be_heard_of(model: Any, one: int, other: int, new: int, blocks: int) -> None:
+    """A step without rows still moves blocks: the one that has its last token gives no row, and the other has no room (C30)."""
+    options = {"block_size": 2, "max_batch_tokens": 20, "max_batch_sequences": 2, "watermark": 0.0, "prefix_caching": False}
+    with Engine(model, num_blocks=blocks, run_ahead=True, preemption="swap", host_blocks=50, **options) as engine:
+        plans, schedule = [], engine._scheduler.schedule
+        engine._scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]  # type: ignore[method-assign,func-returns-value]
+        handles = [engine.submit(PROMPTS[i], max_new_tokens=n, do_sample=False) for i, n in ((one, new), (other, 12))]
+        found = [answers(handle.result()) for handle in handles]
+        engine.check()
+    assert found == [alone(model, PROMPTS[i], max_new_tokens=n, do_sample=False) for i, n in ((one, new), (other, 12))]
+    assert any(plan.swaps and not plan.rows for plan in plans)
