@@ -35,7 +35,7 @@ class EngineConfig:
 
     graphs: whether steps in which everybody takes one token are captured in CUDA graphs and replayed.
     run_ahead: whether a step is launched before the host has heard which tokens the last one chose, as long as no request needs the
-    host for its next token (beams, processors, logprobs); None means on CUDA devices.
+    host for its next token (beams, processors); None means on CUDA devices.
 
     Not there yet, and an error: admission="future", compile.
     """

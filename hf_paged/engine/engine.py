@@ -75,8 +75,8 @@ class Engine(Front):
     # ---- requests come in
 
     @property
-    def _unfinished(self) -> int:
-        return len(self._jobs)
+    def _busy(self) -> bool:
+        return bool(self._jobs) or self._steps.flight is not None
 
     def _why_never(self, request: Request) -> str | None:
         if self._longest is not None and request.most_tokens > self._longest:
@@ -97,7 +97,7 @@ class Engine(Front):
                 job.close("abort")
                 continue
             job.group = self._scheduler.submit(request)
-            self._jobs[job.group] = job
+            self._steps.enter(job)
 
     # ---- steps
 
@@ -117,8 +117,7 @@ class Engine(Front):
 
     def _step(self) -> list[Output]:
         self._take_in()
-        ended, self._aside = self._aside, []
-        ended += self._sweep()
+        ended, self._aside = self._aside + self._sweep(), []
         if not self._jobs:
             self._steps.flight = None  # it has nothing but tokens too many
             return ended
@@ -131,13 +130,11 @@ class Engine(Front):
                 self._steps.start_over(error)
                 raise
 
-    # ---- requests end
-
-    def _end(self, job: Job, reason: FinishReason | None = None, error: Exception | None = None) -> Output:
-        return self._steps.end(job, reason, error)
-
     def _sweep(self) -> list[Output]:
         return [self._end(job, "abort") for job in list(self._jobs.values()) if job.cancelled]
+
+    def _end(self, job: Job, reason: FinishReason) -> Output:
+        return self._steps.end(job, reason)
 
     # ---- the model in other hands
 
@@ -204,8 +201,9 @@ class Engine(Front):
         """
         with self._lock:
             self._require_open()
-            if self._steps.recorder is not None and not self._steps.recorder.closed:
-                raise RuntimeError(f"{self._steps.recorder!r} is being written; close it first")
+            current = self._steps.recorder
+            if current is not None and not current.closed:
+                raise RuntimeError(f"{current!r} is being written; close it first")
             self._steps.recorder = Recorder(path, self._scheduler, self.pools.described(type(self.model).__name__), self._lock)
             return self._steps.recorder
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Rows
 
 import torch
@@ -33,20 +33,29 @@ class Steps:
         self.preemption = preemption
         self.flight: Flight | None = None
         """The step that is on its way."""
+        self._embeds: dict[Group, torch.Tensor] = {}
+        """What prompts are made of that are no ids."""
         self.recorder: Recorder | None = None
         """Who writes down what happens, if anybody does."""
 
+    def enter(self, job: Job) -> None:
+        """A request is in the scheduler's books."""
+        assert job.group is not None
+        self.jobs[job.group] = job
+        if job.asked.embeds is not None:
+            self._embeds[job.group] = job.asked.embeds
+
     def go_on(self) -> list[Output]:
         """The next step; the answer is whose requests have ended."""
-        ahead = self.ahead and all(job.blind for job in self.jobs.values())
+        ahead = self.ahead and all(job.plain for job in self.jobs.values())
         ended = [] if ahead else self.land()
         plan = self.scheduler.schedule() if self.jobs else Plan()
-        if self.recorder is not None:
-            self.recorder.planned(plan)
         if not plan.rows:
             if self.jobs and self.flight is None:
                 raise RuntimeError(f"none of {self.scheduler.unfinished} requests can run: the engine's books are broken")
             return ended + self.land()
+        if self.recorder is not None:
+            self.recorder.planned(plan)
         for group in plan.admitted:
             timing = self.jobs[group].timing
             timing.started = timing.started or time.monotonic()
@@ -128,7 +137,8 @@ class Steps:
         """Compute rows: the logits [rows, vocabulary] of those that somebody waits for."""
         flight = self.flight
         places = {} if flight is None else flight.places
-        pieces = [_piece(*row, places, self.jobs[row.sequence.group].asked.embeds) for row in rows]
+        embeds = self._embeds
+        pieces = [_piece(*row, places, embeds.get(row.sequence.group) if embeds else None) for row in rows]
         return self.runner.run(pieces, None if flight is None else flight.tokens)
 
     def _picks(self, rows: Rows[Row]) -> list[Pick]:
@@ -146,6 +156,7 @@ class Steps:
             self._disown(group)
         self.scheduler.abort(group)
         del self.jobs[group]
+        self._embeds.pop(group, None)
         output = job.close(reason, error)
         if self.recorder is not None:
             self.recorder.ended(group.request.number, output.finish_reason)
@@ -160,9 +171,17 @@ class Steps:
 
 
 def _piece(
-    sequence: Sequence, start: int, count: int, samples: Rows[Sequence], places: Mapping[Sequence, int], embeds: torch.Tensor | None
+    sequence: Sequence,
+    start: int,
+    count: int,
+    samples: Collection[Sequence],
+    places: Mapping[Sequence, int],
+    embeds: torch.Tensor | None,
 ) -> Piece:
-    """A row for the runner: places are where in the last step's tokens those stand that the host has not heard of."""
+    """A row for the runner.
+
+    places: where in the last step's tokens those stand that the host has not heard of. embeds: what the request's prompt is made of.
+    """
     tokens = sequence.tokens[start : start + count]
     own = embeds[start : start + count] if embeds is not None and start < len(embeds) else None
     return Piece(tokens, start, sequence.tables, bool(samples), places[sequence] if tokens[-1] == UNKNOWN else None, own)
