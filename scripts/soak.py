@@ -58,7 +58,7 @@ class Raises(LogitsProcessor):
 
 def tiny() -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, max_position_embeddings=256, **sizes, **window)).eval()
     with torch.no_grad():
@@ -149,8 +149,9 @@ class Soak:
 
     def run(self) -> None:
         """So many steps of the scheduler, and then until nobody waits."""
-        while self.engine.stats()["steps"] < self.steps or self.alive:
-            more = self.engine.stats()["steps"] < self.steps
+        counts = self.engine._scheduler.counts
+        while counts["steps"] < self.steps or self.alive:
+            more = counts["steps"] < self.steps
             if more and len(self.alive) < 14 and self.rng.random() < 0.5:
                 self.submit()
             if self.alive and self.rng.random() < 0.02:
@@ -165,6 +166,8 @@ class Soak:
             self.collect()
             if self.seen["turns"] % self.audit == 0:
                 self.engine.check()
+            if self.seen["turns"] % 1000 == 0:
+                print(f"{counts['steps']} steps", file=sys.stderr, flush=True)
         self.engine.check()
 
 
