@@ -88,6 +88,26 @@ def test_whoever_goes_while_its_step_is_on_its_way(name: str, mode: dict[str, An
     assert (stats["recomputed"] > 0) == (mode.get("host_blocks") != 400)
 
 
+def test_a_step_of_nothing_but_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned ahead: the older request waits to hear of its last token, the newer one finds no block and goes, and nobody has a row."""
+    model, seen = _model("llama"), 0
+    for new in range(4, 16):
+        with Engine(model, prefix_caching=False, run_ahead=True, block_size=2, num_blocks=26, preemption="swap", watermark=0.0) as engine:
+            handles = [engine.submit(PROMPTS[p], max_new_tokens=n, do_sample=False) for p, n in ((1, new), (2, 24))]
+            schedule = engine._scheduler.schedule
+
+            def watched(schedule: Any = schedule) -> Plan:
+                nonlocal seen
+                plan = schedule()
+                seen += bool(plan.swaps) and not plan.rows
+                return plan
+
+            monkeypatch.setattr(engine._scheduler, "schedule", watched)
+            for handle, p, n in zip(handles, (1, 2), (new, 24), strict=True):
+                assert answers(handle.result()) == alone(model, PROMPTS[p], max_new_tokens=n, do_sample=False)
+    assert seen
+
+
 def test_the_demand_is_five_times_that() -> None:
     with Engine(_model("llama"), prefix_caching=False, **{**TIGHT, "num_blocks": 1000, "max_batch_sequences": 60}) as engine:
         run(engine)

@@ -50,6 +50,7 @@ class Steps:
         ahead = self.ahead and all(job.plain for job in self.jobs.values())
         ended = [] if ahead else self.land()
         plan = self.scheduler.schedule() if self.jobs else Plan()
+        self.pools.swap(plan.swaps)  # whoever had to go is on the way, even if nobody is left who has a row
         if not plan.rows:
             if self.jobs and self.flight is None:
                 raise RuntimeError(f"none of {self.scheduler.unfinished} requests can run: the engine's books are broken")
@@ -108,8 +109,7 @@ class Steps:
                 self.end(job, "error", error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"))
 
     def _compute(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:
-        """Carry out a plan: who failed and why, and the logits [rows, vocabulary] of the rows that somebody waits for."""
-        self.pools.swap(plan.swaps)
+        """Carry out a plan behind its swaps: who failed and why, and the logits [rows, vocabulary] of the rows that somebody waits for."""
         self.pools.copy(plan.copies)
         try:
             return {}, self._run(plan.rows), [row for row in plan.rows if row.samples]
