@@ -80,7 +80,7 @@ class Soak:
         self.prompts = [start[:same] + [self.rng.randrange(5, VOCABULARY) for _ in range(own)] for same, own in lengths]
         with Engine(self.model, prefix_caching=False) as alone:
             self.right = {
-                (p, k): self.answers(alone.generate([prompt], seed=1, max_new_tokens=24, **kind)[0])
+                (p, k): self.answers(alone.generate([prompt], seed=1, max_new_tokens=24, progress=False, **kind)[0])
                 for (p, prompt), (k, kind) in itertools.product(enumerate(self.prompts), enumerate(KINDS))
             }
         self.alive: list[tuple[Any, int, int]] = []
