@@ -29,11 +29,13 @@ from hf_paged.memory import HostBlocks
 VOCABULARY = 96
 KINDS: list[dict[str, Any]] = [
     {"do_sample": False},
-    {"do_sample": False, "repetition_penalty": 1.3},
     {"do_sample": True, "temperature": 1.3},
     {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
+    {"do_sample": False, "repetition_penalty": 1.3},
     {"do_sample": False, "num_beams": 3},
 ]
+BLIND = 3
+"""So many of them do not need the host for their next token, so the engine may run ahead of it."""
 PREEMPTION = ("swap", "recompute", "auto")
 
 
@@ -56,7 +58,7 @@ class Raises(LogitsProcessor):
 
 def tiny() -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, max_position_embeddings=256, **sizes, **window)).eval()
     with torch.no_grad():
@@ -72,19 +74,19 @@ class Soak:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.rng, self.seen = random.Random(options.seed), Counter[str]()
-        self.model, self.steps, self.audit = tiny(), options.steps, options.audit
+        self.model, self.steps, self.audit, self.ahead = tiny(), options.steps, options.audit, options.run_ahead
         start = [self.rng.randrange(5, VOCABULARY) for _ in range(24)]
         lengths = [(0, 5), (8, 9), (24, 3), (24, 30), (0, 40), (16, 1)]
         self.prompts = [start[:same] + [self.rng.randrange(5, VOCABULARY) for _ in range(own)] for same, own in lengths]
         with Engine(self.model, prefix_caching=False) as alone:
             self.right = {
-                (p, k): self.answers(alone.generate([prompt], seed=1, max_new_tokens=24, **kind)[0])
+                (p, k): self.answers(alone.generate([prompt], seed=1, max_new_tokens=24, progress=False, **kind)[0])
                 for (p, prompt), (k, kind) in itertools.product(enumerate(self.prompts), enumerate(KINDS))
             }
         self.alive: list[tuple[Any, int, int]] = []
         self.engine = Engine(
             self.model, block_size=options.block_size, num_blocks=options.blocks, max_batch_tokens=40, max_batch_sequences=16,
-            preemption=options.preemption, host_blocks=options.host_blocks,
+            preemption=options.preemption, host_blocks=options.host_blocks, run_ahead=options.run_ahead,
         )  # fmt: skip
 
     @staticmethod
@@ -92,8 +94,8 @@ class Soak:
         return [sequence.token_ids for sequence in output.sequences]
 
     def submit(self) -> None:
-        p, k = self.rng.randrange(len(self.prompts)), self.rng.randrange(len(KINDS))
-        faulty = {"logits_processor": [Raises(self.rng.randrange(20))]} if self.rng.random() < 0.1 else {}
+        p, k = self.rng.randrange(len(self.prompts)), self.rng.randrange(BLIND if self.ahead else len(KINDS))
+        faulty = {"logits_processor": [Raises(self.rng.randrange(20))]} if self.rng.random() < 0.1 and not self.ahead else {}
         kind = {**KINDS[k], **faulty}
         self.alive.append((self.engine.submit(self.prompts[p], seed=1, max_new_tokens=24, **kind), p, k))
 
@@ -147,8 +149,9 @@ class Soak:
 
     def run(self) -> None:
         """So many steps of the scheduler, and then until nobody waits."""
-        while self.engine.stats()["steps"] < self.steps or self.alive:
-            more = self.engine.stats()["steps"] < self.steps
+        counts = self.engine._scheduler.counts
+        while counts["steps"] < self.steps or self.alive:
+            more = counts["steps"] < self.steps
             if more and len(self.alive) < 14 and self.rng.random() < 0.5:
                 self.submit()
             if self.alive and self.rng.random() < 0.02:
@@ -163,6 +166,8 @@ class Soak:
             self.collect()
             if self.seen["turns"] % self.audit == 0:
                 self.engine.check()
+            if self.seen["turns"] % 1000 == 0:
+                print(f"{counts['steps']} steps", file=sys.stderr, flush=True)
         self.engine.check()
 
 
@@ -174,6 +179,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=70)
     parser.add_argument("--host-blocks", type=int, help="as the engine's option")
     parser.add_argument("--preemption", choices=PREEMPTION, default="swap")
+    parser.add_argument("--run-ahead", action="store_true", help="as the engine's option, with requests that allow it only")
     parser.add_argument("--audit", type=int, default=1, help="turns between two audits of the books")
     options = parser.parse_args()
     begin, process = time.monotonic(), psutil.Process()

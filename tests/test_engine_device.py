@@ -17,6 +17,15 @@ from hf_paged.engine import Engine
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NOISE = {torch.float32: 5e-4, torch.bfloat16: 2**-4}
 OPTIONS = {"block_size": 4, "num_blocks": 60, "max_batch_tokens": 17, "max_batch_sequences": 8}
+TIGHT = {
+    "block_size": 4,
+    "num_blocks": 26,
+    "max_batch_tokens": 32,
+    "max_batch_sequences": 16,
+    "prefix_caching": False,
+    "preemption": "swap",
+    "host_blocks": 200,
+}
 WAYS: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "num_return_sequences": 2, "seed": 1}, {"num_beams": 3}]
 
 
@@ -35,15 +44,65 @@ def test_logprobs_are_those_of_one_forward(name: str, kernels: str, dtype: torch
         outputs = [handle.result() for handle in handles]
         engine.check()
     for output in outputs:
-        assert output.error is None
-        for sequence in output.sequences:
-            whole = torch.tensor([output.prompt_token_ids + sequence.token_ids], device=DEVICE)
-            with torch.no_grad():
-                logits = model(whole).logits[0, -len(sequence.token_ids) - 1 : -1].float()
-            bound = NOISE[dtype] * max(1.0, float(logits.abs().max()))
-            right = logits.log_softmax(-1)
-            found = torch.tensor([note.logprob for note in sequence.logprobs], device=DEVICE)
-            chosen = right.gather(1, torch.tensor(sequence.token_ids, device=DEVICE)[:, None])[:, 0]
-            assert float((found - chosen).abs().max()) <= bound
-            best = torch.tensor([note.favourites[0][1] for note in sequence.logprobs], device=DEVICE)
-            assert float((best - right.amax(-1)).abs().max()) <= bound
+        assert_own_logprobs(model, output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-window"])
+def test_swapped_keys_and_values_are_their_own(name: str, dtype: torch.dtype) -> None:
+    """C30: out of the stores and back on a stream of their own, while everybody else goes on."""
+    model = build(BY_NAME[name]).to(DEVICE, dtype)
+    with Engine(model, **TIGHT) as engine:
+        handles = [engine.submit(prompt, max_new_tokens=20, logprobs=1, **way) for way in WAYS for prompt in PROMPTS[:4]]
+        outputs = [handle.result() for handle in handles]
+        assert_swapped(engine)
+    for output in outputs:
+        assert_own_logprobs(model, output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-window"])
+def test_swapped_while_the_next_step_is_planned(name: str, dtype: torch.dtype) -> None:
+    """Run ahead, whatever the device: greedy tokens are the model's favourites, up to rounding."""
+    model = build(BY_NAME[name]).to(DEVICE, dtype)
+    with Engine(model, run_ahead=True, **TIGHT) as engine:
+        outputs = engine.generate(PROMPTS * 2, max_new_tokens=24, do_sample=False, eos_token_id=None)
+        assert_swapped(engine)
+    for output in outputs:
+        (sequence,) = output.sequences
+        logits = one_forward(model, output.prompt_token_ids, sequence.token_ids)
+        chosen = logits.gather(1, torch.tensor(sequence.token_ids, device=DEVICE)[:, None])[:, 0]
+        assert float((logits.amax(-1) - chosen).max()) <= bound_of(logits, dtype)
+
+
+def assert_swapped(engine: Engine) -> None:
+    engine.check()
+    stats = engine.stats()
+    assert stats["swapped_in"] == stats["swapped_out"] > 2
+    assert stats["recomputed"] == 0
+    assert all(kind["held"] == 0 for kind in [*stats["blocks"].values(), *stats["host"].values()])
+
+
+def one_forward(model: Any, prompt: list[int], said: list[int]) -> torch.Tensor:
+    """The logits [tokens, vocabulary] from which each token that was said follows."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([prompt + said], device=DEVICE)).logits[0, -len(said) - 1 : -1].float()
+    return logits
+
+
+def bound_of(logits: torch.Tensor, dtype: torch.dtype) -> float:
+    return NOISE[dtype] * max(1.0, float(logits.abs().max()))
+
+
+def assert_own_logprobs(model: Any, output: Any) -> None:
+    """What it said of its tokens is what one forward over all of them says."""
+    assert output.error is None
+    for sequence in output.sequences:
+        logits = one_forward(model, output.prompt_token_ids, sequence.token_ids)
+        bound = bound_of(logits, model.dtype)
+        right = logits.log_softmax(-1)
+        found = torch.tensor([note.logprob for note in sequence.logprobs], device=DEVICE)
+        chosen = right.gather(1, torch.tensor(sequence.token_ids, device=DEVICE)[:, None])[:, 0]
+        assert float((found - chosen).abs().max()) <= bound
+        best = torch.tensor([note.favourites[0][1] for note in sequence.logprobs], device=DEVICE)
+        assert float((best - right.amax(-1)).abs().max()) <= bound

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_paged.blocks import BlockPool
-from hf_paged.scheduling import Limits, Request, Shelf, Verdict, judge, why_infeasible
+from hf_paged.scheduling import Group, Limits, Request, Shelf, Verdict, judge, why_infeasible
+from hf_paged.scheduling.admission import headroom
 
 
 def test_the_watermark_is_exact() -> None:
@@ -66,6 +67,20 @@ def test_a_window_needs_few_blocks() -> None:
     limits = Limits(8, 4)
     assert why_infeasible(Request(0, (1,) * 9, 4000), [Shelf(BlockPool(6, 4), window=8)], limits) is None
     assert why_infeasible(Request(0, (1,) * 9, 4000), [Shelf(BlockPool(6, 4))], limits) is not None
+
+
+def test_the_room_that_is_left_doubles() -> None:
+    """C31: with each time that a group had to go, for each sequence and up to what each can come to need; alone it never waits."""
+    shelves = (Shelf(BlockPool(40, 4)),)
+    group = Group(Request(0, (1,) * 8, 48), shelves)  # 2 blocks now, 12 at its end
+    others = [Group(Request(1, (1,) * 8, 20), shelves), Group(Request(2, (1,) * 8, 400, width=2), shelves)]  # 5 blocks, 198 blocks
+    found = []
+    for setbacks in (2, 3, 4, 5, 20):
+        group.setbacks = setbacks
+        found.append(headroom(group, 2, others, 0, 16))
+    assert found == [2 + 2 + 4, 4 + 4 + 8, 8 + 5 + 16, 10 + 5 + 32, 10 + 5 + 198]
+    group.request = Request(0, (1,) * 8, 4000)  # as if it might become longer than the pool
+    assert judge(40, 40, 2, reserve=headroom(group, 2, [], 0, 16)) is Verdict.OK
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import random
 import pytest
 from simulated import Simulated
 
-from hf_paged.scheduling import Group, Request, Status, Victim
+from hf_paged.scheduling import UNKNOWN, Group, Request, Status, Victim
 
 
 def prompt(length: int, first: int = 1) -> tuple[int, ...]:
@@ -155,6 +155,22 @@ def test_a_prompt_in_the_middle_goes_on_where_it_was() -> None:
     assert twin.cached_tokens == 28
     assert world.computed == 30 + 2 + 2 * 2
     world.assert_answered()
+    world.assert_empty()
+
+
+def test_who_has_all_its_tokens_does_not_travel() -> None:
+    """The host has only to hear of the last one: nothing of it is ever needed again."""
+    world = Simulated.of(total=20, size=4, tokens=32, host=20)
+    group = world.submit(Request(0, prompt(9), 10))
+    plan = world.scheduler.schedule()
+    world.scheduler.launch(plan)
+    world.scheduler.extend(group.leader, UNKNOWN)
+    world.scheduler.preempt(group)
+    assert not group.swapped
+    assert not world.scheduler.schedule().swaps
+    world.scheduler.confirm(plan)
+    world.scheduler.reveal(group, 9, {group.leader: 3})
+    world.scheduler.finish(group.leader)
     world.assert_empty()
 
 

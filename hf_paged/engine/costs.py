@@ -63,7 +63,10 @@ class Costs:
         return None if out is None or back is None else out + back
 
     def of_recomputation(self, tokens: int) -> float | None:
-        """Seconds by which the steps become longer if so many tokens are computed again beside what is computed anyway."""
+        """Seconds by which the steps become longer if so many tokens are computed again beside what is computed anyway.
+
+        What the prefix cache might still have then is not counted: where blocks run out it is evicted first.
+        """
         usual = median_low(self._usual) if self._usual else 0
         alone, together = self.steps.at(usual), self.steps.at(usual + tokens)
         return None if alone is None or together is None else max(0.0, together - alone)

@@ -18,7 +18,7 @@ class Preemption:
 
     def __init__(self, pools: Pools, mode: str) -> None:
         self.pools, self.mode, self.costs = pools, mode, Costs()
-        self._exposed = 0.0
+        self._exposed = self._copied = 0.0
         self._carried = {True: 0, False: 0}
         self._tokens, self._seconds, self._heard = 0, 0.0, 0.0
 
@@ -55,9 +55,10 @@ class Preemption:
         for trip in self.pools.trips():
             (self.costs.out if trip.out else self.costs.back).add(trip.bytes, trip.exposed)
             self._exposed += trip.exposed
+            self._copied += trip.copied
             self._carried[trip.out] += trip.bytes
 
     def stats(self) -> dict[str, Any]:
-        """Bytes that went out and came back, as far as that is over, and the seconds by which steps were held up for them."""
+        """Bytes that went out and came back, as far as that is over; the seconds that copying took, and by which steps were held up."""
         self._listen()
-        return {"bytes_out": self._carried[True], "bytes_in": self._carried[False], "exposed": self._exposed}
+        return {"bytes_out": self._carried[True], "bytes_in": self._carried[False], "copied": self._copied, "exposed": self._exposed}

@@ -50,10 +50,10 @@ class Steps:
         ahead = self.ahead and all(job.plain for job in self.jobs.values())
         ended = [] if ahead else self.land()
         plan = self.scheduler.schedule() if self.jobs else Plan()
+        self.pools.swap(plan.swaps)  # whoever had to go is on the way, even if nobody is left who has a row
         if not plan.rows:
             if self.jobs and self.flight is None:
                 raise RuntimeError(f"none of {self.scheduler.unfinished} requests can run: the engine's books are broken")
-            self._move(plan)  # somebody may have to go while all others only wait to be heard of
             return ended + self.land()
         if self.recorder is not None:
             self.recorder.planned(plan)
@@ -109,8 +109,8 @@ class Steps:
                 self.end(job, "error", error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"))
 
     def _compute(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:
-        """Carry out a plan: who failed and why, and the logits [rows, vocabulary] of the rows that somebody waits for."""
-        self._move(plan)
+        """Carry out a plan behind its swaps: who failed and why, and the logits [rows, vocabulary] of the rows that somebody waits for."""
+        self.pools.copy(plan.copies)
         try:
             return {}, self._run(plan.rows), [row for row in plan.rows if row.samples]
         except Exception as error:
@@ -118,11 +118,6 @@ class Steps:
                 return {plan.groups[0]: error}, torch.empty(0, 0), []
             # One of them broke the forward of all: each is tried by itself, on the same blocks.
             return self._compute_apart(plan)
-
-    def _move(self, plan: Plan) -> None:
-        """Carry out what the books say about blocks."""
-        self.pools.swap(plan.swaps)
-        self.pools.copy(plan.copies)
 
     def _compute_apart(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:
         failed: dict[Group, Exception] = {}

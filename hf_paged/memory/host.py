@@ -144,8 +144,10 @@ class _Way:
                 data = torch.empty(self.batch, self.elements, dtype=self.dtype, device=self.device)
                 self._staging.append(_Staging(data, _Moment(self.device), _Moment(self.device)))
             while len(self.slabs) < slabs:
-                data = torch.empty(self.slab_blocks, self.elements, dtype=self.dtype, pin_memory=self._side is not None)
-                self.slabs.append(data.zero_())  # pages that nobody has touched would be found in the middle of the first swap
+                slab = torch.empty(self.slab_blocks, self.elements, dtype=self.dtype, pin_memory=self._side is not None)
+                if self._side is None:
+                    slab.zero_()  # memory that nobody has touched is not there yet; what is pinned is
+                self.slabs.append(slab)
 
     def leave(self) -> None:
         """Let the device's memory go to others only behind what is on its way."""

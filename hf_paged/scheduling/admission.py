@@ -54,5 +54,6 @@ def headroom(group: Group, need: int, running: Sequence[Group], shelf: int, chun
     need: then nobody older can push it out any more, so it goes only so often.
     """
     each = 1 << (group.setbacks - 1)
-    own = min(each * len(group.sequences), max(0, group.most(shelf, chunk) - need))
+    # Alone it finds all of the pool, and must never wait for more.
+    own = min(each * len(group.sequences), max(0, min(group.most(shelf, chunk), group.shelves[shelf].pool.total) - need))
     return own + sum(min(each * len(other.sequences), max(0, other.most(shelf, chunk) - other.held(shelf))) for other in running)

@@ -61,7 +61,7 @@ class Swapping:
 
     def park(self, group: Group) -> int | None:
         """Move a running group to the host, if that is wanted and there is room: the blocks that travel, None if it stays."""
-        if not group.leader.computed or any(shelf.host is None for shelf in self.shelves) or self.stale(group):
+        if not group.leader.computed or group.complete or any(shelf.host is None for shelf in self.shelves) or self.stale(group):
             return None
         for i, shelf in enumerate(self.shelves):
             if shelf.window is not None:
