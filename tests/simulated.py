@@ -70,6 +70,8 @@ class Simulated:
     pools: list[BlockPool]
     windows: list[int | None]
     limits: Limits
+    encoders: BlockPool | None = None
+    """Of what encoders make, if there are any: numbers of their own stand there."""
     policy: str = "fcfs"
     prefix_caching: bool = True
     verify: bool = False
@@ -81,9 +83,12 @@ class Simulated:
     beams: set[int] = field(default_factory=set)
     answers: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     computed: int = 0
+    encoded: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shelves = [Shelf(pool, window) for pool, window in zip(self.pools, self.windows, strict=True)]
+        if self.encoders is not None:
+            shelves.append(Shelf(self.encoders, cross=True))
         self.scheduler = Scheduler(shelves, self.limits, self.policy, prefix_caching=self.prefix_caching, verify=self.verify)
         self.stores: list[dict[int, int]] = [{} for _ in self.pools]
 
@@ -135,7 +140,8 @@ class Simulated:
     # ---- the model
 
     def copy(self, plan: Plan) -> None:
-        for pool, store, copies in zip(self.pools, self.stores, plan.copies, strict=True):
+        assert self.encoders is None or not plan.copies[-1]
+        for pool, store, copies in zip(self.pools, self.stores, plan.copies, strict=self.encoders is None):
             assert not {copy.source for copy in copies} & {copy.target for copy in copies}
             assert len({copy.target for copy in copies}) == len(copies)
             for source, target in copies:
@@ -146,13 +152,24 @@ class Simulated:
         """Write what the row computes in every pool, after reading all that it looks at: the answer is its last value."""
         self.computed += count
         right = values_of(sequence.tokens[: start + count], self.salt)
-        for table, store, window in zip(sequence.tables, self.stores, self.windows, strict=True):
+        if self.encoders is not None:
+            self.attend_to_encoder(sequence, start)
+        for table, store, window in zip(sequence.tables, self.stores, self.windows, strict=self.encoders is None):
             assert table.length == start + count
             for position in range(start, start + count):
                 store[table.slot(position)] = right[position]
             for seen in range(max(0, start - (window or start + 1) + 1), start + count):
                 assert store[table.slot(seen)] == right[seen], f"{sequence!r} reads a wrong {seen}"
         return right[-1]
+
+    def attend_to_encoder(self, sequence: Sequence, start: int) -> None:
+        """What its encoder made is written with the first token, and is there with all later ones."""
+        table, request = sequence.tables[-1], sequence.group.request
+        assert table.length == request.source
+        slots = [table.slot(position) for position in range(request.source)]
+        if start == 0:
+            self.encoded.update(dict.fromkeys(slots, request.number))
+        assert {self.encoded[slot] for slot in slots} <= {request.number}
 
     # ---- what comes after the model
 
@@ -183,6 +200,6 @@ class Simulated:
 
     def assert_empty(self) -> None:
         assert not self.scheduler.unfinished
-        assert all(pool.held == 0 for pool in self.pools)
+        assert all(shelf.pool.held == 0 for shelf in self.scheduler.shelves)
         assert not self.scheduler._promised
         self.scheduler.check()
