@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from hf_paged.blocks import BlockPool
-from hf_paged.scheduling import Group, Limits, Plan, Request, Scheduler, Sequence, Shelf, Status
+from hf_paged.scheduling import Group, Limits, Plan, Request, Scheduler, Sequence, Shelf, Status, Swaps, Victim
 
 VOCABULARY = 7
 
@@ -75,22 +75,31 @@ class Simulated:
     policy: str = "fcfs"
     prefix_caching: bool = True
     verify: bool = False
+    host: int | None = None
+    """Blocks of the host for each pool; without it nobody is swapped."""
+    swap: Callable[[Victim], bool] = lambda victim: True
     fails: Callable[[Group], bool] = lambda group: False
     salt: int = 0
+    checks: bool = True
+    """Whether every step is followed by an audit of the books."""
     groups: list[Group] = field(default_factory=list)
     """Those that are not finished, and some that are."""
     requests: dict[int, Request] = field(default_factory=dict)
     beams: set[int] = field(default_factory=set)
     answers: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     computed: int = 0
-    encoded: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        shelves = [Shelf(pool, window) for pool, window in zip(self.pools, self.windows, strict=True)]
+        everybody = self.pools if self.encoders is None else [*self.pools, self.encoders]
+        self.hosts = [None if self.host is None else BlockPool(self.host, pool.block_size) for pool in everybody]
+        shelves = [Shelf(*of_shelf) for of_shelf in zip(self.pools, self.windows, self.hosts, strict=False)]
         if self.encoders is not None:
-            shelves.append(Shelf(self.encoders, cross=True))
-        self.scheduler = Scheduler(shelves, self.limits, self.policy, prefix_caching=self.prefix_caching, verify=self.verify)
-        self.stores: list[dict[int, int]] = [{} for _ in self.pools]
+            shelves.append(Shelf(self.encoders, host=self.hosts[-1], cross=True))
+        self.scheduler = Scheduler(
+            shelves, self.limits, self.policy, prefix_caching=self.prefix_caching, verify=self.verify, swap=lambda victim: self.swap(victim)
+        )
+        self.stores: list[dict[int, int]] = [{} for _ in everybody]
+        self.on_host: list[dict[int, int]] = [{} for _ in everybody]
 
     @classmethod
     def of(
@@ -114,6 +123,7 @@ class Simulated:
         scheduler = self.scheduler
         plan = scheduler.schedule()
         assert plan.tokens <= self.limits.tokens
+        self.carry(plan.swaps)
         self.copy(plan)
         failed = [group for group in plan.groups if self.fails(group)]
         values = {row.sequence: self.compute(row.sequence, row.start, row.count) for row in plan.rows if row.sequence.group not in failed}
@@ -125,7 +135,8 @@ class Simulated:
             if rows and group not in failed:
                 chosen = {sequence: values[row.sequence] for row in rows for sequence in row.samples}
                 (self.choose_beams if group.request.number in self.beams else self.choose)(group, chosen)
-        scheduler.check()
+        if self.checks:
+            scheduler.check()
         return plan
 
     def run(self, most: int = 10_000) -> list[Plan]:
@@ -139,9 +150,20 @@ class Simulated:
 
     # ---- the model
 
+    def carry(self, swaps: Swaps) -> None:
+        """All that goes to the host, then all that comes back; every block goes to one place once."""
+        for ways, here, there in ((swaps.out, self.stores, self.on_host), (swaps.back, self.on_host, self.stores)):
+            for shelf, sources, targets, copies in zip(self.scheduler.shelves, here, there, ways, strict=bool(ways)):
+                pool = shelf.pool
+                assert len({copy.target for copy in copies}) == len(copies)
+                for source, target in copies:
+                    for slot in range(pool.block_size):
+                        targets[target * pool.block_size + slot] = sources.get(source * pool.block_size + slot, 0)
+
     def copy(self, plan: Plan) -> None:
         assert self.encoders is None or not plan.copies[-1]
-        for pool, store, copies in zip(self.pools, self.stores, plan.copies, strict=self.encoders is None):
+        for shelf, store, copies in zip(self.scheduler.shelves, self.stores, plan.copies, strict=True):
+            pool = shelf.pool
             assert not {copy.source for copy in copies} & {copy.target for copy in copies}
             assert len({copy.target for copy in copies}) == len(copies)
             for source, target in copies:
@@ -168,8 +190,8 @@ class Simulated:
         assert table.length == request.source
         slots = [table.slot(position) for position in range(request.source)]
         if start == 0:
-            self.encoded.update(dict.fromkeys(slots, request.number))
-        assert {self.encoded[slot] for slot in slots} <= {request.number}
+            self.stores[-1].update(dict.fromkeys(slots, request.number))
+        assert {self.stores[-1][slot] for slot in slots} <= {request.number}
 
     # ---- what comes after the model
 
@@ -200,6 +222,6 @@ class Simulated:
 
     def assert_empty(self) -> None:
         assert not self.scheduler.unfinished
-        assert all(shelf.pool.held == 0 for shelf in self.scheduler.shelves)
+        assert all(shelf.pool.held == 0 and (shelf.host is None or shelf.host.held == 0) for shelf in self.scheduler.shelves)
         assert not self.scheduler._promised
         self.scheduler.check()

@@ -203,6 +203,23 @@ def test_room_for_cross_tables() -> None:
         assert "made for 256 tokens, got 300" in str(engine.submit([5] * 300, **GREEDY).result().error)
 
 
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_few_blocks(name: str, preemption: str) -> None:
+    """C30, C36: cross tables are swapped with their groups and come back as they were, or are made again."""
+    model = text_model(name)
+    options = {"max_new_tokens": 20, "min_new_tokens": 20}
+    with small(model, num_blocks=24, block_size=2, preemption=preemption) as engine:
+        handles = [engine.submit(prompt, num_beams=2, **options) for prompt in (PROMPTS[2], PROMPTS[0])]
+        handles += [engine.submit(prompt, do_sample=False, **options) for prompt in PROMPTS[:3]]
+        found = run(engine, handles)
+        stats = engine.stats()
+        assert stats["preemptions"] > 0
+        assert (stats["swapped_in"] > 0) == (preemption == "swap")
+    assert found[:2] == [right(model, prompt, num_beams=2, **options) for prompt in (PROMPTS[2], PROMPTS[0])]
+    assert found[2:] == [right(model, prompt, do_sample=False, **options) for prompt in PROMPTS[:3]]
+
+
 def test_a_failure_is_the_requests_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """C34: an encoder that raises ends its request; one that makes another number of tokens than it said, too."""
     model = text_model("t5")

@@ -38,7 +38,10 @@ def books(engine: Engine) -> tuple[Any, ...]:
     }
     pools = [shelf.pool for shelf in engine.pools.shelves]
     cached = tuple(frozenset(i for i, state in enumerate(pool._state) if state == CACHED) for pool in pools)
-    counts = tuple(Blocks(pool.held, sum(count > 1 for count in pool._references), pool.cached, pool.free) for pool in pools)
+    counts = tuple(
+        Blocks(pool.held, sum(count > 1 for count in pool._references), pool.cached, pool.free, shelf.host.held if shelf.host else 0)
+        for pool, shelf in zip(pools, engine.pools.shelves, strict=True)
+    )
     return tables, cached, counts
 
 

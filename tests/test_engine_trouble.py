@@ -328,12 +328,14 @@ def test_models_that_cannot_be_served(kind: str, reason: str) -> None:
         Engine(model.eval())
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_soak_of_aborts_and_faults(model: Any, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "preemption"), [(0, "recompute"), (1, "swap"), (2, "auto")])
+def test_a_soak_of_aborts_and_faults(model: Any, seed: int, preemption: str) -> None:
     """Random requests of all kinds, aborted and failing at random, on few blocks: who comes through is right, and nothing leaks."""
     rng = random.Random(seed)
     kinds = [{}, {}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2, "temperature": 1.5}]
-    with Engine(model, block_size=2, num_blocks=40, max_batch_tokens=12, max_batch_sequences=6) as engine, Engine(model) as other:
+    options = {"block_size": 2, "num_blocks": 40, "max_batch_tokens": 12, "max_batch_sequences": 6}
+    options |= {"preemption": preemption, "run_ahead": seed > 0}
+    with Engine(model, **options) as engine, Engine(model) as other:
         expected = {
             (p, k): answers(other.generate([prompt], seed=1, **{**GREEDY, **kind})[0])
             for p, prompt in enumerate(PROMPTS)
@@ -361,6 +363,8 @@ def test_a_soak_of_aborts_and_faults(model: Any, seed: int) -> None:
                     through += 1
                     assert answers(output) == expected[p, k]
         engine.check()
-        assert engine.stats()["blocks"]["full"]["held"] == 0
-        assert engine.stats()["preemptions"] > 5
+        stats = engine.stats()
+        assert all(kind["held"] == 0 for kind in [*stats["blocks"].values(), *stats["host"].values()])
+        assert stats["preemptions"] > 5
+        assert (stats["swapped_out"] > 0) == (preemption != "recompute")
         assert through > 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from simulated import Simulated
@@ -306,9 +307,9 @@ def test_options_are_checked() -> None:
         Scheduler([shelf, Shelf(type(shelf.pool)(4, 8))], Limits(4, 4))
 
 
-def behind_encoders(total: int, encoders: int, size: int = 4, **options: int) -> Simulated:
+def behind_encoders(total: int, encoders: int, size: int = 4, **options: Any) -> Simulated:
     limits = Limits(options.get("tokens", 16), options.get("sequences", 8), 0.0)
-    return Simulated([BlockPool(total, size)], [None], limits, encoders=BlockPool(encoders, size))
+    return Simulated([BlockPool(total, size)], [None], limits, encoders=BlockPool(encoders, size), host=options.get("host"))
 
 
 def test_one_cross_table_a_group() -> None:
@@ -345,11 +346,15 @@ def test_cross_tables_need_room() -> None:
     world.assert_empty()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_walk_behind_encoders(seed: int) -> None:
-    """C23, C30, C36: random groups on few blocks of both kinds, preempted and aborted: everybody reads what his own encoder made."""
+@pytest.mark.parametrize("host", [None, 30])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_walk_behind_encoders(seed: int, host: int | None) -> None:
+    """C23, C30, C36: random groups on few blocks of both kinds, preempted and aborted: everybody reads what his own encoder made.
+
+    Cross tables are swapped with their groups, or made again.
+    """
     rng = random.Random(seed)
-    world = behind_encoders(total=22, encoders=14, tokens=9, sequences=6)
+    world = behind_encoders(total=22, encoders=14, tokens=9, sequences=6, host=host)
     alive: list[Group] = []
     for number in range(60):
         width = rng.choice([1, 1, 2, 3])
@@ -367,3 +372,4 @@ def test_a_walk_behind_encoders(seed: int) -> None:
     world.assert_answered()
     world.assert_empty()
     assert world.scheduler.counts["preemptions"] > 3
+    assert (world.scheduler.counts["swapped_out"] > 0) == (host is not None)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from typing import Any, get_args
 
 from ..integration.registry import base_model
-from ..scheduling import Group, Request, Scheduler, why_infeasible
+from ..scheduling import Count, Group, Request, Scheduler, why_infeasible
 from .asking import check_transformers
 from .config import EngineConfig
 from .encoding import Source
@@ -15,6 +15,7 @@ from .front import Front
 from .job import Job
 from .output import FinishReason, Output
 from .pools import Pools
+from .preemption import Preemption
 from .recorder import Recorder
 from .runner import Runner
 from .stepping import Steps
@@ -46,16 +47,18 @@ class Engine(Front):
         self._require_eval()
         self._runner.try_out()
         self.pools.settle(self._longest, self._longest_source)
+        self._preemption = Preemption(self.pools, self.config.preemption)
         self._scheduler = Scheduler(
             self.pools.shelves,
             self.config.limits(),
             self.config.policy,
             prefix_caching=self.config.prefix_caching,
             verify=self.config.check_hits,
+            swap=self._preemption.decide,
         )
         self._jobs: dict[Group, Job] = {}
         ahead = self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
-        self._steps = Steps(self.pools, self._runner, self._scheduler, self._jobs, ahead)
+        self._steps = Steps(self.pools, self._runner, self._scheduler, self._jobs, self._preemption, ahead)
         self._aside: list[Output] = []
         """What ended between two steps."""
         self._weights = Weights(self.model)
@@ -145,7 +148,7 @@ class Engine(Front):
     # ---- the model in other hands
 
     def pause(self) -> None:
-        """Let go of the model: nobody holds a block, and requests wait. Until `resume` its weights may change.
+        """Let go of the model: nobody holds a block, here or on the host, and requests wait. Until `resume` its weights may change.
 
         What requests have said so far stays; it is computed again, with the weights of then.
         """
@@ -153,7 +156,10 @@ class Engine(Front):
             self._require_open()
             self._aside += self._steps.land()
             for group in list(self._scheduler.running):
-                self._scheduler.preempt(group)
+                self._scheduler.preempt(group, swap=False)
+            for group in self._scheduler.preempted:
+                if group.swapped:
+                    self._scheduler.begin_again(group)
             self._paused = True
 
     def resume(self) -> None:
@@ -191,8 +197,10 @@ class Engine(Front):
                 "running": len(scheduler.running),
                 "preempted": len(scheduler.preempted),
                 "blocks": self.pools.usage(),
+                "host": self.pools.host_usage(),
                 "graphs": {} if self._runner.decoding is None else dict(self._runner.decoding.counts),
-                **{name: scheduler.counts[name] for name in ("steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses")},
+                **{name: scheduler.counts[name] for name in get_args(Count)},
+                **self._preemption.stats(),
             }
 
     def trace(self, path: str | os.PathLike[str]) -> Recorder:

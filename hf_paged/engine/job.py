@@ -13,37 +13,10 @@ from ..scheduling import Group, Scheduler, Sequence
 from .asking import Asked, is_about_time
 from .beams import BeamSearch, Hypothesis, Notes
 from .news import News
-from .output import FinishReason, Increment, Output, SequenceOutput, Timing, TokenLogprob
-from .text import Detokeniser
+from .output import FinishReason, Output, Timing, TokenLogprob
+from .stream import Stream
 
 CPU = torch.device("cpu")
-
-
-class Stream:
-    """One answer as it grows."""
-
-    def __init__(self, index: int, tokenizer: Any) -> None:
-        self.index = index
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.finish_reason: FinishReason | None = None
-        self.score: float | None = None
-        self._tokenizer = tokenizer
-        self._text = None if tokenizer is None else Detokeniser(tokenizer)
-
-    def output(self, with_logprobs: bool) -> SequenceOutput:
-        """The answer, once it has ended."""
-        assert self.finish_reason is not None
-        text = None if self._tokenizer is None else self._tokenizer.decode(self.tokens, skip_special_tokens=True)
-        return SequenceOutput(list(self.tokens), text, self.finish_reason, list(self.logprobs) if with_logprobs else None, self.score)
-
-    def add(self, tokens: list[int], logprobs: list[TokenLogprob], finish_reason: FinishReason | None) -> Increment:
-        """Grow, and say by how much."""
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.finish_reason = finish_reason
-        text = None if self._text is None else self._text.add(tokens, last=finish_reason is not None)
-        return Increment(self.index, tokens, text, finish_reason)
 
 
 class Job:
@@ -55,17 +28,15 @@ class Job:
     def __init__(self, asked: Asked, group: Group | None, tokenizer: Any) -> None:
         self.asked, self.group, self.tokenizer = asked, group, tokenizer
         self.beams = BeamSearch(asked) if asked.beams > 1 else None
-        self.streams = [Stream(i, tokenizer) for i in range(asked.answers)]
+        self.streams = [Stream(i, tokenizer, whole=self.beams is not None) for i in range(asked.answers)]
         self.timing = Timing(time.monotonic())
-        self.news = News()
+        self.news = News(self.streams)
         self.number: int | None = None
         """Its place in the order of arrival; a request that was refused has none."""
         self.output: Output | None = None
         self.cancelled = False
         self.plain = asked.warp is not None
-        """Whether its tokens are chosen with everybody's, in one go."""
-        self.blind = self.plain and asked.favourites is None
-        """Whether its next step needs nothing of the host but what it knows before it has heard of the last token."""
+        """Whether its tokens are chosen with everybody's, in one go, and the host may hear of them later."""
         self._notes: list[list[TokenLogprob]] = [[] for _ in range(asked.width)]
 
     # ---- a step
@@ -105,13 +76,21 @@ class Job:
             scheduler.extend(sequence, token)
         self._go_on(scheduler, position, heard, notes, device)
 
-    def hear(self, scheduler: Scheduler, position: int, heard: Mapping[Sequence, int], device: torch.device) -> None:
+    def hear(
+        self,
+        scheduler: Scheduler,
+        position: int,
+        heard: Mapping[Sequence, int],
+        notes: Mapping[Sequence, TokenLogprob] | None,
+        device: torch.device,
+    ) -> None:
         """Its running sequences have got these tokens at `position` a while ago: see which end there."""
         assert self.group is not None
         scheduler.reveal(self.group, position, heard)
         # Whatever is computed on the device now waits for the step that is running there.
         own = all(type(each).__module__.startswith("transformers.") for each in self.asked.criteria)
-        self._go_on(scheduler, position, heard, None, CPU if own else device)
+        kept = None if notes is None else [notes[sequence] for sequence in heard]
+        self._go_on(scheduler, position, heard, kept, CPU if own else device)
 
     def _go_on(
         self, scheduler: Scheduler, position: int, heard: Mapping[Sequence, int], notes: list[TokenLogprob] | None, device: torch.device
@@ -125,7 +104,8 @@ class Job:
 
     def _tell(self, index: int, token: int, note: TokenLogprob | None, reason: FinishReason | None) -> None:
         self.timing.first_token = self.timing.first_token or time.monotonic()
-        self.news.tell(self.streams[index].add([token], [note] if note else [], reason))
+        self.streams[index].add([token], [note] if note else [], reason)
+        self.news.tell()
 
     def _stopped(self, places: list[int], length: int, device: torch.device) -> list[FinishReason | None]:
         """What the criteria say about the first `length` tokens of its running sequences; they see all of them, as in generate()."""
@@ -177,8 +157,9 @@ class Job:
         scheduler.reorder(self.group, step.sources, step.tokens)
         if step.done:
             for stream, (best, score) in zip(self.streams, self.beams.answers(), strict=True):
-                self.news.tell(stream.add(best.tokens, best.notes, best.reason or "length"))
+                stream.add(best.tokens, best.notes, best.reason or "length")
                 stream.score = score
+            self.news.tell()
             for sequence in list(self.group.sequences):
                 scheduler.finish(sequence)
 
@@ -189,7 +170,7 @@ class Job:
         self.timing.finished = time.monotonic()
         for stream in self.streams:
             if stream.finish_reason is None:
-                self.news.tell(stream.add([], [], reason))
+                stream.add([], [], reason)
         group, self.group = self.group, None
         self.output = Output(
             list(self.asked.told),

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 
 from .output import Increment
+from .stream import Stream
 
 Wake = Callable[[], None]
 """Tells somebody that there is something new. Called in the middle of a step, by whatever thread: it neither waits nor raises."""
 
 
 class News:
-    """Increments on their way from the step that makes them to whoever reads them, perhaps in another thread."""
+    """What is new in a request's answers, on its way from the step that makes it to whoever reads it, perhaps in another thread."""
 
-    def __init__(self) -> None:
-        self._increments: deque[Increment] = deque()
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._streams = streams
+        self._reading = threading.Lock()
         self._readers: list[Wake] = []
         self._waiters: list[Wake] = []
         """Those who want to know of every increment, and those who want the end only."""
 
     def __bool__(self) -> bool:
-        return bool(self._increments)
+        return any(stream.unread for stream in self._streams)
 
-    def tell(self, increment: Increment) -> None:
-        """Add an increment."""
-        self._increments.append(increment)
-        for wake in self._readers.copy():
-            wake()
+    def tell(self) -> None:
+        """There is an increment."""
+        if self._readers:
+            for wake in self._readers.copy():
+                wake()
 
     def end(self) -> None:
         """There will be no more, and the output is there."""
@@ -36,8 +39,10 @@ class News:
             wake()
 
     def take(self) -> list[Increment]:
-        """What nobody has read yet."""
-        return [self._increments.popleft() for _ in range(len(self._increments))]
+        """What nobody has read yet: the first of every answer, then the second of every one, as they were made."""
+        with self._reading:
+            rounds = zip_longest(*(stream.take() for stream in self._streams))
+        return [increment for each in rounds for increment in each if increment is not None]
 
     @contextmanager
     def waking(self, wake: Wake, each: bool) -> Iterator[None]:

@@ -15,6 +15,7 @@ from .flight import Flight
 from .job import Job
 from .output import FinishReason, Output
 from .pools import Pools
+from .preemption import Preemption
 from .recorder import Recorder
 from .runner import Piece, Runner
 
@@ -26,8 +27,11 @@ class Steps:
     token: the device never waits. Who turns out to have ended has then computed one token too many, which nobody sees.
     """
 
-    def __init__(self, pools: Pools, runner: Runner, scheduler: Scheduler, jobs: dict[Group, Job], ahead: bool) -> None:
+    def __init__(
+        self, pools: Pools, runner: Runner, scheduler: Scheduler, jobs: dict[Group, Job], preemption: Preemption, ahead: bool
+    ) -> None:
         self.pools, self.runner, self.scheduler, self.jobs, self.ahead = pools, runner, scheduler, jobs, ahead
+        self.preemption = preemption
         self.flight: Flight | None = None
         """The step that is on its way."""
         self._given: dict[Group, Asked] = {}
@@ -44,7 +48,7 @@ class Steps:
 
     def go_on(self) -> list[Output]:
         """The next step; the answer is whose requests have ended."""
-        ahead = self.ahead and all(job.blind for job in self.jobs.values())
+        ahead = self.ahead and all(job.plain for job in self.jobs.values())
         ended = [] if ahead else self.land()
         plan = self.scheduler.schedule() if self.jobs else Plan()
         if not plan.rows:
@@ -56,17 +60,19 @@ class Steps:
         for group in plan.admitted:
             timing = self.jobs[group].timing
             timing.started = timing.started or time.monotonic()
+        begin = time.perf_counter()
         failed, logits, rows = self._compute(plan)
         self.scheduler.launch(plan, failed)
         flight, picks = self.flight, self._picks(rows)
         if ahead:
-            self.flight = Flight(plan, failed, picks, logits)
+            self.flight = Flight(plan, failed, picks, logits, begin)
             self.flight.depart(self.scheduler)
             ended += self._settle(flight)
         trouble = {self.jobs[group]: error for group, error in failed.items() if group in self.jobs}
         if not ahead:
             self.scheduler.confirm(plan, failed)
             trouble |= choose(self.scheduler, picks, logits) if picks else {}
+            self.preemption.heard(plan, begin)
         ended += [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(pick.job) for pick in picks if _is_over(pick.job)]
 
@@ -78,7 +84,9 @@ class Steps:
     def _settle(self, flight: Flight | None) -> list[Output]:
         if flight is None:
             return []
-        ended = [self.end(job, "error", error) for job, error in flight.land(self.scheduler).items()]
+        trouble = flight.land(self.scheduler)
+        self.preemption.heard(flight.plan, flight.begin)
+        ended = [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(job) for job in flight.jobs if _is_over(job)]
 
     def start_over(self, error: BaseException) -> None:
@@ -91,6 +99,8 @@ class Steps:
             job.go_back()
         for shelf in self.pools.shelves:
             shelf.pool.recover()
+            if shelf.host is not None:
+                shelf.host.recover()
         self.scheduler.start_over(self.jobs)
         for group, job in list(self.jobs.items()):
             if group.status is Status.FINISHED:
@@ -100,6 +110,7 @@ class Steps:
 
     def _compute(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:
         """Carry out a plan: who failed and why, and the logits [rows, vocabulary] of the rows that somebody waits for."""
+        self.pools.swap(plan.swaps)
         self.pools.copy(plan.copies)
         try:
             return {}, self._run(plan.rows), [row for row in plan.rows if row.samples]

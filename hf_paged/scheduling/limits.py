@@ -9,13 +9,14 @@ from ..blocks import BlockPool
 
 
 class Shelf(NamedTuple):
-    """The pool of one kind of layer, and how far back those layers look.
+    """The pool of one kind of layer, how far back those layers look, and the pool on the host that its blocks are swapped to.
 
     cross: whether they look at what an encoder made of a request's input: as long as that from the request's first step on.
     """
 
     pool: BlockPool
     window: int | None = None
+    host: BlockPool | None = None
     cross: bool = False
 
     def row_blocks(self, tokens: int, chunk: int) -> int:
