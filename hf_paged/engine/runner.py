@@ -75,7 +75,7 @@ class Runner:
         self.encoder = Encoder(model) if pools.cross_layers else None
         self._takes_positions = "position_ids" in parameters and self.encoder is None
         if self.encoder is not None:
-            self.why_rows = f"{type(model).__name__} is an encoder-decoder: every row has an encoder's keys and values of its own"
+            self.why_rows = f"{type(model).__name__} is an encoder-decoder"
         elif not self._takes_positions:
             self.why_rows = f"{type(model).__name__}.forward takes no position_ids"
         elif not self.configs:
