@@ -10,20 +10,14 @@ Whisper's own generate() is not tried, GenerationMixin's is.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 import sys
 import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import sweep_models  # finds the packages of this tree, and runs a family in a process of its own
 import torch
 import transformers as tf
 from tiny import build, mappings
@@ -37,7 +31,7 @@ OPTIONS = {"block_size": 4, "num_blocks": 60, "max_batch_tokens": 11, "max_batch
 TITLES = {"causal": "Decoders", "seq2seq": "Encoder-decoders", "audio": "Encoder-decoders for recordings"}
 
 
-def run_family(kind: str, config_class: type) -> dict[str, Any]:
+def run_family(kind: str, config_class: type, modes: list[str]) -> dict[str, Any]:
     """The form of a family, and whether its tokens are generate()'s."""
     try:
         model = build(kind, config_class)
@@ -101,28 +95,6 @@ def _answers(model: Any, way: dict[str, Any]) -> list[Any]:
         return [str(output.error) if output.error else output.sequences[0].token_ids for output in outputs]
 
 
-def in_child(kind: str, config_class: type, seconds: int) -> dict[str, Any]:
-    """Run a family in a fork: a crash or a hang is its own."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        signal.alarm(seconds)
-        torch.set_num_threads(1)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        try:
-            with os.fdopen(writing, "w") as pipe:
-                json.dump(run_family(kind, config_class), pipe)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(child, 0)
-    died = f"took more than {seconds} s" if status & 127 == signal.SIGALRM else f"died of signal {status & 127}"
-    found: dict[str, Any] = json.loads(text) if text else {"form": "fails", "remark": died}
-    return found
-
-
 def main() -> int:
     """Go through the families and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,6 +103,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=120, help="limit for one family")
     options = parser.parse_args()
     tf.logging.set_verbosity_error()
+    options.modes = []
+    sweep_models.run_family = run_family  # in a fork of its own, as there
     totals: Counter[str] = Counter()
     print(f"# Models in the engine\n\nMade by `scripts/engine_models.py`: transformers {tf.__version__}, torch {torch.__version__}.\n")
     for kind in options.kinds:
@@ -138,11 +112,12 @@ def main() -> int:
         for config_class in dict.fromkeys(mappings()[kind]):
             if options.families and config_class.model_type not in options.families:
                 continue
-            found = in_child(kind, config_class, options.seconds)
-            form = found["form"]
+            child = sweep_models.in_child(kind, config_class, options)
+            found = sweep_models.finish(*child, kind, config_class.model_type, options.seconds)
+            form = found.get("form", "fails")
             if form == "no encoder-decoder":
                 continue
-            remark = " ".join(found.get("remark", "").split()).replace("|", "/")[:200]
+            remark = " ".join((found.get("remark") or found.get("unbuilt") or "").split()).replace("|", "/")[:200]
             print(f"| {config_class.model_type} | {form} | {found.get('marks', '')} | {remark} |", flush=True)
             totals[form] += 1
             totals["X"] += "X" in found.get("marks", "")

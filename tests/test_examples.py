@@ -51,7 +51,24 @@ def test_eight_side_by_side(terminal: bool, capsys: pytest.CaptureFixture[str], 
         assert [len(picture.split()) for picture in pictures[1:4]] != [len(pictures[1].split())] * 3
 
 
-@pytest.mark.parametrize("name", ["beams", "batch"])
+@pytest.mark.parametrize("arguments", [["--system", "200"], [str(Path(demo.__file__).parent / "data"), "--turns", "2", "--system", "90"]])
+def test_a_chat_computes_what_is_new(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every turn finds the prompt before it and its answer, less what its text is not cut into again; a model may be a path."""
+    monkeypatch.setattr("sys.argv", ["chat", *arguments])
+    runpy.run_path(str(ROOT / "examples" / "chat.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    turns = [[int(number) for number in re.findall(r"(?<!\S)\d+(?!\S)", row)] for row in re.findall(r"^ +\d+ +\d+\.\d+ .*$", out, re.M)]
+    assert [turn[0] for turn in turns] == list(range(1, 3 if "--turns" in arguments else 5))
+    assert turns[0][2] == 0
+    for (_, computed, reused, whole), before in zip(turns[1:], turns, strict=False):
+        assert computed + reused == whole
+        assert before[3] + 18 <= reused < before[3] + 24  # nobody has fed the last token of an answer
+    assert all(turn[1] < 20 for turn in turns[1:])
+    assert re.search(r"^the second turn takes \d\.\d\d of the first, prompts reused$", out, re.M)
+    assert "\nthe same tokens\n" in out
+
+
+@pytest.mark.parametrize("name", ["beams", "batch", "chat"])
 def test_the_big_shape_asks_for_a_gpu(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [name, "--shape", "llama8b"])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
