@@ -354,14 +354,14 @@ def test_a_walk_behind_encoders(seed: int, host: int | None) -> None:
     Cross tables are swapped with their groups, or made again.
     """
     rng = random.Random(seed)
-    world = behind_encoders(total=22, encoders=14, tokens=9, sequences=6, host=host)
+    world = behind_encoders(total=22, encoders=24, tokens=9, sequences=6, host=host)
     alive: list[Group] = []
     for number in range(60):
         width = rng.choice([1, 1, 2, 3])
         length = rng.randrange(1, 12)
-        request = Request(number, prompt(length, rng.randrange(7)), length + rng.randrange(2, 9), width, source=rng.randrange(1, 20))
+        request = Request(number, prompt(length, rng.randrange(7)), length + rng.randrange(6, 20), width, source=rng.randrange(1, 20))
         alive.append(world.submit(request, beams=width > 1 and rng.random() < 0.5))
-        for _ in range(rng.randrange(4)):
+        for _ in range(rng.randrange(6)):
             world.step()
         if rng.random() < 0.15:
             group = alive.pop(rng.randrange(len(alive)))
