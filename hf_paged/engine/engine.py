@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from ..integration.registry import base_model
 from ..scheduling import Count, Group, Request, Scheduler, why_infeasible
-from .asking import check_transformers
+from .asking import check_model, check_transformers
 from .config import EngineConfig
 from .encoding import Source
 from .front import Front
@@ -41,6 +41,7 @@ class Engine(Front):
         self.config = EngineConfig.of(config, options)
         super().__init__(base_model(model), tokenizer)
         check_servable(self.model, model)
+        check_model(self.model)
         self._longest, self._longest_source = longest(self.model), longest_source(self.model)
         self.pools = Pools(self.model, self.config)
         self._runner = Runner(self.model, self.pools)
