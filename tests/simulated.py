@@ -70,6 +70,8 @@ class Simulated:
     pools: list[BlockPool]
     windows: list[int | None]
     limits: Limits
+    encoders: BlockPool | None = None
+    """Of what encoders make, if there are any: numbers of their own stand there."""
     policy: str = "fcfs"
     prefix_caching: bool = True
     verify: bool = False
@@ -88,13 +90,16 @@ class Simulated:
     computed: int = 0
 
     def __post_init__(self) -> None:
-        self.hosts = [None if self.host is None else BlockPool(self.host, pool.block_size) for pool in self.pools]
-        shelves = [Shelf(*of_shelf) for of_shelf in zip(self.pools, self.windows, self.hosts, strict=True)]
+        everybody = self.pools if self.encoders is None else [*self.pools, self.encoders]
+        self.hosts = [None if self.host is None else BlockPool(self.host, pool.block_size) for pool in everybody]
+        shelves = [Shelf(*of_shelf) for of_shelf in zip(self.pools, self.windows, self.hosts, strict=False)]
+        if self.encoders is not None:
+            shelves.append(Shelf(self.encoders, host=self.hosts[-1], cross=True))
         self.scheduler = Scheduler(
             shelves, self.limits, self.policy, prefix_caching=self.prefix_caching, verify=self.verify, swap=lambda victim: self.swap(victim)
         )
-        self.stores: list[dict[int, int]] = [{} for _ in self.pools]
-        self.on_host: list[dict[int, int]] = [{} for _ in self.pools]
+        self.stores: list[dict[int, int]] = [{} for _ in everybody]
+        self.on_host: list[dict[int, int]] = [{} for _ in everybody]
 
     @classmethod
     def of(
@@ -148,14 +153,17 @@ class Simulated:
     def carry(self, swaps: Swaps) -> None:
         """All that goes to the host, then all that comes back; every block goes to one place once."""
         for ways, here, there in ((swaps.out, self.stores, self.on_host), (swaps.back, self.on_host, self.stores)):
-            for pool, sources, targets, copies in zip(self.pools, here, there, ways, strict=bool(ways)):
+            for shelf, sources, targets, copies in zip(self.scheduler.shelves, here, there, ways, strict=bool(ways)):
+                pool = shelf.pool
                 assert len({copy.target for copy in copies}) == len(copies)
                 for source, target in copies:
                     for slot in range(pool.block_size):
                         targets[target * pool.block_size + slot] = sources.get(source * pool.block_size + slot, 0)
 
     def copy(self, plan: Plan) -> None:
-        for pool, store, copies in zip(self.pools, self.stores, plan.copies, strict=True):
+        assert self.encoders is None or not plan.copies[-1]
+        for shelf, store, copies in zip(self.scheduler.shelves, self.stores, plan.copies, strict=True):
+            pool = shelf.pool
             assert not {copy.source for copy in copies} & {copy.target for copy in copies}
             assert len({copy.target for copy in copies}) == len(copies)
             for source, target in copies:
@@ -166,13 +174,24 @@ class Simulated:
         """Write what the row computes in every pool, after reading all that it looks at: the answer is its last value."""
         self.computed += count
         right = values_of(sequence.tokens[: start + count], self.salt)
-        for table, store, window in zip(sequence.tables, self.stores, self.windows, strict=True):
+        if self.encoders is not None:
+            self.attend_to_encoder(sequence, start)
+        for table, store, window in zip(sequence.tables, self.stores, self.windows, strict=self.encoders is None):
             assert table.length == start + count
             for position in range(start, start + count):
                 store[table.slot(position)] = right[position]
             for seen in range(max(0, start - (window or start + 1) + 1), start + count):
                 assert store[table.slot(seen)] == right[seen], f"{sequence!r} reads a wrong {seen}"
         return right[-1]
+
+    def attend_to_encoder(self, sequence: Sequence, start: int) -> None:
+        """What its encoder made is written with the first token, and is there with all later ones."""
+        table, request = sequence.tables[-1], sequence.group.request
+        assert table.length == request.source
+        slots = [table.slot(position) for position in range(request.source)]
+        if start == 0:
+            self.stores[-1].update(dict.fromkeys(slots, request.number))
+        assert {self.stores[-1][slot] for slot in slots} <= {request.number}
 
     # ---- what comes after the model
 
@@ -203,6 +222,6 @@ class Simulated:
 
     def assert_empty(self) -> None:
         assert not self.scheduler.unfinished
-        assert all(pool.held == 0 for pool in (*self.pools, *self.hosts) if pool is not None)
+        assert all(shelf.pool.held == 0 and (shelf.host is None or shelf.host.held == 0) for shelf in self.scheduler.shelves)
         assert not self.scheduler._promised
         self.scheduler.check()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from families import BY_NAME, VOCABULARY, build
 from test_engine_exact import PROMPTS, alone, answers
 from transformers import LogitsProcessor, StoppingCriteria
@@ -314,10 +315,17 @@ def test_closing_ends_everything(engine: Engine) -> None:
             use()
 
 
-@pytest.mark.parametrize(("name", "reason"), [("t5", "encoder-decoder"), ("bart", "encoder-decoder")])
-def test_models_that_cannot_be_served(name: str, reason: str) -> None:
+@pytest.mark.parametrize(("kind", "reason"), [("mamba", "keeps a state of its own"), ("pictures", "takes pixel_values")])
+def test_models_that_cannot_be_served(kind: str, reason: str) -> None:
+    """A recurrent state, an encoder of pictures: each is told by name."""
+    if kind == "mamba":
+        model: Any = tf.MambaForCausalLM(tf.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8))
+    else:
+        eyes = tf.ViTConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=8)
+        voice = tf.GPT2Config(n_embd=32, n_layer=1, n_head=4, n_positions=64, vocab_size=VOCABULARY)
+        model = tf.VisionEncoderDecoderModel(tf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(eyes, voice))
     with pytest.raises(Unservable, match=reason):
-        Engine(build(BY_NAME[name]))
+        Engine(model.eval())
 
 
 @pytest.mark.parametrize(("seed", "preemption"), [(0, "recompute"), (1, "swap"), (2, "auto")])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 from simulated import Simulated
 
-from hf_paged.scheduling import Infeasible, Limits, Request, Scheduler, Shelf, Status
+from hf_paged.blocks import BlockPool
+from hf_paged.scheduling import Group, Infeasible, Limits, Request, Scheduler, Shelf, Status
 
 
 def prompt(length: int, first: int = 1) -> tuple[int, ...]:
@@ -301,3 +305,71 @@ def test_options_are_checked() -> None:
         Scheduler([shelf], Limits(4, 4), "fifo")
     with pytest.raises(ValueError, match="one size"):
         Scheduler([shelf, Shelf(type(shelf.pool)(4, 8))], Limits(4, 4))
+
+
+def behind_encoders(total: int, encoders: int, size: int = 4, **options: Any) -> Simulated:
+    limits = Limits(options.get("tokens", 16), options.get("sequences", 8), 0.0)
+    return Simulated([BlockPool(total, size)], [None], limits, encoders=BlockPool(encoders, size), host=options.get("host"))
+
+
+def test_one_cross_table_a_group() -> None:
+    """C36, C6: as long as the encoder's answer, with the first step, shared by all sequences, given back with the group."""
+    world = behind_encoders(total=60, encoders=20)
+    pool = world.encoders
+    group = world.submit(Request(0, prompt(5), 16, width=3, source=10))
+    assert pool.held == 0
+    for _ in range(4):
+        world.step()
+        assert pool.held == 3
+    assert {tuple(sequence.tables[-1].blocks) for sequence in group.sequences} == {tuple(group.leader.tables[-1].blocks)}
+    assert all(pool.references(block) == 3 for block in group.leader.tables[-1].blocks)
+    world.scheduler.preempt(group)
+    assert pool.held == 0
+    world.scheduler.check()
+    world.run()
+    world.assert_answered()
+    world.assert_empty()
+
+
+def test_cross_tables_need_room() -> None:
+    """C11, C12: who finds none for what its encoder makes waits, though the other pool is empty; who never will is refused."""
+    world = behind_encoders(total=200, encoders=6)
+    first = world.submit(Request(0, prompt(3), 12, source=16))
+    second = world.submit(Request(1, prompt(3, 5), 12, source=12))
+    small = world.submit(Request(2, prompt(3, 6), 12, source=4))
+    world.step()
+    assert [group.status for group in (first, second, small)] == [Status.RUNNING, Status.WAITING, Status.WAITING]
+    with pytest.raises(Infeasible, match="encoder's 25 tokens need 7 blocks of 4 and 6 can be had"):
+        world.submit(Request(3, prompt(3), 12, source=25))
+    world.run()
+    world.assert_answered()
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("host", [None, 30])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_walk_behind_encoders(seed: int, host: int | None) -> None:
+    """C23, C30, C36: random groups on few blocks of both kinds, preempted and aborted: everybody reads what his own encoder made.
+
+    Cross tables are swapped with their groups, or made again.
+    """
+    rng = random.Random(seed)
+    world = behind_encoders(total=22, encoders=24, tokens=9, sequences=6, host=host)
+    alive: list[Group] = []
+    for number in range(60):
+        width = rng.choice([1, 1, 2, 3])
+        length = rng.randrange(1, 12)
+        request = Request(number, prompt(length, rng.randrange(7)), length + rng.randrange(6, 20), width, source=rng.randrange(1, 20))
+        alive.append(world.submit(request, beams=width > 1 and rng.random() < 0.5))
+        for _ in range(rng.randrange(6)):
+            world.step()
+        if rng.random() < 0.15:
+            group = alive.pop(rng.randrange(len(alive)))
+            world.scheduler.abort(group)
+        if rng.random() < 0.1 and world.scheduler.running:
+            world.scheduler.preempt(world.scheduler.running[-1])
+    world.run()
+    world.assert_answered()
+    world.assert_empty()
+    assert world.scheduler.counts["preemptions"] > 3
+    assert (world.scheduler.counts["swapped_out"] > 0) == (host is not None)

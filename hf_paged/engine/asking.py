@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
@@ -14,6 +14,7 @@ from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from .embeddings import checked, names_of
+from .encoding import Source
 from .fields import check_fields
 from .sampling import Warp, warp_of
 
@@ -23,6 +24,7 @@ EXPECTED = {
     "_prepare_generated_length": ["generation_config", "has_default_max_length", "has_default_min_length", "model_input_name"],
     "_get_logits_processor": ["generation_config", "input_ids_seq_length", "encoder_input_ids", "prefix_allowed_tokens_fn"],
     "_get_stopping_criteria": ["generation_config", "stopping_criteria", "tokenizer"],
+    "_prepare_decoder_input_ids_for_generation": ["batch_size", "model_input_name", "model_kwargs", "decoder_start_token_id"],
 }
 """The methods of GenerationMixin that say what its options mean, so that they mean the same here."""
 PASSED_ON = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask")
@@ -30,6 +32,8 @@ PASSED_ON = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt
 
 MEDIA = frozenset({"pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "input_features", "input_values", "images"})
 """Keywords that bring pictures or recordings."""
+PROMPTS = ("inputs_embeds", "input_features", "decoder_input_ids")
+"""Keywords that are a prompt or a part of one, beside the prompt itself."""
 KEY = os.urandom(16)
 """What the names of embeddings are made with in this process."""
 
@@ -39,7 +43,8 @@ class Asked:
     """A request, read and checked.
 
     prompt: what the books know of it, a number for each position. ids: what processors and criteria see of it: the same, or of a
-    prompt of embeddings [tokens, hidden] the ids that were given beside them, if any were. max_length: of a sequence in the books.
+    prompt of embeddings [tokens, hidden] the ids that were given beside them, if any were. source: what an encoder is given; prompt and
+    ids are then what its decoder begins with. max_length: of a sequence in the books.
     processors and criteria: what is not done for the whole batch at once; criteria without those about length and ends of sequence.
     warp: how scores are cut before a draw, if the processors do nothing else.
     """
@@ -47,6 +52,7 @@ class Asked:
     prompt: tuple[int, ...]
     ids: tuple[int, ...]
     embeds: torch.Tensor | None
+    source: Source | None
     config: Any
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
@@ -75,6 +81,11 @@ class Asked:
     def sampled(self) -> bool:
         """Whether tokens are drawn."""
         return bool(self.config.do_sample)
+
+    @property
+    def told(self) -> tuple[int, ...]:
+        """The ids of the prompt as the user knows it."""
+        return self.ids if self.source is None else self.source.ids
 
     def seen(self, tokens: list[int]) -> list[int]:
         """The tokens of a sequence in the books as processors and criteria see them."""
@@ -125,24 +136,36 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
+class Given(NamedTuple):
+    """A prompt: the ids that processors see, what the model is given as `name`, and what comes of it."""
+
+    tokens: tuple[int, ...]
+    name: str
+    inputs: torch.Tensor
+    embeds: torch.Tensor | None = None
+    source: Source | None = None
+
+
 def read(
     model: Any, tokenizer: Any, prompt: Any, generation_config: Any, keywords: dict[str, Any], seed: int | None, logprobs: int | bool | None
 ) -> Asked:
     """Read a request as generate() would on that prompt alone; what the engine does not do is refused by name."""
-    tokens, embeds = _prompt(model, tokenizer, prompt, keywords.pop("inputs_embeds", None))
-    given = {name: keywords.pop(name, None) for name in (*PASSED_ON, "logits_processor", "stopping_criteria")}
-    config = _config(model, tokens, embeds, generation_config, keywords)
-    ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
+    parts = {name: keywords.pop(name, None) for name in PROMPTS if name == "inputs_embeds" or model.config.is_encoder_decoder}
+    extras = {name: keywords.pop(name, None) for name in (*PASSED_ON, "logits_processor", "stopping_criteria")}
+    defaults, config = _config(model, generation_config, keywords)
+    given = (_for_encoder if model.config.is_encoder_decoder else _for_decoder)(model, tokenizer, prompt, config, **parts)
+    tokens, embeds = given.tokens, given.embeds
+    config = _with_lengths(model, config, defaults, given)
     processors = model._get_logits_processor(
         config,
         input_ids_seq_length=len(tokens),
-        encoder_input_ids=ids if embeds is None else embeds[None],
-        logits_processor=LogitsProcessorList(given["logits_processor"] or []),
-        device=ids.device,
+        encoder_input_ids=given.inputs,
+        logits_processor=LogitsProcessorList(extras["logits_processor"] or []),
+        device=model.device,
         model_kwargs={},
-        **{name: given[name] for name in PASSED_ON},
+        **{name: extras[name] for name in PASSED_ON},
     )
-    criteria = model._get_stopping_criteria(config, StoppingCriteriaList(given["stopping_criteria"] or []), tokenizer=tokenizer)
+    criteria = model._get_stopping_criteria(config, StoppingCriteriaList(extras["stopping_criteria"] or []), tokenizer=tokenizer)
     ends = {int(token) for each in criteria if type(each) is EosTokenCriteria for token in each.eos_token_id.flatten()}
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
     others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
@@ -152,6 +175,7 @@ def read(
         names,
         tokens,
         embeds,
+        given.source,
         config,
         processors,
         others,
@@ -163,22 +187,47 @@ def read(
     )
 
 
-def _prompt(model: Any, tokenizer: Any, prompt: Any, embeds: Any) -> tuple[tuple[int, ...], torch.Tensor | None]:
-    """The ids of a prompt, and its embeddings if it is made of those. A tensor of numbers with a point is embeddings, too."""
+def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_embeds: Any) -> Given:
+    """A prompt's ids, and its embeddings if it is made of those. A tensor of numbers with a point is embeddings, too."""
     if isinstance(prompt, torch.Tensor) and prompt.is_floating_point():
-        if embeds is not None:
+        if inputs_embeds is not None:
             raise ValueError("the prompt and inputs_embeds are both embeddings; give one of them")
-        prompt, embeds = None, prompt
-    if embeds is None:
+        prompt, inputs_embeds = None, prompt
+    if inputs_embeds is None:
         if prompt is None:
             raise ValueError("a request needs a prompt, or inputs_embeds")
-        return prompt_tokens(prompt, tokenizer), None
+        tokens = prompt_tokens(prompt, tokenizer)
+        return Given(tokens, "input_ids", torch.tensor([tokens], device=model.device))
     tokens = () if prompt is None else prompt_tokens(prompt, tokenizer)
-    return tokens, checked(model, embeds, tokens)
+    embeds = checked(model, inputs_embeds, tokens)
+    return Given(tokens, "inputs_embeds", embeds[None], embeds)
 
 
-def _config(model: Any, tokens: tuple[int, ...], embeds: torch.Tensor | None, generation_config: Any, keywords: dict[str, Any]) -> Any:
-    """The options of this request, completed from the model's own and checked."""
+def _for_encoder(
+    model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_embeds: Any, input_features: Any, decoder_input_ids: Any
+) -> Given:
+    """What an encoder is given, and the ids that its decoder begins with."""
+    name = model.main_input_name
+    if inputs_embeds is not None or (name == "input_ids" and input_features is not None):
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder, of whose prompts the engine takes {name}; or use generate()")
+    if name == "input_ids":
+        if prompt is None:
+            raise ValueError("a request needs a prompt")
+        ids = prompt_tokens(prompt, tokenizer)
+        inputs = torch.tensor([ids], device=model.device)
+    else:
+        if prompt is not None or not isinstance(input_features, torch.Tensor):
+            raise ValueError(f"{type(model).__name__} takes no text; give {name}=..., and decoder_input_ids if it shall begin with some")
+        features = input_features[None] if input_features.ndim == 2 else input_features
+        ids, inputs = (), features.detach().to(model.device, model.dtype, copy=True)
+    begin = {} if decoder_input_ids is None else {"decoder_input_ids": torch.tensor([prompt_tokens(decoder_input_ids, tokenizer)])}
+    start = config._decoder_start_token_tensor.cpu()
+    found, _ = model._prepare_decoder_input_ids_for_generation(1, name, begin, start, torch.device("cpu"))
+    return Given(tuple(found[0].tolist()), name, inputs, source=Source(inputs, ids))
+
+
+def _config(model: Any, generation_config: Any, keywords: dict[str, Any]) -> tuple[tuple[bool, bool], Any]:
+    """The options of this request, completed from the model's own and checked; and whether its lengths are left open."""
     own = model.generation_config
 
     def left_open(name: str) -> bool:
@@ -201,10 +250,15 @@ def _config(model: Any, tokens: tuple[int, ...], embeds: torch.Tensor | None, ge
         )
     check_fields(config)
     model._prepare_special_tokens(config, True, device=model.device)
-    name, inputs = ("input_ids", torch.tensor([tokens])) if embeds is None else ("inputs_embeds", embeds[None])
-    config = model._prepare_generated_length(config, *defaults, name, len(tokens), inputs)
-    if len(tokens) >= config.max_length:
-        raise ValueError(f"the prompt has {inputs.shape[1]} tokens and max_length leaves none to generate; give max_new_tokens instead")
+    return defaults, config
+
+
+def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: Given) -> Any:
+    """The options with the lengths that they mean for this prompt."""
+    config = model._prepare_generated_length(config, *defaults, given.name, len(given.tokens), given.inputs)
+    if len(given.tokens) >= config.max_length:
+        count = len(given.tokens) if given.embeds is None else len(given.embeds)
+        raise ValueError(f"the prompt has {count} tokens and max_length leaves none to generate; give max_new_tokens instead")
     return config
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..integration.layer import PagedLayer
+from ..integration.slots import CROSS
 from ..memory import Batch, FlatBatch, Kind, Layout, Pages, Sequences
 from .pools import Pools
 
@@ -26,6 +27,14 @@ class StepCache(DynamicCache):
         self.past = 0
         """The tokens before the step, where one sequence runs by itself."""
         Cache.__init__(self, layers=[StepLayer(i, kind, self) for i, kind in enumerate(pools.layers)])
+        self._cross = DynamicCache()
+        Cache.__init__(self._cross, layers=[CrossLayer(i, CROSS, self) for i in range(pools.cross_layers)])
+
+    def with_encoder(self, filled: bool) -> EncoderDecoderCache:
+        """The same with what the decoder attends to in its encoder; filled: whether that lies in the pages already."""
+        both = EncoderDecoderCache(self, self._cross)
+        both.is_updated = dict.fromkeys(range(len(self._cross.layers)), filled)
+        return both
 
     def begin(self, batches: Mapping[Kind, Batch], past: int = 0) -> None:
         """Stand for another step."""
@@ -85,3 +94,11 @@ class StepLayer(PagedLayer):
 
     def reset(self) -> None:
         self.columns, self.path, self.is_initialized = 0, "unused", False
+
+
+class CrossLayer(StepLayer):
+    """What one sequence's decoder attends to in its encoder: written with its first tokens, read with all later ones."""
+
+    def _stored(self, which: Any) -> torch.Tensor | None:
+        pages = self._pages()
+        return self._lazy(pages, getattr(pages, which), None)

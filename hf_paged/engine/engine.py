@@ -10,6 +10,7 @@ from ..integration.registry import base_model
 from ..scheduling import Count, Group, Request, Scheduler, why_infeasible
 from .asking import check_model, check_transformers
 from .config import EngineConfig
+from .encoding import Source
 from .front import Front
 from .job import Job
 from .output import FinishReason, Output
@@ -18,7 +19,7 @@ from .preemption import Preemption
 from .recorder import Recorder
 from .runner import Runner
 from .stepping import Steps
-from .support import check_servable, longest
+from .support import check_servable, longest, longest_source
 from .weights import Weights
 
 
@@ -41,12 +42,12 @@ class Engine(Front):
         super().__init__(base_model(model), tokenizer)
         check_servable(self.model, model)
         check_model(self.model)
-        self._longest = longest(self.model)
+        self._longest, self._longest_source = longest(self.model), longest_source(self.model)
         self.pools = Pools(self.model, self.config)
         self._runner = Runner(self.model, self.pools)
         self._require_eval()
         self._runner.try_out()
-        self.pools.settle(self._longest)
+        self.pools.settle(self._longest, self._longest_source)
         self._preemption = Preemption(self.pools, self.config.preemption)
         self._scheduler = Scheduler(
             self.pools.shelves,
@@ -85,7 +86,15 @@ class Engine(Front):
                 f"a sequence may become {request.most_tokens} tokens long (prompt {len(request.prompt)}) and {type(self.model).__name__} "
                 f"is made for {self._longest}; lower max_new_tokens"
             )
+        if self._longest_source is not None and request.source > self._longest_source:
+            return (
+                f"the encoder of {type(self.model).__name__} is made for {self._longest_source} tokens, got {request.source}; shorten them"
+            )
         return why_infeasible(request, self.pools.shelves, self.config.limits())
+
+    def _source_length(self, source: Source) -> int:
+        assert self._runner.encoder is not None
+        return self._runner.encoder.length(source)
 
     def _require_embeddings(self) -> None:
         if self._runner.why_no_embeddings is not None:

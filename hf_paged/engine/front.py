@@ -16,6 +16,7 @@ from ..blocks import extra_key
 from ..scheduling import Infeasible, Request
 from .asking import read
 from .background import Background
+from .encoding import Source
 from .handle import Handle
 from .job import Job
 from .output import FinishReason, Increment, Output
@@ -59,7 +60,8 @@ class Front(ABC):
         """Queue a request and answer with its handle; nothing is computed yet.
 
         prompt: a text or chat messages (with a tokenizer), or token ids. inputs_embeds: what the model shall take for the embeddings
-        of the prompt, [tokens, hidden] or [1, tokens, hidden]; processors see the prompt's ids, if there are any. generation_config
+        of the prompt, [tokens, hidden] or [1, tokens, hidden]; processors see the prompt's ids, if there are any. Of an encoder-decoder
+        the prompt is the encoder's, or input_features=... is, and decoder_input_ids=... what its decoder begins with. generation_config
         and keywords: as generate() takes them, logits_processor, stopping_criteria and prefix_allowed_tokens_fn among them. seed: of
         its draws. logprobs: True, or how many of the model's favourites are reported beside each token's own. priority: higher is
         sooner, under policy="priority". salt: requests share their prefixes only with requests of the same salt.
@@ -73,7 +75,8 @@ class Front(ABC):
         if asked.embeds is not None:
             self._require_embeddings()
         job = Job(asked, None, self.tokenizer)
-        request = Request(next(self._numbers), asked.prompt, asked.max_length, asked.width, priority, extra_key(salt))
+        source = 0 if asked.source is None else self._source_length(asked.source)
+        request = Request(next(self._numbers), asked.prompt, asked.max_length, asked.width, priority, extra_key(salt), source)
         reason = self._why_never(request)
         if reason is not None:
             job.close("refused", Infeasible(reason))
@@ -222,6 +225,10 @@ class Front(ABC):
     @abstractmethod
     def _why_never(self, request: Request) -> str | None:
         """Why a request can never be computed, or None if it can. Asked without the lock."""
+
+    @abstractmethod
+    def _source_length(self, source: Source) -> int:
+        """How many tokens the encoder makes of an input."""
 
     @abstractmethod
     def _require_embeddings(self) -> None:

@@ -173,7 +173,7 @@ class Job:
                 stream.add([], [], reason)
         group, self.group = self.group, None
         self.output = Output(
-            list(self.asked.ids),
+            list(self.asked.told),
             [stream.output(self.asked.favourites is not None) for stream in self.streams],
             cached_tokens=group.cached_tokens if group else 0,
             preemptions=group.preemptions if group else 0,

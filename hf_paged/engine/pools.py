@@ -15,7 +15,7 @@ from torch import nn
 from ..blocks import Copy, OutOfBlocks
 from ..config import CacheConfig
 from ..integration.registry import memory_of
-from ..integration.slots import slots_of
+from ..integration.slots import CROSS, slots_of
 from ..memory import Group, HostBlocks, Kind, Trip
 from ..memory.budget import free_bytes
 from ..scheduling import Shelf, Swaps
@@ -54,31 +54,38 @@ class Pools:
                 "preempt or fork them yet, use generate()"
             )
         kinds = [slot.kind for slot in slots if slot.kind is not None]
+        cross = len(slots_of(model, cross=True)) if getattr(model.config, "is_encoder_decoder", False) else 0
         counts = Counter(kinds)
-        self.config, self.layers = config, kinds
+        counts.update([CROSS] * cross)  # the last of them
+        self.config, self.layers, self.cross_layers = config, kinds, cross
         self.memory = memory_of(model)
         pages = config.pages()
         self.options = _OwnPages(pages.block_size, None, None, pages.kernels, False, engine=next(_engines))
         self.groups: dict[Kind, Group] = {
-            kind: self.memory.group(kind, self.options, count, count / len(kinds)) for kind, count in counts.items()
+            kind: self.memory.group(kind, self.options, count, count / counts.total()) for kind, count in counts.items()
         }
 
     @property
     def shelves(self) -> tuple[Shelf, ...]:
         """What the scheduler knows of them."""
-        return tuple(Shelf(group.pool, kind.window, None if group.host is None else group.host.pool) for kind, group in self.groups.items())
+        return tuple(
+            Shelf(group.pool, kind.window, None if group.host is None else group.host.pool, kind == CROSS)
+            for kind, group in self.groups.items()
+        )
 
     def lend(self, tokens: int) -> None:
         """Have blocks for a trial of two sequences of `tokens` tokens."""
         for group in self.groups.values():
             group.resize(2 * (group.pool.blocks_for(tokens) + 1))
 
-    def settle(self, longest: int | None) -> None:
+    def settle(self, longest: int | None, longest_source: int | None = None) -> None:
         """Take what the options say, or what the most sequences of the longest length need, within a share of the memory.
 
-        After a trial, which has shown what a block is made of.
+        After a trial, which has shown what a block is made of. longest_source: the most that an encoder makes.
         """
-        totals = [self._blocks(kind, group, longest or LONGEST) for kind, group in self.groups.items()]
+        totals = [
+            self._blocks(kind, group, (longest_source if kind == CROSS else longest) or LONGEST) for kind, group in self.groups.items()
+        ]
         for group, total in zip(self.groups.values(), totals, strict=True):
             group.resize(total)
         if self.config.preemption != "recompute" and self.config.host_blocks != 0:

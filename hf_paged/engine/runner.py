@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -13,12 +13,14 @@ from torch import nn
 from ..blocks import Table, append
 from ..integration.attention import NAME, Forward, running
 from ..integration.lazy import NotFlat
+from ..integration.slots import CROSS
 from ..integration.switch import decoder_configs, restore, switch
-from ..memory import Batch, FlatBatch
+from ..memory import Batch, FlatBatch, Kind
 from ..memory.group import is_out_of_memory
 from ..memory.upload import upload
 from .cache import StepCache
 from .decoding import Decoding
+from .encoding import Encoder, Source
 from .pools import Pools
 from .support import Unservable
 
@@ -45,6 +47,8 @@ class Piece(NamedTuple):
     """Where among the tokens that the last step chose its last token stands, if the host has not heard of it yet."""
     embeds: torch.Tensor | None = None
     """[n, hidden]: what the first n of its tokens are instead of ids."""
+    source: Source | None = None
+    """What its decoder attends to, if the model has an encoder."""
 
 
 class Runner:
@@ -65,10 +69,14 @@ class Runner:
         self.takes_embeddings = "inputs_embeds" in parameters
         self.why_no_embeddings: str | None = None
         """Why a prompt cannot be embeddings; None if it can."""
+        self._trial_source: Source | None = None
         self.why_rows: str | None = None
         """Why the model does not take a flat row; None if it does."""
-        self._takes_positions = "position_ids" in parameters
-        if not self._takes_positions:
+        self.encoder = Encoder(model) if pools.cross_layers else None
+        self._takes_positions = "position_ids" in parameters and self.encoder is None
+        if self.encoder is not None:
+            self.why_rows = f"{type(model).__name__} is an encoder-decoder"
+        elif not self._takes_positions:
             self.why_rows = f"{type(model).__name__}.forward takes no position_ids"
         elif not self.configs:
             self.why_rows = f"the attention of {type(model).__name__} does not ask transformers' registry"
@@ -131,14 +139,25 @@ class Runner:
     def _row(self, piece: Piece, latest: torch.Tensor | None) -> Iterator[torch.Tensor]:
         count = len(piece.tokens)
         length = piece.start + count
-        self.cache.begin(
-            {kind: Batch([piece.tables[i]], None, length, count, None, lambda: True) for i, kind in enumerate(self.pools.groups)},
-            past=piece.start,
-        )
+        batches = {kind: Batch([piece.tables[i]], None, length, count, None, lambda: True) for i, kind in enumerate(self.pools.groups)}
         inputs = self._inputs([piece], latest)
+        if piece.source is not None:
+            inputs = self._behind_encoder(piece, inputs["input_ids"], batches)
+        self.cache.begin(batches, past=piece.start)
         logits = self._forward(inputs, list(range(piece.start, length)), [count - 1] if piece.wanted else [], flat=False)
         if piece.wanted:
             yield logits
+
+    def _behind_encoder(self, piece: Piece, ids: torch.Tensor, batches: dict[Kind, Batch]) -> dict[str, Any]:
+        """What a decoder is given for the ids [1, tokens] of a piece, and where it finds what it attends to."""
+        assert self.encoder is not None and piece.source is not None
+        first, tokens = piece.start == 0, piece.tables[-1].length
+        answer = self.encoder.run(piece.source) if first or piece.source.made is None else piece.source.made
+        made = answer.last_hidden_state.shape[1]
+        if made != tokens:
+            raise RuntimeError(f"the encoder of {type(self.model).__name__} made {made} tokens, expected {tokens}; use generate()")
+        batches[CROSS] = Batch([piece.tables[-1]], None, tokens, tokens, None, lambda: True)
+        return {"decoder_input_ids": ids, "past_key_values": self.cache.with_encoder(filled=not first), "encoder_outputs": answer}
 
     def _inputs(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """The pieces' token ids [1, tokens], or if anybody has brought embeddings those of everybody [1, tokens, hidden]."""
@@ -157,9 +176,9 @@ class Runner:
         found: torch.Tensor = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
         return found
 
-    def _forward(self, inputs: dict[str, torch.Tensor], positions: list[int], last: list[int], flat: bool) -> torch.Tensor:
+    def _forward(self, inputs: Mapping[str, Any], positions: list[int], last: list[int], flat: bool) -> torch.Tensor:
         """One forward over a row of tokens: the logits [len(last), vocabulary] at the places `last`."""
-        arguments: dict[str, Any] = dict(inputs)
+        arguments: dict[str, Any] = {"past_key_values": self.cache, **inputs}
         if self._takes_positions:
             arguments["position_ids"] = upload([positions], self.device)
         places = upload(last or [len(positions) - 1], self.device)
@@ -167,10 +186,10 @@ class Runner:
             arguments["logits_to_keep"] = places
         token = running.set(Forward(self.cache, flat=flat))
         try:
-            answer = self.model(**arguments, past_key_values=self.cache, use_cache=True, return_dict=True)
+            answer = self.model(**arguments, use_cache=True, return_dict=True)
         finally:
             running.reset(token)
-        if answer.past_key_values is not self.cache:
+        if answer.past_key_values is not arguments["past_key_values"]:
             raise Unservable(f"{type(self.model).__name__} went on with a cache of its own, as long rope does")
         logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
         kept: torch.Tensor = logits[: len(last)].to(torch.float32)
@@ -198,6 +217,9 @@ class Runner:
         self.pools.lend(max(TRIAL))
         name = type(self.model).__name__
         try:
+            if self.encoder is not None:
+                self._trial_source = self.encoder.trial(vocabulary)
+                self.pools.lend(max(*TRIAL, self.encoder.length(self._trial_source)))
             whole = self._without_cache(rows)
             pieces = self._trial(rows, "rows", [CUT, TRIAL])
         except Exception as error:
@@ -214,6 +236,8 @@ class Runner:
     def _why_no_embeddings(self, rows: list[list[int]], right: torch.Tensor) -> str | None:
         """Why the model does not take its own embeddings for the ids that they are of."""
         name = type(self.model).__name__
+        if self.encoder is not None:
+            return f"{name} is an encoder-decoder, of whose prompts the engine takes token ids and recordings"
         if not self.takes_embeddings:
             return f"{name}.forward takes no inputs_embeds"
         try:
@@ -242,7 +266,10 @@ class Runner:
         for row in rows:
             with torch.no_grad():
                 ids = torch.tensor([row], device=self.device)
-                arguments = {"inputs_embeds": self._embedded(ids)} if embedded else {"input_ids": ids}
+                arguments: dict[str, Any] = {"inputs_embeds": self._embedded(ids)} if embedded else {"input_ids": ids}
+                if self.encoder is not None and self._trial_source is not None:
+                    source = self._trial_source
+                    arguments = {self.encoder.input_name: source.inputs, "decoder_input_ids": ids}
                 if self._takes_positions:
                     arguments["position_ids"] = torch.arange(len(row), device=self.device)[None]
                 last.append(self.model(**arguments, use_cache=False, return_dict=True).logits[0, -1].to(torch.float32))
@@ -259,7 +286,7 @@ class Runner:
         tables = [tuple(Table(group.pool) for group in self.pools.groups.values()) for _ in rows]
         kept, self.why_rows = self.why_rows, None if form == "flat" else self.why_rows or "tried out"
         begin = [0] * len(rows)
-        logits = torch.empty(0)
+        logits, source = torch.empty(0), self._trial_source
         try:
             for ends in cuts:
                 pieces = []
@@ -267,8 +294,9 @@ class Runner:
                     for group, table in zip(self.pools.groups.values(), of_row, strict=True):
                         if group.kind.window is not None:
                             table.release_before(table.length - group.kind.window + 1)
-                        append([table], [end - first])
-                    pieces.append(Piece(row[first:end], first, of_row, True))
+                        cross = 0 if first or source is None or self.encoder is None else self.encoder.length(source)
+                        append([table], [cross if group.kind == CROSS else end - first])
+                    pieces.append(Piece(row[first:end], first, of_row, True, source=source))
                 logits = self.run(pieces)
                 begin = ends
         finally:

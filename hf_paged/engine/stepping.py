@@ -9,6 +9,7 @@ from collections.abc import Sequence as Rows
 import torch
 
 from ..scheduling import UNKNOWN, Group, Plan, Row, Scheduler, Sequence, Status
+from .asking import Asked
 from .chooser import Pick, choose
 from .flight import Flight
 from .job import Job
@@ -33,8 +34,8 @@ class Steps:
         self.preemption = preemption
         self.flight: Flight | None = None
         """The step that is on its way."""
-        self._embeds: dict[Group, torch.Tensor] = {}
-        """What prompts are made of that are no ids."""
+        self._given: dict[Group, Asked] = {}
+        """Requests whose rows are more than token ids."""
         self.recorder: Recorder | None = None
         """Who writes down what happens, if anybody does."""
 
@@ -42,8 +43,8 @@ class Steps:
         """A request is in the scheduler's books."""
         assert job.group is not None
         self.jobs[job.group] = job
-        if job.asked.embeds is not None:
-            self._embeds[job.group] = job.asked.embeds
+        if job.asked.embeds is not None or job.asked.source is not None:
+            self._given[job.group] = job.asked
 
     def go_on(self) -> list[Output]:
         """The next step; the answer is whose requests have ended."""
@@ -137,8 +138,8 @@ class Steps:
         """Compute rows: the logits [rows, vocabulary] of those that somebody waits for."""
         flight = self.flight
         places = {} if flight is None else flight.places
-        embeds = self._embeds
-        pieces = [_piece(*row, places, embeds.get(row.sequence.group) if embeds else None) for row in rows]
+        given = self._given
+        pieces = [_piece(*row, places, given.get(row.sequence.group) if given else None) for row in rows]
         return self.runner.run(pieces, None if flight is None else flight.tokens)
 
     def _picks(self, rows: Rows[Row]) -> list[Pick]:
@@ -156,7 +157,9 @@ class Steps:
             self._disown(group)
         self.scheduler.abort(group)
         del self.jobs[group]
-        self._embeds.pop(group, None)
+        self._given.pop(group, None)
+        if job.asked.source is not None:
+            job.asked.source.made = None
         output = job.close(reason, error)
         if self.recorder is not None:
             self.recorder.ended(group.request.number, output.finish_reason)
@@ -176,15 +179,19 @@ def _piece(
     count: int,
     samples: Collection[Sequence],
     places: Mapping[Sequence, int],
-    embeds: torch.Tensor | None,
+    asked: Asked | None,
 ) -> Piece:
     """A row for the runner.
 
-    places: where in the last step's tokens those stand that the host has not heard of. embeds: what the request's prompt is made of.
+    places: where in the last step's tokens those stand that the host has not heard of. asked: the request, if its rows are more than ids.
     """
     tokens = sequence.tokens[start : start + count]
+    piece = Piece(tokens, start, sequence.tables, bool(samples), places[sequence] if tokens[-1] == UNKNOWN else None)
+    if asked is None:
+        return piece
+    embeds = asked.embeds
     own = embeds[start : start + count] if embeds is not None and start < len(embeds) else None
-    return Piece(tokens, start, sequence.tables, bool(samples), places[sequence] if tokens[-1] == UNKNOWN else None, own)
+    return piece._replace(embeds=own, source=asked.source)
 
 
 def _is_over(job: Job) -> bool:

@@ -19,8 +19,6 @@ def check_servable(model: Any, outer: Any) -> None:
     name = type(model).__name__
     if not issubclass(type(model), GenerationMixin):
         raise Unservable(f"{name} cannot generate; the engine needs a model with a language modeling head")
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise Unservable(f"{name} is an encoder-decoder; the engine has no tables for its encoder yet, use generate()")
     if getattr(model, "_is_stateful", False):
         raise Unservable(f"{name} keeps a state of its own, which the engine cannot take back or fork; use generate()")
     try:
@@ -39,9 +37,16 @@ def longest(model: Any) -> int | None:
     Where positions turn differently beyond some length, that length: one long sequence would change its neighbours' positions.
     """
     config = model.config.get_text_config(decoder=True)
-    limits = [getattr(config, "max_position_embeddings", None)]
+    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions")]
     limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
     return min((int(limit) for limit in limits if limit), default=None)
+
+
+def longest_source(model: Any) -> int | None:
+    """The most tokens that an encoder makes, or None if the model does not say."""
+    config = model.config.get_text_config(encoder=True)
+    limits = [getattr(config, name, None) for name in ("max_source_positions", "max_position_embeddings")]
+    return next((int(limit) for limit in limits if limit), None)
 
 
 def _ropes(config: Any) -> Iterator[dict[str, Any]]:

@@ -37,6 +37,14 @@ def why_infeasible(request: Request, shelves: Sequence[Shelf], limits: Limits) -
             f"{request.width} sequences are asked for and at most {limits.sequences} run at once; lower them or raise the sequence budget"
         )
     for shelf in shelves:
+        if shelf.cross:
+            need, most = shelf.pool.blocks_for(request.source), shelf.pool.total - limits.reserve(shelf)
+            if need > most:
+                return (
+                    f"an encoder's {request.source} tokens need {need} blocks of {shelf.pool.block_size} and {most} can be had; "
+                    "shorten the input or raise num_blocks"
+                )
+            continue
         need = blocks_of_group(shelf, request.width, len(request.prompt), request.most_tokens, limits.tokens)
         most = shelf.pool.total - limits.reserve(shelf)
         if need > most:

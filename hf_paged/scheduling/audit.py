@@ -27,8 +27,11 @@ def check_groups(by_status: Mapping[Status, Sequence[Group]], key: Key) -> None:
             expect(group.status is status, f"{group!r} stands among the {status.value}")
             expect(not group.swapped or status is Status.PREEMPTED, f"{group!r} waits on the host")
             for sequence in group.sequences:
-                lengths = {table.length for table in sequence.parked or sequence.tables}
+                tables = list(zip(group.shelves, sequence.parked or sequence.tables, strict=True))
+                lengths = {table.length for shelf, table in tables if not shelf.cross}
                 expect(lengths == {sequence.computed}, f"{sequence!r} has tables of {lengths} tokens")
+                encoded = {table.length for shelf, table in tables if shelf.cross}
+                expect(encoded <= {group.request.source if sequence.computed else 0}, f"{sequence!r} has {encoded} tokens of an encoder")
                 here = any(table.blocks for table in sequence.tables)
                 expect(status is Status.RUNNING or not here, f"{sequence!r} does not run and holds blocks")
                 expect(bool(sequence.parked) == group.swapped, f"{sequence!r} is not where its group is")

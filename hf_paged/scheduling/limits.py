@@ -9,11 +9,15 @@ from ..blocks import BlockPool
 
 
 class Shelf(NamedTuple):
-    """The pool of one kind of layer, how far back those layers look, and the pool on the host that its blocks are swapped to."""
+    """The pool of one kind of layer, how far back those layers look, and the pool on the host that its blocks are swapped to.
+
+    cross: whether they look at what an encoder made of a request's input: as long as that from the request's first step on.
+    """
 
     pool: BlockPool
     window: int | None = None
     host: BlockPool | None = None
+    cross: bool = False
 
     def row_blocks(self, tokens: int, chunk: int) -> int:
         """The most blocks that a sequence of `tokens` tokens holds when it grows by up to `chunk` at a time (C10)."""

@@ -53,7 +53,10 @@ class Scheduler:
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r} is not one of {sorted(POLICIES)}")
-        self.shelves, self.limits, self.prefix_caching, self.verify = tuple(shelves), limits, prefix_caching, verify
+        self.shelves, self.limits, self.verify = tuple(shelves), limits, verify
+        self._cross = any(shelf.cross for shelf in self.shelves)
+        # Behind an encoder equal tokens are not equal keys and values, and what they look at lies in a table of its own.
+        self.prefix_caching = prefix_caching and not self._cross
         if len({shelf.pool.block_size for shelf in self.shelves}) != 1:
             raise ValueError("the pools of one scheduler must have blocks of one size")
         self._key = POLICIES[policy]
@@ -231,8 +234,8 @@ class Scheduler:
 
     def _fits(self, steps: Steps) -> bool:
         """Whether every pool has the blocks for these steps; what lies behind a window goes back first (C10)."""
-        counts = [count for _, count in steps]
         for i, shelf in enumerate(self.shelves):
+            counts = [sequence.growth(i, count) for sequence, count in steps]
             tables = [sequence.tables[i] for sequence, _ in steps]
             if shelf.window is not None:
                 for table in tables:
@@ -244,7 +247,7 @@ class Scheduler:
     def _step(self, draft: Draft, group: Group, now: Rows[int]) -> bool:
         """Give a decoding group of one sequence its token if that takes no block, which is nearly always. Else change nothing."""
         sequence = group.sequences[0]
-        if len(group.sequences) > 1:
+        if len(group.sequences) > 1 or self._cross:
             return False
         for table, shelf in zip(sequence.tables, self.shelves, strict=True):
             if not table.length % shelf.pool.block_size or shelf.pool.references(table.blocks[-1]) > 1:
@@ -259,8 +262,8 @@ class Scheduler:
 
     def _take(self, draft: Draft, steps: Steps) -> None:
         """Enter the steps in the tables and in the draft."""
-        counts = [count for _, count in steps]
         for i in range(len(self.shelves)):
+            counts = [sequence.growth(i, count) for sequence, count in steps]
             draft.copies[i] += append([sequence.tables[i] for sequence, _ in steps], counts)
         for sequence, count in steps:
             draft.rows.append(Row(sequence, sequence.computed, count, samples(sequence, count)))

@@ -28,7 +28,7 @@ class Request:
 
     number: its place in the order of arrival. prompt: token ids. most_tokens: how long a sequence may become, prompt included.
     width: how many sequences it becomes after its prompt (samples or beams). priority: higher is sooner, if the policy asks for it.
-    extra: what changes keys and values for the same tokens (C24).
+    extra: what changes keys and values for the same tokens (C24). source: how many tokens its encoder makes, if it has one.
     """
 
     number: int
@@ -37,6 +37,7 @@ class Request:
     width: int = 1
     priority: int = 0
     extra: bytes = b""
+    source: int = 0
 
 
 class Sequence:
@@ -61,6 +62,10 @@ class Sequence:
     def behind(self) -> int:
         """How many tokens are still to be computed."""
         return len(self.tokens) - self.computed
+
+    def growth(self, shelf: int, count: int) -> int:
+        """By how many tokens a table grows in a step of `count`: by so many, or in a first step by all that its encoder made (C36)."""
+        return self.group.request.source - self.tables[shelf].length if self.group.shelves[shelf].cross else count
 
     def free(self) -> None:
         """Give back every block, wherever it is (C30, C34)."""
@@ -161,6 +166,8 @@ class Group:
 
     def need(self, shelf: int, chunk: int) -> int:
         """The blocks that the tokens so far fill, what is in common counted once; behind a window what can be seen."""
+        if self.shelves[shelf].cross:
+            return self.shelves[shelf].pool.blocks_for(self.request.source)
         return blocks_of_group(self.shelves[shelf], len(self.sequences), self.common, self.length, chunk)
 
     def most(self, shelf: int, chunk: int) -> int:
