@@ -71,6 +71,7 @@ class Simulated:
     windows: list[int | None]
     limits: Limits
     policy: str = "fcfs"
+    admission: str = "watermark"
     prefix_caching: bool = True
     verify: bool = False
     fails: Callable[[Group], bool] = lambda group: False
@@ -84,7 +85,8 @@ class Simulated:
 
     def __post_init__(self) -> None:
         shelves = [Shelf(pool, window) for pool, window in zip(self.pools, self.windows, strict=True)]
-        self.scheduler = Scheduler(shelves, self.limits, self.policy, prefix_caching=self.prefix_caching, verify=self.verify)
+        options = {"admission": self.admission, "prefix_caching": self.prefix_caching, "verify": self.verify}
+        self.scheduler = Scheduler(shelves, self.limits, self.policy, **options)
         self.stores: list[dict[int, int]] = [{} for _ in self.pools]
 
     @classmethod

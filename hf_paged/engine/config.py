@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..config import CacheConfig
-from ..scheduling import POLICIES, Limits
+from ..scheduling import ADMISSIONS, POLICIES, Limits
 
 MOST_SEQUENCES = 256
 
@@ -27,12 +27,13 @@ class EngineConfig:
     prefix_caching: whether blocks with the same tokens before them are computed once. check_hits: compare the tokens of every hit.
     policy: "fcfs" (first come, first served) or "priority" (the higher first).
     preemption: what happens to the newest request when blocks run out. "auto" and "recompute" compute it again later.
-    admission: "watermark".
+    admission: "watermark" lets in whoever finds room now, "future" whoever has room to its end as far as answers can be foreseen: fewer
+    preemptions.
     kernels: "torch", "triton" or "auto" (Triton on a CUDA device).
 
     graphs: whether steps in which everybody takes one token are captured in CUDA graphs and replayed.
 
-    Not there yet, and an error: preemption="swap" and host_blocks, admission="future", compile.
+    Not there yet, and an error: preemption="swap" and host_blocks, compile.
     """
 
     block_size: int = 16
@@ -58,12 +59,10 @@ class EngineConfig:
             raise ValueError(f"policy={self.policy!r} is not one of {sorted(POLICIES)}")
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ValueError(f"preemption={self.preemption!r} is not one of 'auto', 'recompute', 'swap'")
-        if self.admission not in ("watermark", "future"):
-            raise ValueError(f"admission={self.admission!r} is not one of 'watermark', 'future'")
+        if self.admission not in ADMISSIONS:
+            raise ValueError(f"admission={self.admission!r} is not one of {sorted(ADMISSIONS)}")
         if self.preemption == "swap" or self.host_blocks is not None:
             raise NotImplementedError("swapping to host memory is not there yet; leave preemption='auto' and host_blocks out")
-        if self.admission == "future":
-            raise NotImplementedError("admission='future' is not there yet; use admission='watermark'")
         if self.compile:
             raise NotImplementedError("compile=True: the engine's steps are not compiled yet; leave it out")
 

@@ -58,6 +58,7 @@ class Engine:
             self.pools.shelves,
             self.config.limits(),
             self.config.policy,
+            admission=self.config.admission,
             prefix_caching=self.config.prefix_caching,
             verify=self.config.check_hits,
         )

@@ -1,6 +1,8 @@
 """Who runs next, and on which blocks. Standard library only; it writes the books and never sees a tensor."""
 
 from .admission import Verdict, judge, why_infeasible
+from .future import ADMISSIONS, Future, future_peak
+from .history import History
 from .limits import Limits, Shelf
 from .plan import Plan, Row
 from .policy import POLICIES
@@ -8,8 +10,11 @@ from .scheduler import Infeasible, Scheduler
 from .sequence import Group, Request, Sequence, Status
 
 __all__ = [
+    "ADMISSIONS",
     "POLICIES",
+    "Future",
     "Group",
+    "History",
     "Infeasible",
     "Limits",
     "Plan",
@@ -20,6 +25,7 @@ __all__ = [
     "Shelf",
     "Status",
     "Verdict",
+    "future_peak",
     "judge",
     "why_infeasible",
 ]

@@ -10,7 +10,8 @@ from typing import Literal
 
 from ..blocks import Copy, Match, adopt, append, blocks_needed, commit, match, reorder
 from ..blocks.pool import expect
-from .admission import Verdict, judge, why_infeasible
+from .admission import Moment, Verdict, why_infeasible
+from .future import ADMISSIONS
 from .limits import Limits, Shelf
 from .plan import Plan, Row
 from .policy import POLICIES
@@ -32,14 +33,25 @@ class Scheduler:
     """
 
     def __init__(
-        self, shelves: Iterable[Shelf], limits: Limits, policy: str = "fcfs", *, prefix_caching: bool = True, verify: bool = False
+        self,
+        shelves: Iterable[Shelf],
+        limits: Limits,
+        policy: str = "fcfs",
+        *,
+        admission: str = "watermark",
+        prefix_caching: bool = True,
+        verify: bool = False,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r} is not one of {sorted(POLICIES)}")
+        if admission not in ADMISSIONS:
+            raise ValueError(f"admission={admission!r} is not one of {sorted(ADMISSIONS)}")
         self.shelves, self.limits, self.prefix_caching, self.verify = tuple(shelves), limits, prefix_caching, verify
         if len({shelf.pool.block_size for shelf in self.shelves}) != 1:
             raise ValueError("the pools of one scheduler must have blocks of one size")
         self._key = POLICIES[policy]
+        self.admission = ADMISSIONS[admission](self.shelves, limits)
+        """Says who is let in."""
         self.waiting: list[Group] = []
         self.preempted: list[Group] = []
         self.running: list[Group] = []
@@ -70,6 +82,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """A sequence has its last token: its blocks go back, and its group ends with its last sequence."""
         group = sequence.group
+        self.admission.finish(sequence)
         sequence.free()
         if len(group.sequences) == 1:
             self._leave(group)
@@ -78,6 +91,7 @@ class Scheduler:
 
     def _leave(self, group: Group) -> None:
         self._withdraw_promise(group)
+        self.admission.leave(group)
         {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}[group.status].remove(group)
         group.status = Status.FINISHED
         self.counts["finished"] += 1
@@ -85,6 +99,7 @@ class Scheduler:
     def preempt(self, group: Group) -> None:
         """Take all blocks of a running group; it is computed again, from the prefix cache where it can (C29, C30)."""
         self._withdraw_promise(group)
+        self.admission.leave(group)
         for sequence in group.sequences:
             sequence.free()
         group.gather()
@@ -98,6 +113,7 @@ class Scheduler:
         """Something broke into the middle of a step: nobody holds anything, and all that are not finished are computed again."""
         self.waiting, self.preempted, self.running = [], [], []
         self._promised.clear()
+        self.admission.clear()
         for group in groups:
             group.promised = []
             for sequence in group.sequences:
@@ -207,10 +223,13 @@ class Scheduler:
             if found is None:
                 passed += 1  # a twin computes its prompt: it keeps its place, and nobody behind it waits for that
                 continue
-            taken = sum(len(other.sequences) for other in self.running)
-            if taken + len(group.sequences) > self.limits.sequences or self._verdict(group, found, taken) is not Verdict.OK:
+            moment = self._moment(draft.room)
+            if moment.taken + len(group.sequences) > self.limits.sequences:
+                return
+            if self.admission.verdict(group, found, moment) is not Verdict.OK:
                 return
             del queue[passed]
+            self.admission.enter(group, found, moment)
             self._start(group, found)
             draft.admitted.append(group)
             steps = group.advance(draft.room)
@@ -232,29 +251,8 @@ class Scheduler:
             return None
         return [Match(each[:hits], names[:hits]) for each in blocks]
 
-    def _verdict(self, group: Group, found: list[Match], taken: int) -> Verdict:
-        """Whether every pool has room for all tokens of the group, beside what the `taken` sequences that run have still to compute."""
-        verdicts = []
-        for i, shelf in enumerate(self.shelves):
-            blocks = found[i].blocks
-            if shelf.window is not None:
-                blocks = blocks[max(0, len(blocks) * shelf.pool.block_size - shelf.window + 1) // shelf.pool.block_size :]
-            need = group.need(i, self.limits.tokens)
-            outstanding = sum(max(0, other.need(i, self.limits.tokens) - other.held(i)) for other in self.running if not other.decoding)
-            cached = sum(1 for block in blocks if not shelf.pool.references(block))
-            # Who was preempted needs no watermark, but must not take the next block of those who run: it would be the next to go.
-            reserve = taken if group.status is Status.PREEMPTED else self.limits.reserve(shelf)
-            verdicts.append(
-                judge(
-                    shelf.pool.total,
-                    shelf.pool.available - outstanding,
-                    need,
-                    hits=min(len(blocks), need),
-                    cached_hits=cached,
-                    reserve=reserve,
-                )
-            )
-        return Verdict.OK if all(verdict is Verdict.OK for verdict in verdicts) else Verdict.LATER
+    def _moment(self, room: int) -> Moment:
+        return Moment(self.counts["steps"], room, self.running)
 
     def _start(self, group: Group, found: list[Match]) -> None:
         leader, first = group.leader, group.status is Status.WAITING
@@ -305,7 +303,9 @@ class Scheduler:
                     lengths = {table.length for table in sequence.tables}
                     expect(lengths == {sequence.computed}, f"{sequence!r} has tables of {lengths} tokens")
                     expect(status is Status.RUNNING or sequence.computed == 0, f"{sequence!r} does not run and holds blocks")
-        taken = sum(len(group.sequences) for group in self.running)
+        moment = self._moment(self.limits.tokens)
+        self.admission.check(moment)
+        taken = moment.taken
         expect(taken <= self.limits.sequences, f"{taken} sequences run, {self.limits.sequences} may")
 
 
