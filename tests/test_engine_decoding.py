@@ -74,8 +74,8 @@ def test_hooks_are_called(llama: Any) -> None:
 
 def test_a_replay_that_differs_is_never_trusted(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(step: Any, pool: Any, device: torch.device) -> Any:
-        replay, logits = record(step, pool, device)
-        return lambda: (replay(), logits.mul_(2)), logits
+        replay, answer = record(step, pool, device)
+        return lambda: (replay(), decoding(engine)._logits.mul_(2)), answer
 
     monkeypatch.setitem(RECORDERS, "cpu", wrong)
     with Engine(llama, block_size=4) as engine:
@@ -83,6 +83,50 @@ def test_a_replay_that_differs_is_never_trusted(llama: Any, monkeypatch: pytest.
         assert not decoding(engine).counts["replayed"]
         assert "differs" in " ".join(decoding(engine).reasons.values())
     assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window"])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_chunks_of_prompts_are_rows_of_a_graph(name: str, size: int) -> None:
+    """C23, C32: beside rows that decode and without them, through windows, behind prefixes that are there already."""
+    model = build(BY_NAME[name])
+    asked = [PROMPTS[3], PROMPTS[1], PROMPTS[5], PROMPTS[3][:20] + PROMPTS[0], PROMPTS[2], PROMPTS[3]] * 3
+    replayed = []
+    with Engine(model, block_size=size, max_batch_tokens=12, max_batch_sequences=4) as engine:
+        run = decoding(engine).run
+
+        def watched(pieces: Any, latest: Any) -> Any:
+            logits = run(pieces, latest)
+            if logits is not None and any(len(piece.tokens) > 1 for piece in pieces):
+                replayed.append([len(piece.tokens) for piece in pieces])
+            return logits
+
+        decoding(engine).run = watched
+        outputs = engine.generate(asked, **GREEDY)
+        engine.check()
+    assert [answers(output) for output in outputs] == [alone(model, prompt, **GREEDY) for prompt in asked]
+    assert any(1 in counts for counts in replayed)
+
+
+def test_long_prompts_are_no_rows(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of their tokens would read all before it by itself."""
+    monkeypatch.setattr("hf_paged.engine.decoding.MOST_PAIRS", 50)
+    with Engine(llama, block_size=4, max_batch_tokens=12) as engine:
+        engine.generate([PROMPTS[3]] * 4, max_new_tokens=1)
+        assert not decoding(engine).counts
+        for _ in range(4):
+            engine.generate([PROMPTS[0]] * 4, max_new_tokens=1)
+        assert decoding(engine).counts == {"captured": 1, "replayed": 1}
+
+
+def test_all_graphs_answer_in_one_place(llama: Any) -> None:
+    """Memory for the logits of one step, however many graphs there are."""
+    with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
+        engine.generate(PROMPTS * 3, **GREEDY)
+        steps = decoding(engine)._steps.values()
+        assert len(steps) > 3
+        assert len({step.logits.data_ptr() for step in steps}) == 1
+        assert max(len(step.logits) for step in steps) == 5
 
 
 @pytest.mark.parametrize("error", [RuntimeError("device"), torch.OutOfMemoryError("full"), IndexError("list")])

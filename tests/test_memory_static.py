@@ -411,3 +411,22 @@ def test_made_under_inference_mode() -> None:
     for _ in range(2):
         step(group, cache, static)
     assert static.lengths(CPU).tolist() == [5, 5]
+
+
+def test_the_tokens_of_a_chunk_as_rows() -> None:
+    """Each writes its own slot and sees itself and what is before it; rows of other tables are beside them."""
+    group = make_group(num_blocks=20, block_size=4)
+    cache, other = sequences(group), sequences(group)
+    write(group, cache.extend(group.kind, 1, 3), torch.tensor([[1.0, 2, 3]]))
+    write(group, other.extend(group.kind, 1, 6), torch.tensor([[10.0, 20, 30, 40, 50, 60]]))
+    cache.extend(group.kind, 1, 4)
+    other.extend(group.kind, 1, 1)
+    static = static_batch(8, 1, 4)
+    tables = [*cache.tables(group.kind), *other.tables(group.kind)]
+    static.spread(tables, [4, 1])
+    static.begin(group.captured_ops)
+    pages = write(group, static, torch.tensor([[4.0], [5], [6], [7], [70]]))
+    assert static.lengths(CPU).tolist() == [4, 5, 6, 7, 7, 0, 0, 0]
+    assert static.targets(CPU).tolist() == [tables[0].slot(i) for i in (3, 4, 5, 6)] + [tables[1].slot(6)] + [-1] * 3
+    seen = contents(pages, None)[:5]
+    assert seen == [*([[*map(float, range(1, n))]] for n in (5, 6, 7, 8)), [[10.0, 20, 30, 40, 50, 60, 70]]]

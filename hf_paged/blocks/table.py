@@ -71,6 +71,15 @@ class Table:
         """Make room for `tokens` more, or change nothing and raise OutOfBlocks; `append` does several tables at once."""
         return append([self], [tokens])
 
+    def step(self, now: int) -> bool:
+        """Take one more token, if the last block is this table's own and has room: nothing else changes then. Else False."""
+        pool, length = self.pool, self.length
+        if not length % pool.block_size or pool.references(last := self.blocks[-1]) != 1:
+            return False
+        pool.withdraw(last)
+        self.length, self.stamp = length + 1, now
+        return True
+
     def _extend(self, tokens: int, now: int) -> Copy | None:
         """Make the last block private if it is written, and add new ones. There are enough blocks for it."""
         pool, copy = self.pool, None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..memory.upload import upload
 from ..scheduling import Scheduler
 from .beams import Notes
 from .job import Job
@@ -50,16 +51,27 @@ def choose(scheduler: Scheduler, picks: Sequence[Pick], logits: torch.Tensor) ->
 
 
 def _all_at_once(picks: Sequence[Pick], logits: torch.Tensor) -> dict[Job, list[int]]:
-    """The tokens of plain jobs: one argmax for all that are greedy, one cut and one draw for all that are sampled."""
+    """The tokens of plain jobs."""
+    found = together(picks, logits).tolist() if picks else []
     tokens: dict[Job, list[int]] = {}
-    for sampled in (False, True):
-        chosen = [pick for pick in picks if pick.job.asked.sampled == sampled]
-        if not chosen:
-            continue
-        scores = logits[[row for pick in chosen for row in pick.rows]]
-        found = (_drawn(chosen, scores, cut=True) if sampled else scores.argmax(-1)).tolist()
-        for pick in chosen:
-            tokens[pick.job], found = found[: len(pick.rows)], found[len(pick.rows) :]
+    for pick in picks:
+        tokens[pick.job], found = found[: len(pick.rows)], found[len(pick.rows) :]
+    return tokens
+
+
+def together(picks: Sequence[Pick], logits: torch.Tensor) -> torch.Tensor:
+    """The tokens of plain jobs, one behind the other: one argmax for all that are greedy, one cut and one draw for all that are sampled.
+
+    Nobody waits for the device.
+    """
+    rows = [row for pick in picks for row in pick.rows]
+    scores = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
+    tokens = scores.argmax(-1)
+    drawn = [pick for pick in picks if pick.job.asked.sampled]
+    if drawn:
+        sampled = [pick.job.asked.sampled for pick in picks for _ in pick.rows]
+        places = upload([place for place, each in enumerate(sampled) if each], logits.device)
+        tokens[places] = _drawn(drawn, scores[places], cut=True)
     return tokens
 
 

@@ -32,6 +32,8 @@ class EngineConfig:
     kernels: "torch", "triton" or "auto" (Triton on a CUDA device).
 
     graphs: whether steps in which everybody takes one token are captured in CUDA graphs and replayed.
+    run_ahead: whether a step is launched before the host has heard which tokens the last one chose, as long as no request needs the
+    host for its next token (beams, processors, logprobs); None means on CUDA devices.
 
     Not there yet, and an error: preemption="swap" and host_blocks, compile.
     """
@@ -51,6 +53,7 @@ class EngineConfig:
     kernels: str = "auto"
     compile: bool = False
     graphs: bool = True
+    run_ahead: bool | None = None
 
     def __post_init__(self) -> None:
         self.pages()

@@ -1,12 +1,17 @@
-"""Steps in which every sequence takes one token, replayed as CUDA graphs: rows side by side, one graph for each bucket of rows."""
+"""Steps that are replayed as CUDA graphs: every token a row of its own, one graph for each bucket of rows.
+
+A chunk of a prompt is so many rows over one table, each one token longer than the one before. That reads the chunk's past once for
+every token of it, which is cheap as long as chunk and past are short; long prompts are the flat row's.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -33,8 +38,19 @@ WIDTHS = [64 * 8**i for i in range(8)]
 """Blocks of a row in the tables of graphs."""
 ROOM = 1.5
 """How many times the rows such a graph may have."""
-Shape = tuple[int, int]
-"""The rows and the blocks of a row that a graph has room for."""
+MOST_PAIRS = 2**17
+"""How many tokens those of prompts may look at in one step, each counted by itself: beyond, one tile for many of them is faster."""
+
+
+class Shape(NamedTuple):
+    """What a graph has room for."""
+
+    rows: int
+    """The tokens of a step."""
+    width: int
+    """The blocks of a row."""
+    mixed: bool
+    """Whether there are rows whose logits nobody wants."""
 
 
 @dataclass
@@ -43,13 +59,15 @@ class _Step:
 
     ids: torch.Tensor
     """[rows, 1]"""
+    places: torch.Tensor | None
+    """[most sequences]: the rows whose logits are wanted; None if all are."""
     batches: dict[Kind, StaticBatch]
     state: ModelState
     pools: tuple[int, ...]
     """Where the pools lay."""
+    logits: torch.Tensor
+    """[wanted rows, vocabulary] in fp32, the same memory for all graphs: the next replay writes over it."""
     replay: Callable[[], None] = lambda: None
-    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """[rows, vocabulary] in the model's dtype; the next replay writes over it."""
     agreed: int = 0
 
 
@@ -64,9 +82,10 @@ class Decoding:
         self._steps: dict[Shape, _Step] = {}
         self._seen: Counter[Shape] = Counter()
         self._pool: Any = None
+        self._logits: torch.Tensor | None = None
 
-    def run(self, pieces: Sequence[Piece]) -> torch.Tensor | None:
-        """The logits [pieces, vocabulary] in fp32 of pieces of one token each; None if no trusted graph has them."""
+    def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor | None:
+        """The logits [wanted pieces, vocabulary] in fp32; None if no trusted graph has them. The next run writes over them."""
         shape = self._shape(pieces)
         step = self._fitting(shape) if shape is not None else None
         if step is None:
@@ -74,15 +93,14 @@ class Decoding:
         if step.pools != self._pools():
             self.forget()
             return None
-        self._load(step, pieces)
+        self._load(step, pieces, latest)
         step.replay()
-        logits = step.logits[: len(pieces)].to(torch.float32, copy=True)
         # The model is anybody's between two steps: it is looked at while the device works.
         if self._state() != step.state:
             self.forget()
             return None
         self.counts["replayed"] += 1
-        return logits
+        return step.logits[: sum(piece.wanted for piece in pieces)]
 
     def _fitting(self, shape: Shape) -> _Step | None:
         """The trusted graph for a shape: its own, or until the shape has come often, one that has not much too much room."""
@@ -92,14 +110,14 @@ class Decoding:
         self._seen[shape] += 1
         if self._seen[shape] > OFTEN and shape not in self.reasons:
             return None
-        rows, width = shape
+        rows, width, mixed = shape
         fits = [
             known for known, step in self._steps.items()
-            if step.agreed >= AGREE and rows <= known[0] <= ROOM * rows and width <= known[1]
+            if step.agreed >= AGREE and rows <= known.rows <= ROOM * rows and width <= known.width and mixed <= known.mixed
         ]  # fmt: skip
         return self._steps[min(fits)] if fits else None
 
-    def learn(self, pieces: Sequence[Piece], logits: torch.Tensor) -> None:
+    def learn(self, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> None:
         """After pieces were computed without a graph: capture the step, or see whether its graph says the same."""
         shape = self._shape(pieces)
         if shape is None or shape in self.reasons:
@@ -107,9 +125,9 @@ class Decoding:
         try:
             step = self._steps.get(shape)
             if step is None and self._seen[shape] >= AFTER:
-                step = self._capture(shape, pieces)
+                step = self._capture(shape, pieces, latest, logits.shape[1])
             if step is not None and step.agreed < AGREE:
-                self._try(step, pieces, logits)
+                self._try(step, pieces, latest, logits)
         except Exception as error:
             self._steps.pop(shape, None)
             if is_out_of_memory(error):
@@ -126,19 +144,24 @@ class Decoding:
     # ---- what a step is captured for
 
     def _shape(self, pieces: Sequence[Piece]) -> Shape | None:
-        if self.runner.device.type not in RECORDERS or not pieces or any(len(piece.tokens) != 1 or not piece.wanted for piece in pieces):
+        if self.runner.device.type not in RECORDERS or not pieces:
+            return None
+        rows = sum(len(piece.tokens) for piece in pieces)
+        mixed = rows > len(pieces) or not all(piece.wanted for piece in pieces)
+        if mixed and sum(len(piece.tokens) * (piece.start + len(piece.tokens)) for piece in pieces if len(piece.tokens) > 1) > MOST_PAIRS:
             return None
         blocks = max(table.end for piece in pieces for table in piece.tables)
         groups = self.runner.pools.groups.values()
         if not all(group.devices for group in groups):
             return None  # the pools were given back, and come again with this step
+        rows = bucket_of(rows, 4 if mixed else 8)
         if all(group.captured_ops.kernels is not None for group in groups):
             # Kernels read what is there, so a wide table costs its upload and no more.
-            return bucket_of(len(pieces)), next(width for width in WIDTHS if width >= blocks)
+            return Shape(rows, next(width for width in WIDTHS if width >= blocks), mixed)
         width = max(SMALLEST_WIDTH, 1 << (blocks - 1).bit_length())
         if any(width * group.pool.block_size > WIDEST for group in groups):
             return None
-        return bucket_of(len(pieces)), width
+        return Shape(rows, width, mixed)
 
     def _pools(self) -> tuple[int, ...]:
         return tuple(data.data_ptr() for group in self.runner.pools.groups.values() for data in group.tensors)
@@ -148,55 +171,76 @@ class Decoding:
 
     # ---- one step
 
-    def _load(self, step: _Step, pieces: Sequence[Piece]) -> None:
+    def _load(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None) -> None:
         """Tell the device where the pieces' tokens go; the tables have taken them already."""
+        counts = [len(piece.tokens) for piece in pieces]
         for place, batch in enumerate(step.batches.values()):
-            batch.load([piece.tables[place] for piece in pieces], 1, 0)
-        step.ids[: len(pieces)].copy_(upload([piece.tokens for piece in pieces], step.ids.device))
+            batch.spread([piece.tables[place] for piece in pieces], counts)
+        step.ids[: sum(counts), 0].copy_(self.runner.ids(pieces, latest))
+        if step.places is not None:
+            last = [end - 1 for end, piece in zip(accumulate(counts), pieces, strict=True) if piece.wanted]
+            step.places[: len(last)].copy_(upload(last or [0], step.places.device)[: len(last)])
 
-    def _try(self, step: _Step, pieces: Sequence[Piece], logits: torch.Tensor) -> None:
+    def _try(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> None:
         """Replay a step whose logits are known, and see."""
-        self._load(step, pieces)
+        if not len(logits):
+            return
+        self._load(step, pieces, latest)
         step.replay()
-        if not agree(step.logits[: len(pieces)], logits.to(step.logits.dtype)):
+        dtype = next(self.runner.model.parameters()).dtype
+        if not agree(step.logits[: len(logits)].to(dtype), logits.to(dtype)):
             raise NotCapturable("its replay differs from the forward itself")
         step.agreed += 1
 
-    def _capture(self, shape: Shape, pieces: Sequence[Piece]) -> _Step:
+    def _capture(self, shape: Shape, pieces: Sequence[Piece], latest: torch.Tensor | None, vocabulary: int) -> _Step:
         model, groups = self.runner.model, self.runner.pools.groups
-        rows, width = shape
+        rows, width, mixed = shape
         device = self.runner.device
         batches = {
             kind: StaticBatch(rows, 1, width, group.pool.block_size, width, group.device, kind.window) for kind, group in groups.items()
         }
         with torch.inference_mode(False):
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        step = _Step(ids, batches, self._state(), self._pools())
+            places = torch.zeros(self._most, dtype=torch.long, device=device) if mixed else None
+        step = _Step(ids, places, batches, self._state(), self._pools(), self._answers(vocabulary)[: self._most if mixed else rows])
         if not step.state.steady:
             raise NotCapturable("somebody's hooks run in the model")
         fusion = Fusion(model, next(iter(groups.values())).captured_ops.kernels)
 
-        def run() -> torch.Tensor:
+        def run() -> None:
             with fused(fusion), lengths_on_device(model):
-                return self._forward(step)
+                self._forward(step)
 
         stores = [data for group in groups.values() for data in group.tensors]
-        static = [tensor for batch in batches.values() for tensor in batch.tensors]
-        self._load(step, pieces)
+        static = [step.logits, *(tensor for batch in batches.values() for tensor in batch.tensors)]
+        static += [] if places is None else [places]
+        self._load(step, pieces, latest)
         with Rehearsal(device, [*model.parameters(), *model.buffers(), ids, *static, *stores]):
             run()
         if self._state() != step.state:
             raise NotCapturable("the model's forward changes the model")
-        self._load(step, pieces)
+        self._load(step, pieces, latest)
         if device.type == "cuda" and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        step.replay, step.logits = RECORDERS[device.type](run, self._pool, device)
+        step.replay, _ = RECORDERS[device.type](run, self._pool, device)
         self._steps[shape] = step
         self.counts["captured"] += 1
         return step
 
-    def _forward(self, step: _Step) -> torch.Tensor:
-        """What is captured: the step of all rows, each at its own position. The answer is their logits [rows, vocabulary]."""
+    @property
+    def _most(self) -> int:
+        """Rows whose logits may be wanted in one step."""
+        return bucket_of(self.runner.pools.config.limits().sequences)
+
+    def _answers(self, vocabulary: int) -> torch.Tensor:
+        """Where all graphs answer [most sequences, vocabulary]: one runs at a time, and whoever reads it comes before the next."""
+        if self._logits is None or self._logits.shape[1] != vocabulary:
+            with torch.inference_mode(False):
+                self._logits = torch.empty(self._most, vocabulary, device=self.runner.device)
+        return self._logits
+
+    def _forward(self, step: _Step) -> None:
+        """What is captured: the step of all rows, each at its own position, and the logits of those that are wanted."""
         runner = self.runner
         sequences = runner.cache.sequences
         sequences.static = step.batches
@@ -210,7 +254,7 @@ class Decoding:
                 arguments["logits_to_keep"] = 1  # type: ignore[assignment]  # a number among tensors
             answer = runner.model(**arguments, past_key_values=runner.cache, use_cache=True, return_dict=True)
             logits: torch.Tensor = answer.logits[:, -1]
-            return logits
+            step.logits.copy_(logits if step.places is None else logits.index_select(0, step.places))
         finally:
             running.reset(token)
             sequences.static = None

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 from ..blocks import extra_key
 from ..integration.registry import base_model
-from ..scheduling import Group, Infeasible, Plan, Request, Row, Scheduler, Status
+from ..scheduling import Group, Infeasible, Request, Scheduler
 from .asking import Asked, check_transformers, read
-from .chooser import Pick, choose
 from .config import EngineConfig
 from .handle import Handle
 from .job import Job
-from .output import FinishReason, Increment, Output
+from .output import Increment, Output
 from .pools import Pools
-from .runner import Piece, Runner
+from .runner import Runner
+from .stepping import Steps
 from .support import check_servable, longest
 from .weights import Weights
 
@@ -64,6 +62,10 @@ class Engine:
         )
         self._jobs: dict[Group, Job] = {}
         self._arrivals = 0
+        ahead = self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
+        self._steps = Steps(self.pools, self._runner, self._scheduler, self._jobs, ahead)
+        self._aside: list[Output] = []
+        """What ended between two steps."""
         self._weights = Weights(self.model)
         # Finalizers run in the middle of anything, so this one only notes that the pools are nobody's.
         weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
@@ -166,97 +168,21 @@ class Engine:
                 self._stepping = False
 
     def _step(self) -> list[Output]:
-        ended = [self._end(job, "abort") for job in list(self._jobs.values()) if job.cancelled]
+        ended, self._aside = self._aside, []
+        ended += [self._steps.end(job, "abort") for job in list(self._jobs.values()) if job.cancelled]
         if not self._jobs:
+            self._steps.flight = None  # it has nothing but tokens too many
             return ended
         self._require_eval()
         self._require_same_weights()
         with self.pools.memory.lock:
             try:
-                return ended + self._go_on()
+                return ended + self._steps.go_on()
             except BaseException as error:
-                self._start_over(error)
+                self._steps.start_over(error)
                 raise
 
-    def _go_on(self) -> list[Output]:
-        plan = self._scheduler.schedule()
-        if not plan.rows:
-            raise RuntimeError(f"none of {self._scheduler.unfinished} requests can run: the engine's books are broken")
-        for group in plan.admitted:
-            timing = self._jobs[group].timing
-            timing.started = timing.started or time.monotonic()
-        failed, logits, rows = self._compute(plan)
-        self._scheduler.commit(plan, failed)
-        picks = self._picks(rows)
-        trouble = {self._jobs[group]: error for group, error in failed.items()}
-        trouble |= choose(self._scheduler, picks, logits) if picks else {}
-        ended = [self._end(job, "error", error) for job, error in trouble.items()]
-        over = [pick.job for pick in picks if pick.job.group is not None and pick.job.group.status is Status.FINISHED]
-        return ended + [self._end(job) for job in over]
-
-    def _start_over(self, error: BaseException) -> None:
-        """Something broke into the middle of a step. What was computed is not known, so nobody holds anything any more.
-
-        Who is whole is computed again; of whose sequences only some have their token, ends here.
-        """
-        for shelf in self.pools.shelves:
-            shelf.pool.recover()
-        self._scheduler.start_over(self._jobs)
-        for group, job in list(self._jobs.items()):
-            if group.status is Status.FINISHED:
-                self._end(job)
-            elif len({len(sequence.tokens) for sequence in group.sequences}) > 1:
-                self._end(job, "error", error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"))
-
-    def _compute(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:
-        """Carry out a plan: who failed and why, and the logits [rows, vocabulary] of the rows that somebody waits for."""
-        self.pools.copy(plan.copies)
-        try:
-            return {}, self._runner.run(_pieces(plan.rows)), [row for row in plan.rows if row.samples]
-        except Exception as error:
-            if len(plan.groups) == 1:
-                return {plan.groups[0]: error}, torch.empty(0, 0), []
-            # One of them broke the forward of all: each is tried by itself, on the same blocks.
-            return self._compute_apart(plan)
-
-    def _compute_apart(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:
-        failed: dict[Group, Exception] = {}
-        logits, rows = [], []
-        for group in plan.groups:
-            own = [row for row in plan.rows if row.sequence.group is group]
-            try:
-                found = self._runner.run(_pieces(own))
-            except Exception as error:
-                failed[group] = error
-                continue
-            logits.append(found)
-            rows += [row for row in own if row.samples]
-        return failed, torch.cat(logits) if rows else torch.empty(0, 0), rows
-
-    def _picks(self, rows: Sequence[Row]) -> list[Pick]:
-        """The jobs that are due, with the places of their sequences' logits."""
-        picks: dict[Group, list[int]] = {}
-        for place, row in enumerate(rows):
-            picks.setdefault(row.sequence.group, []).extend([place] * len(row.samples))
-        return [Pick(self._jobs[group], places) for group, places in picks.items()]
-
     # ---- requests end
-
-    def _end(self, job: Job, reason: FinishReason | None = None, error: Exception | None = None) -> Output:
-        group = job.group
-        assert group is not None
-        if error is not None:
-            self._disown(group)
-        self._scheduler.abort(group)
-        del self._jobs[group]
-        return job.close(reason, error)
-
-    def _disown(self, group: Group) -> None:
-        """What a failed request has computed is found by nobody: it may be what failed."""
-        for sequence in group.sequences:
-            for table in sequence.tables:
-                for block in table.blocks:
-                    table.pool.withdraw(block)
 
     def _drive(self, job: Job) -> None:
         with self._lock:
@@ -269,7 +195,7 @@ class Engine:
                 return
             job.cancelled = True
             if not self._stepping:  # else whoever is in the middle of a step, it ends with the next one
-                self._end(job, "abort")
+                self._steps.end(job, "abort")
 
     # ---- the model in other hands
 
@@ -280,6 +206,7 @@ class Engine:
         """
         with self._lock:
             self._require_open()
+            self._aside += self._steps.land()
             for group in list(self._scheduler.running):
                 self._scheduler.preempt(group)
             self._paused = True
@@ -331,8 +258,8 @@ class Engine:
             if self._closed:
                 return
             for job in list(self._jobs.values()):
-                self._end(job, "abort")
-            self._closed = True
+                self._steps.end(job, "abort")
+            self._closed, self._steps.flight = True, None
             self.pools.free()
 
     def __enter__(self) -> Engine:
@@ -344,10 +271,6 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
-
-
-def _pieces(rows: Sequence[Row]) -> list[Piece]:
-    return [Piece(row.tokens, row.start, row.sequence.tables, bool(row.samples)) for row in rows]
 
 
 def _each(prompts: Iterable[Any]) -> list[Any]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from typing import Any
 
 import torch
 
-from ..scheduling import Group, Scheduler
+from ..scheduling import Group, Scheduler, Sequence
 from .asking import Asked, is_about_time
 from .beams import BeamSearch, Hypothesis, Notes
 from .output import FinishReason, Increment, Output, SequenceOutput, Timing, TokenLogprob
 from .text import Detokeniser
+
+CPU = torch.device("cpu")
 
 
 class Stream:
@@ -57,20 +60,19 @@ class Job:
         self.increments: deque[Increment] = deque()
         self.output: Output | None = None
         self.cancelled = False
-        self._notes: list[list[TokenLogprob]] = [[] for _ in range(asked.width)]
-
-    @property
-    def plain(self) -> bool:
+        self.plain = asked.warp is not None
         """Whether its tokens are chosen with everybody's, in one go."""
-        return self.asked.warp is not None
+        self.blind = self.plain and asked.favourites is None
+        """Whether its next step needs nothing of the host but what it knows before it has heard of the last token."""
+        self._notes: list[list[TokenLogprob]] = [[] for _ in range(asked.width)]
 
     # ---- a step
 
-    def rows(self) -> list[list[int]]:
-        """The tokens of all its sequences, equally long: those that have ended are padded, as in generate()."""
+    def rows(self, length: int) -> list[list[int]]:
+        """The first `length` tokens of all its sequences; those that have ended are padded, as in generate()."""
         assert self.group is not None
-        running = {sequence.index: sequence.tokens for sequence in self.group.sequences}
-        length, pad = self.group.length, self._pad
+        running = {sequence.index: sequence.tokens[:length] for sequence in self.group.sequences}
+        pad = self._pad
         ended = {stream.index: [*self.asked.prompt, *stream.tokens] for stream in self.streams if stream.finish_reason is not None}
         rows = [running[i] if i in running else ended[i] for i in range(self.asked.width)]
         return [row + [pad] * (length - len(row)) for row in rows]
@@ -85,7 +87,7 @@ class Job:
         assert self.group is not None
         if not self.asked.processors:
             return scores
-        ids = torch.tensor(self.rows(), device=device)
+        ids = torch.tensor(self.rows(self.group.length), device=device)
         places = [sequence.index for sequence in self.group.sequences]
         whole = scores.new_zeros(ids.shape[0], scores.shape[1])
         whole[places] = scores
@@ -95,13 +97,26 @@ class Job:
     def take(self, scheduler: Scheduler, tokens: list[int], notes: list[TokenLogprob] | None, device: torch.device) -> None:
         """Its running sequences have these next tokens: enter them, and see which end."""
         assert self.group is not None
-        sequences = list(self.group.sequences)
-        for sequence, token in zip(sequences, tokens, strict=True):
+        position, heard = self.group.length, dict(zip(self.group.sequences, tokens, strict=True))
+        for sequence, token in heard.items():
             scheduler.extend(sequence, token)
-        stopped = self._stopped([sequence.index for sequence in sequences], device)
-        for i, sequence in enumerate(sequences):
-            reason = self._reason(tokens[i], len(sequence.tokens), stopped[i])
-            self._tell(sequence.index, tokens[i], notes[i] if notes else None, reason)
+        self._go_on(scheduler, position, heard, notes, device)
+
+    def hear(self, scheduler: Scheduler, position: int, heard: Mapping[Sequence, int], device: torch.device) -> None:
+        """Its running sequences have got these tokens at `position` a while ago: see which end there."""
+        assert self.group is not None
+        scheduler.reveal(self.group, position, heard)
+        # Whatever is computed on the device now waits for the step that is running there.
+        own = all(type(each).__module__.startswith("transformers.") for each in self.asked.criteria)
+        self._go_on(scheduler, position, heard, None, CPU if own else device)
+
+    def _go_on(
+        self, scheduler: Scheduler, position: int, heard: Mapping[Sequence, int], notes: list[TokenLogprob] | None, device: torch.device
+    ) -> None:
+        stopped = self._stopped([sequence.index for sequence in heard], position + 1, device) if self.asked.criteria else None
+        for i, (sequence, token) in enumerate(heard.items()):
+            reason = self._reason(token, position + 1, stopped[i] if stopped else None)
+            self._tell(sequence.index, token, notes[i] if notes else None, reason)
             if reason is not None:
                 scheduler.finish(sequence)
 
@@ -109,11 +124,9 @@ class Job:
         self.timing.first_token = self.timing.first_token or time.monotonic()
         self.increments.append(self.streams[index].add([token], [note] if note else [], reason))
 
-    def _stopped(self, places: list[int], device: torch.device) -> list[FinishReason | None]:
-        """What the criteria say about its running sequences; they see all of them, as in generate()."""
-        if not self.asked.criteria:
-            return [None] * len(places)
-        return self._judge(torch.tensor(self.rows(), device=device), places)
+    def _stopped(self, places: list[int], length: int, device: torch.device) -> list[FinishReason | None]:
+        """What the criteria say about the first `length` tokens of its running sequences; they see all of them, as in generate()."""
+        return self._judge(torch.tensor(self.rows(length), device=device), places)
 
     def _judge(self, ids: torch.Tensor, places: Rows[int]) -> list[FinishReason | None]:
         reasons: list[FinishReason | None] = [None] * len(places)
@@ -129,6 +142,13 @@ class Job:
         if token in self.asked.ends or stopped == "stop":
             return "stop"
         return "length" if length >= self.asked.max_length else stopped
+
+    def go_back(self) -> None:
+        """A step broke off: its sequences have the tokens that somebody has been told, and no others."""
+        if self.group is None or self.beams is not None:
+            return
+        for sequence in self.group.sequences:
+            sequence.tokens = [*self.asked.prompt, *self.streams[sequence.index].tokens]
 
     # ---- a step of beams
 

@@ -16,6 +16,7 @@ from ..integration.lazy import NotFlat
 from ..integration.switch import decoder_configs, restore, switch
 from ..memory import Batch, FlatBatch
 from ..memory.group import is_out_of_memory
+from ..memory.upload import upload
 from .cache import StepCache
 from .decoding import Decoding
 from .pools import Pools
@@ -40,6 +41,8 @@ class Piece(NamedTuple):
     tables: tuple[Table, ...]
     wanted: bool
     """Whether anybody looks at what follows the last of them."""
+    follows: int | None = None
+    """Where among the tokens that the last step chose its last token stands, if the host has not heard of it yet."""
 
 
 class Runner:
@@ -76,52 +79,68 @@ class Runner:
         device: torch.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
         return device
 
-    def run(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """The logits [wanted pieces, vocabulary] that follow the last token of each piece that is wanted, in fp32."""
+    def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits [wanted pieces, vocabulary] that follow the last token of each piece that is wanted, in fp32.
+
+        latest: the tokens that the last step chose, if there are pieces that follow them.
+        """
         with self.pools.memory.lock, self._plugged(), torch.no_grad():
             if self.form == "flat":
-                return self._quickly(pieces)
-            return torch.cat([logits for piece in pieces for logits in self._row(piece)] or [torch.empty(0, 0, device=self.device)])
+                return self._quickly(pieces, latest)
+            rows = [logits for piece in pieces for logits in self._row(piece, latest)]
+            return torch.cat(rows or [torch.empty(0, 0, device=self.device)])
 
-    def _quickly(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def _quickly(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
         """From a captured step if there is one."""
         if self.decoding is None:
-            return self._flat(pieces)
-        replayed = self.decoding.run(pieces)
+            return self._flat(pieces, latest)
+        replayed = self.decoding.run(pieces, latest)
         if replayed is not None:
             return replayed
-        logits = self._flat(pieces)
-        self.decoding.learn(pieces, logits)
+        logits = self._flat(pieces, latest)
+        self.decoding.learn(pieces, latest, logits)
         return logits
 
-    def _flat(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def ids(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
+        """The tokens of the pieces, one behind the other, on the device: those that the host has not heard of from the device itself."""
+        told = [token for piece in pieces for token in piece.tokens]
+        if all(piece.follows is None for piece in pieces):
+            return upload(told, self.device)
+        assert latest is not None
+        places: list[int] = []
+        for piece in pieces:
+            places += [-1] * (len(piece.tokens) - 1)
+            places.append(-1 if piece.follows is None else piece.follows)
+        ids, found = upload([told, places], self.device)
+        return torch.where(found < 0, ids, latest[found.clamp(min=0)])
+
+    def _flat(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
         counts = [len(piece.tokens) for piece in pieces]
         batches = {kind: FlatBatch([piece.tables[i] for piece in pieces], counts) for i, kind in enumerate(self.pools.groups)}
         self.cache.begin(batches)
-        ids = [token for piece in pieces for token in piece.tokens]
         positions = [position for piece in pieces for position in range(piece.start, piece.start + len(piece.tokens))]
         borders = next(iter(batches.values())).borders
         last = [border - 1 for border, piece in zip(borders[1:], pieces, strict=True) if piece.wanted]
-        return self._forward(ids, positions, last, flat=True)
+        return self._forward(self.ids(pieces, latest), positions, last, flat=True)
 
-    def _row(self, piece: Piece) -> Iterator[torch.Tensor]:
+    def _row(self, piece: Piece, latest: torch.Tensor | None) -> Iterator[torch.Tensor]:
         count = len(piece.tokens)
         length = piece.start + count
         self.cache.begin(
             {kind: Batch([piece.tables[i]], None, length, count, None, lambda: True) for i, kind in enumerate(self.pools.groups)},
             past=piece.start,
         )
-        logits = self._forward(piece.tokens, list(range(piece.start, length)), [count - 1] if piece.wanted else [], flat=False)
+        ids = self.ids([piece], latest)
+        logits = self._forward(ids, list(range(piece.start, length)), [count - 1] if piece.wanted else [], flat=False)
         if piece.wanted:
             yield logits
 
-    def _forward(self, ids: list[int], positions: list[int], last: list[int], flat: bool) -> torch.Tensor:
-        """One forward over a row of tokens: the logits [len(last), vocabulary] at the places `last`."""
-        device = self.device
-        arguments: dict[str, Any] = {"input_ids": torch.tensor([ids], device=device)}
+    def _forward(self, ids: torch.Tensor, positions: list[int], last: list[int], flat: bool) -> torch.Tensor:
+        """One forward over a row of tokens [tokens]: the logits [len(last), vocabulary] at the places `last`."""
+        arguments: dict[str, Any] = {"input_ids": ids[None]}
         if self._takes_positions:
-            arguments["position_ids"] = torch.tensor([positions], device=device)
-        places = torch.tensor(last or [len(ids) - 1], device=device)
+            arguments["position_ids"] = upload([positions], self.device)
+        places = upload(last or [len(positions) - 1], self.device)
         if self.keeps_some:
             arguments["logits_to_keep"] = places
         token = running.set(Forward(self.cache, flat=flat))

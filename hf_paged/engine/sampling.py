@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from ..memory.upload import upload
 from .numbers import uniform
 
 
@@ -38,7 +39,7 @@ def warp(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
     """The scores [rows, vocabulary] under each row's temperature, with -inf for what its cuts leave out."""
 
     def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=scores.device)[:, None]
+        return upload(values, scores.device, dtype)[:, None]
 
     scores = scores / column([each.temperature for each in warps])
     most = max(each.top_k for each in warps)
@@ -66,7 +67,7 @@ def draw(scores: torch.Tensor, seeds: Sequence[int], indices: Sequence[int], pos
 
     The draw belongs to the seed of the row's request, the number of its sample and the place of the token, to nothing else (C35).
     """
-    keys = torch.tensor([seeds, indices, positions], device=scores.device)
+    keys = upload([seeds, indices, positions], scores.device)
     chances = scores.softmax(-1).double().cumsum(-1)
     at = uniform(*keys)[:, None] * chances[:, -1:]
     return torch.searchsorted(chances, at, right=True).squeeze(1)

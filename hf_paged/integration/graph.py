@@ -228,9 +228,9 @@ def standing(step: Step, graph: Graph) -> Iterator[None]:
 # ---- what a graph is captured for
 
 
-def bucket_of(rows: int) -> int:
-    """The rows that a graph for `rows` rows has: eight steps from one power of two to the next."""
-    step = 1 << max(0, (rows - 1).bit_length() - 4)
+def bucket_of(rows: int, steps: int = 8) -> int:
+    """The rows that a graph for `rows` rows has: so many steps, a power of two, from one power of two to the next."""
+    step = 1 << max(0, (rows - 1).bit_length() - steps.bit_length())
     return -(-rows // step) * step
 
 

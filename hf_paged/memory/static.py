@@ -66,12 +66,7 @@ class StaticBatch:
 
     def load(self, tables: Sequence[Table], new: int, columns: int, copies: Sequence[Copy] = ()) -> None:
         """Upload a step of `new` tokens that `tables` have taken already, as it was before it, at `columns` columns."""
-        self._turn = (self._turn + 1) % BUFFERS
-        event = self._events[self._turn]
-        if event is not None:
-            event.synchronize()  # two uploads ago: long done
-        before, ids, tokens, sources, targets = (part.numpy() for part in self._staging[self._turn].split(self._sizes))
-        tokens[:] = -1
+        before, ids, tokens, sources, targets = self._stage()
         for i, table in enumerate(tables):
             begin = i * self.width + table.released
             ids[begin : begin + len(table.blocks)] = table.blocks
@@ -79,6 +74,34 @@ class StaticBatch:
         before[:] = (columns, 0, columns, 0)  # two numbers of 64 bits, on a machine that puts the low half first
         if copies:
             sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
+        self._send()
+
+    def spread(self, tables: Sequence[Table], counts: Sequence[int]) -> None:
+        """Upload a step in which table i has taken counts[i] tokens, each of them a row of its own."""
+        _, ids, tokens, _, _ = self._stage()
+        blocks, row = ids.reshape(self.rows, self.width), 0
+        for table, count in zip(tables, counts, strict=True):
+            held = blocks[row, table.released : table.end]
+            held[:] = table.blocks
+            if count == 1:
+                tokens[row] = table.length - 1
+            else:
+                blocks[row + 1 : row + count, table.released : table.end] = held
+                tokens[row : row + count] = range(table.length - count, table.length)
+            row += count
+        self._send()
+
+    def _stage(self) -> tuple[Any, ...]:
+        """A buffer that the device has read already, in parts: no row is there yet."""
+        self._turn = (self._turn + 1) % BUFFERS
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()  # two uploads ago: long done
+        parts = tuple(part.numpy() for part in self._staging[self._turn].split(self._sizes))
+        parts[2][:] = -1
+        return parts
+
+    def _send(self) -> None:
         self._data.copy_(self._staging[self._turn], non_blocking=True)
         if self.device.type == "cuda":
             event = self._events[self._turn] = torch.cuda.Event()

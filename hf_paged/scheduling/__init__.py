@@ -7,11 +7,12 @@ from .limits import Limits, Shelf
 from .plan import Plan, Row
 from .policy import POLICIES
 from .scheduler import Infeasible, Scheduler
-from .sequence import Group, Request, Sequence, Status
+from .sequence import UNKNOWN, Group, Request, Sequence, Status
 
 __all__ = [
     "ADMISSIONS",
     "POLICIES",
+    "UNKNOWN",
     "Future",
     "Group",
     "History",

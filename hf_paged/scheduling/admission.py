@@ -118,5 +118,5 @@ class Watermark:
     def check(self, moment: Moment) -> None:
         """Raise AssertionError on the first thing that does not add up."""
         for group in moment.running:
-            expect(group.decoding or group in self._behind, f"{group!r} is behind and admission does not know")
+            expect(group.decoding or group.complete or group in self._behind, f"{group!r} is behind and admission does not know")
         expect(self._behind.keys() <= set(moment.running), "admission counts somebody who does not run")

@@ -16,7 +16,7 @@ from ..blocks.pool import expect
 from .admission import Moment, Verdict, Watermark
 from .history import History
 from .limits import Limits, Shelf
-from .sequence import Group, Sequence, Status, blocks_of_group
+from .sequence import UNKNOWN, Group, Sequence, Status, blocks_of_group
 
 FAR = 1 << 60
 """The end of groups whose prompt takes more steps: nobody knows how many."""
@@ -240,8 +240,8 @@ class Future(Watermark):
 
     def finish(self, sequence: Sequence) -> None:
         group = sequence.group
-        prompt, most = len(group.request.prompt), group.request.most_tokens
-        self.history.add(len(sequence.tokens) - prompt, limited=len(sequence.tokens) >= most)
+        length = len(sequence.tokens) - (sequence.tokens[-1] == UNKNOWN)  # a token after the last one, if the host worked ahead
+        self.history.add(length - len(group.request.prompt), limited=length >= group.request.most_tokens)
         if len(group.sequences) > 1 and group in self._entries:
             self._changed[group] = None
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..blocks import Copy
 from .sequence import Group, Sequence
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """`count` tokens of a sequence from `start` on. Their slots are in its tables already.
 
     samples: the sequences whose next token is chosen from what follows this row's last one. None if the row ends before its
@@ -18,7 +18,7 @@ class Row:
 
     sequence: Sequence
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # a row is no tuple to anybody
     samples: tuple[Sequence, ...]
 
     @property

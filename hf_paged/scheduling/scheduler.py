@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Literal
 
@@ -136,12 +136,16 @@ class Scheduler:
     def schedule(self) -> Plan:
         """The next step. Its blocks are taken in the books; `commit` says that it has been computed."""
         draft = _Draft(len(self.shelves), self.limits.tokens)
-        owed = sum(len(group.sequences) for group in self.running if group.decoding)
+        now = [shelf.pool.tick() for shelf in self.shelves]
+        owed = sum([len(group.sequences) for group in self.running if group.decoding])
         place = 0
         while place < len(self.running):
             group = self.running[place]
             if group.decoding:
                 owed -= len(group.sequences)
+                if self._step(draft, group, now):
+                    place += 1
+                    continue
             # Whoever decodes has its token; who computes a prompt gets what that leaves.
             steps = group.advance(draft.room - owed)
             while steps and not self._fits(steps):
@@ -163,21 +167,42 @@ class Scheduler:
         return plan
 
     def commit(self, plan: Plan, without: Collection[Group] = ()) -> None:
-        """The rows of the plan are computed, but for those of groups `without`: their blocks may be named now, and no sooner (C22)."""
-        for row in plan.rows:
-            sequence, group = row.sequence, row.sequence.group
+        """The rows of the plan are computed, but for those of groups `without`."""
+        self.launch(plan, without)
+        self.confirm(plan, without)
+
+    def launch(self, plan: Plan, without: Collection[Group] = ()) -> None:
+        """The rows of the plan are on their way, but for those of groups `without`: the next step may build on them."""
+        for sequence, start, count, _ in plan.rows:
+            group = sequence.group
             if group in without:
                 continue
-            sequence.computed = row.start + row.count
-            self._name(sequence)
-            if group.leader.computed >= group.common:
+            sequence.computed = start + count
+            if not group.forked and sequence.computed >= group.common:
+                group.fork()
+
+    def confirm(self, plan: Plan, without: Collection[Group] = ()) -> None:
+        """The rows of the plan are there, and so are their tokens: their blocks may be named now, and no sooner (C22)."""
+        size = self.shelves[0].pool.block_size
+        for sequence, start, count, _ in plan.rows:
+            group, end = sequence.group, start + count
+            if group in without or sequence.computed < end:
+                continue  # it failed, or had to go in the meantime
+            if end // size > start // size:
+                self._name(sequence, end)
+            if group.promised and end >= group.common:
                 self._withdraw_promise(group)
-                if not group.forked:
-                    group.fork()
 
     def extend(self, sequence: Sequence, token: int) -> None:
-        """A sequence has got its next token."""
+        """A sequence has got its next token; UNKNOWN if the host will `reveal` it later."""
         sequence.tokens.append(token)
+
+    def reveal(self, group: Group, position: int, tokens: Mapping[Sequence, int]) -> None:
+        """The host has heard which token stands at `position` of these sequences of a group."""
+        for sequence, token in tokens.items():
+            sequence.tokens[position] = token
+        if group.status is Status.PREEMPTED:
+            group.gather()  # what they have in common was not known when it had to go
 
     def reorder(self, group: Group, sources: Rows[int], tokens: Rows[int]) -> None:
         """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6, C16)."""
@@ -200,6 +225,22 @@ class Scheduler:
                     table.release_before(table.length - shelf.window + 1)
             if blocks_needed(tables, counts) > shelf.pool.available:
                 return False
+        return True
+
+    def _step(self, draft: _Draft, group: Group, now: Rows[int]) -> bool:
+        """Give a decoding group of one sequence its token if that takes no block, which is nearly always. Else change nothing."""
+        sequence = group.sequences[0]
+        if len(group.sequences) > 1:
+            return False
+        for table, shelf in zip(sequence.tables, self.shelves, strict=True):
+            if not table.length % shelf.pool.block_size or shelf.pool.references(table.blocks[-1]) > 1:
+                return False
+        for table, shelf, time in zip(sequence.tables, self.shelves, now, strict=True):
+            if shelf.window is not None:
+                table.release_before(table.length - shelf.window + 1)
+            table.step(time)
+        draft.rows.append(Row(sequence, sequence.computed, 1, (sequence,)))
+        draft.room -= 1
         return True
 
     def _take(self, draft: _Draft, steps: Steps) -> None:
@@ -271,14 +312,14 @@ class Scheduler:
         insort(self.running, group, key=self._key)
         self.counts["admissions"] += 1
 
-    def _name(self, sequence: Sequence) -> None:
-        """Let others find the full blocks of a sequence."""
+    def _name(self, sequence: Sequence, end: int) -> None:
+        """Let others find the full blocks of the first `end` tokens of a sequence."""
         if not self.prefix_caching:
             return
-        full = sequence.computed // self.shelves[0].pool.block_size
+        full = end // self.shelves[0].pool.block_size
         for table in sequence.tables:
             if len(table.digests) < full:
-                commit(table, sequence.tokens, sequence.group.request.extra, self.verify)
+                commit(table, sequence.tokens[:end], sequence.group.request.extra, self.verify)
 
     def _withdraw_promise(self, group: Group) -> None:
         """The group is done with what it had in common, or will not do it: nobody waits for it any more."""

@@ -9,6 +9,9 @@ from enum import Enum
 from ..blocks import ROOT, Table, chain
 from .limits import Shelf
 
+UNKNOWN = -1
+"""Stands for a token that is chosen already and that the host has not heard of yet."""
+
 
 class Status(Enum):
     """Where a group stands. Only the scheduler writes it."""
@@ -100,7 +103,17 @@ class Group:
     @property
     def decoding(self) -> bool:
         """Whether the next step takes exactly one token of every sequence."""
-        return self.forked and all(sequence.behind == 1 for sequence in self.sequences)
+        if not self.forked or self.complete:
+            return False
+        for sequence in self.sequences:  # noqa: SIM110 - a generator costs more than what it asks, for everybody in every step
+            if len(sequence.tokens) - sequence.computed != 1:
+                return False
+        return True
+
+    @property
+    def complete(self) -> bool:
+        """Whether its sequences are as long as they may become: the host has only to hear of their last tokens."""
+        return len(self.sequences[0].tokens) >= self.request.most_tokens
 
     def gather(self) -> None:
         """Begin again, unforked, with what the sequences have in common."""
@@ -120,6 +133,8 @@ class Group:
 
         The sequences of a group take their last token together, so that beams can be compared and samples stay equally long.
         """
+        if self.complete:
+            return []
         if not self.forked:
             count = min(self.common - self.leader.computed, room)
             return [(self.leader, count)] if count > 0 else []

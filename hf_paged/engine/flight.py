@@ -1,0 +1,93 @@
+"""Steps on their way: the next one is planned and launched before the host has heard which tokens the last one chose."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..memory.upload import upload
+from ..scheduling import UNKNOWN, Group, Plan, Scheduler, Status
+from ..scheduling import Sequence as Row
+from .chooser import NoToken, Pick, together
+from .job import Job
+
+
+class _Seats(NamedTuple):
+    """A job that gets tokens: at which position of its sequences, and where in the step's tokens each one's stands."""
+
+    job: Job
+    position: int
+    places: list[tuple[Row, int]]
+
+
+class Flight:
+    """A launched step. Its tokens are on the device, where the next step finds them, and on their way to the host."""
+
+    def __init__(self, plan: Plan, failed: Collection[Group], picks: Sequence[Pick], logits: torch.Tensor) -> None:
+        self.plan, self.failed, self.device = plan, failed, logits.device
+        self.tokens: torch.Tensor | None = None
+        """[sequences]"""
+        self.places: dict[Row, int] = {}
+        """Where each sequence's token stands in `tokens`."""
+        self._seats: list[_Seats] = []
+        self._heard: torch.Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        if picks:
+            self._board(picks, logits)
+
+    def _board(self, picks: Sequence[Pick], logits: torch.Tensor) -> None:
+        self.tokens = together(picks, logits)
+        broken = logits.isnan().any(1)
+        rows = [row for pick in picks for row in pick.rows]
+        if rows != list(range(logits.shape[0])):
+            broken = broken[upload(rows, logits.device)]
+        told = torch.where(broken, UNKNOWN, self.tokens)
+        if told.is_cuda:
+            self._heard = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+            self._heard.copy_(told, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(told.device))
+        else:
+            self._heard = told
+        place = 0
+        for pick in picks:
+            assert pick.job.group is not None
+            sequences = pick.job.group.sequences
+            seats = list(zip(sequences, range(place, place + len(sequences)), strict=True))
+            self._seats.append(_Seats(pick.job, len(sequences[0].tokens), seats))
+            self.places.update(seats)
+            place += len(sequences)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Whose tokens it brings."""
+        return [seats.job for seats in self._seats]
+
+    def depart(self, scheduler: Scheduler) -> None:
+        """Every sequence has its next token, whichever it is."""
+        for sequence in self.places:
+            scheduler.extend(sequence, UNKNOWN)
+
+    def land(self, scheduler: Scheduler) -> dict[Job, Exception]:
+        """Wait for the tokens, and give them to whoever is still there. The answer is who failed, and why."""
+        if self._event is not None:
+            self._event.synchronize()
+        scheduler.confirm(self.plan, self.failed)
+        tokens: list[int] = [] if self._heard is None else self._heard.tolist()
+        failed: dict[Job, Exception] = {}
+        for job, position, places in self._seats:
+            group = job.group
+            if group is None or group.status is Status.FINISHED:
+                continue
+            # Who ended in the step before has got a token too many.
+            heard = {sequence: tokens[place] for sequence, place in places if sequence in group.sequences}
+            if UNKNOWN in heard.values():
+                failed[job] = NoToken("the model's logits are NaN")
+                continue
+            try:
+                job.hear(scheduler, position, heard, self.device)
+            except Exception as error:  # a criterion or a tokenizer of this request; its neighbours go on
+                failed[job] = error
+        return failed
