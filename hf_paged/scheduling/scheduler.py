@@ -9,7 +9,7 @@ from collections.abc import Sequence as Rows
 from typing import Literal
 
 from ..blocks import Copy, Match, adopt, append, blocks_needed, commit, match, reorder
-from ..blocks.pool import expect
+from ..blocks.pool import NOWHERE, expect
 from .admission import Moment, Verdict, why_infeasible
 from .future import ADMISSIONS
 from .limits import Limits, Shelf
@@ -228,12 +228,13 @@ class Scheduler:
         return True
 
     def _step(self, draft: _Draft, group: Group, now: Rows[int]) -> bool:
-        """Give a decoding group of one sequence its token if that takes no block, which is nearly always. Else change nothing."""
+        """Give a decoding group of one sequence its token if that copies nothing and nobody must go for it. Else change nothing."""
         sequence = group.sequences[0]
         if len(group.sequences) > 1:
             return False
         for table, shelf in zip(sequence.tables, self.shelves, strict=True):
-            if not table.length % shelf.pool.block_size or shelf.pool.references(table.blocks[-1]) > 1:
+            full = not table.length % shelf.pool.block_size
+            if (full and not shelf.pool.available) or (not full and shelf.pool.references(table.blocks[-1]) > 1):
                 return False
         for table, shelf, time in zip(sequence.tables, self.shelves, now, strict=True):
             if shelf.window is not None:
@@ -272,6 +273,8 @@ class Scheduler:
             del queue[passed]
             self.admission.enter(group, found, moment)
             self._start(group, found)
+            if self.shelves[0].pool.block_size == 1:
+                _seek_runs(group)
             draft.admitted.append(group)
             steps = group.advance(draft.room)
             if not self._fits(steps):
@@ -369,6 +372,14 @@ def _samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
     if sequence.computed + count < len(sequence.tokens):
         return ()
     return (sequence,) if sequence.group.forked else tuple(sequence.group.sequences)
+
+
+def _seek_runs(group: Group) -> None:
+    """With blocks of one token a prompt goes where all of it can lie side by side, if there is such a place (C38)."""
+    for table in group.leader.tables:
+        if not table.blocks:
+            run = table.pool.find_run(group.common)
+            table.near = NOWHERE if run is None else run
 
 
 def _known(shelf: Shelf, names: list[bytes]) -> list[int]:
