@@ -6,6 +6,7 @@
 Importing the package is enough: stock generate() then knows the word, in every mode, with the same tokens.
 """
 
+from . import trace
 from .blocks import OutOfBlocks
 from .config import CacheConfig
 from .engine import Engine, EngineConfig
@@ -17,7 +18,7 @@ from .integration.support import FallbackWarning
 
 __all__ = [
     "CacheConfig", "Engine", "EngineConfig", "FallbackWarning", "OutOfBlocks", "PagedCache", "Stats",
-    "install", "installed", "invalidate", "release", "stats", "uninstall",
+    "install", "installed", "invalidate", "release", "stats", "trace", "uninstall",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

@@ -56,7 +56,7 @@ def test_text_chat_and_ids(stories: Engine) -> None:
         ([], "empty"),
         ([[1, 2], [3, 4]], "one sequence"),
         ([1.5], "one sequence"),
-        (torch.randn(3, 32), "embeddings"),
+        (None, "needs a prompt"),
     ],
 )
 def test_other_prompts_are_refused(engine: Engine, prompt: Any, error: str) -> None:

@@ -135,6 +135,8 @@ def test_nan_is_heard_of_late(model: Any, engine: Engine, poison: int) -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[poison] = torch.nan
     bad = [*PROMPTS[3], poison, *PROMPTS[3][:3]]
+    forward, said = model.model.embed_tokens.forward, []
+    model.model.embed_tokens.forward = lambda ids: (said.append(int(ids.max())), forward(ids))[1]
     for _ in range(3):
         handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:3]]
         engine.step()
@@ -145,6 +147,7 @@ def test_nan_is_heard_of_late(model: Any, engine: Engine, poison: int) -> None:
             assert not any(sequence.token_ids for sequence in output.sequences)
         assert [answers(handle.result()) for handle in handles] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
         engine.check()
+    assert max(said) < VOCABULARY
     with torch.no_grad():
         model.model.embed_tokens.weight[poison] = 1.0
     engine.pause()

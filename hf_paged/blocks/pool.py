@@ -219,6 +219,10 @@ class BlockPool:
         """How many tables name `block`."""
         return self._references[block]
 
+    def states(self) -> bytes:
+        """A byte for each block: FREE, HELD or CACHED."""
+        return bytes(self._state)
+
     def _set_free(self, block: int) -> None:
         self._state[block] = FREE
         self._last_access[block] = 0

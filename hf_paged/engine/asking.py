@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from .embeddings import checked, names_of
 from .fields import check_fields
 from .sampling import Warp, warp_of
 
@@ -26,16 +28,25 @@ EXPECTED = {
 PASSED_ON = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask")
 """Keywords of generate() that are arguments of its processors."""
 
+MEDIA = frozenset({"pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "input_features", "input_values", "images"})
+"""Keywords that bring pictures or recordings."""
+KEY = os.urandom(16)
+"""What the names of embeddings are made with in this process."""
+
 
 @dataclass(frozen=True)
 class Asked:
     """A request, read and checked.
 
+    prompt: what the books know of it, a number for each position. ids: what processors and criteria see of it: the same, or of a
+    prompt of embeddings [tokens, hidden] the ids that were given beside them, if any were. max_length: of a sequence in the books.
     processors and criteria: what is not done for the whole batch at once; criteria without those about length and ends of sequence.
     warp: how scores are cut before a draw, if the processors do nothing else.
     """
 
     prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    embeds: torch.Tensor | None
     config: Any
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
@@ -65,6 +76,10 @@ class Asked:
         """Whether tokens are drawn."""
         return bool(self.config.do_sample)
 
+    def seen(self, tokens: list[int]) -> list[int]:
+        """The tokens of a sequence in the books as processors and criteria see them."""
+        return tokens if self.embeds is None else [*self.ids, *tokens[len(self.prompt) :]]
+
     @property
     def mends(self) -> bool:
         """Whether a processor replaces logits that are no numbers."""
@@ -93,8 +108,6 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
         else:
             ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
     elif isinstance(prompt, torch.Tensor):
-        if prompt.is_floating_point():
-            raise TypeError("the engine does not take embeddings yet; pass token ids, or use generate(inputs_embeds=...)")
         ids = prompt.tolist()
     else:
         ids = prompt
@@ -111,14 +124,14 @@ def read(
     model: Any, tokenizer: Any, prompt: Any, generation_config: Any, keywords: dict[str, Any], seed: int | None, logprobs: int | bool | None
 ) -> Asked:
     """Read a request as generate() would on that prompt alone; what the engine does not do is refused by name."""
-    tokens = prompt_tokens(prompt, tokenizer)
+    tokens, embeds = _prompt(model, tokenizer, prompt, keywords.pop("inputs_embeds", None))
     given = {name: keywords.pop(name, None) for name in (*PASSED_ON, "logits_processor", "stopping_criteria")}
-    config = _config(model, tokens, generation_config, keywords)
-    ids = torch.tensor([tokens], device=model.device)
+    config = _config(model, tokens, embeds, generation_config, keywords)
+    ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
     processors = model._get_logits_processor(
         config,
         input_ids_seq_length=len(tokens),
-        encoder_input_ids=ids,
+        encoder_input_ids=ids if embeds is None else embeds[None],
         logits_processor=LogitsProcessorList(given["logits_processor"] or []),
         device=ids.device,
         model_kwargs={},
@@ -129,20 +142,37 @@ def read(
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
     others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
     plain = warp_of(processors) if config.do_sample else (None if processors else Warp())
+    names = tokens if embeds is None else names_of(embeds, KEY)
     return Asked(
+        names,
         tokens,
+        embeds,
         config,
         processors,
         others,
         frozenset(ends),
-        min(lengths),
+        min(lengths) - len(tokens) + len(names),
         _seed(seed),
         _favourites(logprobs, model),
         plain if (config.num_beams or 1) == 1 else None,
     )
 
 
-def _config(model: Any, tokens: tuple[int, ...], generation_config: Any, keywords: dict[str, Any]) -> Any:
+def _prompt(model: Any, tokenizer: Any, prompt: Any, embeds: Any) -> tuple[tuple[int, ...], torch.Tensor | None]:
+    """The ids of a prompt, and its embeddings if it is made of those. A tensor of numbers with a point is embeddings, too."""
+    if isinstance(prompt, torch.Tensor) and prompt.is_floating_point():
+        if embeds is not None:
+            raise ValueError("the prompt and inputs_embeds are both embeddings; give one of them")
+        prompt, embeds = None, prompt
+    if embeds is None:
+        if prompt is None:
+            raise ValueError("a request needs a prompt, or inputs_embeds")
+        return prompt_tokens(prompt, tokenizer), None
+    tokens = () if prompt is None else prompt_tokens(prompt, tokenizer)
+    return tokens, checked(model, embeds, tokens)
+
+
+def _config(model: Any, tokens: tuple[int, ...], embeds: torch.Tensor | None, generation_config: Any, keywords: dict[str, Any]) -> Any:
     """The options of this request, completed from the model's own and checked."""
     own = model.generation_config
 
@@ -153,18 +183,18 @@ def _config(model: Any, tokens: tuple[int, ...], generation_config: Any, keyword
     # The engine has its own pages: the word is no news to it.
     config, unknown = model._prepare_generation_config(generation_config, **keywords)
     unknown = {name for name, value in unknown.items() if value is not None} - {"output_attentions", "output_hidden_states"}
+    if unknown & MEDIA:
+        raise ValueError(f"the engine does not take pictures or recordings ({sorted(unknown & MEDIA)}); use generate()")
     if unknown:
         raise ValueError(
             f"the engine does not take {sorted(unknown)}; what a request may say are generate()'s options, seed, logprobs, ..."
         )
     check_fields(config)
-    ids = torch.tensor([tokens], device=model.device)
-    model._prepare_special_tokens(config, True, device=ids.device)
-    config = model._prepare_generated_length(config, *defaults, "input_ids", len(tokens), ids)
+    model._prepare_special_tokens(config, True, device=model.device)
+    name, inputs = ("input_ids", torch.tensor([tokens])) if embeds is None else ("inputs_embeds", embeds[None])
+    config = model._prepare_generated_length(config, *defaults, name, len(tokens), inputs)
     if len(tokens) >= config.max_length:
-        raise ValueError(
-            f"the prompt has {len(tokens)} tokens and max_length={config.max_length} leaves none to generate; give max_new_tokens instead"
-        )
+        raise ValueError(f"the prompt has {inputs.shape[1]} tokens and max_length leaves none to generate; give max_new_tokens instead")
     return config
 
 

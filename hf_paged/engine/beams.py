@@ -117,7 +117,7 @@ class BeamSearch:
         """Whether the best beam that runs may still beat the worst that has ended."""
         length = self.new
         if self.early_stopping == "never" and self.length_penalty > 0:
-            length = self.asked.config.max_length - len(self.asked.prompt)
+            length = self.asked.config.max_length - len(self.asked.ids)
         best = self.running[:1] / length**self.length_penalty
         worst = torch.where(self.finished, self.scores.min(), NOT)
         self.improvable = self.improvable & (best > worst).any()

@@ -32,7 +32,7 @@ def choose(scheduler: Scheduler, picks: Sequence[Pick], logits: torch.Tensor) ->
     Whose tokens need nothing but a cut and a draw are chosen together; processors and criteria run only for their own rows, and
     whatever they raise is their own request's end.
     """
-    broken = logits.isnan().any(1).tolist()
+    broken = logits.amax(1).isnan().tolist()
     failed: dict[Job, Exception] = {}
     together: list[Pick] = []
     for pick in picks:
@@ -52,27 +52,28 @@ def choose(scheduler: Scheduler, picks: Sequence[Pick], logits: torch.Tensor) ->
 
 def _all_at_once(picks: Sequence[Pick], logits: torch.Tensor) -> dict[Job, list[int]]:
     """The tokens of plain jobs."""
-    found = together(picks, logits).tolist() if picks else []
+    found = together(picks, logits)[0].tolist() if picks else []
     tokens: dict[Job, list[int]] = {}
     for pick in picks:
         tokens[pick.job], found = found[: len(pick.rows)], found[len(pick.rows) :]
     return tokens
 
 
-def together(picks: Sequence[Pick], logits: torch.Tensor) -> torch.Tensor:
-    """The tokens of plain jobs, one behind the other: one argmax for all that are greedy, one cut and one draw for all that are sampled.
+def together(picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of plain jobs, one behind the other, and whether their logits have NaN among them.
 
-    Nobody waits for the device.
+    One argmax for all that are greedy, one cut and one draw for all that are sampled. Nobody waits for the device.
     """
     rows = [row for pick in picks for row in pick.rows]
     scores = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
     tokens = scores.argmax(-1)
+    broken = scores.gather(1, tokens[:, None])[:, 0].isnan()  # to torch NaN is the largest number
     drawn = [pick for pick in picks if pick.job.asked.sampled]
     if drawn:
         sampled = [pick.job.asked.sampled for pick in picks for _ in pick.rows]
         places = upload([place for place, each in enumerate(sampled) if each], logits.device)
         tokens[places] = _drawn(drawn, scores[places], cut=True)
-    return tokens
+    return tokens, broken
 
 
 def _drawn(picks: Sequence[Pick], scores: torch.Tensor, cut: bool) -> torch.Tensor:

@@ -146,6 +146,8 @@ class Decoding:
     def _shape(self, pieces: Sequence[Piece]) -> Shape | None:
         if self.runner.device.type not in RECORDERS or not pieces:
             return None
+        if any(piece.embeds is not None for piece in pieces):
+            return None
         rows = sum(len(piece.tokens) for piece in pieces)
         mixed = rows > len(pieces) or not all(piece.wanted for piece in pieces)
         if mixed and sum(len(piece.tokens) * (piece.start + len(piece.tokens)) for piece in pieces if len(piece.tokens) > 1) > MOST_PAIRS:

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import threading
+import os
 import weakref
-from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
-
-from ..blocks import extra_key
 from ..integration.registry import base_model
-from ..scheduling import Group, Infeasible, Request, Scheduler
-from .asking import Asked, check_transformers, read
+from ..scheduling import Group, Request, Scheduler, why_infeasible
+from .asking import check_transformers
 from .config import EngineConfig
-from .handle import Handle
+from .front import Front
 from .job import Job
-from .output import Increment, Output
+from .output import FinishReason, Output
 from .pools import Pools
+from .recorder import Recorder
 from .runner import Runner
 from .stepping import Steps
 from .support import check_servable, longest
 from .weights import Weights
 
-LONG_WORK = 3.0
-"""Seconds after which `generate` shows a bar."""
 
-
-class Engine:
+class Engine(Front):
     """Continuous batching: every step computes one token of each running sequence and as much of the prompts as fits beside them.
 
     engine = Engine(model, tokenizer)
@@ -36,16 +30,15 @@ class Engine:
     for increment in handle: print(increment.text, end="")
 
     The model is the user's own, unchanged, and free for anything else between two steps. Whoever waits for a result drives the
-    engine; `step()` does it by hand. Requests end one by one, each with its own reason, and none by another's fault.
+    engine; `start()` has a thread do it, `step()` does it by hand. Requests end one by one, each with its own reason, and none by
+    another's fault.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None, **options: Any) -> None:
         check_transformers()
         self.config = EngineConfig.of(config, options)
-        self.model, self.tokenizer = base_model(model), tokenizer
+        super().__init__(base_model(model), tokenizer)
         check_servable(self.model, model)
-        self._lock = threading.RLock()
-        self._stepping = self._closed = self._paused = False
         self._longest = longest(self.model)
         self.pools = Pools(self.model, self.config)
         self._runner = Runner(self.model, self.pools)
@@ -61,7 +54,6 @@ class Engine:
             verify=self.config.check_hits,
         )
         self._jobs: dict[Group, Job] = {}
-        self._arrivals = 0
         ahead = self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
         self._steps = Steps(self.pools, self._runner, self._scheduler, self._jobs, ahead)
         self._aside: list[Output] = []
@@ -78,78 +70,32 @@ class Engine:
         """Why the model takes its sequences one by one; None if it takes them all in one flat row."""
         return self._runner.why_rows
 
-    # ---- requests
+    # ---- requests come in
 
-    def submit(
-        self,
-        prompt: Any,
-        generation_config: Any = None,
-        *,
-        seed: int | None = None,
-        logprobs: int | bool | None = None,
-        priority: int = 0,
-        salt: str | bytes | None = None,
-        **generate_keywords: Any,
-    ) -> Handle:
-        """Queue a request and answer with its handle; nothing is computed yet.
+    @property
+    def _unfinished(self) -> int:
+        return len(self._jobs)
 
-        prompt: a text or chat messages (with a tokenizer), or token ids. generation_config and keywords: as generate() takes them,
-        logits_processor, stopping_criteria and prefix_allowed_tokens_fn among them. seed: of its draws. logprobs: True, or how many
-        of the model's favourites are reported beside each token's own. priority: higher is sooner, under policy="priority".
-        salt: requests share their prefixes only with requests of the same salt.
-
-        An option that the engine does not honour raises ValueError here. A request that could never fit comes back at once with
-        finish_reason "refused" and the numbers in its error.
-        """
-        asked = read(self.model, self.tokenizer, prompt, generation_config, generate_keywords, seed, logprobs)
-        with self._lock:
-            self._require_open()
-            job = Job(asked, None, self.tokenizer)
-            request = Request(self._arrivals, asked.prompt, asked.max_length, asked.width, priority, extra_key(salt))
-            try:
-                self._check_length(asked)
-                job.group = self._scheduler.submit(request)
-            except Infeasible as reason:
-                job.close("refused", reason)
-            else:
-                self._arrivals += 1
-                self._jobs[job.group] = job
-        return Handle(job, self._drive, self._cancel)
-
-    def _check_length(self, asked: Asked) -> None:
-        if self._longest is not None and asked.max_length > self._longest:
-            raise Infeasible(
-                f"a sequence may become {asked.max_length} tokens long (prompt {len(asked.prompt)}) and {type(self.model).__name__} "
+    def _why_never(self, request: Request) -> str | None:
+        if self._longest is not None and request.most_tokens > self._longest:
+            return (
+                f"a sequence may become {request.most_tokens} tokens long (prompt {len(request.prompt)}) and {type(self.model).__name__} "
                 f"is made for {self._longest}; lower max_new_tokens"
             )
+        return why_infeasible(request, self.pools.shelves, self.config.limits())
 
-    def generate(
-        self, prompts: Iterable[Any], generation_config: Any = None, *, progress: bool | None = None, **keywords: Any
-    ) -> list[Output]:
-        """The outputs of all prompts under the same options, in their order. A bar shows after a while, or as `progress` says."""
-        handles: list[Handle] = []
-        try:
-            for prompt in _each(prompts):
-                handles.append(self.submit(prompt, generation_config, **keywords))
-            with tqdm(total=len(handles), unit="request", delay=0 if progress else LONG_WORK, disable=progress is False) as bar:
-                for handle in handles:
-                    while not handle.done:
-                        self._drive(handle._job)
-                        bar.update(sum(each.done for each in handles) - bar.n)
-                bar.update(len(handles) - bar.n)
-        except BaseException:
-            for handle in handles:
-                handle.cancel()
-            raise
-        return [handle.result() for handle in handles]
+    def _require_embeddings(self) -> None:
+        if self._runner.why_no_embeddings is not None:
+            raise ValueError(f"{self._runner.why_no_embeddings}; give token ids, or use generate()")
 
-    def stream(self, prompt: Any, generation_config: Any = None, **keywords: Any) -> Iterator[Increment]:
-        """The increments of one request. Whoever stops listening ends it."""
-        handle = self.submit(prompt, generation_config, **keywords)
-        try:
-            yield from handle
-        finally:
-            handle.cancel()
+    def _take_in(self) -> None:
+        while self._inbox:
+            job, request = self._inbox.popleft()
+            if job.cancelled or self._closed:
+                job.close("abort")
+                continue
+            job.group = self._scheduler.submit(request)
+            self._jobs[job.group] = job
 
     # ---- steps
 
@@ -168,8 +114,9 @@ class Engine:
                 self._stepping = False
 
     def _step(self) -> list[Output]:
+        self._take_in()
         ended, self._aside = self._aside, []
-        ended += [self._steps.end(job, "abort") for job in list(self._jobs.values()) if job.cancelled]
+        ended += self._sweep()
         if not self._jobs:
             self._steps.flight = None  # it has nothing but tokens too many
             return ended
@@ -184,18 +131,11 @@ class Engine:
 
     # ---- requests end
 
-    def _drive(self, job: Job) -> None:
-        with self._lock:
-            if job.output is None:
-                self.step()
+    def _end(self, job: Job, reason: FinishReason | None = None, error: Exception | None = None) -> Output:
+        return self._steps.end(job, reason, error)
 
-    def _cancel(self, job: Job) -> None:
-        with self._lock:
-            if job.output is not None:
-                return
-            job.cancelled = True
-            if not self._stepping:  # else whoever is in the middle of a step, it ends with the next one
-                self._steps.end(job, "abort")
+    def _sweep(self) -> list[Output]:
+        return [self._end(job, "abort") for job in list(self._jobs.values()) if job.cancelled]
 
     # ---- the model in other hands
 
@@ -215,6 +155,8 @@ class Engine:
         """Go on. What was cached is forgotten if the weights have changed."""
         with self._lock:
             self._paused = False
+        if self._thread is not None:
+            self.start()
 
     def _require_same_weights(self) -> None:
         """What is cached belongs to the weights of now. While nobody holds anything that is looked at closely, else quickly."""
@@ -236,6 +178,7 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Requests by state, blocks by kind of layer, and what has been counted so far."""
         with self._lock:
+            self._take_in()
             scheduler = self._scheduler
             return {
                 "form": self._runner.form,
@@ -247,34 +190,40 @@ class Engine:
                 **{name: scheduler.counts[name] for name in ("steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses")},
             }
 
+    def trace(self, path: str | os.PathLike[str]) -> Recorder:
+        """Write down every step from now on, until the answer is closed: `with engine.trace("steps.jsonl"): ...`.
+
+        `hf_paged.trace.read` gives it back. A path that ends with ".gz" is packed.
+        """
+        with self._lock:
+            self._require_open()
+            if self._steps.recorder is not None and not self._steps.recorder.closed:
+                raise RuntimeError(f"{self._steps.recorder!r} is being written; close it first")
+            self._steps.recorder = Recorder(path, self._scheduler, self.pools.described(type(self.model).__name__), self._lock)
+            return self._steps.recorder
+
     def check(self) -> None:
         """Recount all books; AssertionError on the first thing that does not add up (C7)."""
         with self._lock:
             self._scheduler.check()
 
     def close(self) -> None:
-        """End what runs with "abort" and give the pools back. Twice is once."""
+        """End what runs with "abort", the thread if there is one, and give the pools back. Twice is once."""
         with self._lock:
             if self._closed:
                 return
+            self._closed = True  # who submits from now on is ended, by whoever sees it first
+            self._take_in()
             for job in list(self._jobs.values()):
-                self._steps.end(job, "abort")
-            self._closed, self._steps.flight = True, None
+                self._end(job, "abort")
+            self._steps.flight = None
             self.pools.free()
+        self.stop()
+        if self._steps.recorder is not None:
+            self._steps.recorder.close()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *trouble: object) -> None:
         self.close()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the engine is closed; make a new one")
-
-
-def _each(prompts: Iterable[Any]) -> list[Any]:
-    """A list of prompts; a single one would be taken apart."""
-    if isinstance(prompts, str):
-        raise TypeError("generate() takes a list of prompts; for one of them write engine.generate([prompt])")
-    return list(prompts)

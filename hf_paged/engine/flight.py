@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..memory.upload import upload
 from ..scheduling import UNKNOWN, Group, Plan, Scheduler, Status
 from ..scheduling import Sequence as Row
 from .chooser import NoToken, Pick, together
@@ -38,12 +37,9 @@ class Flight:
             self._board(picks, logits)
 
     def _board(self, picks: Sequence[Pick], logits: torch.Tensor) -> None:
-        self.tokens = together(picks, logits)
-        broken = logits.isnan().any(1)
-        rows = [row for pick in picks for row in pick.rows]
-        if rows != list(range(logits.shape[0])):
-            broken = broken[upload(rows, logits.device)]
-        told = torch.where(broken, UNKNOWN, self.tokens)
+        tokens, broken = together(picks, logits)
+        told = torch.where(broken, UNKNOWN, tokens)
+        self.tokens = told.clamp(min=0)  # until the host hears of it, a row of NaN goes on with some token that there is
         if told.is_cuda:
             self._heard = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
             self._heard.copy_(told, non_blocking=True)

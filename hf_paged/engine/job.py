@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from typing import Any
@@ -13,37 +12,11 @@ import torch
 from ..scheduling import Group, Scheduler, Sequence
 from .asking import Asked, is_about_time
 from .beams import BeamSearch, Hypothesis, Notes
-from .output import FinishReason, Increment, Output, SequenceOutput, Timing, TokenLogprob
-from .text import Detokeniser
+from .news import News
+from .output import FinishReason, Output, Timing, TokenLogprob
+from .stream import Stream
 
 CPU = torch.device("cpu")
-
-
-class Stream:
-    """One answer as it grows."""
-
-    def __init__(self, index: int, tokenizer: Any) -> None:
-        self.index = index
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.finish_reason: FinishReason | None = None
-        self.score: float | None = None
-        self._tokenizer = tokenizer
-        self._text = None if tokenizer is None else Detokeniser(tokenizer)
-
-    def output(self, with_logprobs: bool) -> SequenceOutput:
-        """The answer, once it has ended."""
-        assert self.finish_reason is not None
-        text = None if self._tokenizer is None else self._tokenizer.decode(self.tokens, skip_special_tokens=True)
-        return SequenceOutput(list(self.tokens), text, self.finish_reason, list(self.logprobs) if with_logprobs else None, self.score)
-
-    def add(self, tokens: list[int], logprobs: list[TokenLogprob], finish_reason: FinishReason | None) -> Increment:
-        """Grow, and say by how much."""
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.finish_reason = finish_reason
-        text = None if self._text is None else self._text.add(tokens, last=finish_reason is not None)
-        return Increment(self.index, tokens, text, finish_reason)
 
 
 class Job:
@@ -55,9 +28,11 @@ class Job:
     def __init__(self, asked: Asked, group: Group | None, tokenizer: Any) -> None:
         self.asked, self.group, self.tokenizer = asked, group, tokenizer
         self.beams = BeamSearch(asked) if asked.beams > 1 else None
-        self.streams = [Stream(i, tokenizer) for i in range(asked.answers)]
+        self.streams = [Stream(i, tokenizer, whole=self.beams is not None) for i in range(asked.answers)]
         self.timing = Timing(time.monotonic())
-        self.increments: deque[Increment] = deque()
+        self.news = News(self.streams)
+        self.number: int | None = None
+        """Its place in the order of arrival; a request that was refused has none."""
         self.output: Output | None = None
         self.cancelled = False
         self.plain = asked.warp is not None
@@ -71,9 +46,9 @@ class Job:
     def rows(self, length: int) -> list[list[int]]:
         """The first `length` tokens of all its sequences; those that have ended are padded, as in generate()."""
         assert self.group is not None
-        running = {sequence.index: sequence.tokens[:length] for sequence in self.group.sequences}
-        pad = self._pad
-        ended = {stream.index: [*self.asked.prompt, *stream.tokens] for stream in self.streams if stream.finish_reason is not None}
+        running = {sequence.index: self.asked.seen(sequence.tokens[:length]) for sequence in self.group.sequences}
+        length, pad = max(map(len, running.values())), self._pad
+        ended = {stream.index: [*self.asked.ids, *stream.tokens] for stream in self.streams if stream.finish_reason is not None}
         rows = [running[i] if i in running else ended[i] for i in range(self.asked.width)]
         return [row + [pad] * (length - len(row)) for row in rows]
 
@@ -87,7 +62,7 @@ class Job:
         assert self.group is not None
         if not self.asked.processors:
             return scores
-        ids = torch.tensor(self.rows(self.group.length), device=device)
+        ids = torch.tensor(self.rows(self.group.length), dtype=torch.long, device=device)
         places = [sequence.index for sequence in self.group.sequences]
         whole = scores.new_zeros(ids.shape[0], scores.shape[1])
         whole[places] = scores
@@ -122,7 +97,8 @@ class Job:
 
     def _tell(self, index: int, token: int, note: TokenLogprob | None, reason: FinishReason | None) -> None:
         self.timing.first_token = self.timing.first_token or time.monotonic()
-        self.increments.append(self.streams[index].add([token], [note] if note else [], reason))
+        self.streams[index].add([token], [note] if note else [], reason)
+        self.news.tell()
 
     def _stopped(self, places: list[int], length: int, device: torch.device) -> list[FinishReason | None]:
         """What the criteria say about the first `length` tokens of its running sequences; they see all of them, as in generate()."""
@@ -161,9 +137,10 @@ class Job:
 
         def reasons(beams: list[int], tokens: list[int]) -> list[FinishReason | None]:
             candidates = [[*rows[beam], token] for beam, token in zip(beams, tokens, strict=True)]
+            seen = [self.asked.seen(row) for row in candidates]
             judged: list[FinishReason | None] = [None] * len(candidates)
             if self.asked.criteria:
-                judged = self._judge(torch.tensor(candidates, device=device), range(len(candidates)))
+                judged = self._judge(torch.tensor(seen, device=device), range(len(seen)))
             return [self._reason(row[-1], len(row), stopped) for row, stopped in zip(candidates, judged, strict=True)]
 
         step = self.beams.step(scores, so_far, reasons, notes)
@@ -173,8 +150,9 @@ class Job:
         scheduler.reorder(self.group, step.sources, step.tokens)
         if step.done:
             for stream, (best, score) in zip(self.streams, self.beams.answers(), strict=True):
-                self.increments.append(stream.add(best.tokens, best.notes, best.reason or "length"))
+                stream.add(best.tokens, best.notes, best.reason or "length")
                 stream.score = score
+            self.news.tell()
             for sequence in list(self.group.sequences):
                 scheduler.finish(sequence)
 
@@ -185,14 +163,15 @@ class Job:
         self.timing.finished = time.monotonic()
         for stream in self.streams:
             if stream.finish_reason is None:
-                self.increments.append(stream.add([], [], reason))
+                stream.add([], [], reason)
         group, self.group = self.group, None
         self.output = Output(
-            list(self.asked.prompt),
+            list(self.asked.ids),
             [stream.output(self.asked.favourites is not None) for stream in self.streams],
             cached_tokens=group.cached_tokens if group else 0,
             preemptions=group.preemptions if group else 0,
             timing=self.timing,
             error=error,
         )
+        self.news.end()
         return self.output

@@ -16,6 +16,8 @@ from ..integration.slots import slots_of
 from ..memory import Group, Kind
 from ..memory.budget import free_bytes
 from ..scheduling import Shelf
+from ..trace import Kind as TracedKind
+from ..trace import Trace
 from .config import EngineConfig
 from .support import Unservable
 
@@ -103,10 +105,16 @@ class Pools:
                 group.give_back()
                 self.memory.groups.pop((kind, self.options), None)
 
+    def described(self, model: str) -> Trace:
+        """What a trace says before its first step."""
+        kinds = tuple(TracedKind(name_of(kind), kind.window, group.pool.total) for kind, group in self.groups.items())
+        limits = self.config.limits()
+        return Trace(model, self.config.block_size, kinds, limits.tokens, limits.sequences, ())
+
     def usage(self) -> dict[str, dict[str, Any]]:
         """Blocks of every kind: total, held, cached, free."""
         return {
-            kind.name if kind.window is None else f"{kind.name}{kind.window}": {
+            name_of(kind): {
                 "total": group.pool.total,
                 "held": group.pool.held,
                 "cached": group.pool.cached,
@@ -115,3 +123,8 @@ class Pools:
             }
             for kind, group in self.groups.items()
         }
+
+
+def name_of(kind: Kind) -> str:
+    """What a kind of layer is called: "full", or "window" and how far it looks back."""
+    return kind.name if kind.window is None else f"{kind.name}{kind.window}"

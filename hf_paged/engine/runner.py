@@ -43,6 +43,8 @@ class Piece(NamedTuple):
     """Whether anybody looks at what follows the last of them."""
     follows: int | None = None
     """Where among the tokens that the last step chose its last token stands, if the host has not heard of it yet."""
+    embeds: torch.Tensor | None = None
+    """[n, hidden]: what the first n of them are instead of token ids."""
 
 
 class Runner:
@@ -60,6 +62,9 @@ class Runner:
         self.configs = decoder_configs(model)
         parameters = inspect.signature(model.forward).parameters
         self.keeps_some = "logits_to_keep" in parameters
+        self.takes_embeddings = "inputs_embeds" in parameters
+        self.why_no_embeddings: str | None = None
+        """Why a prompt cannot be embeddings; None if it can."""
         self.why_rows: str | None = None
         """Why the model does not take a flat row; None if it does."""
         self._takes_positions = "position_ids" in parameters
@@ -121,7 +126,7 @@ class Runner:
         positions = [position for piece in pieces for position in range(piece.start, piece.start + len(piece.tokens))]
         borders = next(iter(batches.values())).borders
         last = [border - 1 for border, piece in zip(borders[1:], pieces, strict=True) if piece.wanted]
-        return self._forward(self.ids(pieces, latest), positions, last, flat=True)
+        return self._forward(pieces, latest, positions, last, flat=True)
 
     def _row(self, piece: Piece, latest: torch.Tensor | None) -> Iterator[torch.Tensor]:
         count = len(piece.tokens)
@@ -130,14 +135,15 @@ class Runner:
             {kind: Batch([piece.tables[i]], None, length, count, None, lambda: True) for i, kind in enumerate(self.pools.groups)},
             past=piece.start,
         )
-        ids = self.ids([piece], latest)
-        logits = self._forward(ids, list(range(piece.start, length)), [count - 1] if piece.wanted else [], flat=False)
+        logits = self._forward([piece], latest, list(range(piece.start, length)), [count - 1] if piece.wanted else [], flat=False)
         if piece.wanted:
             yield logits
 
-    def _forward(self, ids: torch.Tensor, positions: list[int], last: list[int], flat: bool) -> torch.Tensor:
-        """One forward over a row of tokens [tokens]: the logits [len(last), vocabulary] at the places `last`."""
-        arguments: dict[str, Any] = {"input_ids": ids[None]}
+    def _forward(
+        self, pieces: Sequence[Piece], latest: torch.Tensor | None, positions: list[int], last: list[int], flat: bool
+    ) -> torch.Tensor:
+        """One forward over a row of the pieces' tokens: the logits [len(last), vocabulary] at the places `last`."""
+        arguments: dict[str, Any] = self._inputs(pieces, latest)
         if self._takes_positions:
             arguments["position_ids"] = upload([positions], self.device)
         places = upload(last or [len(positions) - 1], self.device)
@@ -153,6 +159,24 @@ class Runner:
         logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
         kept: torch.Tensor = logits[: len(last)].to(torch.float32)
         return kept
+
+    def _inputs(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Token ids [1, tokens], or if anybody has brought embeddings those of everybody [1, tokens, hidden]."""
+        ids = self.ids(pieces, latest)[None]
+        if all(piece.embeds is None for piece in pieces):
+            return {"input_ids": ids}
+        rows = self._embedded(ids.clamp(min=0))
+        place = 0
+        for piece in pieces:
+            if piece.embeds is not None:
+                rows[0, place : place + len(piece.embeds)] = piece.embeds
+            place += len(piece.tokens)
+        return {"inputs_embeds": rows}
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The model's own embeddings [1, tokens, hidden] of ids [1, tokens]."""
+        found: torch.Tensor = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
+        return found
 
     @contextmanager
     def _plugged(self) -> Iterator[None]:
@@ -187,6 +211,20 @@ class Runner:
             raise Unservable(f"{name} answers otherwise when its prompt comes in pieces (by {far:.1e} of its logits); use generate()")
         if self.why_rows is None:
             self.why_rows = self._why_not_flat(rows, whole)
+        self.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])
+
+    def _why_no_embeddings(self, rows: list[list[int]], right: torch.Tensor) -> str | None:
+        """Why the model does not take its own embeddings for the ids that they are of."""
+        name = type(self.model).__name__
+        if not self.takes_embeddings:
+            return f"{name}.forward takes no inputs_embeds"
+        try:
+            far = self._apart(right, self._without_cache(rows, embedded=True))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return f"{name} fails with embeddings instead of token ids ({type(error).__name__}: {error})"
+        return None if far is None else f"{name} answers otherwise to its own embeddings than to their ids (by {far:.1e} of its logits)"
 
     def _why_not_flat(self, rows: list[list[int]], right: torch.Tensor) -> str | None:
         try:
@@ -200,14 +238,15 @@ class Runner:
         far = self._apart(right, together)
         return None if far is None else f"in one row with others its sequences get other logits (by {far:.1e} of their size)"
 
-    def _without_cache(self, rows: list[list[int]]) -> torch.Tensor:
-        """The logits [rows, vocabulary] after each row, by the model as it is."""
+    def _without_cache(self, rows: list[list[int]], embedded: bool = False) -> torch.Tensor:
+        """The logits [rows, vocabulary] after each row, by the model as it is, from ids or from its own embeddings of them."""
         last = []
         for row in rows:
-            arguments = {"input_ids": torch.tensor([row], device=self.device)}
-            if self._takes_positions:
-                arguments["position_ids"] = torch.arange(len(row), device=self.device)[None]
             with torch.no_grad():
+                ids = torch.tensor([row], device=self.device)
+                arguments = {"inputs_embeds": self._embedded(ids)} if embedded else {"input_ids": ids}
+                if self._takes_positions:
+                    arguments["position_ids"] = torch.arange(len(row), device=self.device)[None]
                 last.append(self.model(**arguments, use_cache=False, return_dict=True).logits[0, -1].to(torch.float32))
         return torch.stack(last)
 

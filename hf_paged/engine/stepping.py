@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 
 import torch
@@ -14,6 +14,7 @@ from .flight import Flight
 from .job import Job
 from .output import FinishReason, Output
 from .pools import Pools
+from .recorder import Recorder
 from .runner import Piece, Runner
 
 
@@ -28,12 +29,16 @@ class Steps:
         self.pools, self.runner, self.scheduler, self.jobs, self.ahead = pools, runner, scheduler, jobs, ahead
         self.flight: Flight | None = None
         """The step that is on its way."""
+        self.recorder: Recorder | None = None
+        """Who writes down what happens, if anybody does."""
 
     def go_on(self) -> list[Output]:
         """The next step; the answer is whose requests have ended."""
         ahead = self.ahead and all(job.blind for job in self.jobs.values())
         ended = [] if ahead else self.land()
         plan = self.scheduler.schedule() if self.jobs else Plan()
+        if self.recorder is not None:
+            self.recorder.planned(plan)
         if not plan.rows:
             if self.jobs and self.flight is None:
                 raise RuntimeError(f"none of {self.scheduler.unfinished} requests can run: the engine's books are broken")
@@ -112,7 +117,7 @@ class Steps:
         """Compute rows: the logits [rows, vocabulary] of those that somebody waits for."""
         flight = self.flight
         places = {} if flight is None else flight.places
-        pieces = [_piece(*row, places) for row in rows]
+        pieces = [_piece(*row, places, self.jobs[row.sequence.group].asked.embeds) for row in rows]
         return self.runner.run(pieces, None if flight is None else flight.tokens)
 
     def _picks(self, rows: Rows[Row]) -> list[Pick]:
@@ -130,7 +135,10 @@ class Steps:
             self._disown(group)
         self.scheduler.abort(group)
         del self.jobs[group]
-        return job.close(reason, error)
+        output = job.close(reason, error)
+        if self.recorder is not None:
+            self.recorder.ended(group.request.number, output.finish_reason)
+        return output
 
     def _disown(self, group: Group) -> None:
         """What a failed request has computed is found by nobody: it may be what failed."""
@@ -140,10 +148,13 @@ class Steps:
                     table.pool.withdraw(block)
 
 
-def _piece(sequence: Sequence, start: int, count: int, samples: Collection[Sequence], places: Mapping[Sequence, int]) -> Piece:
+def _piece(
+    sequence: Sequence, start: int, count: int, samples: Rows[Sequence], places: Mapping[Sequence, int], embeds: torch.Tensor | None
+) -> Piece:
     """A row for the runner: places are where in the last step's tokens those stand that the host has not heard of."""
     tokens = sequence.tokens[start : start + count]
-    return Piece(tokens, start, sequence.tables, bool(samples), places[sequence] if tokens[-1] == UNKNOWN else None)
+    own = embeds[start : start + count] if embeds is not None and start < len(embeds) else None
+    return Piece(tokens, start, sequence.tables, bool(samples), places[sequence] if tokens[-1] == UNKNOWN else None, own)
 
 
 def _is_over(job: Job) -> bool:

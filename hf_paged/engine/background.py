@@ -1,0 +1,134 @@
+"""A thread that drives an engine, and how others wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from .job import Job
+from .news import Wake
+
+
+class Driven(Protocol):
+    """An engine, as far as its thread knows it."""
+
+    def turn(self) -> bool:
+        """Do one step, if there is anything to do; the answer is whether there may be more."""
+
+
+class Background:
+    """The thread: it steps as long as there is work, sleeps when there is none, and ends with its engine.
+
+    What a step raises ends it; whoever waits gets the error, and so does whoever comes later. It never keeps the interpreter alive.
+    """
+
+    def __init__(self, engine: Driven, device: torch.device) -> None:
+        self._engine = weakref.ref(engine, self._left_alone)
+        self._device = device
+        self._awake: SimpleQueue[None] = SimpleQueue()
+        """Something to do, for each time that somebody said so: a queue that finalizers may write to."""
+        self._halted = False
+        self._listeners: list[Wake] = []
+        """Everybody who waits: all are woken when the thread ends."""
+        self.over = False
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="hf_paged engine", daemon=True)
+        atexit.register(self.stop)
+        self._thread.start()
+
+    @property
+    def own(self) -> bool:
+        """Whether this is the thread that asks."""
+        return threading.current_thread() is self._thread
+
+    def wake(self) -> None:
+        """There is something to do."""
+        self._awake.put(None)
+
+    def stop(self, wait: bool = True) -> None:
+        """Begin no other step, and wait for the end of the one that runs. From within a step nobody can wait for that."""
+        self._halted = True
+        self._awake.put(None)
+        atexit.unregister(self.stop)
+        if wait:
+            self._thread.join()
+
+    def _left_alone(self, _: object) -> None:
+        """The engine is gone. Finalizers run in the middle of anything, so this only notes it."""
+        self._halted = True
+        self._awake.put(None)
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # every thread has its own
+            while not self._halted:
+                self._awake.get()
+                while not self._awake.empty():
+                    self._awake.get()
+                while not self._halted and self._turn():
+                    pass
+        except BaseException as error:  # an interrupt from within a processor, too: somebody must hear of it
+            self.error = error
+        finally:
+            self.over = True
+            atexit.unregister(self.stop)
+            for wake in self._listeners.copy():
+                wake()
+
+    def _turn(self) -> bool:
+        """The engine is held for a turn only, so that one that nobody else holds can go."""
+        engine = self._engine()
+        return engine is not None and engine.turn()
+
+    # ---- in other threads
+
+    def wait(self, job: Job, each: bool, timeout: float | None = None) -> None:
+        """Wait for the end of a job, or for `each` increment, or until the thread has ended; `timeout` in seconds."""
+        event = threading.Event()
+        with self._listening(job, event.set, each):
+            if not self._ready(job, each):
+                event.wait(timeout)
+        self._raise_trouble(job)
+
+    async def arrival(self, job: Job, each: bool) -> None:
+        """The same for a coroutine; its loop goes on meanwhile."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            try:
+                loop.call_soon_threadsafe(event.set)
+            except RuntimeError:  # the loop was closed, and nobody listens any more
+                job.cancelled = True
+
+        with self._listening(job, wake, each):
+            if not self._ready(job, each):
+                await event.wait()
+        self._raise_trouble(job)
+
+    @contextmanager
+    def _listening(self, job: Job, wake: Wake, each: bool) -> Iterator[None]:
+        # First be heard of, then look: what happens in between is not missed.
+        self._listeners.append(wake)
+        try:
+            with job.news.waking(wake, each):
+                yield
+        finally:
+            self._listeners.remove(wake)
+
+    def _ready(self, job: Job, each: bool) -> bool:
+        return self.over or job.output is not None or (each and bool(job.news))
+
+    def _raise_trouble(self, job: Job) -> None:
+        if self.error is not None and job.output is None:
+            raise RuntimeError(f"the engine's thread has stopped: {self.error}; start() goes on, if that is over") from self.error

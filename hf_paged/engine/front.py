@@ -1,0 +1,251 @@
+"""The side of an engine that callers see: requests come in, from any thread, and whoever waits for them is served."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, Self
+
+import torch
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
+
+from ..blocks import extra_key
+from ..scheduling import Infeasible, Request
+from .asking import read
+from .background import Background
+from .handle import Handle
+from .job import Job
+from .output import FinishReason, Increment, Output
+from .turns import Turns
+
+LONG_WORK = 3.0
+"""Seconds after which `generate` shows a bar."""
+
+
+class Front(ABC):
+    """What callers say to an engine.
+
+    It owns the inbox and the thread, if there is one. The books and the steps are the engine's, under its lock; submitting does not
+    wait for that where a thread drives.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self._lock = Turns()
+        self._closed = self._paused = self._stepping = False
+        self._numbers = itertools.count()
+        self._inbox: deque[tuple[Job, Request]] = deque()
+        """Requests that the books do not know yet."""
+        self._thread: Background | None = None
+        self._starting = threading.Lock()
+
+    # ---- requests
+
+    def submit(
+        self,
+        prompt: Any = None,
+        generation_config: Any = None,
+        *,
+        inputs_embeds: torch.Tensor | None = None,
+        seed: int | None = None,
+        logprobs: int | bool | None = None,
+        priority: int = 0,
+        salt: str | bytes | None = None,
+        **generate_keywords: Any,
+    ) -> Handle:
+        """Queue a request and answer with its handle; nothing is computed yet.
+
+        prompt: a text or chat messages (with a tokenizer), or token ids. inputs_embeds: what the model shall take for the embeddings
+        of the prompt, [tokens, hidden] or [1, tokens, hidden]; processors see the prompt's ids, if there are any. generation_config
+        and keywords: as generate() takes them, logits_processor, stopping_criteria and prefix_allowed_tokens_fn among them. seed: of
+        its draws. logprobs: True, or how many of the model's favourites are reported beside each token's own. priority: higher is
+        sooner, under policy="priority". salt: requests share their prefixes only with requests of the same salt.
+
+        An option that the engine does not honour raises ValueError here. A request that could never fit comes back at once with
+        finish_reason "refused" and the numbers in its error.
+        """
+        keywords = generate_keywords | {"inputs_embeds": inputs_embeds}
+        asked = read(self.model, self.tokenizer, prompt, generation_config, keywords, seed, logprobs)
+        self._require_open()
+        if asked.embeds is not None:
+            self._require_embeddings()
+        job = Job(asked, None, self.tokenizer)
+        request = Request(next(self._numbers), asked.prompt, asked.max_length, asked.width, priority, extra_key(salt))
+        reason = self._why_never(request)
+        if reason is not None:
+            job.close("refused", Infeasible(reason))
+            return Handle(job, self)
+        job.number = request.number
+        self._inbox.append((job, request))
+        thread = self._thread
+        if thread is None or self._closed:  # an engine that was closed meanwhile ends it
+            with self._lock:
+                self._take_in()
+        else:
+            thread.wake()
+        return Handle(job, self)
+
+    def generate(
+        self, prompts: Iterable[Any], generation_config: Any = None, *, progress: bool | None = None, **keywords: Any
+    ) -> list[Output]:
+        """The outputs of all prompts under the same options, in their order. A bar shows after a while, or as `progress` says."""
+        handles: list[Handle] = []
+        try:
+            for prompt in _each(prompts):
+                handles.append(self.submit(prompt, generation_config, **keywords))
+            with tqdm(total=len(handles), unit="request", delay=0 if progress else LONG_WORK, disable=progress is False) as bar:
+                for handle in handles:
+                    while not handle.done:
+                        self.drive(handle._job)
+                        bar.update(sum(each.done for each in handles) - bar.n)
+                bar.update(len(handles) - bar.n)
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        return [handle.result() for handle in handles]
+
+    def stream(self, prompt: Any, generation_config: Any = None, **keywords: Any) -> Iterator[Increment]:
+        """The increments of one request. Whoever stops listening ends it."""
+        handle = self.submit(prompt, generation_config, **keywords)
+        try:
+            yield from handle
+        finally:
+            handle.cancel()
+
+    async def agenerate(self, prompts: Iterable[Any], generation_config: Any = None, **keywords: Any) -> list[Output]:
+        """`generate` for coroutines: the event loop goes on meanwhile, and a task that is cancelled ends its requests."""
+        handles: list[Handle] = []
+        try:
+            for prompt in _each(prompts):
+                handles.append(self.submit(prompt, generation_config, **keywords))
+            return [await handle for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+
+    async def astream(self, prompt: Any, generation_config: Any = None, **keywords: Any) -> AsyncIterator[Increment]:
+        """`stream` for coroutines."""
+        handle = self.submit(prompt, generation_config, **keywords)
+        try:
+            async for increment in handle:
+                yield increment
+        finally:
+            handle.cancel()
+
+    # ---- who drives
+
+    def start(self) -> Self:
+        """Let a thread drive the engine from now on: requests are computed whether anybody waits or not, and submitting is prompt.
+
+        What a step raises reaches everybody who waits and ends the thread; calling this again goes on. `stop()` and `close()` end it,
+        and so does the end of the process. Awaiting a handle calls it, too.
+        """
+        self._require_open()
+        with self._starting:
+            if self._thread is None or self._thread.over:
+                self._thread = Background(self, self.model.device)
+            self._thread.wake()
+        return self
+
+    def stop(self) -> None:
+        """Drive no more by a thread: the step that runs comes to its end. Requests stay, and whoever waits for one drives."""
+        with self._starting:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop(wait=not self._lock.mine)
+            with self._lock:
+                if not self._stepping:
+                    self._sweep()
+
+    def turn(self) -> bool:
+        """A step, if there is anything to do; the answer is whether there may be more. The engine's thread calls it."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._take_in()
+            if self._paused:
+                self._sweep()
+            if self._paused or not self._unfinished:
+                return False
+            self.step()
+            return True
+
+    def drive(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
+        """Bring a job forward by a step of everybody's, or wait for what the thread makes of it. Handles call it."""
+        thread = self._thread
+        if thread is not None and not thread.own:
+            thread.wait(job, each, timeout)
+            return
+        with self._lock:
+            if job.output is None:
+                self.step()
+
+    async def arrival(self, job: Job, each: bool = False) -> None:
+        """Wait for the end of a job, or for `each` increment, without holding up the event loop. Handles call it."""
+        thread = self._thread or self.start()._thread
+        if thread is None or thread.own:
+            raise RuntimeError("nobody can wait for a request from within a step of its engine")
+        await thread.arrival(job, each)
+        if thread.over and job.output is None:
+            raise RuntimeError("the engine's thread was stopped while somebody awaited a request; start() goes on")
+
+    def cancel(self, job: Job) -> None:
+        """End a job at once; where a thread drives, after the step that runs. Handles call it."""
+        if job.output is not None:
+            return
+        job.cancelled = True
+        thread = self._thread
+        if thread is not None and not thread.over:
+            thread.wake()  # nothing else: a coroutine that nobody holds any more calls this in the middle of anything
+            return
+        with self._lock:
+            self._take_in()
+            if job.output is None and not self._stepping:  # else whoever is in the middle of a step, it ends with the next one
+                self._end(job, "abort")
+
+    # ---- what the engine behind it does
+
+    @abstractmethod
+    def step(self) -> list[Output]:
+        """One step of everybody's."""
+
+    @property
+    @abstractmethod
+    def _unfinished(self) -> int:
+        """How many requests are in the books."""
+
+    @abstractmethod
+    def _why_never(self, request: Request) -> str | None:
+        """Why a request can never be computed, or None if it can. Asked without the lock."""
+
+    @abstractmethod
+    def _require_embeddings(self) -> None:
+        """Raise unless the model takes embeddings for token ids."""
+
+    @abstractmethod
+    def _take_in(self) -> None:
+        """Enter what is in the inbox."""
+
+    @abstractmethod
+    def _sweep(self) -> list[Output]:
+        """End whoever was cancelled."""
+
+    @abstractmethod
+    def _end(self, job: Job, reason: FinishReason | None = None, error: Exception | None = None) -> Output:
+        """End a job."""
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed; make a new one")
+
+
+def _each(prompts: Iterable[Any]) -> list[Any]:
+    """A list of prompts; a single one would be taken apart."""
+    if isinstance(prompts, str):
+        raise TypeError("generate() takes a list of prompts; for one of them write engine.generate([prompt])")
+    return list(prompts)

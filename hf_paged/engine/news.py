@@ -1,0 +1,55 @@
+"""What a request has said and nobody has read yet, and who is to be woken when there is more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+
+from .output import Increment
+from .stream import Stream
+
+Wake = Callable[[], None]
+"""Tells somebody that there is something new. Called in the middle of a step, by whatever thread: it neither waits nor raises."""
+
+
+class News:
+    """What is new in a request's answers, on its way from the step that makes it to whoever reads it, perhaps in another thread."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._streams = streams
+        self._reading = threading.Lock()
+        self._readers: list[Wake] = []
+        self._waiters: list[Wake] = []
+        """Those who want to know of every increment, and those who want the end only."""
+
+    def __bool__(self) -> bool:
+        return any(stream.unread for stream in self._streams)
+
+    def tell(self) -> None:
+        """There is an increment."""
+        if self._readers:
+            for wake in self._readers.copy():
+                wake()
+
+    def end(self) -> None:
+        """There will be no more, and the output is there."""
+        for wake in self._readers + self._waiters:
+            wake()
+
+    def take(self) -> list[Increment]:
+        """What nobody has read yet: the first of every answer, then the second of every one, as they were made."""
+        with self._reading:
+            rounds = zip_longest(*(stream.take() for stream in self._streams))
+        return [increment for each in rounds for increment in each if increment is not None]
+
+    @contextmanager
+    def waking(self, wake: Wake, each: bool) -> Iterator[None]:
+        """Have somebody woken at the end, or at `each` increment."""
+        listeners = self._readers if each else self._waiters
+        listeners.append(wake)
+        try:
+            yield
+        finally:
+            listeners.remove(wake)

@@ -1,0 +1,362 @@
+"""A record of an engine's steps: who ran, who came and went, and whose every block was. Read back, it is what a block map is drawn from.
+
+    with engine.trace("steps.jsonl"):
+        engine.generate(prompts)
+    print(hf_paged.trace.read("steps.jsonl"))
+
+JSON lines, packed with gzip if the name ends with ".gz": a header, one line for each step, a last line. Tables are written as what
+changed in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import IO, Any, NamedTuple, cast
+
+VERSION = 1
+LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+class TraceError(ValueError):
+    """A file that is no trace, or not a whole one."""
+
+
+class Name(NamedTuple):
+    """A sequence: the number of its request in the order of arrival, and its own among the request's samples or beams."""
+
+    request: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"{self.request}.{self.sequence}"
+
+
+class Row(NamedTuple):
+    """Tokens of a step: so many `tokens` of a sequence from position `start` on."""
+
+    request: int
+    sequence: int
+    start: int
+    tokens: int
+
+
+class Ended(NamedTuple):
+    """A request that ended in a step or between it and the next, and why."""
+
+    request: int
+    reason: str
+
+
+class Blocks(NamedTuple):
+    """A pool while a step runs: held by somebody, of those by more than one table, cached, free; and what lies in the host's memory."""
+
+    held: int
+    shared: int
+    cached: int
+    free: int
+    swapped: int = 0
+
+
+class Table(NamedTuple):
+    """The blocks of a sequence in order of position, behind the `released` ones that a sliding window has left."""
+
+    released: int
+    blocks: tuple[int, ...]
+
+
+class Change(NamedTuple):
+    """What became of a table: of its blocks from number `released` on the first `same` stayed, and behind them come `new` ones."""
+
+    released: int
+    same: int
+    new: tuple[int, ...]
+
+    def apply(self, old: Table) -> Table:
+        """The table after the change."""
+        kept = old.blocks[self.released - old.released :][: self.same] if self.released >= old.released else ()
+        if len(kept) < self.same:
+            raise ValueError(f"{self} does not fit {old}")
+        return Table(self.released, kept + self.new)
+
+
+class Kind(NamedTuple):
+    """A kind of layer: what it is called, how far it looks back (None: all the way), and how many blocks its pool has."""
+
+    name: str
+    window: int | None
+    total: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as it ran. The first record of a trace has no rows: it is how things stood when the trace began.
+
+    at: seconds since the trace began. preempted: who had to go since the step before. waiting, running, preempted_waiting: how many
+    requests there were of each. blocks: of each kind of layer. tables: for each kind what changed in whose tables; None for a
+    sequence that holds nothing any more. cached: for each kind the blocks that came into the cache and those that left it.
+    """
+
+    number: int
+    at: float
+    rows: tuple[Row, ...] = ()
+    admitted: tuple[int, ...] = ()
+    preempted: tuple[int, ...] = ()
+    ended: tuple[Ended, ...] = ()
+    waiting: int = 0
+    running: int = 0
+    preempted_waiting: int = 0
+    blocks: tuple[Blocks, ...] = ()
+    tables: Mapping[Name, tuple[Change, ...] | None] = field(default_factory=dict)
+    cached: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the step."""
+        return sum(row.tokens for row in self.rows)
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """Which block belongs to whom while a step runs: for each sequence its table of each kind of layer, and the cached blocks."""
+
+    step: Step
+    kinds: tuple[Kind, ...]
+    tables: Mapping[Name, tuple[Table, ...]]
+    cached: tuple[frozenset[int], ...]
+
+    def owners(self, kind: int = 0) -> dict[int, tuple[Name, ...]]:
+        """The sequences that hold each block."""
+        found: dict[int, list[Name]] = {}
+        for name, tables in self.tables.items():
+            for block in tables[kind].blocks:
+                found.setdefault(block, []).append(name)
+        return {block: tuple(names) for block, names in sorted(found.items())}
+
+    def draw(self, kind: int = 0, width: int = 64) -> str:
+        """The blocks in order, a sign for each: its request's last digit or letter, "*" of several requests, ":" cached, "." free."""
+        signs = ["."] * self.kinds[kind].total
+        for block in self.cached[kind]:
+            signs[block] = ":"
+        for block, names in self.owners(kind).items():
+            requests = {name.request for name in names}
+            signs[block] = LETTERS[min(requests) % len(LETTERS)] if len(requests) == 1 else "*"
+        return "\n".join("".join(signs[i : i + width]) for i in range(0, len(signs), width))
+
+    def __str__(self) -> str:
+        return "\n".join(f"step {self.step.number}, {kind.name}\n{self.draw(i)}" for i, kind in enumerate(self.kinds))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What `read` gives back. whole: whether it was written to its end."""
+
+    model: str
+    block_size: int
+    kinds: tuple[Kind, ...]
+    max_batch_tokens: int
+    max_batch_sequences: int
+    steps: tuple[Step, ...]
+    whole: bool = True
+
+    def maps(self) -> Iterator[BlockMap]:
+        """The block map of every step, one after the other."""
+        tables: dict[Name, tuple[Table, ...]] = {}
+        cached: list[set[int]] = [set() for _ in self.kinds]
+        empty = tuple(Table(0, ()) for _ in self.kinds)
+        for step in self.steps:
+            for name, changes in step.tables.items():
+                if changes is None:
+                    del tables[name]
+                else:
+                    tables[name] = tuple(change.apply(old) for change, old in zip(changes, tables.get(name, empty), strict=True))
+            for blocks, (came, left) in zip(cached, step.cached, strict=True):
+                blocks.difference_update(left)
+                blocks.update(came)
+            yield BlockMap(step, self.kinds, MappingProxyType(dict(tables)), tuple(map(frozenset, cached)))
+
+    def map(self, number: int) -> BlockMap:
+        """The block map of step `number`."""
+        if not 0 <= number < len(self.steps):
+            raise IndexError(f"step {number} is not in this trace; it has steps 0 to {len(self.steps) - 1}")
+        return next(each for each in self.maps() if each.step.number == number)
+
+    def __str__(self) -> str:
+        reasons = Counter(ended.reason for step in self.steps for ended in step.ended)
+        seconds = self.steps[-1].at if self.steps else 0.0
+        lines = [
+            f"{self.model}: {max(0, len(self.steps) - 1)} steps in {seconds:.2f} s, {sum(step.tokens for step in self.steps):,} tokens"
+            + ("" if self.whole else "; the trace breaks off"),
+            f"requests   {len({number for step in self.steps for number in step.admitted})} admitted, "
+            f"{sum(len(step.preempted) for step in self.steps)} times one was preempted, {sum(reasons.values())} ended"
+            + "".join(f", {count} {reason}" for reason, count in sorted(reasons.items())),
+        ]
+        for i, kind in enumerate(self.kinds):
+            most = [max((step.blocks[i][place] for step in self.steps), default=0) for place in range(5)]
+            swapped = f", {most[4]} swapped" if most[4] else ""
+            lines.append(
+                f"{kind.name:<10} {kind.total} blocks of {self.block_size} tokens: at most {most[0]} held, {most[1]} shared, "
+                f"{most[2]} cached{swapped}"
+            )
+        return "\n".join(lines)
+
+
+# ---- files
+
+
+class Writer:
+    """Writes the lines of a trace: the header at once, a step when it is handed over, the last line at `close`."""
+
+    def __init__(self, path: str | os.PathLike[str], trace: Trace) -> None:
+        self._file = _open(path, "w")
+        self.count = 0
+        """The steps so far."""
+        self._line(
+            {
+                "hf_paged": "trace",
+                "version": VERSION,
+                "model": trace.model,
+                "block_size": trace.block_size,
+                "kinds": trace.kinds,
+                "budgets": [trace.max_batch_tokens, trace.max_batch_sequences],
+            }
+        )
+
+    def write(self, step: Step) -> None:
+        """Add a step."""
+        self._line(_encode(step))
+        self.count += 1
+
+    def close(self) -> None:
+        """Say that this is all."""
+        with self._file:
+            self._line({"steps": self.count})
+
+    def abandon(self) -> None:
+        """Let go of a file that cannot be written."""
+        with contextlib.suppress(OSError):  # what could not be written is tried once more
+            self._file.close()
+
+    def _line(self, value: dict[str, Any]) -> None:
+        self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
+
+
+def read(path: str | os.PathLike[str], partial: bool = False) -> Trace:
+    """Read a trace. One that breaks off is an error, unless `partial` asks for the steps that are there."""
+    steps: list[Step] = []
+    header: Trace | None = None
+    with _open(path, "r") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if header is None:
+                    header = _header(path, line)
+                    continue
+                value = _json(path, number, line)
+                if value is None or "at" not in value:
+                    break
+                try:
+                    steps.append(_decode(len(steps), value, header))
+                except (LookupError, TypeError, ValueError, AttributeError) as error:
+                    raise TraceError(f"line {number} of {path} is no step of a trace ({error}); it was written over or changed") from error
+            else:
+                value = None
+        except (EOFError, UnicodeDecodeError, gzip.BadGzipFile) as error:
+            if header is None:
+                raise TraceError(f"{path} is no trace of hf_paged ({error})") from error
+            value = None
+    if header is None:
+        raise TraceError(f"{path} is empty; a trace of hf_paged begins with a header")
+    whole = value is not None and value.get("steps") == len(steps)
+    if not whole and not partial:
+        raise TraceError(
+            f"{path} breaks off after {len(steps)} records: it is still being written, or its writer was stopped; "
+            "read(path, partial=True) gives what is there"
+        )
+    return Trace(
+        header.model, header.block_size, header.kinds, header.max_batch_tokens, header.max_batch_sequences, tuple(steps), whole=whole
+    )
+
+
+def _open(path: str | os.PathLike[str], mode: str) -> IO[str]:
+    if os.fspath(path).endswith(".gz"):
+        return cast(IO[str], gzip.open(path, mode + "t", encoding="utf-8"))
+    return open(path, mode, encoding="utf-8")
+
+
+def _json(path: object, number: int, line: str) -> dict[str, Any] | None:
+    """The object of a line; None for one that was not written to its end."""
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        if not line.endswith("\n"):
+            return None
+        raise TraceError(f"line {number} of {path} is broken ({error}); it was written over or changed") from error
+    if not isinstance(value, dict):
+        raise TraceError(f"line {number} of {path} is {line[:40]!r}, expected an object")
+    return value
+
+
+def _header(path: object, line: str) -> Trace:
+    try:
+        value = json.loads(line)
+        is_trace = value["hf_paged"] == "trace"
+    except (ValueError, LookupError, TypeError):
+        is_trace = False
+    if not is_trace:
+        raise TraceError(f"{path} is no trace of hf_paged: it begins with {line[:40]!r}")
+    if value.get("version") != VERSION:
+        raise TraceError(f"{path} is a trace of version {value.get('version')!r} and this hf_paged reads version {VERSION}")
+    try:
+        tokens, sequences = value["budgets"]
+        kinds = tuple(Kind(*kind) for kind in value["kinds"])
+        return Trace(value["model"], value["block_size"], kinds, tokens, sequences, ())
+    except (LookupError, TypeError, ValueError) as error:
+        raise TraceError(f"the header of {path} is broken ({error}); it was written over or changed") from error
+
+
+def _encode(step: Step) -> dict[str, Any]:
+    """A step as plain values; what is empty is left out."""
+    value: dict[str, Any] = {
+        "at": round(step.at, 6),
+        "requests": [step.waiting, step.running, step.preempted_waiting],
+        "blocks": [each if each.swapped else each[:4] for each in step.blocks],
+    }
+    value |= {name: getattr(step, name) for name in ("rows", "admitted", "preempted", "ended") if getattr(step, name)}
+    if step.tables:
+        value["tables"] = {str(name): changes for name, changes in step.tables.items()}
+    if any(came or left for came, left in step.cached):
+        value["cached"] = step.cached
+    return value
+
+
+def _decode(number: int, value: Mapping[str, Any], header: Trace) -> Step:
+    waiting, running, preempted_waiting = value["requests"]
+    blocks = tuple(Blocks(*each) for each in value["blocks"])
+    if [each.held + each.cached + each.free for each in blocks] != [kind.total for kind in header.kinds]:
+        raise ValueError(f"blocks {[tuple(each) for each in blocks]} do not add up to {[kind.total for kind in header.kinds]}")
+    tables: dict[Name, tuple[Change, ...] | None] = {}
+    for name, changes in value.get("tables", {}).items():
+        request, sequence = name.split(".")
+        tables[Name(int(request), int(sequence))] = (
+            None if changes is None else tuple(Change(released, same, tuple(new)) for released, same, new in changes)
+        )
+    return Step(
+        number,
+        value["at"],
+        tuple(Row(*row) for row in value.get("rows", ())),
+        tuple(value.get("admitted", ())),
+        tuple(value.get("preempted", ())),
+        tuple(Ended(*each) for each in value.get("ended", ())),
+        waiting,
+        running,
+        preempted_waiting,
+        blocks,
+        MappingProxyType(tables),
+        tuple((tuple(came), tuple(left)) for came, left in value.get("cached", [[(), ()] for _ in header.kinds])),
+    )

@@ -1,0 +1,332 @@
+"""A thread drives the engine: submitting is prompt, whoever waits gets what comes, and nothing hangs (C34)."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME, build
+from test_engine_exact import PROMPTS, alone, answers
+from test_engine_trouble import Does
+
+from hf_paged.engine import Engine
+from hf_paged.engine.turns import Turns
+
+GUARD = 120
+"""Seconds after which something hangs. Nothing here takes as long."""
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture
+def model() -> Any:
+    return build(BY_NAME["llama"])
+
+
+@pytest.fixture
+def engine(model: Any) -> Iterator[Engine]:
+    with Engine(model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8) as made:
+        yield made.start()
+
+
+class Gate:
+    """A criterion that holds up the step in which its request has its n-th token, until it is opened."""
+
+    def __init__(self, token: int = 1) -> None:
+        self.token = token
+        self.reached, self.open = threading.Event(), threading.Event()
+        self.opened_in_time: bool | None = None
+
+    @property
+    def criterion(self) -> Does:
+        return Does(self._hold)
+
+    def _hold(self) -> None:
+        self.token -= 1
+        if self.token == 0:
+            self.reached.set()
+            self.opened_in_time = self.open.wait(GUARD)
+
+    def wait(self) -> None:
+        assert self.reached.wait(GUARD)
+
+
+def held(engine: Engine, prompt: list[int] = PROMPTS[4], **options: Any) -> tuple[Gate, Any]:
+    """A request in the middle of whose step the engine is."""
+    gate = Gate()
+    handle = engine.submit(prompt, **{**GREEDY, **options}, stopping_criteria=[gate.criterion])
+    gate.wait()
+    return gate, handle
+
+
+def in_threads(acts: list[Callable[[], None]]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=act, daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def meanwhile(act: Callable[[], None], begun: Callable[[], bool]) -> list[threading.Thread]:
+    """Do something in another thread that will have to wait, and wait until it does."""
+    threads, end = in_threads([act]), time.monotonic() + GUARD
+    while not begun():
+        assert time.monotonic() < end
+        time.sleep(0)
+    return threads
+
+
+def join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(GUARD)
+        assert not thread.is_alive()
+
+
+def test_requests_of_many_threads(engine: Engine) -> None:
+    """Each gets the tokens it gets alone, and the thread computes them all."""
+    found: dict[int, Any] = {}
+    drivers: set[str] = set()
+
+    def ask(i: int) -> None:
+        note = Does(lambda: drivers.add(threading.current_thread().name))
+        found[i] = answers(engine.submit(PROMPTS[i], **GREEDY, stopping_criteria=[note]).result(GUARD))
+
+    join(in_threads([lambda i=i: ask(i) for i in range(5)]))
+    assert [found[i] for i in range(5)] == [alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS[:5]]
+    assert drivers == {"hf_paged engine"}
+    outputs = engine.generate(PROMPTS, **GREEDY)
+    assert [answers(output) for output in outputs] == [alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS]
+
+
+def test_submitting_and_cancelling_wait_for_no_step(engine: Engine) -> None:
+    """While a step is held up others submit and cancel; who was cancelled ends after it."""
+    gate, first = held(engine)
+    handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:3]]
+    refused = engine.submit([5] * 250, max_new_tokens=50)
+    assert refused.result(0).finish_reason == "refused"
+    handles[1].cancel()
+    first.cancel()
+    assert not any(handle.done for handle in [first, *handles])
+    gate.open.set()
+    assert [handle.result(GUARD).finish_reason for handle in [first, *handles]] == ["abort", "length", "abort", "length"]
+    assert gate.opened_in_time
+    assert [len(handle.result().sequences[0].token_ids) for handle in (first, handles[1])] == [1, 0]
+    assert [answers(handles[i].result()) for i in (0, 2)] == [alone(engine.model, PROMPTS[i], **GREEDY) for i in (0, 2)]
+
+
+def test_increments_come_as_they_are_made(engine: Engine) -> None:
+    """The first token is read while the step of the second is held up."""
+    gate = Gate(token=2)
+    stream = engine.stream(PROMPTS[1], **GREEDY, stopping_criteria=[gate.criterion])
+    tokens = next(stream).token_ids
+    gate.wait()
+    gate.open.set()
+    tokens += [token for increment in stream for token in increment.token_ids]
+    assert gate.opened_in_time
+    assert [tokens] == alone(engine.model, PROMPTS[1], **GREEDY)
+
+
+def test_a_result_in_time(engine: Engine) -> None:
+    gate, handle = held(engine)
+    with pytest.raises(TimeoutError, match="goes on"):
+        handle.result(timeout=0.01)
+    gate.open.set()
+    assert len(answers(handle.result(GUARD))[0]) == 8
+
+
+def test_a_consumer_that_goes_away(engine: Engine) -> None:
+    handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:3]]
+    stream = engine.stream(PROMPTS[3], max_new_tokens=100, do_sample=False)
+    next(stream)
+    stream.close()
+    assert [answers(handle.result(GUARD)) for handle in handles] == [alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
+    assert engine.submit(PROMPTS[0], **GREEDY).result(GUARD).error is None
+    assert engine.stats()["running"] == 0
+
+
+def test_what_a_step_raises_reaches_everybody_who_waits(model: Any, engine: Engine) -> None:
+    """Weights that change under requests: all hear of it, later ones too; after pause() and resume() nobody has lost a token."""
+    gate, first = held(engine)
+    handles = [first, engine.submit(PROMPTS[1], **GREEDY)]
+    heard: list[str] = []
+
+    def wait(handle: Any) -> None:
+        with pytest.raises(RuntimeError, match="thread has stopped: the model's weights have changed") as caught:
+            handle.result(GUARD)
+        heard.append(type(caught.value.__cause__).__name__)
+
+    threads = in_threads([lambda handle=handle: wait(handle) for handle in handles])
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.0)  # as torch counts, a change
+    gate.open.set()
+    join(threads)
+    assert heard == ["RuntimeError"] * 2
+    late = engine.submit(PROMPTS[2], **GREEDY)
+    with pytest.raises(RuntimeError, match="weights have changed"):
+        late.result(GUARD)
+    with pytest.raises(RuntimeError, match="weights have changed"):
+        list(late)
+    engine.pause()
+    engine.resume()
+    found = [answers(handle.result(GUARD)) for handle in [*handles, late]]
+    assert found == [alone(model, PROMPTS[i], **GREEDY) for i in (4, 1, 2)]
+
+
+def test_after_trouble_it_is_started_again(model: Any, engine: Engine) -> None:
+    model.train()
+    handle = engine.submit(PROMPTS[0], **GREEDY)
+    with pytest.raises(RuntimeError, match="training mode"):
+        handle.result(GUARD)
+    model.eval()
+    assert answers(engine.start().submit(PROMPTS[1], **GREEDY).result(GUARD)) == alone(model, PROMPTS[1], **GREEDY)
+    assert answers(handle.result(GUARD)) == alone(model, PROMPTS[0], **GREEDY)
+
+
+def test_pausing(engine: Engine) -> None:
+    """The thread sleeps meanwhile; who is cancelled ends all the same."""
+    gate, handle = held(engine)
+    pausing = meanwhile(engine.pause, engine._lock._door.locked)
+    gate.open.set()
+    join(pausing)
+    assert engine.stats()["blocks"]["full"]["held"] == 0
+    other = engine.submit(PROMPTS[0], **GREEDY)
+    other.cancel()
+    handle.cancel()
+    assert [each.result(GUARD).finish_reason for each in (other, handle)] == ["abort"] * 2
+    late = engine.submit(PROMPTS[0], **GREEDY)
+    engine.resume()
+    assert answers(late.result(GUARD)) == alone(engine.model, PROMPTS[0], **GREEDY)
+
+
+def test_stopping_leaves_the_requests(engine: Engine) -> None:
+    """Whoever waits for one drives the engine from then on."""
+    gate, handle = held(engine)
+    found: list[Any] = []
+    thread = engine._thread
+    waiting = meanwhile(lambda: found.append(answers(handle.result(GUARD))), lambda: bool(thread._listeners))
+    stopping = meanwhile(engine.stop, lambda: thread._halted)
+    gate.open.set()
+    join(stopping)
+    join(waiting)
+    assert found == [alone(engine.model, PROMPTS[4], **GREEDY)]
+    assert answers(engine.submit(PROMPTS[0], **GREEDY).result()) == alone(engine.model, PROMPTS[0], **GREEDY)
+    engine.stop()
+
+
+def test_stopping_ends_who_was_cancelled(engine: Engine) -> None:
+    gate, handle = held(engine)
+    engine._thread._halted = True  # the step that is held up is the last one
+    handle.cancel()
+    gate.open.set()
+    engine.stop()
+    assert handle.done
+    assert handle.result().finish_reason == "abort"
+
+
+def test_closing_ends_everything(engine: Engine) -> None:
+    """Waiting threads get what there is; the thread is gone afterwards."""
+    gate, handle = held(engine)
+    others = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:2]]
+    reasons: list[str] = []
+    waiting = in_threads([lambda each=each: reasons.append(each.result(GUARD).finish_reason) for each in [handle, *others]])
+    thread = engine._thread._thread
+    closing = meanwhile(engine.close, engine._lock._door.locked)
+    gate.open.set()
+    join([*closing, *waiting])
+    assert reasons == ["abort"] * 3
+    assert not thread.is_alive()
+    for use in (engine.start, lambda: engine.submit(PROMPTS[0])):
+        with pytest.raises(RuntimeError, match="closed"):
+            use()
+
+
+@pytest.mark.parametrize("act", ["result", "stop", "exit"])
+def test_from_within_a_step(engine: Engine, act: str) -> None:
+    """A criterion that waits for the engine, stops it or means to end the process: nobody waits for himself."""
+    inner: list[Any] = []
+
+    def within() -> None:
+        if act == "result" and not inner:
+            inner.append(engine.submit(PROMPTS[0], **GREEDY))
+            inner[0].result(GUARD)
+        elif act == "stop":
+            engine.stop()
+        elif act == "exit":
+            raise SystemExit  # what a handler of a signal would do
+
+    handle = engine.submit(PROMPTS[4], **GREEDY, stopping_criteria=[Does(within)])
+    if act == "result":
+        assert "a step is running already" in str(handle.result(GUARD).error)
+        assert answers(inner[0].result(GUARD)) == alone(engine.model, PROMPTS[0], **GREEDY)
+    elif act == "stop":
+        assert answers(handle.result(GUARD)) == alone(engine.model, PROMPTS[4], **GREEDY)
+    else:
+        with pytest.raises(RuntimeError, match="thread has stopped"):
+            handle.result(GUARD)
+
+
+def test_starting_twice_is_once(engine: Engine) -> None:
+    thread = engine._thread
+    assert engine.start() is engine
+    assert engine._thread is thread
+
+
+def test_an_engine_that_is_dropped_takes_its_thread_along(model: Any) -> None:
+    engine = Engine(model, num_blocks=30).start()
+    assert answers(engine.submit(PROMPTS[0], **GREEDY).result(GUARD)) == alone(model, PROMPTS[0], **GREEDY)
+    thread, memory, gone = engine._thread._thread, engine.pools.memory, weakref.ref(engine)
+    del engine
+    gc.collect()
+    thread.join(GUARD)
+    assert not thread.is_alive()
+    gc.collect()
+    assert gone() is None
+    assert memory.held == 0
+
+
+@pytest.mark.parametrize("end", ["raise ValueError('mine')", "import threading; threading.Thread(target=handle.result).start()"])
+def test_the_interpreter_ends(end: str) -> None:
+    """With requests on their way, with an error, with a thread that still waits: nothing keeps the process."""
+    script = f"""
+from families import BY_NAME, build
+from hf_paged import Engine
+engine = Engine(build(BY_NAME["llama"]), num_blocks=60).start()
+handle = engine.submit([5, 6, 7], max_new_tokens=200, min_new_tokens=200)
+next(iter(handle))
+{end}
+"""
+    tree = Path(__file__).parent.parent
+    paths = [str(tree), str(tree / "kernels"), str(tree / "tests")]
+    code = f"import sys; sys.path[:0] = {paths}\n{script}"
+    ran = subprocess.run([sys.executable, "-c", code], timeout=5 * GUARD, capture_output=True, text=True, check=False)
+    assert ran.returncode == ("ValueError" in end), ran.stderr
+    assert ("mine" in ran.stderr) == ("mine" in end)
+    assert "Fatal" not in ran.stderr
+
+
+def test_a_lock_that_goes_round() -> None:
+    """Who takes it again and again does not keep others out, and may take it twice."""
+    turns, over, taken = Turns(), threading.Event(), [0]
+
+    def again() -> None:
+        while not over.is_set():
+            with turns, turns:
+                taken[0] += 1
+
+    threads = in_threads([again])
+    for _ in range(50):
+        with turns:
+            before = taken[0]
+            time.sleep(0)
+            assert turns.mine
+            assert taken[0] == before
+        assert not turns.mine
+    over.set()
+    join(threads)

@@ -1,0 +1,180 @@
+"""What a trace says is what the books said, at every step (C6, C7, C10)."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import BY_NAME, build
+from test_engine_exact import PROMPTS, alone, answers
+
+import hf_paged
+from hf_paged.blocks.pool import CACHED
+from hf_paged.engine import Engine
+from hf_paged.trace import Blocks, Name, Table
+
+GREEDY = {"max_new_tokens": 9, "do_sample": False}
+WAYS: list[dict[str, Any]] = [
+    GREEDY,
+    {"max_new_tokens": 7, "num_beams": 3},
+    {"max_new_tokens": 7, "do_sample": True, "num_return_sequences": 2},
+]
+
+
+def engine_of(name: str, blocks: int) -> Engine:
+    return Engine(build(BY_NAME[name]), block_size=2, num_blocks=blocks, max_batch_tokens=12, max_batch_sequences=6)
+
+
+def books(engine: Engine) -> tuple[Any, ...]:
+    """The tables of all that run, the cached blocks, and the counts, straight from the pools."""
+    tables = {
+        Name(group.request.number, sequence.index): tuple(Table(table.released, tuple(table.blocks)) for table in sequence.tables)
+        for group in engine._scheduler.running
+        for sequence in group.sequences
+        if any(table.blocks for table in sequence.tables)
+    }
+    pools = [shelf.pool for shelf in engine.pools.shelves]
+    cached = tuple(frozenset(i for i, state in enumerate(pool._state) if state == CACHED) for pool in pools)
+    counts = tuple(Blocks(pool.held, sum(count > 1 for count in pool._references), pool.cached, pool.free) for pool in pools)
+    return tables, cached, counts
+
+
+def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Note the books of every step while its forward runs."""
+    seen: list[Any] = []
+    run = engine._runner.run
+
+    def watched(pieces: Any, latest: Any) -> Any:
+        seen.append((books(engine), [(piece.start, len(piece.tokens)) for piece in pieces]))
+        return run(pieces, latest)
+
+    monkeypatch.setattr(engine._runner, "run", watched)
+    return seen
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("llama", 40), ("qwen2-window", 40), ("llama", 200)])
+def test_every_step_is_as_the_books_were(name: str, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, forks, copies on write, beams, windows, preemptions, aborts, hits: the map drawn from the file is the one of then."""
+    rng = random.Random(blocks)
+    with engine_of(name, blocks) as engine:
+        seen = watch(engine, monkeypatch)
+        with engine.trace(tmp_path / "steps.jsonl"):
+            handles = []
+            while len(handles) < 14 or not all(handle.done for handle in handles):
+                if len(handles) < 14:
+                    handles.append(engine.submit(rng.choice(PROMPTS), seed=1, **rng.choice(WAYS)))
+                    if rng.random() < 0.2:
+                        handles[rng.randrange(len(handles))].cancel()
+                for _ in range(rng.randrange(4)):
+                    engine.step()
+                if rng.random() < 0.1:
+                    engine.pause()
+                    engine.resume()
+        stats = engine.stats()
+    trace = hf_paged.trace.read(tmp_path / "steps.jsonl")
+    assert (trace.model, trace.block_size, trace.max_batch_tokens, trace.max_batch_sequences) == (type(engine.model).__name__, 2, 12, 6)
+    assert [(kind.name, kind.total) for kind in trace.kinds] == [(each, blocks) for each in stats["blocks"]]
+    for block_map, ((tables, cached, counts), rows) in zip(list(trace.maps())[1:], seen, strict=True):
+        assert dict(block_map.tables) == tables
+        assert block_map.cached == cached
+        assert block_map.step.blocks == counts
+        assert [(row.start, row.tokens) for row in block_map.step.rows] == rows
+    assert sum(step.tokens for step in trace.steps) == stats["tokens"]
+    assert sum(len(step.preempted) for step in trace.steps) == stats["preemptions"]
+    assert sum(len(step.admitted) for step in trace.steps) == stats["admissions"]
+    assert Counter(reason for step in trace.steps for _, reason in step.ended) == Counter(
+        handle.result().finish_reason for handle in handles
+    )
+    assert {number for step in trace.steps for number, _ in step.ended} == {handle.number for handle in handles}
+    assert stats["preemptions"] > 2
+    assert any(len(names) > 1 for block_map in trace.maps() for names in block_map.owners().values())
+
+
+def test_a_trace_that_begins_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first record is how things stand; whoever ended before is nobody's news."""
+    with engine_of("llama", 100) as engine:
+        engine.generate(PROMPTS[:2], **GREEDY)
+        handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[2:5]]
+        for _ in range(5):
+            engine.step()
+        before = books(engine)
+        recorder = engine.trace(tmp_path / "a.jsonl.gz")
+        seen = watch(engine, monkeypatch)
+        handles[1].cancel()
+        handles[0].result()
+        recorder.close()
+        recorder.close()
+        handles[2].result()
+    trace = hf_paged.trace.read(tmp_path / "a.jsonl.gz")
+    first, *others = trace.maps()
+    assert (dict(first.tables), first.cached, first.step.blocks) == before
+    assert first.step.rows == ()
+    assert (first.step.ended, first.step.running) == (((3, "abort"),), 3)
+    assert [(dict(each.tables), each.cached, each.step.blocks) for each in others] == [each for each, _ in seen[: len(others)]]
+    assert trace.steps[-1].ended == ((2, "length"),)
+    assert "1 abort, 1 length" in str(trace)
+
+
+def test_forgotten_blocks_leave_the_cache(tmp_path: Path) -> None:
+    with engine_of("llama", 100) as engine, engine.trace(tmp_path / "a.jsonl"):
+        engine.generate(PROMPTS[:2], **GREEDY)
+        engine.step()
+        assert engine.stats()["blocks"]["full"]["cached"] > 5
+        engine.pools.forget()
+        engine.generate(PROMPTS[:1], **GREEDY)
+    *_, last = hf_paged.trace.read(tmp_path / "a.jsonl").maps()
+    assert len(last.cached[0]) == last.step.blocks[0].cached == 0
+
+
+def test_an_interrupt_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever held something is preempted, and comes back."""
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with engine_of("llama", 100) as engine, engine.trace(tmp_path / "a.jsonl"):
+        handle = engine.submit(PROMPTS[1], **GREEDY)
+        engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, "run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        assert answers(handle.result()) == alone(engine.model, PROMPTS[1], **GREEDY)
+    steps = hf_paged.trace.read(tmp_path / "a.jsonl").steps
+    assert [step.preempted for step in steps if step.preempted] == [(0,)]
+    assert [step.admitted for step in steps if step.admitted] == [(0,), (0,)]
+
+
+def test_one_trace_at_a_time(tmp_path: Path) -> None:
+    with engine_of("llama", 60) as engine:
+        with engine.trace(tmp_path / "a.jsonl") as recorder:
+            assert "1 records" not in repr(recorder)
+            with pytest.raises(RuntimeError, match=r"a\.jsonl.*close it first"):
+                engine.trace(tmp_path / "b.jsonl")
+        assert "closed" in repr(recorder)
+        engine.trace(tmp_path / "b.jsonl")
+        engine.generate(PROMPTS[:1], **GREEDY)
+    assert hf_paged.trace.read(tmp_path / "b.jsonl").whole  # closing the engine ends it
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.trace(tmp_path / "c.jsonl")
+
+
+def test_a_full_disk_ends_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The trace ends, which is logged once and raised when it is closed; the requests go on."""
+
+    def full(*arguments: Any) -> None:
+        raise OSError("no space left")
+
+    with engine_of("llama", 100) as engine:
+        recorder = engine.trace(tmp_path / "a.jsonl")
+        monkeypatch.setattr(recorder._writer, "_line", full)
+        assert answers(engine.generate(PROMPTS[:1], **GREEDY)[0]) == alone(engine.model, PROMPTS[0], **GREEDY)
+        with pytest.raises(OSError, match="no space left"):
+            recorder.close()
+        recorder.close()
+    assert [record.message for record in caplog.records if "cannot be written" in record.message] == [
+        f"the trace {tmp_path / 'a.jsonl'} cannot be written any more: no space left"
+    ]
