@@ -23,7 +23,7 @@ import torch
 from shapes import SHAPES, Report, build, where
 
 import hf_paged
-from hf_paged.integration.identity import identity_of
+from hf_paged.integration.identity import Survey, identity_of
 from hf_paged.integration.registry import memory_of
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -151,7 +151,7 @@ def check(bench: Bench) -> None:
     with memory_of(model).lock:
         state = identity.number(identity.begin(model, forward))
         begin = timed(lambda: identity.number(identity.begin(model, forward)))
-        end = timed(lambda: identity.still(model, forward, state))
+        end = timed(lambda: identity.still(Survey.of(model, forward), state, identity.moves))
 
         def renew() -> None:
             with torch.no_grad():

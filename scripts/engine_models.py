@@ -22,17 +22,18 @@ from hf_paged import Engine
 from hf_paged.engine import Unservable
 
 sys.path.insert(0, str(Path(__file__).parent))
-import sweep  # it knows how to build them all
+import sweep_models  # a process of its own for each family
+from tiny import build, mappings
 
 PROMPTS = [torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (3, 14, 9)]
 WAYS = {"greedy": {"do_sample": False}, "beams": {"num_beams": 3, "do_sample": False}}
 OPTIONS = {"block_size": 4, "num_blocks": 60, "max_batch_tokens": 11, "max_batch_sequences": 8}
 
 
-def run_family(kind: str, config_class: type) -> dict[str, Any]:
+def run_family(kind: str, config_class: type, modes: list[str]) -> dict[str, Any]:
     """The form of a family, and whether its tokens are generate()'s."""
     try:
-        model = sweep.build(kind, config_class)
+        model = build(kind, config_class)
     except Exception as error:
         return {"form": "not built", "remark": f"{type(error).__name__}: {error}"}
     try:
@@ -80,14 +81,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=120, help="limit for one family")
     options = parser.parse_args()
     tf.logging.set_verbosity_error()
-    sweep.run_family = run_family  # in a fork of its own, as there
+    options.modes = []
+    sweep_models.run_family = run_family  # in a fork of its own, as there
     totals: Counter[str] = Counter()
     print(f"# Models in the engine\n\nMade by `scripts/engine_models.py`: transformers {tf.__version__}, torch {torch.__version__}.\n")
     print("| family | form | greedy, beams | remark |\n|---|---|---|---|")
-    for config_class in sweep.MAPPINGS["causal"]:
+    for config_class in dict.fromkeys(mappings()["causal"]):
         if options.families and config_class.model_type not in options.families:
             continue
-        found = sweep.in_child("causal", config_class, options.seconds)
+        child = sweep_models.in_child("causal", config_class, options)
+        found = sweep_models.finish(*child, "causal", config_class.model_type, options.seconds)
         form = found.get("form", "fails")
         remark = " ".join((found.get("remark") or found.get("unbuilt") or "").split()).replace("|", "/")[:200]
         print(f"| {config_class.model_type} | {form} | {found.get('marks', '')} | {remark} |", flush=True)

@@ -24,11 +24,15 @@ def group(row: Row) -> str:
     """Under what a row counts: the least of its layers decides."""
     if "unbuilt" in row or set(row["marks"].values()) <= {"-"}:
         return "not run"
-    if not row["path"]:
+    return _group_of(row["path"])
+
+
+def _group_of(path: str) -> str:
+    if not path:
         return "stock"
-    if "dense" in row["path"]:
+    if "dense" in path:
         return "dense"
-    return "paged beside stock's state" if "stock" in row["path"] else "paged"
+    return "paged beside stock's state" if "stock" in path else "paged"
 
 
 def complaints(row: Row) -> list[str]:
@@ -37,9 +41,14 @@ def complaints(row: Row) -> list[str]:
 
 
 def lost(row: Row) -> str:
-    """What the row's path was, if it was better or other than now."""
+    """What the row's path was, if it was better than now: other releases lay other layers out, and that is no loss."""
     before = expected_paths().get(f"{row['kind']} {row['family']}", "") if EXPECTED_FILE.exists() else ""
-    return before if before and row["path"] != before and group(row) != "not run" else ""
+    worse = GROUPS.index(group(row)) > GROUPS.index(_group_of(before)) or _paged_layers(row["path"]) < _paged_layers(before)
+    return before if before and worse and group(row) != "not run" else ""
+
+
+def _paged_layers(path: str) -> int:
+    return sum(int(number) for number in re.findall(r"(\d+) \w+ paged", path))
 
 
 def line(row: Row, details: bool = False) -> str:
@@ -92,13 +101,32 @@ def expected(rows: list[Row]) -> str:
 # ---- the page
 
 
-def page(run: Row, other: Row | None) -> str:
+def page(run: Row, other: Row | None, device: Row | None = None) -> str:
     """docs/models.md."""
     rows = run["rows"]
-    parts = [HEAD.format(**run, **_totals(rows)), *(_table(kind, rows) for kind in TITLES), _not_run(rows)]
+    parts = [HEAD.format(**run, **_totals(rows)), *(_table(kind, rows) for kind in TITLES), _not_run(rows), QUANTIZED]
     if other is not None:
         parts.append(_compared(run, other))
+    if device is not None:
+        parts.append(_on_device(device))
     return "\n".join(parts)
+
+
+QUANTIZED = """## Quantized linear layers
+
+`tests/test_quantized.py`, where the packages are installed (`pip install .[quantized]`): a tiny Llama and a tiny Gemma3, alone and with
+a LoRA, padded, greedy and beams, against stock. 2026-11-21, torchao 0.18.0, bitsandbytes 0.50.2, transformers 5.17.0, torch 2.13.0, CPU.
+
+| layers | tokens | prefix reuse |
+|---|---|---|
+| torchao, int8 weights | the same, scores within 2e-4 | yes |
+| torchao, int8 weights and activations (a scale for each row) | the same up to ties of that rounding | yes |
+| bitsandbytes, int8 (`llm_int8_threshold=0`) | the same up to ties | yes |
+| bitsandbytes, int8 with outliers (its default) | the same up to ties | no: a column is exact if any token of the batch is an outlier |
+| bitsandbytes, nf4, with and without double quantization | the same up to ties | yes |
+
+A change of the weights or of their scales, in place or by another tensor, is noticed by prefix reuse.
+"""
 
 
 HEAD = """# Models
@@ -182,6 +210,28 @@ def _not_run(rows: list[Row]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _on_device(run: Row) -> str:
+    """The families that were compared on a device, in float32 and bfloat16."""
+    rows, calls = run["rows"], list(dict.fromkeys(call for row in run["rows"] for call in row["marks"]))
+    lines = [
+        "## On a GPU",
+        "",
+        f"`python scripts/sweep_device.py`, {run['date']}, {run.get('hardware', 'a CPU')}, torch {run['torch']}, transformers "
+        f"{run['transformers']}, steps captured. Marks for {', '.join(calls)}:",
+        "= the same tokens, ~ tokens that part where the two best logits are closer than rounding explains, X different, . not compared",
+        "(beams over experts that rounding exchanges). apart: the largest difference of two logits, relative to the largest logit.",
+        "",
+        "| family | path | " + " | ".join(f"{dtype} | apart" for dtype in dict.fromkeys(row["dtype"] for row in rows)) + " | replayed |",
+        "|---" * (3 + 2 * len({row["dtype"] for row in rows})) + "|",
+    ]
+    for family in dict.fromkeys((row["kind"], row["family"]) for row in rows):
+        mine = [row for row in rows if (row["kind"], row["family"]) == family]
+        cells = [f"{' '.join(row['marks'].get(call, '-') for call in calls)} | {row.get('apart', 0.0):.0e}" for row in mine]
+        captured = mine[0].get("captured", "-").replace("NotCapturable: ", "")
+        lines.append("| " + " | ".join([family[1], mine[0].get("path") or "stock", *cells, captured]) + " |")
+    return "\n".join([*lines, ""])
+
+
 def _compared(run: Row, other: Row) -> str:
     """What another release does otherwise."""
     totals = _totals(other["rows"])
@@ -189,13 +239,29 @@ def _compared(run: Row, other: Row) -> str:
     lines = [
         f"## On transformers {other['transformers']}",
         "",
-        f"{totals['families']} families run: {totals['paged']} paged, {totals['beside']} beside stock's recurrent layers, "
-        f"{totals['dense']} through dense copies, {totals['stock']} by stock; {totals['same']:,} answers are the same, "
-        f"{totals['bad']} differ. Families with another path there:",
+        f"The same sweep, {other['date']}: {totals['families']} families run: {totals['paged']} paged, {totals['beside']} beside stock's",
+        f"recurrent layers, {totals['dense']} through dense copies, {totals['stock']} by stock; {totals['same']:,} answers are the same, "
+        f"{totals['bad']} differ, {totals['cannot']}",
+        f"stock itself cannot give; {totals['captured']} families' steps are captured. What is otherwise there than above:",
         "",
     ]
     for row in other["rows"]:
         twin = new.get((row["kind"], row["family"]))
-        if twin is not None and twin["path"] != row["path"] and "not run" not in (group(twin), group(row)):
-            lines.append(f"- {row['family']} ({row['kind']}): {row['path'] or 'stock: ' + row['why']}")
+        told = [] if twin is None else _otherwise(twin, row)
+        if told:
+            lines.append(f"- {row['family']} ({row['kind']}): {'; '.join(told)}")
+    missing = sorted({row["family"] for row in run["rows"]} - {row["family"] for row in other["rows"]})
+    more = sorted({row["family"] for row in other["rows"]} - {row["family"] for row in run["rows"]})
+    lines += [f"- not there yet: {', '.join(missing)}"] if missing else []
+    lines += [f"- only there: {', '.join(more)}"] if more else []
     return "\n".join([*lines, ""])
+
+
+def _otherwise(new: Row, old: Row) -> list[str]:
+    """What of a family is not the same in both releases."""
+    if "not run" in (group(new), group(old)):
+        return [] if group(new) == group(old) else ["cannot run" if group(old) == "not run" else "runs"]
+    told = [old["path"] or "stock: " + old["why"]] if new["path"] != old["path"] else []
+    told += [_modes(old)] if _modes(new) != _modes(old) else []
+    captured = [row["captured"] == "yes" for row in (new, old)]
+    return told + ([f"captured: {old['captured'].replace('NotCapturable: ', '') or 'no'}"] if captured[0] != captured[1] else [])

@@ -1,7 +1,8 @@
 """Compare stock generate() with the paged cache on a tiny random model of every architecture that transformers generates with.
 
     python scripts/sweep_models.py [--only llama t5 ...] [--kinds causal seq2seq image audio] [--modes greedy beams ...]
-        [--jobs 2] [--seconds 120] [--save FILE.json] [--expect] [--write docs/models.md [--also OTHER.json]]
+        [--jobs 2] [--seconds 120] [--save FILE.json] [--expect] [--write docs/models.md [--also OTHER.json] [--device DEVICE.json]]
+    python scripts/sweep_models.py --load FILE.json --write docs/models.md --also OTHER.json    # the page once more, from saved rows
 
 Every family runs in a process of its own: one that crashes or hangs is one bad row. Exit code 1 if an answer differs, if only
 the paged call fails, or if a family has lost the path that tests/expected_paths.json says it had (`--expect` writes that file).
@@ -92,7 +93,7 @@ def run_mode(name: str, model: Any, arguments: dict[str, Any]) -> tuple[str, str
     difference = _difference(stock, paged)
     if not difference:
         return "=", "", _apart(stock, paged), paged
-    if _difference(stock, _generate(model, arguments)):
+    if _difference(stock, _generate(model, arguments)) or _drafts_changed(stock, paged, model, arguments):
         return "?", "stock disagrees with itself", 0.0, paged
     return ("~" if _same_in_double(model, arguments) else "X"), difference, _apart(stock, paged), paged
 
@@ -119,6 +120,15 @@ def _difference(stock: Any, paged: Any) -> str:
     except AssertionError as error:
         return str(error).strip().replace("\n", " ")[:300]
     return ""
+
+
+def _drafts_changed(stock: Any, paged: Any, model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether stock's drafts change what it says, and the paged answer is the one without drafts."""
+    plain = {name: value for name, value in arguments.items() if name != "prompt_lookup_num_tokens"}
+    if len(plain) == len(arguments):
+        return False
+    expected = _generate(model, plain).sequences
+    return torch.equal(expected, paged.sequences) and not torch.equal(expected, stock.sequences)
 
 
 def _without_cache(answer: Any) -> dict[str, Any]:
@@ -247,7 +257,8 @@ def _asker() -> str:
         name = frame.f_globals.get("__name__", "")
         if name == "hf_paged.integration.attention" and frame.f_code.co_name == "paged_attention":
             known = {"scaling", "dropout", "position_ids", "use_cache"}
-            wanted = sorted(key for key, value in frame.f_locals["kwargs"].items() if value not in (None, False) and key not in known)
+            given = frame.f_locals["kwargs"].items()
+            wanted = sorted(key for key, value in given if value is not None and value is not False and key not in known)
             asked = f"asks for attention with {', '.join(wanted)}"
         if name.startswith("transformers.models.") and frame.f_code.co_name != "expand_kv":
             owner = type(frame.f_locals["self"]) if "self" in frame.f_locals else None
@@ -290,7 +301,8 @@ def in_child(kind: str, config_class: Any, options: argparse.Namespace) -> tuple
         os._exit(0)
 
 
-def _finish(child: int, reading: int, kind: str, family: str, seconds: int) -> Row:
+def finish(child: int, reading: int, kind: str, family: str, seconds: int) -> Row:
+    """Wait for a child's row."""
     with os.fdopen(reading) as pipe:
         text = pipe.read()
     _, status = os.waitpid(child, 0)
@@ -326,7 +338,7 @@ def sweep(options: argparse.Namespace) -> list[Row]:
             kind, config_class = todo.pop(0)
             running.append((*in_child(kind, config_class, options), kind, config_class.model_type))
         child, reading, kind, family = running.pop(0)
-        rows.append(_finish(child, reading, kind, family, options.seconds))
+        rows.append(finish(child, reading, kind, family, options.seconds))
         print(models_page.line(rows[-1], details=options.details), flush=True)
     return rows
 
@@ -342,19 +354,25 @@ def main() -> int:
     parser.add_argument("--details", action="store_true", help="print tracebacks and what stock cannot do")
     parser.add_argument("--save", type=Path, help="write the rows as JSON")
     parser.add_argument("--also", type=Path, help="rows that were saved under another transformers, for a section of the page")
+    parser.add_argument("--device", type=Path, help="rows that scripts/sweep_device.py saved, for a section of the page")
+    parser.add_argument("--load", type=Path, help="take rows that were saved instead of new ones")
     parser.add_argument("--write", type=Path, help="write the page")
     parser.add_argument("--expect", action="store_true", help="make these paths the expected ones")
     options = parser.parse_args()
     tf.logging.set_verbosity_error()
     begun = time.monotonic()
-    run = {"transformers": tf.__version__, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": sweep(options)}
+    if options.load:
+        run = json.loads(options.load.read_text())
+    else:
+        run = {"transformers": tf.__version__, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": sweep(options)}
     if options.save:
         options.save.write_text(json.dumps(run, indent=1))
     if options.write:
-        options.write.write_text(models_page.page(run, json.loads(options.also.read_text()) if options.also else None))
+        also, device = (json.loads(path.read_text()) if path else None for path in (options.also, options.device))
+        options.write.write_text(models_page.page(run, also, device))
     if options.expect:
         EXPECTED_FILE.write_text(models_page.expected(run["rows"]))
-    print(f"\n{time.monotonic() - begun:.0f} s, transformers {tf.__version__}")
+    print(f"\n{time.monotonic() - begun:.0f} s, transformers {run['transformers']}")
     return models_page.summary(run["rows"])
 
 

@@ -122,6 +122,30 @@ def test_c10_behind_a_window_only_what_it_shows_is_needed(window: int) -> None:
     assert Trail(pool, Prompt(TOKENS, 4)).reach(20) == 0 or not first
 
 
+@pytest.mark.parametrize("length", [18, 19])
+@pytest.mark.parametrize("window", [2, 4, 5, 6, 9])
+def test_c10_behind_a_part_of_a_block_the_window_shows_less(window: int, length: int) -> None:
+    """What a row leaves that ended in the middle of a block: its last blocks, seen from there and not from the block's beginning."""
+    pool = BlockPool(16, 4)
+    table = Table(pool)
+    table.append(length)
+    table.release_before(length - window + 1)
+    tokens = TOKENS[:length]
+    commit(table, tokens, verify=True)
+    commit_tail(table, tokens)
+    first = table.released
+    table.free()
+    trail = Trail(pool, Prompt([*tokens, 99, 98, 97], 4), window)
+    assert trail.reach(length + 2) == length
+    match = trail.take(length)
+    assert (match.released, len(match.blocks), len(match.digests)) == (first, 4 - first, 4)
+    again = Table(pool)
+    adopt(again, match)
+    assert (again.length, again.released) == (length, first)
+    again.free()
+    pool.check()
+
+
 def test_a_gap_ends_it_where_everything_is_seen() -> None:
     pool = BlockPool(16, 4)
     table = Table(pool)

@@ -339,26 +339,70 @@ def overwrite(model: Any) -> None:
     set_peft_model_state_dict(model, state, adapter_name="one")
 
 
+def load_from_disk(model: Any) -> None:
+    """Another adapter under the same name, from a folder, as after a training run somewhere else."""
+    import tempfile
+
+    from safetensors.torch import load_file, save_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, selected_adapters=["one"])
+        file = f"{folder}/one/adapter_model.safetensors"
+        save_file({name: value * 2 for name, value in load_file(file).items()}, file)
+        model.load_adapter(f"{folder}/one", adapter_name="one")
+
+
 def merge_other(model: Any) -> None:
     model.merge_adapter(["two"])
+
+
+def unmerge(model: Any) -> None:
+    model.unmerge_adapter()
 
 
 def both(model: Any) -> None:
     model.base_model.set_adapter(["one", "two"])
 
 
-@pytest.mark.parametrize("change", [switch, scale, disable, reload, overwrite, merge_other, both], ids=lambda change: change.__name__)
-def test_c24_changed_adapters_are_noticed(tuned: Any, change: Change) -> None:
-    twin = copy.deepcopy(tuned)
+def noticed_by_peft(model: Any, change: Change) -> None:
+    """The change of an adapter is noticed, and it would be wrong not to notice it."""
+    twin = copy.deepcopy(model)
     with pytest.MonkeyPatch.context() as patch:
         blind(patch)
         tuned_ask(twin)
         change(twin)
         with pytest.raises(AssertionError):
             tuned_ask(twin)
-    assert [tuned_ask(tuned), tuned_ask(tuned)] == [45, 1]
-    change(tuned)
-    assert [tuned_ask(tuned), tuned_ask(tuned)] == [45, 1]
+    assert [tuned_ask(model), tuned_ask(model)] == [45, 1]
+    change(model)
+    assert [tuned_ask(model), tuned_ask(model)] == [45, 1]
+
+
+ADAPTERS = [switch, scale, disable, reload, overwrite, load_from_disk, merge_other, both]
+
+
+@pytest.mark.parametrize("change", ADAPTERS, ids=lambda change: change.__name__)
+def test_c24_changed_adapters_are_noticed(tuned: Any, change: Change) -> None:
+    noticed_by_peft(tuned, change)
+
+
+def test_c24_an_adapter_that_is_unmerged_is_noticed(tuned: Any) -> None:
+    merge_other(tuned)
+    noticed_by_peft(tuned, unmerge)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda model: model.set_adapter("two"), lambda model: model.disable_adapters()], ids=["switch", "disable"]
+)
+def test_c24_adapters_without_a_wrapper_are_noticed(llama: Any, change: Change) -> None:
+    """transformers' own methods put peft's layers into the model itself."""
+    peft = pytest.importorskip("peft", reason="peft is an extra")
+    torch.manual_seed(0)
+    for name in ("one", "two"):
+        config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+        llama.add_adapter(config, adapter_name=name)
+    llama.set_adapter("one")
+    noticed(llama.eval(), change)
 
 
 def test_c24_merge_and_unmerge_are_noticed(tuned: Any) -> None:

@@ -144,6 +144,10 @@ def test_subclasses_are_read_where_their_numbers_are() -> None:
     assert contents.same(contents.look([packed]))
     packed.scale[2] = 3
     assert not contents.same(contents.look([packed]))
+    tags = Tags([packed])
+    assert tags.fit([packed])
+    packed.scale = packed.scale.clone()
+    assert not tags.fit([packed])
 
 
 @pytest.mark.parametrize("tensor", [torch.empty(3, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"])

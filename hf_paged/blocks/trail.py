@@ -54,16 +54,19 @@ class Trail:
         size = self.prompt.size
         return tuple(self.prompt.tokens[index * size : (index + 1) * size])
 
-    def _first(self, full: int) -> int:
-        """The first block that a token behind `full` blocks looks at."""
-        return 0 if self.window is None else max(0, full * self.prompt.size - self.window + 1) // self.prompt.size
+    def _first(self, tokens: int) -> int:
+        """The first block that the token behind `tokens` others looks at."""
+        return 0 if self.window is None else max(0, tokens - self.window + 1) // self.prompt.size
 
     def reach(self, most: int) -> int:
         """How many of the first `most` tokens can be handed out together."""
         size = self.prompt.size
         for full in range(min(max(most, 0), len(self.prompt.tokens)) // size, 0, -1):
-            if self._run[full] >= full - self._first(full):
-                return full * size + self._rest(full, most)
+            # A part of a block more, and the window may have left a block behind that is gone.
+            if self._run[full] >= full - self._first((full + 1) * size - 1):
+                tokens = full * size + self._rest(full, most)
+                if self._run[full] >= full - self._first(tokens):
+                    return tokens
         return self._rest(0, most)
 
     def _rest(self, full: int, most: int) -> int:
@@ -87,7 +90,7 @@ class Trail:
     def take(self, tokens: int) -> Match:
         """The blocks of the first `tokens` tokens, which `reach` said are there."""
         full, rest = divmod(max(tokens, 0), self.prompt.size)
-        first = self._first(full)
+        first = min(self._first(tokens), full)
         blocks = [block for block in self._found[first:full] if block is not None]
         return Match(blocks, self.prompt.digests[:full], first, self._partial(full, tokens) if rest else None)
 

@@ -115,13 +115,28 @@ def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
     return scores
 
 
-def _notes(logits: torch.Tensor, favourites: int | None) -> Notes:
+def _notes(logits: torch.Tensor, favourites: int) -> Notes:
     """How to find the logprob of a row's token, and the row's favourites."""
     logprobs = logits.log_softmax(-1)
-    best = logprobs.topk(favourites or 0)
-    values, places = best.values.tolist(), best.indices.tolist()
+    own = numbers_of(logprobs, logprobs.new_zeros(len(logprobs), dtype=torch.long), favourites).tolist()
 
     def note(row: int, token: int) -> TokenLogprob:
-        return TokenLogprob(token, float(logprobs[row, token]), tuple(zip(places[row], values[row], strict=True)))
+        return note_of([float(logprobs[row, token]), *own[row][1:]], token, favourites)
 
     return note
+
+
+def numbers_of(logprobs: torch.Tensor, tokens: torch.Tensor, favourites: int) -> torch.Tensor:
+    """What is told about tokens [rows] of logprobs [rows, vocabulary]: [rows, 1 + 2 * favourites] in fp64.
+
+    The token's own, then the favourites' logprobs, the best first, then their ids.
+    """
+    best = logprobs.topk(favourites)
+    return torch.cat([logprobs.gather(1, tokens[:, None]).double(), best.values.double(), best.indices.double()], 1)
+
+
+def note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:
+    """A row of `numbers_of`, perhaps with more favourites than are wanted."""
+    most = len(numbers) // 2
+    pairs = zip(map(int, numbers[1 + most : 1 + most + favourites]), numbers[1 : 1 + favourites], strict=True)
+    return TokenLogprob(token, numbers[0], tuple(pairs))

@@ -33,6 +33,16 @@ class Onlookers:
                         hook.onlookers.append(self)
                         self._places.append((weakref.ref(module), kind, key))
 
+    @property
+    def some(self) -> bool:
+        """Whether there are hooks that may change something."""
+        return bool(self._places)
+
+    def know(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether all hooks of these modules that may change something have been looked at since this was made."""
+        hooks = (hook for module in modules for kind in KINDS for hook in module.__dict__[kind].values())
+        return all(self in hook.onlookers if isinstance(hook, Watched) else _is_harmless(hook) for hook in hooks)
+
     def leave(self) -> None:
         """Put the hooks back that nobody else looks at, if their owners have not removed them."""
         for module, kind, key in self._places:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..memory import Contents, Reading, Tags
+from .quantized import PLAIN_TENSORS, looks_around, scales_of
 from .switch import original_implementation
 
 PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
@@ -36,6 +37,8 @@ class Survey(NamedTuple):
     """The modules inside the model that have hooks."""
     turns_with_length: bool
     """Whether a rotary embedding takes other angles when a row is long."""
+    looks_around: bool
+    """Whether a quantized layer rounds a token by the others of its batch."""
 
     @classmethod
     def of(cls, model: nn.Module, forward: Callable[..., Any]) -> Survey:
@@ -43,7 +46,8 @@ class Survey(NamedTuple):
         survey = _Survey()
         facts = tuple(survey.of_model(model, forward))
         # Objects come by number, and whoever keeps the facts keeps an eye on the objects.
-        return cls(facts, survey.objects, survey.tensors, survey.hooked, any(one in str(survey.rope) for one in BY_LENGTH))
+        turns = any(one in str(survey.rope) for one in BY_LENGTH)
+        return cls(facts, survey.objects, survey.tensors, survey.hooked, turns, survey.looks_around)
 
     @property
     def valid(self) -> bool:
@@ -59,6 +63,7 @@ class _Survey:
         self.tensors: list[torch.Tensor] = []
         self.hooked: list[nn.Module] = []
         self.rope: list[object] = []
+        self.looks_around = False
 
     def of_model(self, model: nn.Module, forward: Callable[..., Any]) -> list[Any]:
         facts: list[Any] = [self._object(getattr(forward, "__func__", forward))]
@@ -80,7 +85,7 @@ class _Survey:
                     self.rope.append(value)
             for tensors in (own["_parameters"], own["_buffers"]):
                 if tensors:
-                    self.tensors += [tensor for tensor in tensors.values() if tensor is not None]
+                    self._see(module, [tensor for tensor in tensors.values() if tensor is not None])
             if (own["_forward_pre_hooks"] or own["_forward_hooks"]) and module is not model:
                 self.hooked.append(module)
         for config in configs.values():
@@ -89,6 +94,14 @@ class _Survey:
         for kind in kinds:
             facts += (self._object(kind), self._object(getattr(kind, "forward", None)))
         return facts
+
+    def _see(self, module: nn.Module, tensors: list[torch.Tensor]) -> None:
+        """Note a module's tensors, and what quantized ones keep elsewhere."""
+        self.tensors += tensors
+        for tensor in tensors:
+            if type(tensor) not in PLAIN_TENSORS:
+                self.tensors += scales_of(module, tensor)
+                self.looks_around |= looks_around(module, tensor)
 
     def _fact(self, value: Any, depth: int = 0) -> Any:
         """Something hashable that is equal as long as the value is."""
@@ -149,6 +162,8 @@ class Identity:
         """Of which states it is known whether a prompt's end can be computed without its beginning."""
         self._tags: Tags | None = None
         self._contents: Contents | None = None
+        self.moves = 0
+        """How often the state was found to be another one than before: it may be an earlier one again."""
         self._states: list[tuple[Survey, int, int]] = []
         self._numbers = 0
 
@@ -170,19 +185,20 @@ class Identity:
             self._renew(glance.survey)
         for i, (survey, changes, number) in enumerate(self._states):
             if changes == self.changes and survey.facts == glance.survey.facts and survey.valid:
+                self.moves += i + 1 < len(self._states)
                 self._states.append(self._states.pop(i))
                 return number
         self._numbers += 1
+        self.moves += 1
         self.trust.pop(self._numbers - 2 * STATES, None)
         self._states = [*self._states[1 - STATES :], (glance.survey._replace(tensors=[], hooked=[]), self.changes, self._numbers)]
         return self._numbers
 
-    def still(self, model: nn.Module, forward: Callable[..., Any], number: int) -> bool:
-        """Whether the host sees no change since the model was found in the state `number`."""
-        survey = Survey.of(model, forward)
+    def still(self, survey: Survey, number: int, moves: int) -> bool:
+        """Whether the host sees no change since the model was found in the state `number`, nor has seen one since `moves`."""
         last, changes, known = self._states[-1]
         return (
-            known == number and changes == self.changes and self._tags is not None
+            known == number and moves == self.moves and changes == self.changes and self._tags is not None
             and survey.facts == last.facts and last.valid and self._tags.fit(survey.tensors)
         )  # fmt: skip
 

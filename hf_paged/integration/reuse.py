@@ -13,8 +13,9 @@ from ..blocks import Prompt
 from ..config import CacheConfig
 from ..memory import Found, History, Prefix, Sequences, Unreadable, alike, begin_with, count, longest
 from .hooks import Onlookers
-from .identity import identity_of
+from .identity import Survey, identity_of
 from .keys import PLACES, Fed, Origin, Private, why_never
+from .state import watching
 
 if TYPE_CHECKING:
     from .cache import PagedCache
@@ -44,6 +45,10 @@ class Reuse:
         """The running call's, once it has looked at the model."""
         self._origin: Origin | None = None
         self._onlookers = Onlookers([])
+        self._moves = 0
+        """How often the model's state had moved when the running call looked at it."""
+        self._closely = False
+        """Whether somebody's code runs between the forwards of the running call, which may change the model and change it back."""
 
     def fork(self, sequences: Sequences) -> Reuse:
         """The same for a second cache that goes on from here."""
@@ -70,9 +75,14 @@ class Reuse:
         """Let later calls begin with what the rows hold after one that succeeded (C17)."""
         if self._forward is None or not self._is_sound():
             return
-        if identity_of(model).still(model, self._forward, self.state):
+        self._see_that_nothing_changed(model, self._forward)
+        if self.spoiled is None:
             self._name(model, self.history.read(), self._keys_now())
-        else:
+
+    def _see_that_nothing_changed(self, model: nn.Module, forward: Forward) -> None:
+        """Spoil what the rows hold if the model is not what it was when the call looked at it, or was not all the time."""
+        survey = Survey.of(model, forward)
+        if not self._onlookers.know(survey.hooked) or not identity_of(model).still(survey, self.state, self._moves):
             self.spoil("the model changed while it was used")
 
     def _is_sound(self) -> bool:
@@ -107,6 +117,8 @@ class Reuse:
             return self._prompt(cache, model, arguments, fed, dense, compute)
         self._tokens = None
         answer = compute(arguments, True)
+        if self.spoiled is None and self._closely:
+            self._see_that_nothing_changed(model, forward)  # while a device still works
         if self.spoiled is None:
             self.history.feed(arguments["input_ids"])
         return answer
@@ -126,12 +138,16 @@ class Reuse:
         state = identity.number(glance)
         if glance.survey.turns_with_length:
             raise Private("the rotary embedding depends on the longest row")
+        if glance.survey.looks_around:
+            raise Private("a quantized layer rounds a token by what else is computed with it")
         if identity.trust.get(state) == "none":
             raise Private("a part of a prompt is not computed like the whole")
         if self.history.columns and self.state != state:
             raise Private("the model has changed since the cache was begun")
-        self.state = state
+        self.state, self._moves = state, identity.moves
         self._onlookers = Onlookers(glance.survey.hooked)
+        watch = watching.get()
+        self._closely = self._onlookers.some or (watch is not None and watch.foreign)
         return Origin(identity.secret, state, self.config.salt, glance.survey.hooked)
 
     def _read(self, cache: PagedCache, arguments: Mapping[str, Any], origin: Origin) -> Fed | None:

@@ -46,6 +46,8 @@ class Tags:
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if _wraps(tensor):
+        return tuple(_facts(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
     version = 0 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -200,10 +202,15 @@ def _by_place(tensors: Sequence[torch.Tensor]) -> dict[Place, list[torch.Tensor]
     return places
 
 
+def _wraps(tensor: torch.Tensor) -> bool:
+    """Whether a tensor consists of others, and has no memory of its own."""
+    return type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__")
+
+
 def _parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
     """The plain tensors that a tensor consists of, in the order of their memory, and whether they had to be copied for it."""
-    if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
+    if _wraps(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from _parts(getattr(tensor, name).detach())
         return
     if tensor.device.type == "meta" or tensor.layout != torch.strided:

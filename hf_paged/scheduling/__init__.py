@@ -4,15 +4,18 @@ from .admission import Verdict, judge, why_infeasible
 from .future import ADMISSIONS, Future, future_peak
 from .history import History
 from .limits import Limits, Shelf
-from .plan import Plan, Row
+from .plan import Plan, Row, Swaps
 from .policy import POLICIES
-from .scheduler import Infeasible, Scheduler
+from .scheduler import Count, Infeasible, Scheduler
 from .sequence import UNKNOWN, Group, Request, Sequence, Status
+from .swapping import Decide, Victim, never
 
 __all__ = [
     "ADMISSIONS",
     "POLICIES",
     "UNKNOWN",
+    "Count",
+    "Decide",
     "Future",
     "Group",
     "History",
@@ -25,8 +28,11 @@ __all__ = [
     "Sequence",
     "Shelf",
     "Status",
+    "Swaps",
     "Verdict",
+    "Victim",
     "future_peak",
     "judge",
+    "never",
     "why_infeasible",
 ]

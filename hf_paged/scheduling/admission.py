@@ -6,7 +6,6 @@ from collections.abc import Sequence as Rows
 from enum import Enum
 from typing import NamedTuple
 
-from ..blocks import Match
 from ..blocks.pool import expect
 from .limits import Limits, Shelf
 from .sequence import Group, Request, Sequence, Status, blocks_of_group
@@ -50,6 +49,25 @@ def why_infeasible(request: Request, shelves: Rows[Shelf], limits: Limits) -> st
     return None
 
 
+def headroom(group: Group, need: int, running: Rows[Group], shelf: int, chunk: int) -> int:
+    """The blocks that a group to which preemption happens again and again leaves available when it comes back with `need` blocks.
+
+    For every sequence that runs, and its own, twice as many with each time that blocks ran out for it, up to all they can come to
+    need: then nobody older can push it out any more, so it goes only so often.
+    """
+    each = 1 << (group.setbacks - 1)
+    own = min(each * len(group.sequences), max(0, group.most(shelf, chunk) - need))
+    return own + sum(min(each * len(other.sequences), max(0, other.most(shelf, chunk) - other.held(shelf))) for other in running)
+
+
+class Bid(NamedTuple):
+    """A group that asks to be let in. For every pool: the blocks of its beginning that are there, and what all its tokens need."""
+
+    group: Group
+    blocks: Rows[list[int]]
+    needs: Rows[int]
+
+
 class Moment(NamedTuple):
     """When somebody asks to be let in: the number of the step, the tokens left in it, and who runs."""
 
@@ -74,23 +92,21 @@ class Watermark:
         self._behind: dict[Group, None] = {}
         """Who runs and has still to compute more than a token: few, so that a verdict does not ask everybody."""
 
-    def verdict(self, group: Group, found: Rows[Match], moment: Moment) -> Verdict:
-        """Whether every pool has room for all tokens of the group, beside what those that run have still to compute.
-
-        found: for every pool the blocks that the group would begin with.
-        """
+    def verdict(self, bid: Bid, moment: Moment) -> Verdict:
+        """Whether every pool has room for all tokens of the group, beside what those that run have still to compute."""
         self._behind = {other: None for other in self._behind if not other.decoding}
-        fits = all(self._judge(i, group, found[i].blocks, moment) is Verdict.OK for i in range(len(self.shelves)))
+        fits = all(self._judge(i, bid, moment) is Verdict.OK for i in range(len(self.shelves)))
         return Verdict.OK if fits else Verdict.LATER
 
-    def _judge(self, i: int, group: Group, blocks: list[int], moment: Moment) -> Verdict:
-        shelf, chunk = self.shelves[i], self.limits.tokens
-        if shelf.window is not None:
+    def _judge(self, i: int, bid: Bid, moment: Moment) -> Verdict:
+        shelf, chunk, (group, blocks, need) = self.shelves[i], self.limits.tokens, (bid.group, bid.blocks[i], bid.needs[i])
+        if shelf.window is not None and not group.swapped:
             blocks = blocks[max(0, len(blocks) * shelf.pool.block_size - shelf.window + 1) // shelf.pool.block_size :]
-        need = group.need(i, chunk)
         outstanding = sum(max(0, other.need(i, chunk) - other.held(i)) for other in self._behind)
-        # Who was preempted needs no watermark, but must not take the next block of those who run: it would be the next to go.
-        reserve = moment.taken if group.status is Status.PREEMPTED else self.limits.reserve(shelf)
+        reserve = self.limits.reserve(shelf)
+        if group.status is Status.PREEMPTED:
+            # No watermark; but it must not take the next block of those who run, or it would be the next to go (C9).
+            reserve = moment.taken if group.setbacks < 2 else headroom(group, need, moment.running, i, chunk)
         return judge(
             shelf.pool.total,
             shelf.pool.available - outstanding,
@@ -100,9 +116,9 @@ class Watermark:
             reserve=reserve,
         )
 
-    def enter(self, group: Group, found: Rows[Match], moment: Moment) -> None:
+    def enter(self, bid: Bid, moment: Moment) -> None:
         """The group was let in, and is about to take the blocks that were found."""
-        self._behind[group] = None
+        self._behind[bid.group] = None
 
     def leave(self, group: Group) -> None:
         """The group holds nothing any more: it has ended or was preempted, or it never ran."""

@@ -11,9 +11,8 @@ from collections.abc import Sequence as Rows
 from itertools import chain, count, takewhile
 from typing import NamedTuple
 
-from ..blocks import Match
 from ..blocks.pool import expect
-from .admission import Moment, Verdict, Watermark
+from .admission import Bid, Moment, Verdict, Watermark
 from .history import History
 from .limits import Limits, Shelf
 from .sequence import UNKNOWN, Group, Sequence, Status, blocks_of_group
@@ -105,15 +104,15 @@ class Future(Watermark):
 
     # ---- the verdict
 
-    def verdict(self, group: Group, found: Rows[Match], moment: Moment) -> Verdict:
+    def verdict(self, bid: Bid, moment: Moment) -> Verdict:
         """Whether there is room now, and will be."""
-        now = super().verdict(group, found, moment)
+        now = super().verdict(bid, moment)
         if now is not Verdict.OK or not moment.running:
             return now
         self._catch_up(moment.step)
-        entry = self._newcomer(group, found, moment)
+        entry = self._newcomer(bid, moment)
         for i, shelf in enumerate(self.shelves):
-            reserve = 0 if group.status is Status.PREEMPTED else self.limits.reserve(shelf)
+            reserve = 0 if bid.group.status is Status.PREEMPTED else self.limits.reserve(shelf)
             margin = 0 if shelf.window is not None else MARGIN * math.sqrt(self._spread + entry.spread)
             if self._peak(i, entry) + margin > (shelf.pool.total - reserve) * shelf.pool.block_size:
                 return Verdict.LATER
@@ -149,13 +148,15 @@ class Future(Watermark):
 
     # ---- entries
 
-    def _newcomer(self, group: Group, found: Rows[Match], moment: Moment) -> _Entry:
+    def _newcomer(self, bid: Bid, moment: Moment) -> _Entry:
+        group = bid.group
         shared = [
-            [block for block in each.blocks if shelf.pool.references(block)] if shelf.window is None else []
-            for shelf, each in zip(self.shelves, found, strict=True)
+            [block for block in blocks if shelf.pool.references(block)] if shelf.window is None else []
+            for shelf, blocks in zip(self.shelves, bid.blocks, strict=True)
         ]
-        behind = group.common - len(found[0].blocks) * self.shelves[0].pool.block_size
-        return self._entry(group, moment.step, group.common == group.length and behind <= moment.room, shared)
+        behind = group.leader.behind if group.swapped else group.common - len(bid.blocks[0]) * self.shelves[0].pool.block_size
+        settled = group.decoding or (group.common == group.length and behind <= moment.room)
+        return self._entry(group, moment.step, settled, shared)
 
     def _entry(self, group: Group, step: int, settled: bool, shared: list[list[int]]) -> _Entry:
         """What a group holds from `step` on; settled: from then on it grows in every step."""
@@ -214,10 +215,10 @@ class Future(Watermark):
 
     # ---- who comes and goes
 
-    def enter(self, group: Group, found: Rows[Match], moment: Moment) -> None:
-        super().enter(group, found, moment)
+    def enter(self, bid: Bid, moment: Moment) -> None:
+        super().enter(bid, moment)
         self._catch_up(moment.step)
-        newcomer = self._newcomer(group, found, moment)
+        newcomer = self._newcomer(bid, moment)
         for i, blocks in enumerate(newcomer.shared):
             owners = list(self._owners(i, blocks))
             self._shared[i].update(blocks)

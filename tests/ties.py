@@ -1,0 +1,143 @@
+"""When two answers are the same up to rounding: logits agree, and tokens part only where the two best ones are a tie."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import linear
+from transformers import LogitsProcessor, LogitsProcessorList
+
+NOISE = {torch.float32: 2e-4, torch.bfloat16: 2**-5, torch.float16: 2**-8}
+"""How far two ways of computing a logit may lie apart, relative to the largest one."""
+WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""In what a model says what it would say without rounding."""
+
+
+class Verdict(NamedTuple):
+    """What two answers to one call have in common."""
+
+    mark: str
+    """"=" the same tokens, "~" tokens that part at ties, "X" others, or numbers that rounding does not explain."""
+    apart: float
+    """The largest difference of two logits, relative to the row's largest logit (at least 1)."""
+    compared: int
+    """How many steps of all rows were compared."""
+    why: str = ""
+
+
+def judge(stock: Any, paged: Any, prompt: int, noise: float, comparable: list[float] | None = None, drawn: bool = False) -> Verdict:
+    """Row by row: logits agree up to the first token that differs, and there the two tokens are a tie.
+
+    Row i is compared up to the step `comparable[i]`. Draws may fall on the other side of a rounded probability, tie or not.
+    """
+    logits = [torch.stack(answer.logits, 1).float() for answer in (stock, paged)]
+    mark, apart, compared = "=", 0.0, 0
+    for row in range(stock.sequences.shape[0]):
+        ours, theirs = paged.sequences[row, prompt:], stock.sequences[row, prompt:]
+        steps = min(ours.numel(), theirs.numel(), logits[0].shape[1], logits[1].shape[1])
+        if comparable is not None:
+            steps = int(min(steps, comparable[row]))
+        if not steps:
+            continue
+        different = (ours[:steps] != theirs[:steps]).nonzero().flatten().tolist()
+        last = different[0] if different else steps - 1
+        one, other = logits[0][row, : last + 1], logits[1][row, : last + 1]
+        size = max(1.0, one[one.isfinite()].abs().max().item())
+        found = torch.where(one == other, 0, (one - other).abs()).max().item() / size
+        apart, compared = max(apart, found), compared + last + 1
+        if not found <= noise:  # which a NaN is not, either
+            return Verdict("X", found, compared, f"row {row}: logits differ by {found:.1e} of the largest, rounding explains {noise:.1e}")
+        if different and not drawn:
+            gap = (one[last, theirs[last]] - one[last, ours[last]]).abs().item() / size
+            if not gap <= 2 * noise:
+                return Verdict("X", found, compared, f"row {row}: {ours.tolist()} instead of {theirs.tolist()}, and {gap:.1e} is no tie")
+            mark = "~"
+    return Verdict(mark, apart, compared)
+
+
+def judge_beams(stock: Any, paged: Any, noise: float) -> Verdict:
+    """The same sequences, or others with the same scores."""
+    one, other = stock.sequences_scores.float(), paged.sequences_scores.float()
+    apart = ((one - other).abs() / (1 + one.abs())).max().item()
+    same = stock.sequences.shape == paged.sequences.shape and torch.equal(stock.sequences, paged.sequences)
+    if not apart <= 4 * noise:
+        return Verdict("X", apart, len(one), f"scores {other.tolist()} instead of {one.tolist()}, rounding explains {4 * noise:.1e}")
+    return Verdict("=" if same else "~", apart, len(one))
+
+
+# ---- experts
+
+
+@contextmanager
+def router_margins(model: Any) -> Iterator[list[torch.Tensor]]:
+    """For each call of a router by how much [tokens] its last chosen expert leads, in parts of its largest score.
+
+    Rounding decides where that is nothing, and another expert is another function: no step after it can be compared.
+    """
+    margins: list[torch.Tensor] = []
+
+    def margin(router: Any, arguments: Any, output: Any) -> None:
+        tokens = arguments[0].reshape(-1, arguments[0].shape[-1]).float()
+        bias = getattr(router, "bias", None)
+        scores = linear(tokens, router.weight.float(), None if bias is None else bias.float())
+        best = scores.sort(-1, descending=True).values
+        margins.append((best[:, router.top_k - 1] - best[:, router.top_k]) / (2 * scores.abs().amax(-1).clamp(min=1)))
+
+    handles = [router.register_forward_hook(margin) for router in routers(model)]
+    try:
+        yield margins
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def routers(model: Any) -> list[Any]:
+    """The modules that choose experts."""
+    return [module for module in model.modules() if hasattr(module, "top_k") and hasattr(module, "weight")]
+
+
+def first_ties(margins: list[torch.Tensor], noise: float, mask: torch.Tensor, layers: int, steps: int) -> list[float]:
+    """The step at which each row meets its first tie between experts; infinity if it never does.
+
+    `mask` [rows, columns] is the prompt's: its padding does not matter. Of the forwards the last `steps` answered, those before
+    them were parts of the prompt.
+    """
+    rows = mask.shape[0]
+    ties = [
+        torch.stack([margin.view(rows, -1) < noise for margin in margins[i : i + layers]]).any(0) for i in range(0, len(margins), layers)
+    ]
+    prompts = len(ties) - steps + 1
+    whole = torch.cat(ties[:prompts], 1)
+    found = torch.stack([(whole & mask.bool()).any(1), *(tie.any(1) for tie in ties[prompts:])], 1)
+    return [row.index(True) if True in row else torch.inf for row in found.tolist()]
+
+
+# ---- what rounding explains
+
+
+class Follow(LogitsProcessor):
+    """Make generate() say given tokens [rows, steps]."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens, self.said = tokens, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = self.tokens[:, self.said, None]
+        self.said += 1
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+
+
+def rounding(model: Any, arguments: dict[str, Any], stock: Any, prompt: int) -> float:
+    """How far stock's own logits lie from what the same weights say in a wider format to the same tokens, relative to the largest."""
+    wide = WIDER[model.dtype]
+    twin = copy.deepcopy(model).to(wide)
+    given = {name: x.to(wide) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in arguments.items()}
+    follow = LogitsProcessorList([Follow(stock.sequences[:, prompt:])])
+    exact = torch.stack(twin.generate(**given, logits_processor=follow).logits, 1)
+    own = torch.stack(stock.logits, 1).to(exact.dtype)
+    size = own.masked_fill(~own.isfinite(), 0).abs().amax((1, 2), keepdim=True).clamp(min=1)
+    return (torch.where(own == exact, 0, (own - exact).abs()) / size).max().item()
