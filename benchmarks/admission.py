@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from traces import TRACES, Ask, trace
@@ -21,6 +22,10 @@ from hf_paged.scheduling import Limits, Request, Scheduler, Shelf
 
 STEP, TOKEN = 5.5e-3, 2.6e-5
 """Seconds of a step, and of each of its tokens: 5.6 ms with one row and 12.2 ms with 256 (docs/benchmarks.md)."""
+
+
+TOKENS = 2048
+"""The most of a step."""
 
 
 class Replay(NamedTuple):
@@ -34,10 +39,12 @@ class Replay(NamedTuple):
     host: float
 
 
-def replay(asks: list[Ask], longest: int, blocks: int, size: int, at_once: int, admission: str, tokens: int = 2048) -> Replay:
-    """Run a trace through the scheduler; tokens come out of nowhere."""
+def replay(
+    asks: list[Ask], longest: int, blocks: int, size: int, at_once: int, admission: str, watch: Callable[[Scheduler], None] | None = None
+) -> Replay:
+    """Run a trace through the scheduler; tokens come out of nowhere. watch: sees the books after every step."""
     pool = BlockPool(blocks, size)
-    scheduler = Scheduler([Shelf(pool)], Limits(max(tokens, at_once), at_once), admission=admission, prefix_caching=False)
+    scheduler = Scheduler([Shelf(pool)], Limits(max(TOKENS, at_once), at_once), admission=admission, prefix_caching=False)
     ends = {}
     for number, ask in enumerate(asks):
         group = scheduler.submit(Request(number, tuple(ask.prompt), len(ask.prompt) + longest))
@@ -45,10 +52,12 @@ def replay(asks: list[Ask], longest: int, blocks: int, size: int, at_once: int, 
     steps = computed = used = 0
     seconds = host = 0.0
     while scheduler.unfinished:
-        begin = time.perf_counter()
+        begin = time.process_time()
         plan = scheduler.schedule()
-        host += time.perf_counter() - begin
+        host += time.process_time() - begin
         scheduler.commit(plan)
+        if watch is not None:
+            watch(scheduler)
         for row in plan.rows:
             for sequence in row.samples:
                 scheduler.extend(sequence, 7)
@@ -67,7 +76,7 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.7, 0.5, 0.2])
     options = parser.parse_args()
     print(f"{options.requests} requests, up to {options.at_once} at once, block {options.block_size}")
-    print("| trace | pool | admission | preemptions | steps | computed twice | pool held | tok/s, proxy | host a step |")
+    print("| trace | pool | admission | preemptions | steps | computed twice | pool held | tok/s, proxy | schedule() a step |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, (prompt, answer, _, longest) in TRACES.items():
         asks = trace(name, options.requests, 1000)
