@@ -73,12 +73,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=256)
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--traces", choices=TRACES, nargs="+", default=list(TRACES))
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.7, 0.5, 0.2])
     options = parser.parse_args()
     print(f"{options.requests} requests, up to {options.at_once} at once, block {options.block_size}")
     print("| trace | pool | admission | preemptions | steps | computed twice | pool held | tok/s, proxy | schedule() a step |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for name, (prompt, answer, _, longest) in TRACES.items():
+    for name in options.traces:
+        prompt, answer, _, longest = TRACES[name]
         asks = trace(name, options.requests, 1000)
         least = sum(len(ask.prompt) + ask.new - 1 for ask in asks)
         for share in options.shares:

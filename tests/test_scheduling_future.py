@@ -77,6 +77,28 @@ def test_a_group_counts_its_prompt_once() -> None:
         assert world.scheduler.counts["preemptions"] == 0
 
 
+def test_a_young_group_leaves_room_for_somebody_short() -> None:
+    """C40: samples grow by a token each in every step, so there is room for whoever ends before that."""
+    world = ignorant(Simulated.of(total=64, size=1, tokens=64, admission="future", prefix_caching=False))
+    world.submit(Request(0, prompt(4), 24, width=3))  # 64 slots in the end, 16 when the other one holds 32
+    short = world.submit(Request(1, prompt(30, 5), 32))
+    assert short in world.step().admitted
+    world.run()
+    world.assert_answered()
+    assert world.scheduler.counts["preemptions"] == 0
+
+
+def test_a_prompt_in_chunks_grows_later() -> None:
+    """C40: nobody knows when a prompt of several steps begins to grow, so it counts in full, and to everybody's end."""
+    world = ignorant(Simulated.of(total=35, size=1, tokens=4, sequences=4, admission="future", prefix_caching=False))
+    world.submit(Request(0, prompt(2), 20))
+    world.step()
+    world.submit(Request(1, prompt(20, 5), 26))  # if it grew at once it would end when the other holds 8; it will then hold 15
+    world.run()
+    world.assert_answered()
+    assert world.scheduler.counts["preemptions"] == 0
+
+
 def test_a_shared_beginning_is_counted_once() -> None:
     """C40, C18: whoever begins with blocks that others hold needs the rest only, however many they are."""
     # 40 slots in common, and 4 tokens and 3 unused slots for each: 40 + 5 * 7 of 76. One alone counts 47.

@@ -76,9 +76,10 @@ class Future(Watermark):
     a history that knows nothing each is taken to become as long as it may, there is no margin, and nobody is ever preempted. An empty
     engine lets in the first one, whatever is estimated.
 
-    Slots are counted, not blocks: a sequence of L tokens holds less than L + block_size of them. Full blocks of a beginning that
-    several groups share are counted once, for as long as one of them runs. Behind a window a sequence is taken to hold the most at
-    once. So is one whose prompt takes several steps, and without an end, because nobody knows when it begins to grow.
+    Slots are counted, not blocks: a sequence of L tokens holds less than L + block_size of them, and half a block more on average, which
+    is what an estimate gets. Full blocks of a beginning that several groups share are counted once, for as long as one of them runs.
+    Behind a window a sequence is taken to hold the most at once. So is one whose prompt takes several steps, and without an end,
+    because nobody knows when it begins to grow.
 
     An event (somebody comes, goes, or is estimated anew) costs O(log n) and the move of n pointers, the verdict on the first one in
     the queue n additions; whoever decodes as expected costs nothing, because its part is a line.
@@ -168,21 +169,24 @@ class Future(Watermark):
         end = step + length - said - 1 + LAG if settled else FAR
         parts = []
         for i in range(len(self.shelves)):
-            slots = self._slots(i, group, prompt + length + LAG) - len(shared[i]) * self.shelves[i].pool.block_size
+            slots = self._slots(i, group, prompt + length + LAG, length < most) - len(shared[i]) * self.shelves[i].pool.block_size
             slope = width if settled and self.shelves[i].window is None else 0
             parts.append(Part(end, slope, slots - slope * end))
         review = step + min(max(1, length - said), max(SHORTEST_REVIEW, said // 4))
         spread = (width * (length - said)) ** 2 if length < most else 0
         return _Entry(group, settled, review, spread, parts, shared)
 
-    def _slots(self, i: int, group: Group, length: int) -> int:
-        """The most slots of a pool that a group holds whose sequences are to have `length` tokens, the last of which is not stored."""
+    def _slots(self, i: int, group: Group, length: int, estimated: bool) -> int:
+        """The most slots of a pool that a group holds whose sequences are to have `length` tokens, the last of which is not stored.
+
+        Where that is an estimate, the slots that a last block leaves unused are, too: half of it, as for lengths at random.
+        """
         shelf, width = self.shelves[i], len(group.sequences)
         size = shelf.pool.block_size
         if shelf.window is not None:
             return size * blocks_of_group(shelf, width, group.common, length, self.limits.tokens)
-        common = group.common // size * size
-        return common + width * (length - 1 - common + size - 1)
+        common, unused = group.common // size * size, size // 2 if estimated else size - 1
+        return common + width * (length - 1 - common + unused)
 
     def _put(self, entry: _Entry) -> None:
         self._entries[entry.group] = entry
@@ -262,6 +266,7 @@ class Future(Watermark):
                 if not entry.settled:  # it may decode by now, and longer than was estimated
                     entry = self._entry(entry.group, moment.step, entry.group.decoding, entry.shared)
                 slots += entry.parts[i].start + entry.parts[i].slope * (moment.step - 1)
+                slots += len(entry.group.sequences) * shelf.pool.block_size if entry.spread else 0
             expect(len(held) * shelf.pool.block_size <= slots, f"{len(held)} blocks are held, the future has {slots} slots for them")
 
 
