@@ -57,10 +57,12 @@ class Bench:
         return torch.randint(10, SHAPES[self.options.shape]["vocab_size"] - 10, (rows, context), generator=random).tolist()
 
 
-def decode_steps(bench: Bench, engine: Engine, rows: int, steps: int) -> list[float]:
-    """Seconds of steps in which nothing but decoding happens."""
+def decode_steps(
+    bench: Bench, engine: Engine, rows: int, steps: int, context: int = CONTEXT, watch: Callable[[Engine], None] | None = None
+) -> list[float]:
+    """Seconds of steps in which nothing but decoding happens. watch: sees the engine after each of them."""
     new = 64 * steps  # nobody ends in between; a prompt is not computed in one step, so some are ahead of others
-    handles = [engine.submit(prompt, max_new_tokens=new, do_sample=False) for prompt in bench.prompts(rows, CONTEXT)]
+    handles = [engine.submit(prompt, max_new_tokens=new, do_sample=False) for prompt in bench.prompts(rows, context)]
     seen = -1
     while engine.stats()["waiting"] or engine.stats()["tokens"] - seen != rows:
         seen = engine.stats()["tokens"]
@@ -74,6 +76,8 @@ def decode_steps(bench: Bench, engine: Engine, rows: int, steps: int) -> list[fl
         engine.step()
         bench.wait()
         seconds.append(time.perf_counter() - begin)
+        if watch is not None:
+            watch(engine)
     for handle in handles:
         handle.cancel()
     return seconds

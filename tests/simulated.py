@@ -73,6 +73,7 @@ class Simulated:
     encoders: BlockPool | None = None
     """Of what encoders make, if there are any: numbers of their own stand there."""
     policy: str = "fcfs"
+    admission: str = "watermark"
     prefix_caching: bool = True
     verify: bool = False
     host: int | None = None
@@ -95,9 +96,8 @@ class Simulated:
         shelves = [Shelf(*of_shelf) for of_shelf in zip(self.pools, self.windows, self.hosts, strict=False)]
         if self.encoders is not None:
             shelves.append(Shelf(self.encoders, host=self.hosts[-1], cross=True))
-        self.scheduler = Scheduler(
-            shelves, self.limits, self.policy, prefix_caching=self.prefix_caching, verify=self.verify, swap=lambda victim: self.swap(victim)
-        )
+        options = {"admission": self.admission, "prefix_caching": self.prefix_caching, "verify": self.verify}
+        self.scheduler = Scheduler(shelves, self.limits, self.policy, swap=lambda victim: self.swap(victim), **options)
         self.stores: list[dict[int, int]] = [{} for _ in everybody]
         self.on_host: list[dict[int, int]] = [{} for _ in everybody]
 

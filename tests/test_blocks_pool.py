@@ -428,3 +428,69 @@ def test_check_finds_books_that_were_tampered_with(fault):
         pool._evictor.evict()
     with pytest.raises(AssertionError):
         pool.check()
+
+
+# ---- several at once
+
+
+def random_pool(rng, total, size):
+    """A pool with holes, names and cached blocks."""
+    pool = BlockPool(total, size)
+    blocks = [pool.take() for _ in range(total)]
+    for block in blocks:
+        if rng.random() < 0.3:
+            pool.publish(block, name(block), size)
+    for block in rng.sample(blocks, rng.randrange(total)):
+        pool.drop(block, rng.randrange(9))
+    return pool
+
+
+@pytest.mark.parametrize("size", [2, 16])
+def test_several_are_taken_as_one_by_one(size):
+    """C3: with blocks of several tokens each comes after the one before it if that is free, else from the lowest place."""
+    for seed in range(300):
+        one, other = (random_pool(random.Random(seed), 24, size) for _ in range(2))
+        count, near = random.Random(seed).randrange(1, 10), random.Random(-seed).randrange(-1, 26)
+        if count > one.available:
+            continue
+        expected = []
+        for _ in range(count):
+            expected.append(one.take(expected[-1] + 1 if expected else near))
+        assert other.take_several(count, near) == expected
+        assert (one.held, one.free, one.cached, one.peak_held) == (other.held, other.free, other.cached, other.peak_held)
+        assert [one.references(block) for block in range(24)] == [other.references(block) for block in range(24)]
+        assert one.take() == other.take() if one.available else True
+
+
+def test_c38_several_tokens_go_where_all_of_them_can():
+    """C38: the place that was asked for if all are free there, else the lowest run, else the lowest free indices."""
+    for seed in range(300):
+        rng = random.Random(seed)
+        pool, near, count = random_pool(rng, 24, 1), rng.randrange(-1, 26), rng.randrange(1, 9)
+        if count > pool.free:
+            continue
+        free = [block for block in range(24) if not pool.references(block) and pool.lookup(name(block)) != block]
+        there = list(range(near, near + count))
+        expected = there if set(there) <= set(free) else pool.find_free(count)
+        assert pool.take_several(count, near) == expected
+
+
+def test_several_are_dropped_as_one_by_one():
+    """C4, C19: shared ones stay, named ones are cached, the rest are free."""
+    for seed in range(200):
+        rng = random.Random(seed)
+        one, other = (random_pool(random.Random(seed), 24, 1) for _ in range(2))
+        held = [block for block in range(24) if one.references(block)]
+        for block in rng.sample(held, len(held) // 3):
+            one.share(block), other.share(block)
+        going = rng.sample(held, rng.randrange(len(held) + 1))
+        for block in going:
+            one.drop(block, 7)
+        other.drop_several(going, 7)
+        assert (one.held, one.free, one.cached) == (other.held, other.free, other.cached)
+        assert [one.take() for _ in range(one.available)] == [other.take() for _ in range(other.available)]
+    pool = BlockPool(4, 1)
+    blocks = pool.take_several(3)
+    with pytest.raises(ValueError, match="block 1 was freed twice"):
+        pool.drop_several([blocks[1], blocks[0], blocks[1]])
+    assert pool.held == 1

@@ -168,7 +168,6 @@ def test_a_seed_settles_the_draws(engine: Engine) -> None:
         ({"policy": "random"}, ValueError, "policy='random'"),
         ({"preemption": "drop"}, ValueError, "preemption='drop'"),
         ({"preemption": "swap", "host_blocks": 0}, ValueError, "host_blocks=0"),
-        ({"admission": "future"}, NotImplementedError, "not there yet"),
         ({"admission": "hope"}, ValueError, "admission='hope'"),
         ({"compile": True}, NotImplementedError, "compile=True"),
         ({"kernels": "cuda"}, ValueError, "kernels='cuda'"),

@@ -28,6 +28,7 @@ def worlds(draw: st.DrawFn) -> Simulated:
         sequences=sequences,
         watermark=draw(st.sampled_from([0.0, 0.1])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
+        admission=draw(st.sampled_from(["watermark", "future"])),
         prefix_caching=draw(st.booleans()),
         verify=draw(st.booleans()),
         host=draw(st.sampled_from([None, 0, 7, 30, 100])),

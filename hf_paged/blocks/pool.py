@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .evictor import Evictor
@@ -127,6 +128,27 @@ class BlockPool:
         self.peak_held = max(self.peak_held, self._held)
         return block
 
+    def take_several(self, count: int, near: int = NOWHERE) -> list[int]:
+        """Hand out `count` blocks, side by side from `near` on if these are free.
+
+        Else each comes after the one before it, or from the lowest place. With blocks of one token a prompt is as many blocks, so it
+        gets the lowest run that is long enough first (C38).
+        """
+        start: int | None = near if near >= 0 and self._state.find(bytes(count), near, near + count) == near else None
+        if start is None and self.block_size == 1:
+            start, near = self.find_run(count), NOWHERE
+        if start is None:
+            found: list[int] = []
+            for _ in range(count):
+                found.append(self.take(found[-1] + 1 if found else near))
+            return found
+        end = start + count
+        self._state[start:end] = bytes((HELD,)) * count
+        self._references[start:end] = [1] * count
+        self._held += count
+        self.peak_held = max(self.peak_held, self._held)
+        return list(range(start, end))
+
     def find_run(self, length: int) -> int | None:
         """The lowest start of `length` free blocks in a row, if there is such a run."""
         start = self._state.find(bytes(length), self._lowest_free)
@@ -173,6 +195,25 @@ class BlockPool:
             self._evictor.add(block, self._last_access[block], name.covered)
         else:
             self._set_free(block)
+
+    def drop_several(self, blocks: Sequence[int], last_access: int = 0) -> None:
+        """Take a reference away from each: those that nobody else names and that have no name are free at once."""
+        references, state, names, times = self._references, self._state, self._names, self._last_access
+        lowest, freed = self._lowest_free, 0
+        try:
+            for block in blocks:
+                if references[block] == 1 and block not in names:
+                    references[block] = 0
+                    state[block] = FREE
+                    times[block] = 0
+                    freed += 1
+                    if block < lowest:
+                        lowest = block
+                else:
+                    self.drop(block, last_access)
+        finally:
+            self._held -= freed
+            self._lowest_free = min(lowest, self._lowest_free)
 
     def references(self, block: int) -> int:
         """How many tables name `block`."""

@@ -72,11 +72,18 @@ class Table:
         return append([self], [tokens])
 
     def step(self, now: int) -> bool:
-        """Take one more token, if the last block is this table's own and has room: nothing else changes then. Else False."""
+        """Take one more token, if the last block is this table's own and has room, or is full and there is another one. Else False."""
         pool, length = self.pool, self.length
-        if not length % pool.block_size or pool.references(last := self.blocks[-1]) != 1:
+        if not length:
             return False
-        pool.withdraw(last)
+        if length % pool.block_size:
+            if pool.references(last := self.blocks[-1]) != 1:
+                return False
+            pool.withdraw(last)
+        elif pool.available:
+            self.blocks.append(pool.take(self.blocks[-1] + 1 if self.blocks else NOWHERE))
+        else:
+            return False
         self.length, self.stamp = length + 1, now
         return True
 
@@ -88,9 +95,10 @@ class Table:
         elif not self.length:
             self.epoch = pool.epoch
         self.length += tokens
-        for _ in range(pool.blocks_for(self.length) - self.end):
+        more = pool.blocks_for(self.length) - self.end
+        if more:
             near = self.blocks[-1] + 1 if self.blocks else self.near
-            self.blocks.append(pool.take(near))
+            self.blocks += (pool.take(near),) if more == 1 else pool.take_several(more, near)
         self.stamp = now
         return copy
 
@@ -132,15 +140,13 @@ class Table:
         """Give back the blocks that lie wholly before `position`: a sliding window has left them behind (C10)."""
         count = min(position // self.pool.block_size, self.length // self.pool.block_size) - self.released
         if count > 0:
-            for block in self.blocks[:count]:
-                self.pool.drop(block, self.stamp)
+            self.pool.drop_several(self.blocks[:count], self.stamp)
             del self.blocks[:count]
             self.released += count
 
     def free(self) -> None:
         """Give back everything. The table is empty afterwards and may be used again."""
-        for block in self.blocks:
-            self.pool.drop(block, self.stamp)
+        self.pool.drop_several(self.blocks, self.stamp)
         self._become(_Row([], [], 0, 0, self.stamp, self.epoch))
 
     def _row(self) -> _Row:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..config import CacheConfig
-from ..scheduling import POLICIES, Limits
+from ..scheduling import ADMISSIONS, POLICIES, Limits
 
 MOST_SEQUENCES = 256
 
@@ -30,14 +30,15 @@ class EngineConfig:
     "recompute": they are given up and computed again later; "auto": what costs less, by what was measured.
     host_blocks: blocks of every layer group that may wait on the host, allocated at once; 0 for none. Without it as many as the pool
     has, within a share of the host's free memory, allocated when they are needed.
-    admission: "watermark".
+    admission: "watermark" lets in whoever finds room now, "future" whoever has room to its end as far as answers can be foreseen: fewer
+    preemptions.
     kernels: "torch", "triton" or "auto" (Triton on a CUDA device).
 
     graphs: whether steps in which everybody takes one token are captured in CUDA graphs and replayed.
     run_ahead: whether a step is launched before the host has heard which tokens the last one chose, as long as no request needs the
     host for its next token (beams, processors); None means on CUDA devices.
 
-    Not there yet, and an error: admission="future", compile.
+    Not there yet, and an error: compile.
     """
 
     block_size: int = 16
@@ -64,11 +65,9 @@ class EngineConfig:
             raise ValueError(f"policy={self.policy!r} is not one of {sorted(POLICIES)}")
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ValueError(f"preemption={self.preemption!r} is not one of 'auto', 'recompute', 'swap'")
-        if self.admission not in ("watermark", "future"):
-            raise ValueError(f"admission={self.admission!r} is not one of 'watermark', 'future'")
+        if self.admission not in ADMISSIONS:
+            raise ValueError(f"admission={self.admission!r} is not one of {sorted(ADMISSIONS)}")
         self._check_host_blocks()
-        if self.admission == "future":
-            raise NotImplementedError("admission='future' is not there yet; use admission='watermark'")
         if self.compile:
             raise NotImplementedError("compile=True: the engine's steps are not compiled yet; leave it out")
 

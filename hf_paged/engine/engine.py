@@ -53,6 +53,7 @@ class Engine(Front):
             self.pools.shelves,
             self.config.limits(),
             self.config.policy,
+            admission=self.config.admission,
             prefix_caching=self.config.prefix_caching,
             verify=self.config.check_hits,
             swap=self._preemption.decide,

@@ -1,6 +1,8 @@
 """Who runs next, and on which blocks. Standard library only; it writes the books and never sees a tensor."""
 
 from .admission import Verdict, judge, why_infeasible
+from .future import ADMISSIONS, Future, future_peak
+from .history import History
 from .limits import Limits, Shelf
 from .plan import Plan, Row, Swaps
 from .policy import POLICIES
@@ -9,11 +11,14 @@ from .sequence import UNKNOWN, Group, Request, Sequence, Status
 from .swapping import Decide, Victim, never
 
 __all__ = [
+    "ADMISSIONS",
     "POLICIES",
     "UNKNOWN",
     "Count",
     "Decide",
+    "Future",
     "Group",
+    "History",
     "Infeasible",
     "Limits",
     "Plan",
@@ -26,6 +31,7 @@ __all__ = [
     "Swaps",
     "Verdict",
     "Victim",
+    "future_peak",
     "judge",
     "never",
     "why_infeasible",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Rows
 from enum import Enum
+from typing import NamedTuple
 
+from ..blocks.pool import expect
 from .limits import Limits, Shelf
-from .sequence import Group, Request, blocks_of_group
+from .sequence import Group, Request, Sequence, Status, blocks_of_group
 
 
 class Verdict(Enum):
@@ -30,7 +32,7 @@ def judge(total: int, available: int, need: int, *, hits: int = 0, cached_hits: 
     return Verdict.LATER
 
 
-def why_infeasible(request: Request, shelves: Sequence[Shelf], limits: Limits) -> str | None:
+def why_infeasible(request: Request, shelves: Rows[Shelf], limits: Limits) -> str | None:
     """Why this request can never run to its end, with both numbers, or None if it can (C11)."""
     if request.width > limits.sequences:
         return (
@@ -55,7 +57,7 @@ def why_infeasible(request: Request, shelves: Sequence[Shelf], limits: Limits) -
     return None
 
 
-def headroom(group: Group, need: int, running: Sequence[Group], shelf: int, chunk: int) -> int:
+def headroom(group: Group, need: int, running: Rows[Group], shelf: int, chunk: int) -> int:
     """The blocks that a group to which preemption happens again and again leaves available when it comes back with `need` blocks.
 
     For every sequence that runs, and its own, twice as many with each time that blocks ran out for it, up to all they can come to
@@ -65,3 +67,81 @@ def headroom(group: Group, need: int, running: Sequence[Group], shelf: int, chun
     # Alone it finds all of the pool, and must never wait for more.
     own = min(each * len(group.sequences), max(0, min(group.most(shelf, chunk), group.shelves[shelf].pool.total) - need))
     return own + sum(min(each * len(other.sequences), max(0, other.most(shelf, chunk) - other.held(shelf))) for other in running)
+
+
+class Bid(NamedTuple):
+    """A group that asks to be let in. For every pool: the blocks of its beginning that are there, and what all its tokens need."""
+
+    group: Group
+    blocks: Rows[list[int]]
+    needs: Rows[int]
+
+
+class Moment(NamedTuple):
+    """When somebody asks to be let in: the number of the step, the tokens left in it, and who runs."""
+
+    step: int
+    room: int
+    running: Rows[Group]
+
+    @property
+    def taken(self) -> int:
+        """How many sequences run."""
+        return sum(len(group.sequences) for group in self.running)
+
+
+class Watermark:
+    """Lets in whoever finds room for the tokens it has so far and leaves the watermark free: answers grow into that (C8, C9).
+
+    The scheduler says who comes and goes; other routers build on this one and listen to it.
+    """
+
+    def __init__(self, shelves: Rows[Shelf], limits: Limits) -> None:
+        self.shelves, self.limits = tuple(shelves), limits
+        self._behind: dict[Group, None] = {}
+        """Who runs and has still to compute more than a token: few, so that a verdict does not ask everybody."""
+
+    def verdict(self, bid: Bid, moment: Moment) -> Verdict:
+        """Whether every pool has room for all tokens of the group, beside what those that run have still to compute."""
+        self._behind = {other: None for other in self._behind if not other.decoding}
+        fits = all(self._judge(i, bid, moment) is Verdict.OK for i in range(len(self.shelves)))
+        return Verdict.OK if fits else Verdict.LATER
+
+    def _judge(self, i: int, bid: Bid, moment: Moment) -> Verdict:
+        shelf, chunk, (group, blocks, need) = self.shelves[i], self.limits.tokens, (bid.group, bid.blocks[i], bid.needs[i])
+        if shelf.window is not None and not group.swapped:
+            blocks = blocks[max(0, len(blocks) * shelf.pool.block_size - shelf.window + 1) // shelf.pool.block_size :]
+        outstanding = sum(max(0, other.need(i, chunk) - other.held(i)) for other in self._behind)
+        reserve = self.limits.reserve(shelf)
+        if group.status is Status.PREEMPTED:
+            # No watermark; but it must not take the next block of those who run, or it would be the next to go (C9).
+            reserve = moment.taken if group.setbacks < 2 else headroom(group, need, moment.running, i, chunk)
+        return judge(
+            shelf.pool.total,
+            shelf.pool.available - outstanding,
+            need,
+            hits=min(len(blocks), need),
+            cached_hits=sum(1 for block in blocks if not shelf.pool.references(block)),
+            reserve=reserve,
+        )
+
+    def enter(self, bid: Bid, moment: Moment) -> None:
+        """The group was let in, and is about to take the blocks that were found."""
+        self._behind[bid.group] = None
+
+    def leave(self, group: Group) -> None:
+        """The group holds nothing any more: it has ended or was preempted, or it never ran."""
+        self._behind.pop(group, None)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence, one of its group's, has its last token."""
+
+    def clear(self) -> None:
+        """Nobody holds anything any more."""
+        self._behind.clear()
+
+    def check(self, moment: Moment) -> None:
+        """Raise AssertionError on the first thing that does not add up."""
+        for group in moment.running:
+            expect(group.decoding or group.complete or group in self._behind, f"{group!r} is behind and admission does not know")
+        expect(self._behind.keys() <= set(moment.running), "admission counts somebody who does not run")

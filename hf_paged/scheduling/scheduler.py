@@ -10,9 +10,10 @@ from typing import Literal
 
 from ..blocks import Match, adopt, append, blocks_needed, commit, match, reorder
 from ..blocks.pool import expect
-from .admission import Verdict, headroom, judge, why_infeasible
+from .admission import Bid, Moment, Verdict, why_infeasible
 from .audit import check_groups, check_shelves
 from .draft import Draft, samples
+from .future import ADMISSIONS
 from .limits import Limits, Shelf
 from .plan import Plan, Row
 from .policy import POLICIES
@@ -47,12 +48,15 @@ class Scheduler:
         limits: Limits,
         policy: str = "fcfs",
         *,
+        admission: str = "watermark",
         prefix_caching: bool = True,
         verify: bool = False,
         swap: Decide = never,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r} is not one of {sorted(POLICIES)}")
+        if admission not in ADMISSIONS:
+            raise ValueError(f"admission={admission!r} is not one of {sorted(ADMISSIONS)}")
         self.shelves, self.limits, self.verify = tuple(shelves), limits, verify
         self._cross = any(shelf.cross for shelf in self.shelves)
         # Behind an encoder equal tokens are not equal keys and values, and what they look at lies in a table of its own.
@@ -60,6 +64,8 @@ class Scheduler:
         if len({shelf.pool.block_size for shelf in self.shelves}) != 1:
             raise ValueError("the pools of one scheduler must have blocks of one size")
         self._key = POLICIES[policy]
+        self.admission = ADMISSIONS[admission](self.shelves, limits)
+        """Says who is let in."""
         self.waiting: list[Group] = []
         self.preempted: list[Group] = []
         self.running: list[Group] = []
@@ -90,6 +96,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """A sequence has its last token: its blocks go back, and its group ends with its last sequence."""
         group = sequence.group
+        self.admission.finish(sequence)
         sequence.free()
         if len(group.sequences) == 1:
             self._leave(group)
@@ -98,6 +105,7 @@ class Scheduler:
 
     def _leave(self, group: Group) -> None:
         self._promised.withdraw(group)
+        self.admission.leave(group)
         {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}[group.status].remove(group)
         group.status = Status.FINISHED
         self.counts["finished"] += 1
@@ -106,6 +114,7 @@ class Scheduler:
         """Take all blocks of a running group. They wait for it on the host, or it is computed again, from the prefix cache where it can
         (C29 to C31); without `swap` that is not asked."""
         self._promised.withdraw(group)
+        self.admission.leave(group)
         blocks = self.swapping.park(group) if swap else None
         if blocks is None:
             self.begin_again(group)
@@ -129,6 +138,7 @@ class Scheduler:
         """Something broke into the middle of a step: nobody holds anything, and all that are not finished are computed again."""
         self.waiting, self.preempted, self.running = [], [], []
         self._promised.clear()
+        self.admission.clear()
         self.swapping.clear()
         for group in groups:
             group.promised = []
@@ -245,12 +255,13 @@ class Scheduler:
         return True
 
     def _step(self, draft: Draft, group: Group, now: Rows[int]) -> bool:
-        """Give a decoding group of one sequence its token if that takes no block, which is nearly always. Else change nothing."""
+        """Give a decoding group of one sequence its token if that copies nothing and nobody must go for it. Else change nothing."""
         sequence = group.sequences[0]
         if len(group.sequences) > 1 or self._cross:
             return False
         for table, shelf in zip(sequence.tables, self.shelves, strict=True):
-            if not table.length % shelf.pool.block_size or shelf.pool.references(table.blocks[-1]) > 1:
+            full = not table.length % shelf.pool.block_size
+            if (full and not shelf.pool.available) or (not full and shelf.pool.references(table.blocks[-1]) > 1):
                 return False
         for table, shelf, time in zip(sequence.tables, self.shelves, now, strict=True):
             if shelf.window is not None:
@@ -283,11 +294,14 @@ class Scheduler:
             if found is None:
                 passed += 1  # a twin computes its prompt: it keeps its place, and nobody behind it waits for that
                 continue
-            taken = sum(len(other.sequences) for other in self.running)
-            if taken + len(group.sequences) > self.limits.sequences or self._verdict(group, found, taken) is not Verdict.OK:
+            moment, bid = self._moment(draft.room), self._bid(group, found)
+            if moment.taken + len(group.sequences) > self.limits.sequences or self.admission.verdict(bid, moment) is not Verdict.OK:
                 return
             del queue[passed]
+            self.admission.enter(bid, moment)
             self._start(group, found)
+            if self.shelves[0].pool.block_size == 1:
+                group.seek_runs()
             draft.admitted.append(group)
             steps = group.advance(draft.room)
             if not self._fits(steps):
@@ -313,31 +327,13 @@ class Scheduler:
             return None
         return [Match(each[:hits], names[:hits]) for each in blocks]
 
-    def _verdict(self, group: Group, found: list[Match], taken: int) -> Verdict:
-        """Whether every pool has room for all tokens of the group, beside what the `taken` sequences that run have still to compute."""
-        verdicts = []
-        for i, shelf in enumerate(self.shelves):
-            blocks = found[i].blocks
-            if shelf.window is not None and not group.swapped:
-                blocks = blocks[max(0, len(blocks) * shelf.pool.block_size - shelf.window + 1) // shelf.pool.block_size :]
-            need = self.swapping.need(group, i, self.limits.tokens) if group.swapped else group.need(i, self.limits.tokens)
-            outstanding = sum(max(0, other.need(i, self.limits.tokens) - other.held(i)) for other in self.running if not other.decoding)
-            cached = sum(1 for block in blocks if not shelf.pool.references(block))
-            reserve = self.limits.reserve(shelf)
-            if group.status is Status.PREEMPTED:
-                # No watermark; but it must not take the next block of those who run, or it would be the next to go (C9).
-                reserve = taken if group.setbacks < 2 else headroom(group, need, self.running, i, self.limits.tokens)
-            verdicts.append(
-                judge(
-                    shelf.pool.total,
-                    shelf.pool.available - outstanding,
-                    need,
-                    hits=min(len(blocks), need),
-                    cached_hits=cached,
-                    reserve=reserve,
-                )
-            )
-        return Verdict.OK if all(verdict is Verdict.OK for verdict in verdicts) else Verdict.LATER
+    def _moment(self, room: int) -> Moment:
+        return Moment(self.counts["steps"], room, self.running)
+
+    def _bid(self, group: Group, found: list[Match]) -> Bid:
+        chunk, many = self.limits.tokens, range(len(self.shelves))
+        needs = [self.swapping.need(group, i, chunk) if group.swapped else group.need(i, chunk) for i in many]
+        return Bid(group, [each.blocks for each in found], needs)
 
     def _start(self, group: Group, found: list[Match]) -> None:
         if group.swapped:
@@ -381,8 +377,9 @@ class Scheduler:
         """Recount everything; between two steps every table holds what is computed, and nothing else."""
         check_shelves(self.shelves)
         check_groups({Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}, self._key)
-        taken = sum(len(group.sequences) for group in self.running)
-        expect(taken <= self.limits.sequences, f"{taken} sequences run, {self.limits.sequences} may")
+        moment = self._moment(self.limits.tokens)
+        self.admission.check(moment)
+        expect(moment.taken <= self.limits.sequences, f"{moment.taken} sequences run, {self.limits.sequences} may")
 
 
 def _known(shelf: Shelf, names: list[bytes]) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..blocks import ROOT, Table, chain
+from ..blocks.pool import NOWHERE
 from .limits import Shelf
 
 UNKNOWN = -1
@@ -143,6 +144,13 @@ class Group:
         for sequence in self.sequences[1:]:
             sequence.tables = tuple(table.fork() for table in self.leader.tables)
             sequence.computed = self.leader.computed
+
+    def seek_runs(self) -> None:
+        """With blocks of one token a prompt goes where all of it can lie side by side, if there is such a place (C38)."""
+        for table in self.leader.tables:
+            if not table.blocks:
+                run = table.pool.find_run(self.common)
+                table.near = NOWHERE if run is None else run
 
     def advance(self, room: int) -> list[tuple[Sequence, int]]:
         """Who takes how many tokens of a step that has `room` for so many.

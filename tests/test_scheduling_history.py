@@ -1,0 +1,82 @@
+"""How long answers were: the counted history against a sorted list, and what it says when nobody knows (contract C40)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hf_paged.scheduling import History
+
+NEVER = 10**9
+
+
+@pytest.mark.parametrize(("keep", "doubt"), [(0, 1), (1, 0), (5, 3), (60, 0), (60, 1)])
+def test_it_agrees_with_a_sorted_list(keep: int, doubt: int) -> None:
+    """C40: given what is said already, the share of those that were longer; the oldest answers go first."""
+    rng = random.Random(keep)
+    history, lengths = History(keep, doubt), []
+    for _ in range(200):
+        length, limited = rng.choice([1, 2, rng.randrange(1, 9), rng.randrange(1, 400)]), rng.random() < 0.2
+        history.add(length, limited)
+        lengths = (lengths + [NEVER if limited else length])[-keep:] if keep else []
+        assert len(history) == len(lengths)
+        for _ in range(4):
+            said, share = rng.randrange(420), rng.random()
+            most = said + rng.randrange(1, 300)
+            longer = sorted(length for length in lengths if length > said) + [NEVER] * doubt
+            expected = min(most, longer[int(share * len(longer))]) if lengths and longer else most
+            assert history.expected(said, most, share) == expected
+
+
+def test_nobody_knows_at_first() -> None:
+    """C40: max_new_tokens until there is a history, and where nobody was longer; answers that had to stop say nothing about their end."""
+    history = History(doubt=0)
+    assert history.expected(0, 50, 0.5) == 50
+    history.add(7)
+    assert history.expected(0, 50, 0.5) == 7
+    assert history.expected(0, 5, 0.5) == 5
+    assert history.expected(7, 50, 0.5) == 50
+    for _ in range(3):
+        history.add(7, limited=True)
+    assert [history.expected(0, 50, share) for share in (0.0, 0.2, 0.3)] == [7, 7, 50]
+
+
+def test_whoever_said_more_becomes_longer() -> None:
+    """C40: for one and the same share the estimate never shrinks while an answer grows."""
+    rng = random.Random(1)
+    history = History()
+    for _ in range(300):
+        history.add(1 + int(rng.expovariate(1 / 80)))
+    for share in (0.0, 0.3, 0.9):
+        lengths = [history.expected(said, 1000, share) for said in range(600)]
+        assert lengths == sorted(lengths)
+        assert all(length > said for said, length in enumerate(lengths))
+
+
+def test_an_answer_costs_a_few_steps_and_no_search() -> None:
+    """O(log n): the counts touched by an answer and by a question grow like the logarithm of the longest answer."""
+
+    class Counted(list):
+        touched = 0
+
+        def __getitem__(self, place):
+            Counted.touched += 1
+            return super().__getitem__(place)
+
+    history = History(keep=5000)
+    for length in range(1, 5000):
+        history.add(length)
+    history._tree = Counted(history._tree)
+    history.add(17)
+    history.expected(40, 10**6, 0.7)
+    assert Counted.touched < 5 * 13
+
+
+def test_wrong_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="keep=-1"):
+        History(-1)
+    with pytest.raises(ValueError, match="got 0"):
+        History().add(0)
+    with pytest.raises(ValueError, match="share=1"):
+        History().expected(0, 5, 1)
