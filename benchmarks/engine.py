@@ -4,7 +4,9 @@
     OMP_NUM_THREADS=1 python benchmarks/engine.py --shape tiny --requests 24 --at-once 8 --rows 1 4   # does it run? on any CPU
 
 steps    milliseconds of a step in which every sequence takes one token, by the clock around `Engine.step()`
-trace    output tokens a second, time to the first token, time between tokens, and what the books did
+trace    output tokens a second, time to the first token, time between tokens, and what the books did, beside other engines
+load     the same where requests come one by one
+shared   requests that begin alike
 profile  where the time of a decoding step goes on the host
 """
 
@@ -15,16 +17,19 @@ import cProfile
 import io
 import json
 import pstats
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from peers import Served, peers
 from shapes import SHAPES, Report, build, where
-from traces import TRACES, trace
+from traces import TRACES, Ask, trace
 
 from hf_paged import Engine
 
@@ -45,8 +50,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def engine(self, at_once: int) -> Engine:
-        tokens = max(2048, at_once)
-        return Engine(self.model, max_batch_sequences=at_once, max_batch_tokens=tokens, **self.options.engine)
+        return Engine(self.model, **{"max_batch_sequences": at_once, "max_batch_tokens": max(2048, at_once), **self.options.engine})
 
     def prompts(self, rows: int, context: int) -> list[list[int]]:
         random = torch.Generator().manual_seed(1)
@@ -94,34 +98,83 @@ def percentiles(values: list[float]) -> tuple[float, float]:
     return ranked[len(ranked) // 2], ranked[min(len(ranked) - 1, int(len(ranked) * 0.99))]
 
 
+def serve(bench: Bench, name: str, at_once: int, asks: Sequence[Ask], arrivals: Sequence[float] | None = None, **options: Any) -> Served:
+    """What an engine makes of a trace, after it has seen some of it and the same lengths of others."""
+    peer = peers()[name](bench.model, at_once, **(bench.options.engine | options if name == "hf_paged" else options))
+    try:
+        peer.serve(trace(bench.options.trace, bench.options.warm_up, SHAPES[bench.options.shape]["vocab_size"], seed=1))
+        bench.wait()
+        return peer.serve(asks, arrivals)
+    finally:
+        peer.close()
+
+
+def shown(values: list[float], scale: float = 1.0) -> str:
+    """The half and the 99th of a hundred."""
+    if not values:
+        return ""
+    ranked = sorted(values)
+    return f"{ranked[len(ranked) // 2] * scale:.2f} / {ranked[min(len(ranked) - 1, int(len(ranked) * 0.99))] * scale:.2f}"
+
+
+COLUMNS = {
+    "engine": ("engine", ""), "speed": ("tok/s", ".0f"), "first": ("first token, s", ""), "between": ("between tokens, ms", ""),
+    "host": ("host work a step, ms", ".2f"), "waste": ("waste", ".1%"), "preemptions": ("preemptions", "d"), "hits": ("blocks found", "d"),
+    "seconds": ("s", ".1f"),
+}  # fmt: skip
+
+
+def told(bench: Bench, name: str, served: Served, **more: Any) -> None:
+    notes = dict(served.notes)
+    host = notes.pop("host", None)
+    bench.report.row(
+        engine=name, speed=served.tokens / served.seconds, first=shown(served.first), between=shown(served.between, 1e3),
+        seconds=served.seconds, tokens=served.tokens, host=None if host is None else host * 1e3, **notes, **more,
+    )  # fmt: skip
+
+
 def run_trace(bench: Bench) -> None:
     options = bench.options
     bench.report.table(
         "engine trace", f"{options.requests} requests of the {options.trace} trace, all there from the "
-        "beginning, output tokens a second; first token and between tokens: p50 / p99",
-        at_once=("up to at once", "d"), speed=("tok/s", ".0f"), first=("first token, s", ""), between=("between tokens, ms", ""),
-        steps=("steps", "d"), preemptions=("preemptions", "d"), seconds=("s", ".1f"),
+        "beginning, output tokens a second; first token and between tokens: p50 / p99", at_once=("up to at once", "d"), **COLUMNS,
     )  # fmt: skip
     asks = trace(options.trace, options.requests, SHAPES[options.shape]["vocab_size"])
     for at_once in options.at_once:
-        with bench.report.surviving(f"trace, {at_once} at once"), bench.engine(at_once) as engine:
-            engine.generate([ask.prompt for ask in asks[: min(8, len(asks))]], max_new_tokens=8, do_sample=False, progress=False)
-            before = engine.stats()["steps"]
-            bench.wait()
-            begin = time.monotonic()
-            handles = [engine.submit(ask.prompt, max_new_tokens=ask.new, do_sample=False) for ask in asks]
-            while not all(handle.done for handle in handles):
-                engine.step()
-            seconds = time.monotonic() - begin
-            outputs = [handle.result() for handle in handles]
-            new = sum(len(output.sequences[0].token_ids) for output in outputs)
-            timings = [output.timing for output in outputs]
-            first = percentiles([timing.first_token - begin for timing in timings])
-            gaps = percentiles([(t.finished - t.first_token) / max(1, ask.new - 1) * 1e3 for t, ask in zip(timings, asks, strict=True)])
-            bench.report.row(
-                at_once=at_once, speed=new / seconds, first=f"{first[0]:.2f} / {first[1]:.2f}", between=f"{gaps[0]:.1f} / {gaps[1]:.1f}",
-                steps=engine.stats()["steps"] - before, preemptions=engine.stats()["preemptions"], seconds=seconds, tokens=new,
-            )  # fmt: skip
+        for name in options.peers or peers():
+            with bench.report.surviving(f"trace, {name}, {at_once} at once"):
+                told(bench, name, serve(bench, name, at_once, asks), at_once=at_once)
+
+
+def load(bench: Bench) -> None:
+    """Requests that come one by one, at random, so many a second on average."""
+    options = bench.options
+    bench.report.table(
+        "engine load", f"{options.requests} requests of the {options.trace} trace, Poisson arrivals; first token and between tokens: "
+        "p50 / p99", rate=("requests a second", ".1f"), **COLUMNS,
+    )  # fmt: skip
+    asks = trace(options.trace, options.requests, SHAPES[options.shape]["vocab_size"])
+    for rate in options.rates:
+        chance = random.Random(2)
+        arrivals = list(accumulate(chance.expovariate(rate) for _ in asks))
+        for name in [name for name in options.peers or peers() if name != "vllm"]:
+            with bench.report.surviving(f"load, {name}, {rate} a second"):
+                told(bench, name, serve(bench, name, max(options.at_once), asks, arrivals), rate=rate)
+
+
+def shared(bench: Bench) -> None:
+    """Requests that begin alike."""
+    options = bench.options
+    vocabulary = SHAPES[options.shape]["vocab_size"]
+    common = trace("alpaca", 1, vocabulary, seed=3)[0].prompt * options.shared
+    asks = [Ask([*common[: options.shared], *ask.prompt[:128]], 32) for ask in trace(options.trace, 64, vocabulary, seed=4)]
+    bench.report.table(
+        "engine shared", f"64 requests, {options.shared} tokens in common, up to 128 of their own, 32 new", cached=("prefix cache", ""),
+        **COLUMNS,
+    )  # fmt: skip
+    for cached in (True, False):
+        with bench.report.surviving(f"shared prefixes, {cached}"):
+            told(bench, "hf_paged", serve(bench, "hf_paged", 64, asks, prefix_caching=cached), cached=str(cached))
 
 
 def profile(bench: Bench) -> None:
@@ -137,13 +190,13 @@ def profile(bench: Bench) -> None:
     print(text.getvalue())
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {"steps": steps, "trace": run_trace, "profile": profile}
+SECTIONS: dict[str, Callable[[Bench], None]] = {"steps": steps, "trace": run_trace, "load": load, "shared": shared, "profile": profile}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["steps", "trace"])
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["steps", "trace", "load", "shared"])
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
     parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
@@ -151,6 +204,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, nargs="+", default=[256])
+    parser.add_argument("--warm-up", type=int, default=64, help="requests before anything is timed")
+    parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 16.0], help="requests a second, of the section load")
+    parser.add_argument("--shared", type=int, default=1024, help="tokens in common, of the section shared")
+    parser.add_argument("--peers", nargs="+", choices=["hf_paged", "transformers", "vllm"], help="all that are installed, if left out")
     parser.add_argument("--engine", type=json.loads, default={}, help="""options of the engine, such as '{"graphs": false}'""")
     parser.add_argument("--json", type=Path, help="a file that gets each row as a line")
     return parser.parse_args()

@@ -37,6 +37,15 @@ SHAPES = {
         "vocab_size": 32000,
         "max_position_embeddings": 8192,
     },
+    "llama13b": {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+    },
     "llama8b": {
         "hidden_size": 4096,
         "intermediate_size": 14336,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from hf_paged.blocks import BlockPool
-from hf_paged.scheduling import Group, Limits, Plan, Request, Scheduler, Sequence, Shelf, Status
+from hf_paged.scheduling import Group, Limits, Plan, Request, Scheduler, Sequence, Shelf, Status, Swaps, Victim
 
 VOCABULARY = 7
 
@@ -73,8 +73,13 @@ class Simulated:
     policy: str = "fcfs"
     prefix_caching: bool = True
     verify: bool = False
+    host: int | None = None
+    """Blocks of the host for each pool; without it nobody is swapped."""
+    swap: Callable[[Victim], bool] = lambda victim: True
     fails: Callable[[Group], bool] = lambda group: False
     salt: int = 0
+    checks: bool = True
+    """Whether every step is followed by an audit of the books."""
     groups: list[Group] = field(default_factory=list)
     """Those that are not finished, and some that are."""
     requests: dict[int, Request] = field(default_factory=dict)
@@ -83,9 +88,13 @@ class Simulated:
     computed: int = 0
 
     def __post_init__(self) -> None:
-        shelves = [Shelf(pool, window) for pool, window in zip(self.pools, self.windows, strict=True)]
-        self.scheduler = Scheduler(shelves, self.limits, self.policy, prefix_caching=self.prefix_caching, verify=self.verify)
+        self.hosts = [None if self.host is None else BlockPool(self.host, pool.block_size) for pool in self.pools]
+        shelves = [Shelf(*of_shelf) for of_shelf in zip(self.pools, self.windows, self.hosts, strict=True)]
+        self.scheduler = Scheduler(
+            shelves, self.limits, self.policy, prefix_caching=self.prefix_caching, verify=self.verify, swap=lambda victim: self.swap(victim)
+        )
         self.stores: list[dict[int, int]] = [{} for _ in self.pools]
+        self.on_host: list[dict[int, int]] = [{} for _ in self.pools]
 
     @classmethod
     def of(
@@ -109,6 +118,7 @@ class Simulated:
         scheduler = self.scheduler
         plan = scheduler.schedule()
         assert plan.tokens <= self.limits.tokens
+        self.carry(plan.swaps)
         self.copy(plan)
         failed = [group for group in plan.groups if self.fails(group)]
         values = {row.sequence: self.compute(row.sequence, row.start, row.count) for row in plan.rows if row.sequence.group not in failed}
@@ -120,7 +130,8 @@ class Simulated:
             if rows and group not in failed:
                 chosen = {sequence: values[row.sequence] for row in rows for sequence in row.samples}
                 (self.choose_beams if group.request.number in self.beams else self.choose)(group, chosen)
-        scheduler.check()
+        if self.checks:
+            scheduler.check()
         return plan
 
     def run(self, most: int = 10_000) -> list[Plan]:
@@ -133,6 +144,15 @@ class Simulated:
         return plans
 
     # ---- the model
+
+    def carry(self, swaps: Swaps) -> None:
+        """All that goes to the host, then all that comes back; every block goes to one place once."""
+        for ways, here, there in ((swaps.out, self.stores, self.on_host), (swaps.back, self.on_host, self.stores)):
+            for pool, sources, targets, copies in zip(self.pools, here, there, ways, strict=bool(ways)):
+                assert len({copy.target for copy in copies}) == len(copies)
+                for source, target in copies:
+                    for slot in range(pool.block_size):
+                        targets[target * pool.block_size + slot] = sources.get(source * pool.block_size + slot, 0)
 
     def copy(self, plan: Plan) -> None:
         for pool, store, copies in zip(self.pools, self.stores, plan.copies, strict=True):
@@ -183,6 +203,6 @@ class Simulated:
 
     def assert_empty(self) -> None:
         assert not self.scheduler.unfinished
-        assert all(pool.held == 0 for pool in self.pools)
+        assert all(pool.held == 0 for pool in (*self.pools, *self.hosts) if pool is not None)
         assert not self.scheduler._promised
         self.scheduler.check()

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from families import BY_NAME, FAMILIES, build
+from tape import record
 from test_engine_exact import PROMPTS, alone, answers
 
 from hf_paged.engine import Engine
 from hf_paged.engine.embeddings import names_of
+from hf_paged.integration.capture import RECORDERS
+from hf_paged.scheduling import UNKNOWN
 
 CAUSAL = [family for family in FAMILIES if not family.seq2seq]
 GREEDY = {"max_new_tokens": 9, "do_sample": False}
@@ -100,6 +103,22 @@ def test_draws(model: Any) -> None:
         assert [answers(each.result()) for each in crowd] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS]
 
 
+def test_steps_that_run_ahead(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of embeddings beside tokens that the host has not heard of, and between captured steps."""
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    given = [vectors(model, count, seed=count) for count in (1, 17, 30)]
+    with small(model, run_ahead=True, num_blocks=60) as engine:
+        handles = []
+        for embeds, prompt in zip(given, PROMPTS, strict=False):
+            handles += [engine.submit(inputs_embeds=embeds, **GREEDY), engine.submit(prompt, **GREEDY)]
+            for _ in range(6):
+                engine.step()
+        found = [answers(handle.result()) for handle in handles]
+        assert engine.stats()["graphs"]["replayed"] > 3
+    expected = [right(model, each, **GREEDY) for each in given], [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
+    assert (found[::2], found[1::2]) == expected
+
+
 def test_a_tokens_own_embeddings_answer_as_the_token(model: Any) -> None:
     embeds = model.get_input_embeddings()(torch.tensor(PROMPTS[1]))
     with small(model) as engine:
@@ -131,7 +150,7 @@ def test_names(model: Any) -> None:
     rows = vectors(model, 4)
     names = names_of(rows, b"key")
     assert len(set(names)) == 4
-    assert all(-(2**63) <= name < 0 for name in names)
+    assert all(-(2**63) <= name < UNKNOWN for name in names)
     assert names_of(rows.flip(0), b"key") == names[::-1]
     assert not set(names_of(rows, b"other")) & set(names)
     assert len(set(names_of(rows.to(torch.bfloat16), b"key"))) == 4

@@ -85,6 +85,14 @@ def right(name: str, prompt: int, kind: int, new: int) -> list[list[int]]:
     return alone(_model(name), PROMPTS[prompt], max_new_tokens=new, **KINDS[kind])
 
 
+WAYS_TO_GO: list[dict[str, Any]] = [
+    {"preemption": "recompute"},
+    {"preemption": "swap"},
+    {"preemption": "swap", "host_blocks": 9},
+    {"preemption": "auto"},
+]
+
+
 @st.composite
 def engines(draw: st.DrawFn) -> dict[str, Any]:
     sequences = draw(st.integers(3, 8))
@@ -96,6 +104,8 @@ def engines(draw: st.DrawFn) -> dict[str, Any]:
         "check_hits": draw(st.booleans()),
         "watermark": draw(st.sampled_from([0.0, 0.05])),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "run_ahead": draw(st.booleans()),
+        **draw(st.sampled_from(WAYS_TO_GO)),
     }
 
 
@@ -126,7 +136,8 @@ def test_nothing_changes_a_token(name: str, options: dict[str, Any], asked: list
                 engine.check()
         found = [answers(handle.result()) for handle in handles]
         engine.check()
-        assert all(kind["held"] == 0 for kind in engine.stats()["blocks"].values())
+        stats = engine.stats()
+        assert all(kind["held"] == 0 for kind in [*stats["blocks"].values(), *stats["host"].values()])
     assert found == [right(name, p, k, new) for p, k, new in asked]
 
 

@@ -135,6 +135,8 @@ def test_nan_is_heard_of_late(model: Any, engine: Engine, poison: int) -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[poison] = torch.nan
     bad = [*PROMPTS[3], poison, *PROMPTS[3][:3]]
+    forward, said = model.model.embed_tokens.forward, []
+    model.model.embed_tokens.forward = lambda ids: (said.append(int(ids.max())), forward(ids))[1]
     for _ in range(3):
         handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:3]]
         engine.step()
@@ -145,6 +147,7 @@ def test_nan_is_heard_of_late(model: Any, engine: Engine, poison: int) -> None:
             assert not any(sequence.token_ids for sequence in output.sequences)
         assert [answers(handle.result()) for handle in handles] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
         engine.check()
+    assert max(said) < VOCABULARY
     with torch.no_grad():
         model.model.embed_tokens.weight[poison] = 1.0
     engine.pause()
@@ -281,3 +284,25 @@ def test_samples_that_had_to_go_before_their_tokens_were_heard_of(model: Any) ->
         handles = [engine.submit(prompt, seed=1, **kind) for prompt in PROMPTS[:3]]
         assert [answers(handle.result()) for handle in handles] == expected
         assert engine.stats()["preemptions"] > 1
+
+
+def test_logprobs_come_with_their_tokens(engine: Engine) -> None:
+    """To each request as many favourites as it has asked for, beside others that asked for none."""
+    asked = [(PROMPTS[0], 2), (PROMPTS[1], None), (PROMPTS[2], 0), (PROMPTS[3], 5)]
+    kind = {"do_sample": True, "max_new_tokens": 7}
+    with Engine(engine.model, num_blocks=200, run_ahead=False) as slow:
+        expected = [slow.generate([prompt], seed=2, logprobs=n, **kind)[0] for prompt, n in [(p, True if n == 0 else n) for p, n in asked]]
+    blind = launched(engine)
+    handles = [engine.submit(prompt, seed=2, logprobs=True if n == 0 else n, **kind) for prompt, n in asked]
+    for handle, right, (_, wanted) in zip(handles, expected, asked, strict=True):
+        (mine,), (its,) = handle.result().sequences, right.sequences
+        assert mine.token_ids == its.token_ids
+        if wanted is None:
+            assert mine.logprobs is None
+            continue
+        assert [len(each.favourites) for each in mine.logprobs] == [wanted] * 7
+        assert [(each.token_id, [token for token, _ in each.favourites]) for each in mine.logprobs] == [
+            (each.token_id, [token for token, _ in each.favourites]) for each in its.logprobs
+        ]
+        assert [each.logprob for each in mine.logprobs] == pytest.approx([each.logprob for each in its.logprobs], abs=1e-4)
+    assert sum(blind) == 4 * 6

@@ -116,3 +116,13 @@ def test_noise_draws_without_putting_back() -> None:
     torch.testing.assert_close(first.float(), weights, atol=0.012, rtol=0)
     second = torch.bincount(order[order[:, 0] == 0, 1], minlength=4) / (order[:, 0] == 0).sum()
     torch.testing.assert_close(second.float(), torch.tensor([0, 0.6, 0.3, 0.1]), atol=0.015, rtol=0)
+
+
+@pytest.mark.parametrize("place", [0, 17, VOCABULARY - 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_number_is_nan(place: int, dtype: torch.dtype) -> None:
+    """Whoever looks for a row's best token finds NaN, wherever it stands: that is how rows of NaN are known."""
+    scores = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1)).to(dtype)
+    scores[1, place], scores[1, 5], scores[2, 7] = torch.nan, torch.inf, torch.inf
+    assert scores.argmax(-1)[1] == place
+    assert scores.amax(-1).isnan().tolist() == [False, True, False]

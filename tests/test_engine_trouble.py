@@ -12,6 +12,7 @@ from families import BY_NAME, VOCABULARY, build
 from test_engine_exact import PROMPTS, alone, answers
 from transformers import LogitsProcessor, StoppingCriteria
 
+from hf_paged.blocks import extra_key, match
 from hf_paged.engine import Engine, Unservable
 
 POISON = next(token for token in range(5, VOCABULARY) if not any(token in prompt for prompt in PROMPTS))
@@ -132,6 +133,70 @@ def test_an_exception_in_the_forward(model: Any, engine: Engine) -> None:
     again = engine.submit([*PROMPTS[3], POISON], **GREEDY).result()
     assert again.cached_tokens <= 24  # chunks that went through may be there, the one that broke is not
     assert answers(again) == alone(model, [*PROMPTS[3], POISON], **GREEDY)
+
+
+class Breaks:
+    """A model whose forwards write wrong keys and values for some tokens, and then raise, `times` times after `after` good ones."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch, token: int, times: int, after: int = 0) -> None:
+        self.token, self.times, self.after, self.broken = token, times, after, False
+        self._embed, self._norm = model.model.embed_tokens.forward, model.model.norm.forward
+        monkeypatch.setattr(model.model.embed_tokens, "forward", self.embed)
+        monkeypatch.setattr(model.model.norm, "forward", self.norm)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        self.broken = False
+        if self.times and bool((ids == self.token).any()):
+            self.broken = self.after == 0
+            self.times -= self.broken
+            self.after -= not self.broken
+        return self._embed(ids) + (7.0 if self.broken else 0.0)
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.broken:  # every layer has written by now
+            raise RuntimeError("a bit fell over")
+        return self._norm(hidden)
+
+
+def known(engine: Engine, prompt: list[int]) -> int:
+    """How many blocks a later request with this prompt would find."""
+    return min(len(match(shelf.pool, [*prompt, 5], extra_key(None)).blocks) for shelf in engine.pools.shelves)
+
+
+@pytest.mark.parametrize("kind", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
+@pytest.mark.parametrize("after", [0, 1], ids=["first-chunk", "second-chunk"])
+def test_what_a_failed_forward_wrote_is_found_by_nobody(
+    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, after: int, kind: dict[str, Any]
+) -> None:
+    """C22: a fault that passes. Its request ends; the same prompt later finds none of its blocks, and every block of its neighbours."""
+    prompt = [POISON, *PROMPTS[3][:8], POISON, *PROMPTS[3][8:], POISON]  # in both of its chunks
+    expected = alone(model, prompt, **GREEDY)
+    breaks = Breaks(model, monkeypatch, POISON, times=2, after=after)  # once among others, once by itself
+    handles = neighbours(engine)
+    steps(engine, 3)
+    bad = engine.submit(prompt, **{**GREEDY, **kind})
+    assert (bad.result().finish_reason, str(bad.result().error)) == ("error", "a bit fell over")
+    assert breaks.times == 0
+    assert known(engine, prompt) == 0
+    assert_neighbours_unharmed(engine, handles)
+    assert [known(engine, each) for each in PROMPTS[:3]] == [len(each) // 4 for each in PROMPTS[:3]]
+    for cached in (0, len(prompt) // 4 * 4):
+        output = engine.submit(prompt, **GREEDY).result()
+        assert output.cached_tokens == min(cached, (len(prompt) - 1) // 4 * 4)
+        assert answers(output) == expected
+
+
+def test_a_fault_among_many_that_passes(model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C22: the forward of all breaks once and each is tried by itself: everybody comes through, and what is found later is right."""
+    expected = [alone(model, prompt, **GREEDY) for prompt in PROMPTS]
+    breaks = Breaks(model, monkeypatch, PROMPTS[3][20], times=1)
+    handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS]
+    assert [answers(handle.result()) for handle in handles] == expected
+    assert breaks.times == 0
+    again = [engine.submit(prompt, **GREEDY).result() for prompt in PROMPTS]
+    assert [answers(output) for output in again] == expected
+    assert [output.cached_tokens for output in again] == [(len(prompt) - 1) // 4 * 4 for prompt in PROMPTS]
+    engine.check()
 
 
 def test_a_forward_that_always_fails(model: Any, engine: Engine) -> None:
@@ -255,12 +320,14 @@ def test_models_that_cannot_be_served(name: str, reason: str) -> None:
         Engine(build(BY_NAME[name]))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_soak_of_aborts_and_faults(model: Any, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "preemption"), [(0, "recompute"), (1, "swap"), (2, "auto")])
+def test_a_soak_of_aborts_and_faults(model: Any, seed: int, preemption: str) -> None:
     """Random requests of all kinds, aborted and failing at random, on few blocks: who comes through is right, and nothing leaks."""
     rng = random.Random(seed)
     kinds = [{}, {}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2, "temperature": 1.5}]
-    with Engine(model, block_size=2, num_blocks=40, max_batch_tokens=12, max_batch_sequences=6) as engine, Engine(model) as other:
+    options = {"block_size": 2, "num_blocks": 40, "max_batch_tokens": 12, "max_batch_sequences": 6}
+    options |= {"preemption": preemption, "run_ahead": seed > 0}
+    with Engine(model, **options) as engine, Engine(model) as other:
         expected = {
             (p, k): answers(other.generate([prompt], seed=1, **{**GREEDY, **kind})[0])
             for p, prompt in enumerate(PROMPTS)
@@ -288,6 +355,8 @@ def test_a_soak_of_aborts_and_faults(model: Any, seed: int) -> None:
                     through += 1
                     assert answers(output) == expected[p, k]
         engine.check()
-        assert engine.stats()["blocks"]["full"]["held"] == 0
-        assert engine.stats()["preemptions"] > 5
+        stats = engine.stats()
+        assert all(kind["held"] == 0 for kind in [*stats["blocks"].values(), *stats["host"].values()])
+        assert stats["preemptions"] > 5
+        assert (stats["swapped_out"] > 0) == (preemption != "recompute")
         assert through > 20

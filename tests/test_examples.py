@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_paged import demo
+from hf_paged.trace import read
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,6 +23,32 @@ def test_example(example: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     if example.stem in ("beams", "batch"):
         assert re.search(r"^seconds on (cpu|cuda).*: stock \d+\.\d+, paged \d+\.\d+$", out, re.M)
         assert "the same tokens\n" in out
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_eight_side_by_side(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a terminal a picture after every step, else one at the end; whoever had to wait says the same words."""
+    monkeypatch.setattr("sys.argv", ["serve.py", "--delay", "0", "--trace", str(tmp_path / "steps.jsonl")])
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    monkeypatch.setenv("COLUMNS", "160")
+    runpy.run_path(str(ROOT / "examples" / "serve.py"), run_name="__main__")
+    pictures = capsys.readouterr().out.split("\033[H\033[J")
+    steps = read(tmp_path / "steps.jsonl").steps
+    assert len(pictures) == (len(steps) if terminal else 1)
+    last = pictures[-1]
+    heads = [head for line in last.splitlines() if line.startswith("[") for head in line.split(" | ")]
+    assert len(heads) == 8
+    assert sum("[length]" in head or "[stop]" in head for head in heads) == 8
+    assert any(head.startswith("[length] greedy") for head in heads)
+    model, tokenizer = demo.model(), demo.tokenizer()
+    ids = tokenizer(demo.prompts()[0], return_tensors="pt").input_ids
+    right = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=48)[0], skip_special_tokens=True).split()
+    panel = " ".join(line.split(" | ")[0] for line in last.splitlines()[1:11]).split()
+    assert panel == right
+    assert sum(step.blocks[0].held > 20 for step in steps) > 5
+    assert re.search(r"^step \d+, full\n[0-7:.*]{40}\n", last, re.M)
+    if terminal:
+        assert [len(picture.split()) for picture in pictures[1:4]] != [len(pictures[1].split())] * 3
 
 
 @pytest.mark.parametrize("arguments", [["--system", "200"], [str(Path(demo.__file__).parent / "data"), "--turns", "2", "--system", "90"]])

@@ -16,6 +16,7 @@ from modes import NEW
 from paged_layer import Paged
 from ties import NOISE, first_ties, judge, judge_beams, router_margins, routers
 
+from hf_paged.engine import Engine
 from hf_paged.integration import graphs
 from hf_paged.integration.graphs import graphs_of
 from hf_paged.integration.registry import memory_of
@@ -139,6 +140,66 @@ def test_float32_beams_are_identical() -> None:
         ids = torch.randint(5, VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(4)).cuda()
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "num_beams": 4, "max_new_tokens": 24, "do_sample": False}
         assert torch.equal(model.generate(**arguments), model.generate(**arguments, cache_implementation="paged"))
+
+
+ENGINE_WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "processed": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    "samples": {"do_sample": True, "num_return_sequences": 2, "top_k": 30, "temperature": 1.2, "seed": 3},
+}
+ENGINE_NEW = 32
+
+
+def engine_answers(engine: Engine, prompts: list[list[int]], ways: list[str]) -> dict[tuple[str, int], list[list[int]]]:
+    """The answers of all prompts in all ways, computed at once."""
+    handles = {
+        (way, i): engine.submit(prompt, max_new_tokens=ENGINE_NEW, min_new_tokens=ENGINE_NEW, **ENGINE_WAYS[way])
+        for way in ways
+        for i, prompt in enumerate(prompts)
+    }
+    outputs = {place: handle.result() for place, handle in handles.items()}
+    assert [output.error for output in outputs.values()] == [None] * len(outputs)
+    return {place: [sequence.token_ids for sequence in output.sequences] for place, output in outputs.items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3", "gpt-oss", "mistral-window", "gpt2"])
+def test_the_engine_answers_as_generate(name: str) -> None:
+    """Greedy, processed, beams and samples in one engine, its decoding steps from graphs: in float32 the tokens of generate()."""
+    model = build(BY_NAME[name]).cuda()
+    draw = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(5, VOCABULARY, (length,), generator=draw).tolist() for length in (5, 23, 40)]
+    with Engine(model, block_size=4, num_blocks=400, max_batch_tokens=64, max_batch_sequences=32) as engine:
+        found = engine_answers(engine, prompts, list(ENGINE_WAYS))
+        if name != "gpt-oss":  # more rows than its experts take one by one make it wait for their counts
+            assert engine.stats()["graphs"].get("replayed", 0) > 5, engine._runner.decoding.reasons
+        engine.check()
+    for (way, i), rows in found.items():
+        if way != "samples":
+            ids = torch.tensor([prompts[i]], device="cuda")
+            right = model.generate(ids, max_new_tokens=ENGINE_NEW, min_new_tokens=ENGINE_NEW, **ENGINE_WAYS[way])
+            assert rows == right[:, ids.shape[1] :].tolist(), (way, i)
+    with Engine(model, num_blocks=400, graphs=False, prefix_caching=False) as engine:
+        for i, prompt in enumerate(prompts):
+            assert engine_answers(engine, [prompt], ["samples"])["samples", 0] == found["samples", i]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_engine_on_few_blocks(kernels: str) -> None:
+    """Preemption, a thread of its own and embeddings among ids, on the device: everybody has the tokens of generate()."""
+    model = build(BY_NAME["llama"]).cuda()
+    draw = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(5, VOCABULARY, (length,), generator=draw).tolist() for length in (9, 30, 17, 12)]
+    options = {"max_new_tokens": ENGINE_NEW, "min_new_tokens": ENGINE_NEW, "do_sample": False}
+    embeds = model.get_input_embeddings()(torch.tensor(prompts[2], device="cuda"))
+    with Engine(model, block_size=4, num_blocks=30, max_batch_tokens=32, max_batch_sequences=8, kernels=kernels) as engine:
+        engine.start()
+        handles = [engine.submit(prompt, **options) for prompt in prompts] + [engine.submit(inputs_embeds=embeds, **options)]
+        found = [handle.result(300).sequences[0].token_ids for handle in handles]
+        assert engine.stats()["preemptions"] > 0
+    for prompt, tokens in zip([*prompts, prompts[2]], found, strict=True):
+        ids = torch.tensor([prompt], device="cuda")
+        assert tokens == model.generate(ids, **options)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -1,7 +1,7 @@
 """Random requests under random pressure: whoever else is there, every request gets the tokens it gets alone.
 
-Held here: C7, C11, C12, C16, C22, C26 to C30, C32, C34, and the books' own, for samples and beams, with windows and without, under
-small pools and budgets, with prefixes in common, with aborts, failures and preemptions at any time.
+Held here: C7, C11, C12, C16, C22, C26 to C32, C34, and the books' own, for samples and beams, with windows and without, under
+small pools and budgets, with prefixes in common, with aborts, failures, preemptions and swaps at any time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def worlds(draw: st.DrawFn) -> Simulated:
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         prefix_caching=draw(st.booleans()),
         verify=draw(st.booleans()),
+        host=draw(st.sampled_from([None, 0, 7, 30, 100])),
     )
 
 
@@ -42,8 +43,10 @@ def one_request(rng: random.Random, number: int) -> Request:
     )
 
 
-def walk(world: Simulated, rng: random.Random, moves: int) -> None:
-    """Requests, steps and trouble in any order."""
+def walk(world: Simulated, rng: random.Random, moves: int, audit: int = 1) -> None:
+    """Requests, steps and trouble in any order; the books are recounted after every `audit` moves."""
+    world.checks = False
+    world.swap = lambda victim: rng.random() < 0.8
     for number in range(moves):
         move = rng.choices(["submit", "step", "abort", "preempt", "fail", "forget"], [25, 60, 4, 3, 3, 1])[0]
         alive = [group for group in world.groups if group.status is not Status.FINISHED]
@@ -55,7 +58,7 @@ def walk(world: Simulated, rng: random.Random, moves: int) -> None:
         elif move == "abort" and alive:
             world.scheduler.abort(rng.choice(alive))
         elif move == "preempt" and world.scheduler.running:
-            world.scheduler.preempt(rng.choice(world.scheduler.running))
+            world.scheduler.preempt(rng.choice(world.scheduler.running), swap=rng.random() < 0.8)
         elif move == "forget":
             for pool in world.pools:
                 pool.forget()
@@ -68,7 +71,8 @@ def walk(world: Simulated, rng: random.Random, moves: int) -> None:
             if any(group.status is Status.PREEMPTED for group in alive) and plan.admitted:
                 assert all(order[group][0] is Status.PREEMPTED for group in plan.admitted)  # C28
             assert plan.rows or not world.scheduler.unfinished
-        world.scheduler.check()
+        if number % audit == 0:
+            world.scheduler.check()
 
 
 @settings(max_examples=150, deadline=None)
@@ -81,14 +85,18 @@ def test_every_request_gets_its_own_tokens(world: Simulated, seed: int, moves: i
     world.assert_empty()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_long_soak_leaks_nothing(seed: int) -> None:
-    """Thousands of scheduler steps with aborts and faults at random."""
-    rng = random.Random(seed)
-    world = Simulated.of(total=24, size=4, window=(None, 5)[seed], tokens=12, sequences=5, watermark=0.05)
-    walk(world, rng, 2000)
+@pytest.mark.parametrize("host", [None, 9, 60])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_soak_leaks_nothing(window: int | None, host: int | None) -> None:
+    """20,000 scheduler steps in all, with aborts and faults at random."""
+    world = Simulated.of(total=24, size=4, window=window, tokens=12, sequences=5, watermark=0.05, host=host)
+    rng, counts = random.Random(f"{window} {host}"), world.scheduler.counts
+    while counts["steps"] < 20_000 / 6:
+        walk(world, rng, 200, audit=5)
     world.fails = lambda group: False
     world.run()
     world.assert_answered()
     world.assert_empty()
-    assert world.scheduler.counts["preemptions"] > 20
+    assert counts["preemptions"] > 60
+    assert counts["recomputed"] > 10
+    assert (counts["swapped_out"] > 20) == (counts["swapped_in"] > 10) == (host is not None)

@@ -5,6 +5,7 @@ Nothing here locks: whoever owns a pool lets one thread in at a time (`memory` d
 
 from .digest import ROOT, chain, extra_key, seat
 from .evictor import Evictor
+from .move import distinct, move
 from .pool import BlockPool, OutOfBlocks
 from .prefix import Match, Partial, adopt, commit, match
 from .siblings import Siblings
@@ -30,8 +31,10 @@ __all__ = [
     "commit",
     "commit_tail",
     "detach",
+    "distinct",
     "extra_key",
     "match",
+    "move",
     "reorder",
     "seat",
 ]

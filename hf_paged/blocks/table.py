@@ -152,6 +152,8 @@ class Table:
     def check(self) -> None:
         """Raise AssertionError unless the table holds exactly the blocks its tokens need (C1, C2)."""
         need = self.pool.blocks_for(self.length)
+        if self.end == need and len(set(self.blocks)) == len(self.blocks) and len(self.digests) <= self.length // self.pool.block_size:
+            return  # the messages below cost more than the look
         expect(self.end == need, f"{self!r} ends at block {self.end}, its tokens at {need}")
         expect(len(set(self.blocks)) == len(self.blocks), f"{self!r} names a block twice")
         expect(len(self.digests) <= self.length // self.pool.block_size, f"{self!r} has names for blocks that are not full")

@@ -32,7 +32,7 @@ def choose(scheduler: Scheduler, picks: Sequence[Pick], logits: torch.Tensor) ->
     Whose tokens need nothing but a cut and a draw are chosen together; processors and criteria run only for their own rows, and
     whatever they raise is their own request's end.
     """
-    broken = logits.isnan().any(1).tolist()
+    broken = logits.amax(1).isnan().tolist()
     failed: dict[Job, Exception] = {}
     together: list[Pick] = []
     for pick in picks:
@@ -52,27 +52,28 @@ def choose(scheduler: Scheduler, picks: Sequence[Pick], logits: torch.Tensor) ->
 
 def _all_at_once(picks: Sequence[Pick], logits: torch.Tensor) -> dict[Job, list[int]]:
     """The tokens of plain jobs."""
-    found = together(picks, logits).tolist() if picks else []
+    found = together(picks, logits)[0].tolist() if picks else []
     tokens: dict[Job, list[int]] = {}
     for pick in picks:
         tokens[pick.job], found = found[: len(pick.rows)], found[len(pick.rows) :]
     return tokens
 
 
-def together(picks: Sequence[Pick], logits: torch.Tensor) -> torch.Tensor:
-    """The tokens of plain jobs, one behind the other: one argmax for all that are greedy, one cut and one draw for all that are sampled.
+def together(picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of plain jobs, one behind the other, and whether their logits have NaN among them.
 
-    Nobody waits for the device.
+    One argmax for all that are greedy, one cut and one draw for all that are sampled. Nobody waits for the device.
     """
     rows = [row for pick in picks for row in pick.rows]
     scores = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
     tokens = scores.argmax(-1)
+    broken = scores.gather(1, tokens[:, None])[:, 0].isnan()  # to torch NaN is the largest number
     drawn = [pick for pick in picks if pick.job.asked.sampled]
     if drawn:
         sampled = [pick.job.asked.sampled for pick in picks for _ in pick.rows]
         places = upload([place for place, each in enumerate(sampled) if each], logits.device)
         tokens[places] = _drawn(drawn, scores[places], cut=True)
-    return tokens
+    return tokens, broken
 
 
 def _drawn(picks: Sequence[Pick], scores: torch.Tensor, cut: bool) -> torch.Tensor:
@@ -114,13 +115,28 @@ def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
     return scores
 
 
-def _notes(logits: torch.Tensor, favourites: int | None) -> Notes:
+def _notes(logits: torch.Tensor, favourites: int) -> Notes:
     """How to find the logprob of a row's token, and the row's favourites."""
     logprobs = logits.log_softmax(-1)
-    best = logprobs.topk(favourites or 0)
-    values, places = best.values.tolist(), best.indices.tolist()
+    own = numbers_of(logprobs, logprobs.new_zeros(len(logprobs), dtype=torch.long), favourites).tolist()
 
     def note(row: int, token: int) -> TokenLogprob:
-        return TokenLogprob(token, float(logprobs[row, token]), tuple(zip(places[row], values[row], strict=True)))
+        return note_of([float(logprobs[row, token]), *own[row][1:]], token, favourites)
 
     return note
+
+
+def numbers_of(logprobs: torch.Tensor, tokens: torch.Tensor, favourites: int) -> torch.Tensor:
+    """What is told about tokens [rows] of logprobs [rows, vocabulary]: [rows, 1 + 2 * favourites] in fp64.
+
+    The token's own, then the favourites' logprobs, the best first, then their ids.
+    """
+    best = logprobs.topk(favourites)
+    return torch.cat([logprobs.gather(1, tokens[:, None]).double(), best.values.double(), best.indices.double()], 1)
+
+
+def note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:
+    """A row of `numbers_of`, perhaps with more favourites than are wanted."""
+    most = len(numbers) // 2
+    pairs = zip(map(int, numbers[1 + most : 1 + most + favourites]), numbers[1 : 1 + favourites], strict=True)
+    return TokenLogprob(token, numbers[0], tuple(pairs))

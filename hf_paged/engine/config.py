@@ -26,15 +26,18 @@ class EngineConfig:
     watermark: the share of the blocks that new requests leave to those who run already.
     prefix_caching: whether blocks with the same tokens before them are computed once. check_hits: compare the tokens of every hit.
     policy: "fcfs" (first come, first served) or "priority" (the higher first).
-    preemption: what happens to the newest request when blocks run out. "auto" and "recompute" compute it again later.
+    preemption: what happens to the newest request when blocks run out. "swap": its blocks wait in the host's memory, if there is room;
+    "recompute": they are given up and computed again later; "auto": what costs less, by what was measured.
+    host_blocks: blocks of every layer group that may wait on the host, allocated at once; 0 for none. Without it as many as the pool
+    has, within a share of the host's free memory, allocated when they are needed.
     admission: "watermark".
     kernels: "torch", "triton" or "auto" (Triton on a CUDA device).
 
     graphs: whether steps in which everybody takes one token are captured in CUDA graphs and replayed.
     run_ahead: whether a step is launched before the host has heard which tokens the last one chose, as long as no request needs the
-    host for its next token (beams, processors, logprobs); None means on CUDA devices.
+    host for its next token (beams, processors); None means on CUDA devices.
 
-    Not there yet, and an error: preemption="swap" and host_blocks, admission="future", compile.
+    Not there yet, and an error: admission="future", compile.
     """
 
     block_size: int = 16
@@ -63,12 +66,24 @@ class EngineConfig:
             raise ValueError(f"preemption={self.preemption!r} is not one of 'auto', 'recompute', 'swap'")
         if self.admission not in ("watermark", "future"):
             raise ValueError(f"admission={self.admission!r} is not one of 'watermark', 'future'")
-        if self.preemption == "swap" or self.host_blocks is not None:
-            raise NotImplementedError("swapping to host memory is not there yet; leave preemption='auto' and host_blocks out")
+        self._check_host_blocks()
         if self.admission == "future":
             raise NotImplementedError("admission='future' is not there yet; use admission='watermark'")
         if self.compile:
             raise NotImplementedError("compile=True: the engine's steps are not compiled yet; leave it out")
+
+    def _check_host_blocks(self) -> None:
+        blocks = self.host_blocks
+        if blocks is None:
+            return
+        if isinstance(blocks, bool) or not isinstance(blocks, int):
+            raise TypeError(f"host_blocks must be an int, got {blocks!r}")
+        if blocks < 0:
+            raise ValueError(f"host_blocks={blocks} is not a number of blocks; give 0 or more, or leave it out")
+        if blocks and self.preemption == "recompute":
+            raise ValueError(f"host_blocks={blocks} and preemption='recompute': nothing would ever wait there; leave one of them out")
+        if not blocks and self.preemption == "swap":
+            raise ValueError("preemption='swap' needs blocks on the host and host_blocks=0 gives none; leave one of them out")
 
     def pages(self) -> CacheConfig:
         """The options of the pools, checked."""

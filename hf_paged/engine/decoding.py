@@ -144,9 +144,7 @@ class Decoding:
     # ---- what a step is captured for
 
     def _shape(self, pieces: Sequence[Piece]) -> Shape | None:
-        if self.runner.device.type not in RECORDERS or not pieces:
-            return None
-        if any(piece.embeds is not None for piece in pieces):
+        if self.runner.device.type not in RECORDERS or not pieces or any(piece.embeds is not None for piece in pieces):
             return None
         rows = sum(len(piece.tokens) for piece in pieces)
         mixed = rows > len(pieces) or not all(piece.wanted for piece in pieces)

@@ -30,10 +30,10 @@ def checked(model: Any, embeds: object, ids: tuple[int, ...]) -> torch.Tensor:
 
 
 def names_of(embeds: torch.Tensor, key: bytes) -> tuple[int, ...]:
-    """What the books take for the token ids of embeddings [tokens, hidden]: a name by the content of each.
+    """What the books take for the token ids of embeddings [tokens, hidden]: a name by the content of each, below -1 as no id is.
 
-    It is negative, as no id is, and never UNKNOWN. Equal rows have equal names, so prompts of embeddings share prefixes as others do.
-    Nobody who does not know the key can make two different rows of one name.
+    Equal rows have equal names, so prompts of embeddings share prefixes as others do. Nobody who does not know the key can make two
+    different rows of one name.
     """
     rows = embeds.cpu().contiguous().view(torch.uint8).numpy()
     return tuple(-2 - (int.from_bytes(blake2b(row, digest_size=8, key=key).digest(), "big") >> 2) for row in rows)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from typing import Any, get_args
 
 from ..integration.registry import base_model
-from ..scheduling import Group, Request, Scheduler, why_infeasible
+from ..scheduling import Count, Group, Request, Scheduler, why_infeasible
 from .asking import check_transformers
 from .config import EngineConfig
 from .front import Front
 from .job import Job
 from .output import FinishReason, Output
 from .pools import Pools
+from .preemption import Preemption
 from .recorder import Recorder
 from .runner import Runner
 from .stepping import Steps
@@ -45,16 +46,18 @@ class Engine(Front):
         self._require_eval()
         self._runner.try_out()
         self.pools.settle(self._longest)
+        self._preemption = Preemption(self.pools, self.config.preemption)
         self._scheduler = Scheduler(
             self.pools.shelves,
             self.config.limits(),
             self.config.policy,
             prefix_caching=self.config.prefix_caching,
             verify=self.config.check_hits,
+            swap=self._preemption.decide,
         )
         self._jobs: dict[Group, Job] = {}
         ahead = self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
-        self._steps = Steps(self.pools, self._runner, self._scheduler, self._jobs, ahead)
+        self._steps = Steps(self.pools, self._runner, self._scheduler, self._jobs, self._preemption, ahead)
         self._aside: list[Output] = []
         """What ended between two steps."""
         self._weights = Weights(self.model)
@@ -72,8 +75,8 @@ class Engine(Front):
     # ---- requests come in
 
     @property
-    def _unfinished(self) -> int:
-        return len(self._jobs)
+    def _busy(self) -> bool:
+        return bool(self._jobs) or self._steps.flight is not None
 
     def _why_never(self, request: Request) -> str | None:
         if self._longest is not None and request.most_tokens > self._longest:
@@ -94,7 +97,7 @@ class Engine(Front):
                 job.close("abort")
                 continue
             job.group = self._scheduler.submit(request)
-            self._jobs[job.group] = job
+            self._steps.enter(job)
 
     # ---- steps
 
@@ -114,8 +117,7 @@ class Engine(Front):
 
     def _step(self) -> list[Output]:
         self._take_in()
-        ended, self._aside = self._aside, []
-        ended += self._sweep()
+        ended, self._aside = self._aside + self._sweep(), []
         if not self._jobs:
             self._steps.flight = None  # it has nothing but tokens too many
             return ended
@@ -128,18 +130,16 @@ class Engine(Front):
                 self._steps.start_over(error)
                 raise
 
-    # ---- requests end
-
-    def _end(self, job: Job, reason: FinishReason | None = None, error: Exception | None = None) -> Output:
-        return self._steps.end(job, reason, error)
-
     def _sweep(self) -> list[Output]:
         return [self._end(job, "abort") for job in list(self._jobs.values()) if job.cancelled]
+
+    def _end(self, job: Job, reason: FinishReason) -> Output:
+        return self._steps.end(job, reason)
 
     # ---- the model in other hands
 
     def pause(self) -> None:
-        """Let go of the model: nobody holds a block, and requests wait. Until `resume` its weights may change.
+        """Let go of the model: nobody holds a block, here or on the host, and requests wait. Until `resume` its weights may change.
 
         What requests have said so far stays; it is computed again, with the weights of then.
         """
@@ -147,7 +147,10 @@ class Engine(Front):
             self._require_open()
             self._aside += self._steps.land()
             for group in list(self._scheduler.running):
-                self._scheduler.preempt(group)
+                self._scheduler.preempt(group, swap=False)
+            for group in self._scheduler.preempted:
+                if group.swapped:
+                    self._scheduler.begin_again(group)
             self._paused = True
 
     def resume(self) -> None:
@@ -185,8 +188,10 @@ class Engine(Front):
                 "running": len(scheduler.running),
                 "preempted": len(scheduler.preempted),
                 "blocks": self.pools.usage(),
+                "host": self.pools.host_usage(),
                 "graphs": {} if self._runner.decoding is None else dict(self._runner.decoding.counts),
-                **{name: scheduler.counts[name] for name in ("steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses")},
+                **{name: scheduler.counts[name] for name in get_args(Count)},
+                **self._preemption.stats(),
             }
 
     def trace(self, path: str | os.PathLike[str]) -> Recorder:
@@ -196,8 +201,9 @@ class Engine(Front):
         """
         with self._lock:
             self._require_open()
-            if self._steps.recorder is not None and not self._steps.recorder.closed:
-                raise RuntimeError(f"{self._steps.recorder!r} is being written; close it first")
+            current = self._steps.recorder
+            if current is not None and not current.closed:
+                raise RuntimeError(f"{current!r} is being written; close it first")
             self._steps.recorder = Recorder(path, self._scheduler, self.pools.described(type(self.model).__name__), self._lock)
             return self._steps.recorder
 

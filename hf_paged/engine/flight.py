@@ -10,7 +10,7 @@ import torch
 from ..memory.upload import upload
 from ..scheduling import UNKNOWN, Group, Plan, Scheduler, Status
 from ..scheduling import Sequence as Row
-from .chooser import NoToken, Pick, together
+from .chooser import NoToken, Pick, note_of, numbers_of, together
 from .job import Job
 
 
@@ -25,32 +25,37 @@ class _Seats(NamedTuple):
 class Flight:
     """A launched step. Its tokens are on the device, where the next step finds them, and on their way to the host."""
 
-    def __init__(self, plan: Plan, failed: Collection[Group], picks: Sequence[Pick], logits: torch.Tensor) -> None:
+    def __init__(self, plan: Plan, failed: Collection[Group], picks: Sequence[Pick], logits: torch.Tensor, begin: float = 0.0) -> None:
         self.plan, self.failed, self.device = plan, failed, logits.device
+        self.begin = begin
+        """When the host began to launch it."""
         self.tokens: torch.Tensor | None = None
         """[sequences]"""
         self.places: dict[Row, int] = {}
         """Where each sequence's token stands in `tokens`."""
         self._seats: list[_Seats] = []
-        self._heard: torch.Tensor | None = None
+        self._heard: list[torch.Tensor] = []
+        """On the host, once the event has come: the tokens, and what was noted about them."""
         self._event: torch.cuda.Event | None = None
         if picks:
             self._board(picks, logits)
 
     def _board(self, picks: Sequence[Pick], logits: torch.Tensor) -> None:
-        self.tokens = together(picks, logits)
-        broken = logits.isnan().any(1)
-        rows = [row for pick in picks for row in pick.rows]
-        if rows != list(range(logits.shape[0])):
-            broken = broken[upload(rows, logits.device)]
-        told = torch.where(broken, UNKNOWN, self.tokens)
+        tokens, broken = together(picks, logits)
+        told = torch.where(broken, UNKNOWN, tokens)
+        self.tokens = told.clamp(min=0)  # until the host hears of it, a row of NaN goes on with some token that there is
+        self._heard = [told]
+        noted = [pick.job.asked.favourites is not None for pick in picks for _ in pick.rows]
+        if any(noted):
+            rows = [row for pick in picks for row in pick.rows]
+            places = [place for place, wanted in enumerate(noted) if wanted]
+            most = max(pick.job.asked.favourites or 0 for pick in picks)
+            chosen, whose = self.tokens[upload(places, told.device)], upload([rows[place] for place in places], told.device)
+            self._heard.append(numbers_of(logits[whose].log_softmax(-1), chosen, most))
         if told.is_cuda:
-            self._heard = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-            self._heard.copy_(told, non_blocking=True)
+            self._heard = [self._send(each) for each in self._heard]
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(told.device))
-        else:
-            self._heard = told
         place = 0
         for pick in picks:
             assert pick.job.group is not None
@@ -59,6 +64,11 @@ class Flight:
             self._seats.append(_Seats(pick.job, len(sequences[0].tokens), seats))
             self.places.update(seats)
             place += len(sequences)
+
+    @staticmethod
+    def _send(numbers: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        return host.copy_(numbers, non_blocking=True)
 
     @property
     def jobs(self) -> list[Job]:
@@ -75,10 +85,14 @@ class Flight:
         if self._event is not None:
             self._event.synchronize()
         scheduler.confirm(self.plan, self.failed)
-        tokens: list[int] = [] if self._heard is None else self._heard.tolist()
+        tokens: list[int] = self._heard[0].tolist() if self._heard else []
+        notes = iter(self._heard[1].tolist() if len(self._heard) > 1 else [])
         failed: dict[Job, Exception] = {}
         for job, position, places in self._seats:
-            group = job.group
+            group, favourites = job.group, job.asked.favourites
+            noted = (
+                None if favourites is None else {sequence: note_of(next(notes), tokens[place], favourites) for sequence, place in places}
+            )
             if group is None or group.status is Status.FINISHED:
                 continue
             # Who ended in the step before has got a token too many.
@@ -87,7 +101,7 @@ class Flight:
                 failed[job] = NoToken("the model's logits are NaN")
                 continue
             try:
-                job.hear(scheduler, position, heard, self.device)
+                job.hear(scheduler, position, heard, noted, self.device)
             except Exception as error:  # a criterion or a tokenizer of this request; its neighbours go on
                 failed[job] = error
         return failed

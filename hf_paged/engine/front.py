@@ -170,7 +170,7 @@ class Front(ABC):
             self._take_in()
             if self._paused:
                 self._sweep()
-            if self._paused or not self._unfinished:
+            if self._paused or not self._busy:
                 return False
             self.step()
             return True
@@ -216,8 +216,8 @@ class Front(ABC):
 
     @property
     @abstractmethod
-    def _unfinished(self) -> int:
-        """How many requests are in the books."""
+    def _busy(self) -> bool:
+        """Whether there is anything for a step to do."""
 
     @abstractmethod
     def _why_never(self, request: Request) -> str | None:
@@ -236,7 +236,7 @@ class Front(ABC):
         """End whoever was cancelled."""
 
     @abstractmethod
-    def _end(self, job: Job, reason: FinishReason | None = None, error: Exception | None = None) -> Output:
+    def _end(self, job: Job, reason: FinishReason) -> Output:
         """End a job."""
 
     def _require_open(self) -> None:

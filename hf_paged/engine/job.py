@@ -36,9 +36,7 @@ class Job:
         self.output: Output | None = None
         self.cancelled = False
         self.plain = asked.warp is not None
-        """Whether its tokens are chosen with everybody's, in one go."""
-        self.blind = self.plain and asked.favourites is None
-        """Whether its next step needs nothing of the host but what it knows before it has heard of the last token."""
+        """Whether its tokens are chosen with everybody's, in one go, and the host may hear of them later."""
         self._notes: list[list[TokenLogprob]] = [[] for _ in range(asked.width)]
 
     # ---- a step
@@ -46,9 +44,10 @@ class Job:
     def rows(self, length: int) -> list[list[int]]:
         """The first `length` tokens of all its sequences; those that have ended are padded, as in generate()."""
         assert self.group is not None
-        running = {sequence.index: self.asked.seen(sequence.tokens[:length]) for sequence in self.group.sequences}
-        length, pad = max(map(len, running.values())), self._pad
-        ended = {stream.index: [*self.asked.ids, *stream.tokens] for stream in self.streams if stream.finish_reason is not None}
+        asked, pad = self.asked, self._pad
+        running = {sequence.index: asked.seen(sequence.tokens[:length]) for sequence in self.group.sequences}
+        ended = {stream.index: [*asked.ids, *stream.tokens] for stream in self.streams if stream.finish_reason is not None}
+        length += len(asked.ids) - len(asked.prompt)
         rows = [running[i] if i in running else ended[i] for i in range(self.asked.width)]
         return [row + [pad] * (length - len(row)) for row in rows]
 
@@ -77,13 +76,21 @@ class Job:
             scheduler.extend(sequence, token)
         self._go_on(scheduler, position, heard, notes, device)
 
-    def hear(self, scheduler: Scheduler, position: int, heard: Mapping[Sequence, int], device: torch.device) -> None:
+    def hear(
+        self,
+        scheduler: Scheduler,
+        position: int,
+        heard: Mapping[Sequence, int],
+        notes: Mapping[Sequence, TokenLogprob] | None,
+        device: torch.device,
+    ) -> None:
         """Its running sequences have got these tokens at `position` a while ago: see which end there."""
         assert self.group is not None
         scheduler.reveal(self.group, position, heard)
         # Whatever is computed on the device now waits for the step that is running there.
         own = all(type(each).__module__.startswith("transformers.") for each in self.asked.criteria)
-        self._go_on(scheduler, position, heard, None, CPU if own else device)
+        kept = None if notes is None else [notes[sequence] for sequence in heard]
+        self._go_on(scheduler, position, heard, kept, CPU if own else device)
 
     def _go_on(
         self, scheduler: Scheduler, position: int, heard: Mapping[Sequence, int], notes: list[TokenLogprob] | None, device: torch.device

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from ..blocks import Copy
+from ..blocks import Copy, OutOfBlocks
 from ..config import CacheConfig
 from ..integration.registry import memory_of
 from ..integration.slots import slots_of
-from ..memory import Group, Kind
+from ..memory import Group, HostBlocks, Kind, Trip
 from ..memory.budget import free_bytes
-from ..scheduling import Shelf
+from ..scheduling import Shelf, Swaps
 from ..trace import Kind as TracedKind
 from ..trace import Trace
 from .config import EngineConfig
 from .support import Unservable
 
+logger = logging.getLogger("hf_paged")
+
 SHARE_OF_CUDA, SHARE_OF_CPU = 0.8, 0.25
 """The share of the free memory that an engine takes at most if nobody says how much."""
+SHARE_OF_HOST = 0.2
+"""The share of the host's free memory in which preempted blocks may wait, at most, if nobody says how many."""
 LONGEST = 4096
 """How long sequences are taken to become where the model has no limit."""
 _engines = itertools.count()
@@ -59,7 +66,7 @@ class Pools:
     @property
     def shelves(self) -> tuple[Shelf, ...]:
         """What the scheduler knows of them."""
-        return tuple(Shelf(group.pool, kind.window) for kind, group in self.groups.items())
+        return tuple(Shelf(group.pool, kind.window, None if group.host is None else group.host.pool) for kind, group in self.groups.items())
 
     def lend(self, tokens: int) -> None:
         """Have blocks for a trial of two sequences of `tokens` tokens."""
@@ -74,6 +81,20 @@ class Pools:
         totals = [self._blocks(kind, group, longest or LONGEST) for kind, group in self.groups.items()]
         for group, total in zip(self.groups.values(), totals, strict=True):
             group.resize(total)
+        if self.config.preemption != "recompute" and self.config.host_blocks != 0:
+            self._make_host()
+
+    def _make_host(self) -> None:
+        """Let blocks wait on the host: what the options say, now; else as many as are ever held here, when they are needed."""
+        wanted = self.config.host_blocks
+        for group in self.groups.values():
+            affordable = int(SHARE_OF_HOST * group.share * free_bytes(torch.device("cpu"))) // group.block_bytes
+            group.host = HostBlocks(group, min(group.pool.total, affordable) if wanted is None else wanted)
+            if wanted is not None and not group.host.reserve(wanted):
+                raise OutOfBlocks(
+                    f"the host has no memory for host_blocks={wanted} of {group.block_bytes} bytes (the {group.kind.name} layers); lower it"
+                )
+            logger.info("up to %d blocks of the %s layers may wait on the host", group.host.most, group.kind.name)
 
     def _blocks(self, kind: Kind, group: Group, longest: int) -> int:
         config = self.config
@@ -92,6 +113,36 @@ class Pools:
         for group, pairs in zip(self.groups.values(), copies, strict=True):
             if pairs:
                 group.copy(list(pairs))
+
+    # ---- swaps
+
+    @property
+    def swaps(self) -> bool:
+        """Whether blocks may wait on the host."""
+        return all(group.host is not None for group in self.groups.values())
+
+    def bytes_of(self, blocks: Sequence[int]) -> int:
+        """Bytes of so many blocks of every group."""
+        return sum(count * group.block_bytes for count, group in zip(blocks, self.groups.values(), strict=True))
+
+    def reserve(self, blocks: Sequence[int]) -> bool:
+        """Whether the host has room for so many blocks more of every group; memory for them is taken as far as there is any."""
+        return all(group.host is not None and group.host.reserve(count) for count, group in zip(blocks, self.groups.values(), strict=True))
+
+    def swap(self, swaps: Swaps) -> None:
+        """Carry out the swaps of a step: all that goes, then all that comes back."""
+        for group, pairs in zip(self.groups.values(), swaps.out, strict=False):
+            if pairs and group.host is not None:
+                group.host.out(pairs)
+        for group, pairs in zip(self.groups.values(), swaps.back, strict=False):
+            if pairs and group.host is not None:
+                group.host.back(pairs)
+
+    def trips(self) -> list[Trip]:
+        """The swaps that are over, measured, each once."""
+        return [trip for group in self.groups.values() if group.host is not None for trip in group.host.trips()]
+
+    # ---- what is there
 
     def forget(self) -> None:
         """Drop what is cached: it was computed with other weights."""
@@ -122,6 +173,20 @@ class Pools:
                 "bytes": group.bytes,
             }
             for kind, group in self.groups.items()
+        }
+
+    def host_usage(self) -> dict[str, dict[str, Any]]:
+        """Blocks of every kind on the host: the most there may be, those that there is memory for by now, held ones, free ones."""
+        return {
+            name_of(kind): {
+                "most": group.host.most,
+                "total": group.host.pool.total,
+                "held": group.host.pool.held,
+                "free": group.host.pool.free,
+                "bytes": group.host.bytes,
+            }
+            for kind, group in self.groups.items()
+            if group.host is not None
         }
 
 

@@ -33,8 +33,8 @@ class Held(NamedTuple):
 class _Shelf:
     """One pool as it was at the last record."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
+    def __init__(self, pool: BlockPool, host: BlockPool | None) -> None:
+        self.pool, self.host = pool, host
         self.states = bytes(pool.total)
         self.references: Counter[int] = Counter()
         """How many of the recorded tables name each block."""
@@ -64,7 +64,8 @@ class _Shelf:
 
     def blocks(self) -> Blocks:
         """How many there are of each state."""
-        return Blocks(self.pool.held, self.shared, self.pool.cached, self.pool.free)
+        swapped = 0 if self.host is None else self.host.held
+        return Blocks(self.pool.held, self.shared, self.pool.cached, self.pool.free, swapped)
 
 
 class Recorder:
@@ -78,7 +79,7 @@ class Recorder:
         self._scheduler, self._lock = scheduler, lock
         self._writer = Writer(path, header)
         self._begin = time.monotonic()
-        self._shelves = [_Shelf(shelf.pool) for shelf in scheduler.shelves]
+        self._shelves = [_Shelf(shelf.pool, shelf.host) for shelf in scheduler.shelves]
         self._held: dict[Name, list[Held]] = {}
         self._preemptions: dict[Group, int] = {group: group.preemptions for group in scheduler.preempted + scheduler.running}
         self._step: Step | None = None

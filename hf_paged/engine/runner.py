@@ -44,7 +44,7 @@ class Piece(NamedTuple):
     follows: int | None = None
     """Where among the tokens that the last step chose its last token stands, if the host has not heard of it yet."""
     embeds: torch.Tensor | None = None
-    """[n, hidden]: what the first n of them are instead of token ids."""
+    """[n, hidden]: what the first n of its tokens are instead of ids."""
 
 
 class Runner:
@@ -126,7 +126,7 @@ class Runner:
         positions = [position for piece in pieces for position in range(piece.start, piece.start + len(piece.tokens))]
         borders = next(iter(batches.values())).borders
         last = [border - 1 for border, piece in zip(borders[1:], pieces, strict=True) if piece.wanted]
-        return self._forward(pieces, latest, positions, last, flat=True)
+        return self._forward(self._inputs(pieces, latest), positions, last, flat=True)
 
     def _row(self, piece: Piece, latest: torch.Tensor | None) -> Iterator[torch.Tensor]:
         count = len(piece.tokens)
@@ -135,15 +135,31 @@ class Runner:
             {kind: Batch([piece.tables[i]], None, length, count, None, lambda: True) for i, kind in enumerate(self.pools.groups)},
             past=piece.start,
         )
-        logits = self._forward([piece], latest, list(range(piece.start, length)), [count - 1] if piece.wanted else [], flat=False)
+        inputs = self._inputs([piece], latest)
+        logits = self._forward(inputs, list(range(piece.start, length)), [count - 1] if piece.wanted else [], flat=False)
         if piece.wanted:
             yield logits
 
-    def _forward(
-        self, pieces: Sequence[Piece], latest: torch.Tensor | None, positions: list[int], last: list[int], flat: bool
-    ) -> torch.Tensor:
-        """One forward over a row of the pieces' tokens: the logits [len(last), vocabulary] at the places `last`."""
-        arguments: dict[str, Any] = self._inputs(pieces, latest)
+    def _inputs(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """The pieces' token ids [1, tokens], or if anybody has brought embeddings those of everybody [1, tokens, hidden]."""
+        ids = self.ids(pieces, latest)[None]
+        if all(piece.embeds is None for piece in pieces):
+            return {"input_ids": ids}
+        rows, place = self._embedded(ids.clamp(min=0)), 0
+        for piece in pieces:
+            if piece.embeds is not None:
+                rows[0, place : place + len(piece.embeds)] = piece.embeds
+            place += len(piece.tokens)
+        return {"inputs_embeds": rows}
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The model's own embeddings [1, tokens, hidden] of ids [1, tokens]."""
+        found: torch.Tensor = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
+        return found
+
+    def _forward(self, inputs: dict[str, torch.Tensor], positions: list[int], last: list[int], flat: bool) -> torch.Tensor:
+        """One forward over a row of tokens: the logits [len(last), vocabulary] at the places `last`."""
+        arguments: dict[str, Any] = dict(inputs)
         if self._takes_positions:
             arguments["position_ids"] = upload([positions], self.device)
         places = upload(last or [len(positions) - 1], self.device)
@@ -159,24 +175,6 @@ class Runner:
         logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
         kept: torch.Tensor = logits[: len(last)].to(torch.float32)
         return kept
-
-    def _inputs(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Token ids [1, tokens], or if anybody has brought embeddings those of everybody [1, tokens, hidden]."""
-        ids = self.ids(pieces, latest)[None]
-        if all(piece.embeds is None for piece in pieces):
-            return {"input_ids": ids}
-        rows = self._embedded(ids.clamp(min=0))
-        place = 0
-        for piece in pieces:
-            if piece.embeds is not None:
-                rows[0, place : place + len(piece.embeds)] = piece.embeds
-            place += len(piece.tokens)
-        return {"inputs_embeds": rows}
-
-    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """The model's own embeddings [1, tokens, hidden] of ids [1, tokens]."""
-        found: torch.Tensor = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
-        return found
 
     @contextmanager
     def _plugged(self) -> Iterator[None]:

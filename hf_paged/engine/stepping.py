@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Rows
 
 import torch
@@ -14,6 +14,7 @@ from .flight import Flight
 from .job import Job
 from .output import FinishReason, Output
 from .pools import Pools
+from .preemption import Preemption
 from .recorder import Recorder
 from .runner import Piece, Runner
 
@@ -25,38 +26,52 @@ class Steps:
     token: the device never waits. Who turns out to have ended has then computed one token too many, which nobody sees.
     """
 
-    def __init__(self, pools: Pools, runner: Runner, scheduler: Scheduler, jobs: dict[Group, Job], ahead: bool) -> None:
+    def __init__(
+        self, pools: Pools, runner: Runner, scheduler: Scheduler, jobs: dict[Group, Job], preemption: Preemption, ahead: bool
+    ) -> None:
         self.pools, self.runner, self.scheduler, self.jobs, self.ahead = pools, runner, scheduler, jobs, ahead
+        self.preemption = preemption
         self.flight: Flight | None = None
         """The step that is on its way."""
+        self._embeds: dict[Group, torch.Tensor] = {}
+        """What prompts are made of that are no ids."""
         self.recorder: Recorder | None = None
         """Who writes down what happens, if anybody does."""
 
+    def enter(self, job: Job) -> None:
+        """A request is in the scheduler's books."""
+        assert job.group is not None
+        self.jobs[job.group] = job
+        if job.asked.embeds is not None:
+            self._embeds[job.group] = job.asked.embeds
+
     def go_on(self) -> list[Output]:
         """The next step; the answer is whose requests have ended."""
-        ahead = self.ahead and all(job.blind for job in self.jobs.values())
+        ahead = self.ahead and all(job.plain for job in self.jobs.values())
         ended = [] if ahead else self.land()
         plan = self.scheduler.schedule() if self.jobs else Plan()
-        if self.recorder is not None:
-            self.recorder.planned(plan)
         if not plan.rows:
             if self.jobs and self.flight is None:
                 raise RuntimeError(f"none of {self.scheduler.unfinished} requests can run: the engine's books are broken")
             return ended + self.land()
+        if self.recorder is not None:
+            self.recorder.planned(plan)
         for group in plan.admitted:
             timing = self.jobs[group].timing
             timing.started = timing.started or time.monotonic()
+        begin = time.perf_counter()
         failed, logits, rows = self._compute(plan)
         self.scheduler.launch(plan, failed)
         flight, picks = self.flight, self._picks(rows)
         if ahead:
-            self.flight = Flight(plan, failed, picks, logits)
+            self.flight = Flight(plan, failed, picks, logits, begin)
             self.flight.depart(self.scheduler)
             ended += self._settle(flight)
         trouble = {self.jobs[group]: error for group, error in failed.items() if group in self.jobs}
         if not ahead:
             self.scheduler.confirm(plan, failed)
             trouble |= choose(self.scheduler, picks, logits) if picks else {}
+            self.preemption.heard(plan, begin)
         ended += [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(pick.job) for pick in picks if _is_over(pick.job)]
 
@@ -68,7 +83,9 @@ class Steps:
     def _settle(self, flight: Flight | None) -> list[Output]:
         if flight is None:
             return []
-        ended = [self.end(job, "error", error) for job, error in flight.land(self.scheduler).items()]
+        trouble = flight.land(self.scheduler)
+        self.preemption.heard(flight.plan, flight.begin)
+        ended = [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(job) for job in flight.jobs if _is_over(job)]
 
     def start_over(self, error: BaseException) -> None:
@@ -81,6 +98,8 @@ class Steps:
             job.go_back()
         for shelf in self.pools.shelves:
             shelf.pool.recover()
+            if shelf.host is not None:
+                shelf.host.recover()
         self.scheduler.start_over(self.jobs)
         for group, job in list(self.jobs.items()):
             if group.status is Status.FINISHED:
@@ -90,6 +109,7 @@ class Steps:
 
     def _compute(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:
         """Carry out a plan: who failed and why, and the logits [rows, vocabulary] of the rows that somebody waits for."""
+        self.pools.swap(plan.swaps)
         self.pools.copy(plan.copies)
         try:
             return {}, self._run(plan.rows), [row for row in plan.rows if row.samples]
@@ -117,7 +137,8 @@ class Steps:
         """Compute rows: the logits [rows, vocabulary] of those that somebody waits for."""
         flight = self.flight
         places = {} if flight is None else flight.places
-        pieces = [_piece(*row, places, self.jobs[row.sequence.group].asked.embeds) for row in rows]
+        embeds = self._embeds
+        pieces = [_piece(*row, places, embeds.get(row.sequence.group) if embeds else None) for row in rows]
         return self.runner.run(pieces, None if flight is None else flight.tokens)
 
     def _picks(self, rows: Rows[Row]) -> list[Pick]:
@@ -135,6 +156,7 @@ class Steps:
             self._disown(group)
         self.scheduler.abort(group)
         del self.jobs[group]
+        self._embeds.pop(group, None)
         output = job.close(reason, error)
         if self.recorder is not None:
             self.recorder.ended(group.request.number, output.finish_reason)
@@ -149,9 +171,17 @@ class Steps:
 
 
 def _piece(
-    sequence: Sequence, start: int, count: int, samples: Rows[Sequence], places: Mapping[Sequence, int], embeds: torch.Tensor | None
+    sequence: Sequence,
+    start: int,
+    count: int,
+    samples: Collection[Sequence],
+    places: Mapping[Sequence, int],
+    embeds: torch.Tensor | None,
 ) -> Piece:
-    """A row for the runner: places are where in the last step's tokens those stand that the host has not heard of."""
+    """A row for the runner.
+
+    places: where in the last step's tokens those stand that the host has not heard of. embeds: what the request's prompt is made of.
+    """
     tokens = sequence.tokens[start : start + count]
     own = embeds[start : start + count] if embeds is not None and start < len(embeds) else None
     return Piece(tokens, start, sequence.tables, bool(samples), places[sequence] if tokens[-1] == UNKNOWN else None, own)

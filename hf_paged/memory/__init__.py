@@ -5,6 +5,7 @@ from .fingerprint import Contents, Reading, Tags, Unreadable
 from .flat import FlatBatch
 from .group import Group, Kind, Memory, is_out_of_memory
 from .history import History
+from .host import HostBlocks, Trip
 from .ops import TritonOps
 from .plain import Ops, Seen
 from .prefixes import Found, Prefix, begin_with, count, longest
@@ -14,7 +15,7 @@ from .static import StaticBatch
 from .store import Layout, Pages, Store, alike
 
 __all__ = [
-    "Batch", "Contents", "FlatBatch", "Found", "Group", "History", "Kind", "Layout", "Memory", "Ops", "Pages", "Prefix", "Reading", "Rows",
-    "Seen", "Sequences", "StaticBatch", "Store", "Tags", "TritonOps", "Unreadable", "alike", "begin_with", "count", "is_out_of_memory",
-    "longest",
+    "Batch", "Contents", "FlatBatch", "Found", "Group", "History", "HostBlocks", "Kind", "Layout", "Memory", "Ops", "Pages", "Prefix",
+    "Reading", "Rows", "Seen", "Sequences", "StaticBatch", "Store", "Tags", "Trip", "TritonOps", "Unreadable", "alike", "begin_with",
+    "count", "is_out_of_memory", "longest",
 ]  # fmt: skip

@@ -23,9 +23,9 @@ class _Singles(NamedTuple):
     tokens: torch.Tensor
     """Their places [rows] in the row of tokens."""
     slots: torch.Tensor
-    """[rows * columns]; behind a row's end its last token, so what is read is finite."""
-    mask: torch.Tensor | None
-    """[rows, 1, 1, columns], None if all are equally long."""
+    """[rows * columns]; outside what a row sees the nearest slot inside, so what is read is finite."""
+    mask: torch.Tensor
+    """[rows, 1, 1, columns]"""
 
 
 class _Span(NamedTuple):
@@ -91,14 +91,19 @@ class FlatBatch(Batch):
         return self._parts[device, window]
 
     def _singles(self, rows: list[int], window: int | None, device: torch.device) -> _Singles:
-        seen = [_slots(self.tables[i], 0 if window is None else max(0, self.tables[i].length - window)) for i in rows]
-        columns = max(map(len, seen))
-        slots = [slot for row in seen for slot in row + row[-1:] * (columns - len(row))]
-        mask = None
-        if min(map(len, seen)) < columns:
-            lengths = upload([len(row) for row in seen], device)
-            mask = (torch.arange(columns, device=device) < lengths[:, None])[:, None, None]
-        return _Singles(upload([self.borders[i] for i in rows], device), upload(slots, device), mask)
+        size, tables = self.block_size, [self.tables[i] for i in rows]
+        begins = [0 if window is None else max(0, table.length - window) for table in tables]
+        held = [table.blocks[begin // size - table.released :] for table, begin in zip(tables, begins, strict=True)]
+        width = max(map(len, held))
+        blocks = upload([row + row[-1:] * (width - len(row)) for row in held], device)
+        begin, end = upload([begins, [table.length for table in tables]], device)[:, :, None]
+        # From the first block's first slot on; outside what a row sees stands the nearest slot inside.
+        start = begin // size * size
+        at = start + torch.arange(width * size, device=device)
+        inside = torch.minimum(at, end - 1).maximum(begin)
+        slots = blocks.gather(1, (inside - start) // size) * size + inside % size
+        mask = ((at >= begin) & (at < end))[:, None, None]
+        return _Singles(upload([self.borders[i] for i in rows], device), slots.flatten(), mask)
 
     def _span(self, row: int, window: int | None, device: torch.device) -> _Span:
         table, count = self.tables[row], self.counts[row]

@@ -14,6 +14,7 @@ import torch
 from ..blocks import BlockPool, Copy, OutOfBlocks
 from ..config import CacheConfig
 from .budget import free_bytes
+from .host import HostBlocks
 from .plain import Ops
 from .store import Layout, Store
 
@@ -48,6 +49,8 @@ class Group:
         self._place: dict[int, tuple[Layout, int]] = {}
         self._count: Counter[Layout] = Counter()
         self._stores: dict[Layout, Store] = {}
+        self.host: HostBlocks | None = None
+        """Where its blocks may wait outside the device, for whoever swaps."""
 
     # ---- layers and their stores
 
@@ -103,6 +106,16 @@ class Group:
         tokens = sum(layout.token_bytes * count for layout, count in self._count.items())
         tokens += unseen * next((layout.token_bytes for layout in self._count), 0)
         return tokens * self.pool.block_size
+
+    @property
+    def stores(self) -> list[Store]:
+        """The stores there are now."""
+        return list(self._stores.values())
+
+    @property
+    def layouts(self) -> dict[Layout, int]:
+        """What the layers look like, and how many look so, as far as they are known."""
+        return dict(self._count)
 
     @property
     def devices(self) -> set[torch.device]:
@@ -244,10 +257,12 @@ class Group:
         )
 
     def give_back(self) -> None:
-        """Let go of the tensors; the books keep their size."""
+        """Let go of the tensors, those on the host too; the books keep their size."""
         self.memory.captured.clear()
         self.pool.forget()
         self._stores.clear()
+        if self.host is not None:
+            self.host.give_back()
 
 
 class Memory:
@@ -339,6 +354,8 @@ class Memory:
             self.drain()
             for group in self.groups.values():
                 group.pool.check()
+                if group.host is not None:
+                    group.host.pool.check()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,14 +2,17 @@
 
 from .admission import Verdict, judge, why_infeasible
 from .limits import Limits, Shelf
-from .plan import Plan, Row
+from .plan import Plan, Row, Swaps
 from .policy import POLICIES
-from .scheduler import Infeasible, Scheduler
+from .scheduler import Count, Infeasible, Scheduler
 from .sequence import UNKNOWN, Group, Request, Sequence, Status
+from .swapping import Decide, Victim, never
 
 __all__ = [
     "POLICIES",
     "UNKNOWN",
+    "Count",
+    "Decide",
     "Group",
     "Infeasible",
     "Limits",
@@ -20,7 +23,10 @@ __all__ = [
     "Sequence",
     "Shelf",
     "Status",
+    "Swaps",
     "Verdict",
+    "Victim",
     "judge",
+    "never",
     "why_infeasible",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from .limits import Limits, Shelf
-from .sequence import Request, blocks_of_group
+from .sequence import Group, Request, blocks_of_group
 
 
 class Verdict(Enum):
@@ -45,3 +45,14 @@ def why_infeasible(request: Request, shelves: Sequence[Shelf], limits: Limits) -
                 f"{shelf.pool.block_size} and {most} can be had; lower max_new_tokens or raise num_blocks"
             )
     return None
+
+
+def headroom(group: Group, need: int, running: Sequence[Group], shelf: int, chunk: int) -> int:
+    """The blocks that a group to which preemption happens again and again leaves available when it comes back with `need` blocks.
+
+    For every sequence that runs, and its own, twice as many with each time that blocks ran out for it, up to all they can come to
+    need: then nobody older can push it out any more, so it goes only so often.
+    """
+    each = 1 << (group.setbacks - 1)
+    own = min(each * len(group.sequences), max(0, group.most(shelf, chunk) - need))
+    return own + sum(min(each * len(other.sequences), max(0, other.most(shelf, chunk) - other.held(shelf))) for other in running)

@@ -9,10 +9,11 @@ from ..blocks import BlockPool
 
 
 class Shelf(NamedTuple):
-    """The pool of one kind of layer, and how far back those layers look."""
+    """The pool of one kind of layer, how far back those layers look, and the pool on the host that its blocks are swapped to."""
 
     pool: BlockPool
     window: int | None = None
+    host: BlockPool | None = None
 
     def row_blocks(self, tokens: int, chunk: int) -> int:
         """The most blocks that a sequence of `tokens` tokens holds when it grows by up to `chunk` at a time (C10)."""

@@ -28,16 +28,31 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Swaps:
+    """Blocks that go to the host and that come back, for every shelf.
+
+    out: from a block of the device's pool to one of the host's. back: the other way. All that goes out goes first: what comes back
+    may be written where that was, and may be among it.
+    """
+
+    out: tuple[tuple[Copy, ...], ...] = ()
+    back: tuple[tuple[Copy, ...], ...] = ()
+
+    def __bool__(self) -> bool:
+        return any(self.out) or any(self.back)
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a step does, in this order: swaps, copies, rows.
 
-    copies: for every shelf the copies on write. swaps: blocks to bring from or to the host; always empty today, because whoever
-    is preempted is computed again. admitted, preempted: who came and who went.
+    copies: for every shelf the copies on write. swaps: the blocks of preempted groups on their way to the host and back.
+    admitted, preempted: who came and who went.
     """
 
     rows: tuple[Row, ...] = ()
     copies: tuple[tuple[Copy, ...], ...] = ()
-    swaps: tuple[Copy, ...] = ()
+    swaps: Swaps = Swaps()
     admitted: tuple[Group, ...] = ()
     preempted: tuple[Group, ...] = ()
 

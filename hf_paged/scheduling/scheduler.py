@@ -8,15 +8,24 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Literal
 
-from ..blocks import Copy, Match, adopt, append, blocks_needed, commit, match, reorder
+from ..blocks import Match, adopt, append, blocks_needed, commit, match, reorder
 from ..blocks.pool import expect
-from .admission import Verdict, judge, why_infeasible
+from .admission import Verdict, headroom, judge, why_infeasible
+from .audit import check_groups, check_shelves
+from .draft import Draft, samples
 from .limits import Limits, Shelf
 from .plan import Plan, Row
 from .policy import POLICIES
+from .promises import Promises
 from .sequence import Group, Request, Sequence, Status
+from .swapping import Decide, Swapping, never
 
 Steps = list[tuple[Sequence, int]]
+Count = Literal[
+    "steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses",
+    "swapped_out", "swapped_in", "recomputed", "blocks_out", "blocks_in",
+]  # fmt: skip
+"""What is counted. The groups that went to the host, came back from it, and had to begin again; the blocks that travelled."""
 
 
 class Infeasible(ValueError):
@@ -28,11 +37,19 @@ class Scheduler:
 
     There is one idea: every sequence has `computed` catching up with its tokens. A prompt, a chunk of it, what a prefix hit left
     over, a decoding step and a recomputation are one case. Whoever runs comes first, in the order of the policy; for lack of
-    blocks the last one goes and is computed again later; nobody new is admitted while anybody preempted waits (C26 to C29).
+    blocks the last one goes, to the host if `swap` says so and there is room, else to be computed again later; nobody new is admitted
+    while anybody preempted waits (C26 to C31).
     """
 
     def __init__(
-        self, shelves: Iterable[Shelf], limits: Limits, policy: str = "fcfs", *, prefix_caching: bool = True, verify: bool = False
+        self,
+        shelves: Iterable[Shelf],
+        limits: Limits,
+        policy: str = "fcfs",
+        *,
+        prefix_caching: bool = True,
+        verify: bool = False,
+        swap: Decide = never,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r} is not one of {sorted(POLICIES)}")
@@ -44,9 +61,9 @@ class Scheduler:
         self.preempted: list[Group] = []
         self.running: list[Group] = []
         """These three are in the order of the policy."""
-        self._promised: Counter[bytes] = Counter()
-        """Digests of the blocks that running groups are about to compute: twins wait for them instead of computing them too."""
-        self.counts: Counter[Literal["steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses"]] = Counter()
+        self._promised = Promises()
+        self.swapping = Swapping(self.shelves, swap, verify)
+        self.counts: Counter[Count] = Counter()
 
     # ---- requests come and go
 
@@ -77,27 +94,39 @@ class Scheduler:
             group.sequences.remove(sequence)
 
     def _leave(self, group: Group) -> None:
-        self._withdraw_promise(group)
+        self._promised.withdraw(group)
         {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}[group.status].remove(group)
         group.status = Status.FINISHED
         self.counts["finished"] += 1
 
-    def preempt(self, group: Group) -> None:
-        """Take all blocks of a running group; it is computed again, from the prefix cache where it can (C29, C30)."""
-        self._withdraw_promise(group)
-        for sequence in group.sequences:
-            sequence.free()
-        group.gather()
+    def preempt(self, group: Group, swap: bool = True) -> None:
+        """Take all blocks of a running group. They wait for it on the host, or it is computed again, from the prefix cache where it can
+        (C29 to C31); without `swap` that is not asked."""
+        self._promised.withdraw(group)
+        blocks = self.swapping.park(group) if swap else None
+        if blocks is None:
+            self.begin_again(group)
+        else:
+            self.counts["swapped_out"] += 1
+            self.counts["blocks_out"] += blocks
         group.preemptions += 1
         group.status = Status.PREEMPTED
         self.running.remove(group)
         insort(self.preempted, group, key=self._key)
         self.counts["preemptions"] += 1
 
+    def begin_again(self, group: Group) -> None:
+        """Give back what a group has computed, on the host too: it will be computed again."""
+        for sequence in group.sequences:
+            sequence.free()
+        group.gather()
+        self.counts["recomputed"] += 1
+
     def start_over(self, groups: Iterable[Group]) -> None:
         """Something broke into the middle of a step: nobody holds anything, and all that are not finished are computed again."""
         self.waiting, self.preempted, self.running = [], [], []
         self._promised.clear()
+        self.swapping.clear()
         for group in groups:
             group.promised = []
             for sequence in group.sequences:
@@ -119,7 +148,7 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """The next step. Its blocks are taken in the books; `commit` says that it has been computed."""
-        draft = _Draft(len(self.shelves), self.limits.tokens)
+        draft = Draft(len(self.shelves), self.limits.tokens)
         now = [shelf.pool.tick() for shelf in self.shelves]
         owed = sum([len(group.sequences) for group in self.running if group.decoding])
         place = 0
@@ -137,6 +166,7 @@ class Scheduler:
                 if last.decoding and last is not group:
                     owed -= len(last.sequences)
                 self.preempt(last)
+                last.setbacks += 1
                 draft.preempted.append(last)
                 if last is group:
                     break
@@ -145,7 +175,7 @@ class Scheduler:
                 place += 1
         if not draft.preempted:
             self._admit(draft)
-        plan = draft.plan()
+        plan = draft.plan(self.swapping.plan())
         self.counts["steps"] += bool(plan.rows)
         self.counts["tokens"] += plan.tokens
         return plan
@@ -175,7 +205,7 @@ class Scheduler:
             if end // size > start // size:
                 self._name(sequence, end)
             if group.promised and end >= group.common:
-                self._withdraw_promise(group)
+                self._promised.withdraw(group)
 
     def extend(self, sequence: Sequence, token: int) -> None:
         """A sequence has got its next token; UNKNOWN if the host will `reveal` it later."""
@@ -185,7 +215,7 @@ class Scheduler:
         """The host has heard which token stands at `position` of these sequences of a group."""
         for sequence, token in tokens.items():
             sequence.tokens[position] = token
-        if group.status is Status.PREEMPTED:
+        if group.status is Status.PREEMPTED and not group.swapped:
             group.gather()  # what they have in common was not known when it had to go
 
     def reorder(self, group: Group, sources: Rows[int], tokens: Rows[int]) -> None:
@@ -211,7 +241,7 @@ class Scheduler:
                 return False
         return True
 
-    def _step(self, draft: _Draft, group: Group, now: Rows[int]) -> bool:
+    def _step(self, draft: Draft, group: Group, now: Rows[int]) -> bool:
         """Give a decoding group of one sequence its token if that takes no block, which is nearly always. Else change nothing."""
         sequence = group.sequences[0]
         if len(group.sequences) > 1:
@@ -227,16 +257,16 @@ class Scheduler:
         draft.room -= 1
         return True
 
-    def _take(self, draft: _Draft, steps: Steps) -> None:
+    def _take(self, draft: Draft, steps: Steps) -> None:
         """Enter the steps in the tables and in the draft."""
         counts = [count for _, count in steps]
         for i in range(len(self.shelves)):
             draft.copies[i] += append([sequence.tables[i] for sequence, _ in steps], counts)
         for sequence, count in steps:
-            draft.rows.append(Row(sequence, sequence.computed, count, _samples(sequence, count)))
+            draft.rows.append(Row(sequence, sequence.computed, count, samples(sequence, count)))
             draft.room -= count
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Let in whom there is room for: first those that were preempted, and only when they all run, new ones (C28)."""
         passed = 0
         while draft.room > 0:
@@ -244,6 +274,8 @@ class Scheduler:
             if passed >= len(queue):
                 return
             group = queue[passed]
+            if group.swapped and self.swapping.stale(group):
+                self.begin_again(group)
             found = self._find(group)
             if found is None:
                 passed += 1  # a twin computes its prompt: it keeps its place, and nobody behind it waits for that
@@ -260,7 +292,12 @@ class Scheduler:
             self._take(draft, steps)
 
     def _find(self, group: Group) -> list[Match] | None:
-        """The blocks of the group's beginning that every pool has; None if somebody is computing the next one right now."""
+        """The blocks of the group's beginning that every pool has; None if somebody is computing the next one right now.
+
+        Of a group on the host, those of its blocks that are here as well.
+        """
+        if group.swapped:
+            return [Match(list(set(self.swapping.there(group, i).values())), []) for i in range(len(self.shelves))]
         if not self.prefix_caching:
             return [Match([], []) for _ in self.shelves]
         names = group.names()
@@ -278,13 +315,15 @@ class Scheduler:
         verdicts = []
         for i, shelf in enumerate(self.shelves):
             blocks = found[i].blocks
-            if shelf.window is not None:
+            if shelf.window is not None and not group.swapped:
                 blocks = blocks[max(0, len(blocks) * shelf.pool.block_size - shelf.window + 1) // shelf.pool.block_size :]
-            need = group.need(i, self.limits.tokens)
+            need = self.swapping.need(group, i, self.limits.tokens) if group.swapped else group.need(i, self.limits.tokens)
             outstanding = sum(max(0, other.need(i, self.limits.tokens) - other.held(i)) for other in self.running if not other.decoding)
             cached = sum(1 for block in blocks if not shelf.pool.references(block))
-            # Who was preempted needs no watermark, but must not take the next block of those who run: it would be the next to go.
-            reserve = taken if group.status is Status.PREEMPTED else self.limits.reserve(shelf)
+            reserve = self.limits.reserve(shelf)
+            if group.status is Status.PREEMPTED:
+                # No watermark; but it must not take the next block of those who run, or it would be the next to go (C9).
+                reserve = taken if group.setbacks < 2 else headroom(group, need, self.running, i, self.limits.tokens)
             verdicts.append(
                 judge(
                     shelf.pool.total,
@@ -298,21 +337,31 @@ class Scheduler:
         return Verdict.OK if all(verdict is Verdict.OK for verdict in verdicts) else Verdict.LATER
 
     def _start(self, group: Group, found: list[Match]) -> None:
-        leader, first = group.leader, group.status is Status.WAITING
-        for table, each in zip(leader.tables, found, strict=True):
-            adopt(table, each)
-        leader.computed = leader.tables[0].length
-        if first:
-            group.cached_tokens = leader.computed
-        if self.prefix_caching:
-            hits = len(found[0].blocks)
-            group.promised = group.names()[hits:]
-            self._promised.update(group.promised)
-            self.counts["hits"] += hits
-            self.counts["misses"] += len(group.promised)
+        if group.swapped:
+            self.counts["swapped_in"] += 1
+            self.counts["blocks_in"] += self.swapping.bring_back(group)
+            computed = len(group.leader.tables[0].digests) if group.leader.computed < group.common else None
+        else:
+            computed = self._adopt(group, found)
+        if self.prefix_caching and computed is not None:
+            self._promised.make(group, group.names()[computed:])
         group.status = Status.RUNNING
         insort(self.running, group, key=self._key)
         self.counts["admissions"] += 1
+
+    def _adopt(self, group: Group, found: list[Match]) -> int:
+        """Let a group begin with what was found: how many of its blocks that is."""
+        leader = group.leader
+        for table, each in zip(leader.tables, found, strict=True):
+            adopt(table, each)
+        leader.computed = leader.tables[0].length
+        if group.status is Status.WAITING:
+            group.cached_tokens = leader.computed
+        hits = len(found[0].blocks)
+        if self.prefix_caching:
+            self.counts["hits"] += hits
+            self.counts["misses"] += len(group.names()) - hits
+        return hits
 
     def _name(self, sequence: Sequence, end: int) -> None:
         """Let others find the full blocks of the first `end` tokens of a sequence."""
@@ -323,52 +372,14 @@ class Scheduler:
             if len(table.digests) < full:
                 commit(table, sequence.tokens[:end], sequence.group.request.extra, self.verify)
 
-    def _withdraw_promise(self, group: Group) -> None:
-        """The group is done with what it had in common, or will not do it: nobody waits for it any more."""
-        for name in group.promised:
-            self._promised[name] -= 1
-            if not self._promised[name]:
-                del self._promised[name]
-        group.promised = []
-
     # ---- the audit
 
     def check(self) -> None:
         """Recount everything; between two steps every table holds what is computed, and nothing else."""
-        for shelf in self.shelves:
-            shelf.pool.check()
-        for groups, status in ((self.waiting, Status.WAITING), (self.preempted, Status.PREEMPTED), (self.running, Status.RUNNING)):
-            keys = [self._key(group) for group in groups]
-            expect(keys == sorted(keys), f"the {status.value} groups are out of order")
-            for group in groups:
-                expect(group.status is status, f"{group!r} stands among the {status.value}")
-                for sequence in group.sequences:
-                    lengths = {table.length for table in sequence.tables}
-                    expect(lengths == {sequence.computed}, f"{sequence!r} has tables of {lengths} tokens")
-                    expect(status is Status.RUNNING or sequence.computed == 0, f"{sequence!r} does not run and holds blocks")
+        check_shelves(self.shelves)
+        check_groups({Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}, self._key)
         taken = sum(len(group.sequences) for group in self.running)
         expect(taken <= self.limits.sequences, f"{taken} sequences run, {self.limits.sequences} may")
-
-
-class _Draft:
-    """A plan in the making."""
-
-    def __init__(self, shelves: int, room: int) -> None:
-        self.room = room
-        self.rows: list[Row] = []
-        self.copies: list[list[Copy]] = [[] for _ in range(shelves)]
-        self.admitted: list[Group] = []
-        self.preempted: list[Group] = []
-
-    def plan(self) -> Plan:
-        return Plan(tuple(self.rows), tuple(tuple(copies) for copies in self.copies), (), tuple(self.admitted), tuple(self.preempted))
-
-
-def _samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
-    """Whose next token is known after this row: nobody's if tokens are left, and all of the group's before it is forked."""
-    if sequence.computed + count < len(sequence.tokens):
-        return ()
-    return (sequence,) if sequence.group.forked else tuple(sequence.group.sequences)
 
 
 def _known(shelf: Shelf, names: list[bytes]) -> list[int]:

@@ -42,13 +42,16 @@ class Request:
 class Sequence:
     """Tokens, and how many of them have keys and values: `computed` catches up with `tokens`, whatever the reason it is behind.
 
-    A prefix hit begins further on, a chunk goes part of the way, decoding is one behind, a preempted sequence starts again at 0.
+    A prefix hit begins further on, a chunk goes part of the way, decoding is one behind, a preempted sequence starts again at 0 or,
+    if it was swapped, where it was.
     """
 
-    __slots__ = ("computed", "group", "index", "tables", "tokens")
+    __slots__ = ("computed", "group", "index", "parked", "tables", "tokens")
 
     def __init__(self, group: Group, index: int, tokens: list[int], tables: tuple[Table, ...]) -> None:
         self.group, self.index, self.tokens, self.tables = group, index, tokens, tables
+        self.parked: tuple[Table, ...] = ()
+        """Its tables in the pools of the host while it is swapped; the others are empty then."""
         self.computed = 0
 
     def __repr__(self) -> str:
@@ -60,9 +63,10 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     def free(self) -> None:
-        """Give back every block (C30, C34)."""
-        for table in self.tables:
+        """Give back every block, wherever it is (C30, C34)."""
+        for table in (*self.tables, *self.parked):
             table.free()
+        self.parked = ()
         self.computed = 0
 
 
@@ -80,6 +84,8 @@ class Group:
             Sequence(self, i, list(request.prompt), tuple(Table(shelf.pool) for shelf in shelves)) for i in range(request.width)
         ]
         self.preemptions = 0
+        self.setbacks = 0
+        """How many of them were for want of blocks: the more, the more room it waits for."""
         self.cached_tokens = 0
         """How many tokens of the prompt were there already when it was first admitted."""
         self.promised: list[bytes] = []
@@ -99,6 +105,11 @@ class Group:
     def length(self) -> int:
         """The tokens of each sequence."""
         return len(self.leader.tokens)
+
+    @property
+    def swapped(self) -> bool:
+        """Whether it waits on the host."""
+        return bool(self.leader.parked)
 
     @property
     def decoding(self) -> bool:
@@ -151,6 +162,10 @@ class Group:
     def need(self, shelf: int, chunk: int) -> int:
         """The blocks that the tokens so far fill, what is in common counted once; behind a window what can be seen."""
         return blocks_of_group(self.shelves[shelf], len(self.sequences), self.common, self.length, chunk)
+
+    def most(self, shelf: int, chunk: int) -> int:
+        """The blocks that it may come to need to its end."""
+        return blocks_of_group(self.shelves[shelf], len(self.sequences), self.common, self.request.most_tokens, chunk)
 
     def held(self, shelf: int) -> int:
         """The blocks that the group's tables name, each counted once."""

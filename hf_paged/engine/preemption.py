@@ -1,0 +1,63 @@
+"""How a group goes for want of blocks: to the host's memory, or to be computed again."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ..scheduling import Plan, Victim
+from .costs import Costs
+from .pools import Pools
+
+
+class Preemption:
+    """Decides for the scheduler, and listens to what steps and swaps take.
+
+    mode: "swap" and "recompute" are what they say; "auto" takes what costs less. The choice changes when tokens come, not which.
+    """
+
+    def __init__(self, pools: Pools, mode: str) -> None:
+        self.pools, self.mode, self.costs = pools, mode, Costs()
+        self._exposed = 0.0
+        self._carried = {True: 0, False: 0}
+        self._tokens, self._seconds, self._heard = 0, 0.0, 0.0
+
+    def decide(self, victim: Victim) -> bool:
+        """Whether this group is swapped; if so the host has room for it."""
+        if self.mode == "recompute" or not self.pools.swaps:
+            return False
+        if self.mode == "auto":
+            self._listen()
+            if not self.costs.swap_is_better(self.pools.bytes_of(victim.blocks), victim.tokens):
+                return False
+        return self.pools.reserve(victim.blocks)
+
+    def heard(self, plan: Plan, begin: float) -> None:
+        """The host has just heard of the tokens of a plan that it began to launch at `begin`.
+
+        What came before that, or before it had heard of the plan before, was not this plan's time. From a plan that gives nobody a
+        token there is nothing to hear, and the host has not waited for it: its time is found in the next one.
+        """
+        if self.mode != "auto" or not self.pools.swaps:
+            return
+        now = time.perf_counter()
+        seconds, self._heard = now - max(begin, self._heard), now
+        if plan.swaps:
+            self._tokens, self._seconds = 0, 0.0
+            return
+        self._tokens += plan.tokens
+        self._seconds += seconds
+        if any(row.samples for row in plan.rows):
+            self.costs.step(self._tokens, self._seconds)
+            self._tokens, self._seconds = 0, 0.0
+
+    def _listen(self) -> None:
+        for trip in self.pools.trips():
+            (self.costs.out if trip.out else self.costs.back).add(trip.bytes, trip.exposed)
+            self._exposed += trip.exposed
+            self._carried[trip.out] += trip.bytes
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes that went out and came back, as far as that is over, and the seconds by which steps were held up for them."""
+        self._listen()
+        return {"bytes_out": self._carried[True], "bytes_in": self._carried[False], "exposed": self._exposed}

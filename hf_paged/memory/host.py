@@ -1,0 +1,307 @@
+"""Blocks that wait in the host's memory: gathered, copied beside the steps, and put back where they fit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..blocks import BlockPool, Copy
+from .store import Layout, Store
+from .upload import upload
+
+if TYPE_CHECKING:
+    from .group import Group
+
+logger = logging.getLogger("hf_paged")
+
+SLAB_BYTES = 1 << 27
+"""The host's memory is taken in pieces of so much: pinning it takes time, some 0.3 s for a GB, and a small load needs little."""
+STAGING_BYTES = 1 << 25
+"""Each of the two buffers on the device through which blocks travel."""
+
+
+class Trip(NamedTuple):
+    """A journey of some blocks of one store, measured."""
+
+    out: bool
+    bytes: int
+    exposed: float
+    """Seconds by which the steps came later for it."""
+    copied: float
+    """Seconds of the copy between device and host itself."""
+
+
+class HostBlocks:
+    """Room on the host for the blocks of one layer group: its books, and memory that grows with them.
+
+    Block h lies in slab h // slab_blocks of every store's way. Whatever the books say is done in the order of the plans: all that
+    goes out is gathered on the stream of the steps before the next step writes anything, so its blocks are free at once.
+    """
+
+    def __init__(self, group: Group, most: int) -> None:
+        self.group, self.most = group, most
+        self.pool = BlockPool(0, group.pool.block_size)
+        self.slab_blocks = max(1, min(most, SLAB_BYTES // max(1, group.block_bytes)))
+        self._ways: dict[tuple[Layout, int], _Way] = {}
+
+    @property
+    def bytes(self) -> int:
+        """What the host has given."""
+        return sum(way.bytes for way in self._ways.values())
+
+    def reserve(self, blocks: int) -> bool:
+        """Whether there is room for so many blocks more; memory for it is taken now, as far as it is allowed and there is any."""
+        try:
+            self._settle()
+            while self.pool.available < blocks and self.pool.total < self.most:
+                self._grow()
+        except (MemoryError, RuntimeError) as error:
+            self.most = self.pool.total
+            logger.warning(
+                "the host has no memory for more than %d swapped blocks of the %s layers (%s); who finds no room is computed again",
+                self.most, self.group.kind.name, error,
+            )  # fmt: skip
+        return self.pool.available >= blocks
+
+    def _settle(self) -> None:
+        """Have a way for every store as it is now. What waited for another layout is stale, and nobody brings it back."""
+        kinds = [(store.layout, store.layers) for store in self.group.stores] or list(self.group.layouts.items())
+        for kind in self._ways.keys() - set(kinds):
+            self._ways.pop(kind).leave()
+        for kind in kinds:
+            if kind not in self._ways:
+                self._ways[kind] = _Way(*kind, self.pool.block_size, self.slab_blocks)
+            self._ways[kind].have(-(-self.pool.total // self.slab_blocks))
+
+    def _grow(self) -> None:
+        slabs = self.pool.total // self.slab_blocks + 1
+        for way in self._ways.values():
+            way.have(slabs)
+        self.pool.grow(min(self.most, slabs * self.slab_blocks))
+        logger.info("%d blocks of the %s layers may wait on the host now, %.1f MB", self.pool.total, self.group.kind.name, self.bytes / 1e6)
+
+    def out(self, copies: Sequence[Copy]) -> None:
+        """Carry blocks of the device to the host."""
+        for store in self.group.stores:
+            self._ways[store.layout, store.layers].out(store, copies)
+
+    def back(self, copies: Sequence[Copy]) -> None:
+        """Carry blocks of the host to the device."""
+        for store in self.group.stores:
+            self._ways[store.layout, store.layers].back(store, copies)
+
+    def trips(self) -> list[Trip]:
+        """The journeys that are over and have not been asked for."""
+        return [trip for way in self._ways.values() for trip in way.trips()]
+
+    def give_back(self) -> None:
+        """Let go of the memory; the books keep their size, and what waits is lost."""
+        for way in self._ways.values():
+            way.leave()
+        self._ways.clear()
+
+
+class _Staging(NamedTuple):
+    """A buffer on the device, and the events behind which it may be read and written again."""
+
+    data: torch.Tensor
+    """[blocks, elements of a block]"""
+    filled: _Moment
+    emptied: _Moment
+
+
+class _Way:
+    """The way of one store's blocks to the host and back, two buffers taking turns.
+
+    On a CUDA device copies run on a stream of their own, one for both directions: what goes to a place on the host and what leaves
+    it keep their order. The stream of the steps waits for what comes back, and for a buffer only if both are on their way.
+    """
+
+    def __init__(self, layout: Layout, layers: int, block_size: int, slab_blocks: int) -> None:
+        self.device, self.dtype, self.slab_blocks = layout.device, layout.dtype, slab_blocks
+        self.elements = layers * block_size * layout.heads * (layout.key_dim + layout.value_dim)
+        self.slabs: list[torch.Tensor] = []
+        """Each [slab_blocks, elements of a block]."""
+        self.batch = max(1, min(slab_blocks, STAGING_BYTES // max(1, self.elements * self.dtype.itemsize)))
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._staging: list[_Staging] = []
+        self._turn = 0
+        self._measured: list[_Measured] = []
+
+    @property
+    def bytes(self) -> int:
+        return len(self.slabs) * self.slab_blocks * self.elements * self.dtype.itemsize
+
+    def have(self, slabs: int) -> None:
+        """Take memory until there are `slabs` slabs, and the buffers."""
+        with torch.inference_mode(False):
+            while len(self._staging) < 2:
+                data = torch.empty(self.batch, self.elements, dtype=self.dtype, device=self.device)
+                self._staging.append(_Staging(data, _Moment(self.device), _Moment(self.device)))
+            while len(self.slabs) < slabs:
+                data = torch.empty(self.slab_blocks, self.elements, dtype=self.dtype, pin_memory=self._side is not None)
+                self.slabs.append(data.zero_())  # pages that nobody has touched would be found in the middle of the first swap
+
+    def leave(self) -> None:
+        """Let the device's memory go to others only behind what is on its way."""
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
+
+    # ---- journeys
+
+    def out(self, store: Store, copies: Sequence[Copy]) -> None:
+        """Gather blocks copies[i].source of the store, and copy them to the host's blocks copies[i].target."""
+        for part in self._parts(sorted(copies, key=lambda copy: copy.target)):
+            watch = _Measured(self, out=True, blocks=len(part))
+            buffer = self._next()
+            buffer.emptied.wait()
+            keys, values = self._split(buffer.data[: len(part)], store)
+            blocks = upload([copy.source for copy in part], self.device)
+            for data, target in zip(_by_block(store), (keys, values), strict=True):
+                target.copy_(data.index_select(1, blocks).transpose(0, 1))
+            buffer.filled.note()
+            watch.exposed.end()
+            with self._aside():
+                buffer.filled.wait()
+                watch.copied.begin()
+                for begin, end, slab in self._runs([copy.target for copy in part]):
+                    slab.copy_(buffer.data[begin:end], non_blocking=True)
+                watch.copied.end()
+                buffer.emptied.note()
+            self._measured.append(watch)
+
+    def back(self, store: Store, copies: Sequence[Copy]) -> None:
+        """Copy the host's blocks copies[i].source to the device, and put them into blocks copies[i].target of the store."""
+        for part in self._parts(sorted(copies, key=lambda copy: copy.source)):
+            watch = _Measured(self, out=False, blocks=len(part))
+            buffer = self._next()
+            with self._aside():
+                buffer.emptied.wait()
+                watch.copied.begin()
+                for begin, end, slab in self._runs([copy.source for copy in part]):
+                    buffer.data[begin:end].copy_(slab, non_blocking=True)
+                watch.copied.end()
+                buffer.filled.note()
+            buffer.filled.wait()
+            keys, values = self._split(buffer.data[: len(part)], store)
+            blocks = upload([copy.target for copy in part], self.device)
+            for data, source in zip(_by_block(store), (keys, values), strict=True):
+                data.index_copy_(1, blocks, source.transpose(0, 1))
+            buffer.emptied.note()
+            watch.exposed.end()
+            self._measured.append(watch)
+
+    def trips(self) -> list[Trip]:
+        """What was measured and is over."""
+        over = [watch for watch in self._measured if watch.over]
+        self._measured = [watch for watch in self._measured if not watch.over]
+        return [watch.trip() for watch in over]
+
+    def _parts(self, copies: list[Copy]) -> Iterator[list[Copy]]:
+        for begin in range(0, len(copies), self.batch):
+            yield copies[begin : begin + self.batch]
+
+    def _next(self) -> _Staging:
+        self._turn = 1 - self._turn
+        return self._staging[self._turn]
+
+    def _split(self, rows: torch.Tensor, store: Store) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [blocks, elements] as keys [blocks, layers, elements] and values, views."""
+        heads, key_dim, value_dim = store.layout[2:]
+        tokens = store.block_size * heads
+        border = store.layers * tokens * key_dim
+        keys = rows[:, :border].unflatten(1, (store.layers, tokens * key_dim))
+        return keys, rows[:, border:].unflatten(1, (store.layers, tokens * value_dim))
+
+    def _runs(self, blocks: list[int]) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Ascending blocks of the host as stretches that lie in one piece: from place to place in the list, and the memory."""
+        begin = 0
+        for place in range(1, len(blocks) + 1):
+            first = blocks[begin]
+            length = place - begin
+            if place < len(blocks) and blocks[place] == first + length and blocks[place] // self.slab_blocks == first // self.slab_blocks:
+                continue
+            row = first % self.slab_blocks
+            yield begin, place, self.slabs[first // self.slab_blocks][row : row + length]
+            begin = place
+
+    def _aside(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._side is None else torch.cuda.stream(self._side)
+
+
+class _Moment:
+    """A point in the work of one stream that another can wait for; on a CPU everything is done in order anyway."""
+
+    def __init__(self, device: torch.device, timed: bool = False) -> None:
+        self.device = device
+        self._event = torch.cuda.Event(enable_timing=timed) if device.type == "cuda" else None
+        self._time = 0.0
+
+    def note(self) -> None:
+        """It is now, on the current stream."""
+        if self._event is None:
+            self._time = time.perf_counter()
+        else:
+            self._event.record(torch.cuda.current_stream(self.device))
+
+    def wait(self) -> None:
+        """What the current stream does next comes behind it; the host goes on. Before it was ever noted nothing waits."""
+        if self._event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._event)
+
+    @property
+    def over(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def since(self, other: _Moment) -> float:
+        """Seconds from the other moment to this one, both over."""
+        if self._event is None or other._event is None:
+            return self._time - other._time
+        return float(other._event.elapsed_time(self._event)) / 1e3
+
+
+class _Span:
+    """A stretch of one stream's time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.first, self.last = _Moment(device, timed=True), _Moment(device, timed=True)
+
+    def begin(self) -> None:
+        self.first.note()
+
+    def end(self) -> None:
+        self.last.note()
+
+    @property
+    def seconds(self) -> float:
+        return self.last.since(self.first)
+
+
+class _Measured:
+    """A journey while it is measured: from now on the steps are held up by it."""
+
+    def __init__(self, way: _Way, out: bool, blocks: int) -> None:
+        self.is_out, self.bytes = out, blocks * way.elements * way.dtype.itemsize
+        self.exposed, self.copied = _Span(way.device), _Span(way.device)
+        self.exposed.begin()
+
+    @property
+    def over(self) -> bool:
+        return self.exposed.last.over and self.copied.last.over
+
+    def trip(self) -> Trip:
+        # On a CPU nothing runs beside the steps: all of it is exposed.
+        first = self.exposed.first
+        exposed = max(self.exposed.seconds, self.copied.last.since(first) if first.device.type == "cpu" else 0.0)
+        return Trip(self.is_out, self.bytes, exposed, self.copied.seconds)
+
+
+def _by_block(store: Store) -> list[torch.Tensor]:
+    """The store's keys [layers, blocks, elements] and values."""
+    size, (heads, key_dim, value_dim) = store.block_size, store.layout[2:]
+    return [data.view(store.layers, store.blocks, size * heads * dim) for data, dim in ((store.keys, key_dim), (store.values, value_dim))]

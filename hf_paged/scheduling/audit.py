@@ -1,0 +1,35 @@
+"""The audit of a scheduler's books between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..blocks.pool import expect
+from .limits import Shelf
+from .policy import Key
+from .sequence import Group, Status
+
+
+def check_shelves(shelves: Iterable[Shelf]) -> None:
+    """Recount the pools, those of the host too (C7)."""
+    for shelf in shelves:
+        shelf.pool.check()
+        if shelf.host is not None:
+            shelf.host.check()
+
+
+def check_groups(by_status: Mapping[Status, Sequence[Group]], key: Key) -> None:
+    """Every group stands where its status says, in order, and its tables hold what is computed, here or on the host (C30)."""
+    for status, groups in by_status.items():
+        keys = [key(group) for group in groups]
+        expect(keys == sorted(keys), f"the {status.value} groups are out of order")
+        for group in groups:
+            expect(group.status is status, f"{group!r} stands among the {status.value}")
+            expect(not group.swapped or status is Status.PREEMPTED, f"{group!r} waits on the host")
+            for sequence in group.sequences:
+                lengths = {table.length for table in sequence.parked or sequence.tables}
+                expect(lengths == {sequence.computed}, f"{sequence!r} has tables of {lengths} tokens")
+                here = any(table.blocks for table in sequence.tables)
+                expect(status is Status.RUNNING or not here, f"{sequence!r} does not run and holds blocks")
+                expect(bool(sequence.parked) == group.swapped, f"{sequence!r} is not where its group is")
+                expect(group.swapped or status is Status.RUNNING or not sequence.computed, f"{sequence!r} has lost what it computed")

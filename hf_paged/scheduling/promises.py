@@ -1,0 +1,24 @@
+"""What running groups are about to compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .sequence import Group
+
+
+class Promises(Counter[bytes]):
+    """Digests of the blocks that running groups are about to compute: twins wait for them instead of computing them too."""
+
+    def make(self, group: Group, names: list[bytes]) -> None:
+        """The group will compute these blocks."""
+        group.promised = names
+        self.update(names)
+
+    def withdraw(self, group: Group) -> None:
+        """The group is done with what it had in common, or will not do it: nobody waits for it any more."""
+        for name in group.promised:
+            self[name] -= 1
+            if not self[name]:
+                del self[name]
+        group.promised = []

@@ -1,0 +1,200 @@
+"""The engine for many steps on too few blocks, with aborts and faults at random: who comes through is right, and nothing leaks.
+
+    OMP_NUM_THREADS=1 PYTHONPATH=.:kernels python scripts/soak.py --steps 20000
+
+A tiny model with full and windowed layers; requests of all kinds (greedy, draws, samples, beams), prompts that begin alike. At random
+they are cancelled, their processors raise, the forward of all raises, a copy to the host raises, Ctrl-C comes in the middle of a step,
+the engine is paused. Every answer is compared with that of an engine in which the request is alone; the books are recounted all the
+time. Exit status 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import random
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import psutil
+import torch
+from transformers import GenerationConfig, LogitsProcessor, Qwen2Config, Qwen2ForCausalLM
+
+from hf_paged import Engine
+from hf_paged.memory import HostBlocks
+
+VOCABULARY = 96
+KINDS: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": False, "repetition_penalty": 1.3},
+    {"do_sample": True, "temperature": 1.3},
+    {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
+    {"do_sample": False, "num_beams": 3},
+]
+PREEMPTION = ("swap", "recompute", "auto")
+
+
+class Fault(Exception):
+    """What this script breaks on purpose."""
+
+
+class Raises(LogitsProcessor):
+    """A processor that fails after some calls."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left < 0:
+            raise Fault("a processor")
+        return scores
+
+
+def tiny() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, max_position_embeddings=256, **sizes, **window)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.2)
+    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
+    return model
+
+
+class Soak:
+    """One engine, those who wait for it, and what was seen."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.rng, self.seen = random.Random(options.seed), Counter[str]()
+        self.model, self.steps, self.audit = tiny(), options.steps, options.audit
+        start = [self.rng.randrange(5, VOCABULARY) for _ in range(24)]
+        lengths = [(0, 5), (8, 9), (24, 3), (24, 30), (0, 40), (16, 1)]
+        self.prompts = [start[:same] + [self.rng.randrange(5, VOCABULARY) for _ in range(own)] for same, own in lengths]
+        with Engine(self.model, prefix_caching=False) as alone:
+            self.right = {
+                (p, k): self.answers(alone.generate([prompt], seed=1, max_new_tokens=24, **kind)[0])
+                for (p, prompt), (k, kind) in itertools.product(enumerate(self.prompts), enumerate(KINDS))
+            }
+        self.alive: list[tuple[Any, int, int]] = []
+        self.engine = Engine(
+            self.model, block_size=options.block_size, num_blocks=options.blocks, max_batch_tokens=40, max_batch_sequences=16,
+            preemption=options.preemption, host_blocks=options.host_blocks,
+        )  # fmt: skip
+
+    @staticmethod
+    def answers(output: Any) -> list[list[int]]:
+        return [sequence.token_ids for sequence in output.sequences]
+
+    def submit(self) -> None:
+        p, k = self.rng.randrange(len(self.prompts)), self.rng.randrange(len(KINDS))
+        faulty = {"logits_processor": [Raises(self.rng.randrange(20))]} if self.rng.random() < 0.1 else {}
+        kind = {**KINDS[k], **faulty}
+        self.alive.append((self.engine.submit(self.prompts[p], seed=1, max_new_tokens=24, **kind), p, k))
+
+    def step(self) -> None:
+        """A step, in which something may be broken on purpose."""
+        trouble = self.rng.choices(["none", "forward", "interrupt", "out", "back"], [960, 10, 10, 10, 10])[0]
+        error = KeyboardInterrupt("on purpose") if trouble == "interrupt" else Fault(trouble)
+        targets: dict[str, tuple[Any, str]] = {
+            "forward": (self.model.lm_head, "forward"),
+            "interrupt": (self.model.model.norm, "forward"),
+            "out": (HostBlocks, "out"),
+            "back": (HostBlocks, "back"),
+        }
+        if trouble == "none":
+            self.engine.step()
+            return
+        owner, name = targets[trouble]
+        kept = getattr(owner, name)
+        left = self.rng.randrange(2)
+
+        def breaks(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                self.seen[f"broken: {trouble}"] += 1
+                raise error
+            return kept(*arguments, **keywords)
+
+        setattr(owner, name, breaks)
+        try:
+            self.engine.step()
+        except (Fault, KeyboardInterrupt) as found:
+            if found is not error:
+                raise
+            self.seen["broke into the caller"] += 1
+        finally:
+            setattr(owner, name, kept)
+
+    def collect(self) -> None:
+        for each in [each for each in self.alive if each[0].done]:
+            self.alive.remove(each)
+            handle, p, k = each
+            output = handle.result()
+            self.seen[f"ended: {output.finish_reason}"] += 1
+            if output.error is not None and not isinstance(output.error, Fault) and "broke off" not in str(output.error):
+                self.seen["WRONG errors"] += 1
+                print(f"request {handle.number}: {output.error!r}")
+            if output.finish_reason in ("stop", "length") and self.answers(output) != self.right[p, k]:
+                self.seen["WRONG answers"] += 1
+                print(f"request {handle.number}: {self.answers(output)}, expected {self.right[p, k]}")
+
+    def run(self) -> None:
+        """So many steps of the scheduler, and then until nobody waits."""
+        while self.engine.stats()["steps"] < self.steps or self.alive:
+            more = self.engine.stats()["steps"] < self.steps
+            if more and len(self.alive) < 14 and self.rng.random() < 0.5:
+                self.submit()
+            if self.alive and self.rng.random() < 0.02:
+                self.rng.choice(self.alive)[0].cancel()
+                self.seen["cancelled"] += 1
+            if self.rng.random() < 0.005:
+                self.engine.pause()
+                self.engine.resume()
+                self.seen["paused"] += 1
+            self.step()
+            self.seen["turns"] += 1
+            self.collect()
+            if self.seen["turns"] % self.audit == 0:
+                self.engine.check()
+        self.engine.check()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20_000, help="of the scheduler")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--block-size", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=70)
+    parser.add_argument("--host-blocks", type=int, help="as the engine's option")
+    parser.add_argument("--preemption", choices=PREEMPTION, default="swap")
+    parser.add_argument("--audit", type=int, default=1, help="turns between two audits of the books")
+    options = parser.parse_args()
+    begin, process = time.monotonic(), psutil.Process()
+    soak = Soak(options)
+    before = process.memory_info().rss
+    soak.run()
+    stats = soak.engine.stats()
+    held = sum(kind["held"] for kind in [*stats["blocks"].values(), *stats["host"].values()])
+    gc.collect()
+    for name in ("steps", "tokens", "admissions", "preemptions", "swapped_out", "swapped_in", "recomputed", "blocks_out", "blocks_in"):
+        print(f"{name:24}{stats[name]}")
+    for name, count in sorted(soak.seen.items()):
+        print(f"{name:24}{count}")
+    print(f"{'blocks still held':24}{held}")
+    print(f"{'memory, MB':24}{before / 1e6:.0f} before, {process.memory_info().rss / 1e6:.0f} after")
+    print(f"{'seconds':24}{time.monotonic() - begin:.0f}")
+    soak.engine.close()
+    wrong = sum(count for name, count in soak.seen.items() if name.startswith("WRONG"))
+    if wrong or held:
+        sys.exit("something was wrong")
+
+
+if __name__ == "__main__":
+    main()
