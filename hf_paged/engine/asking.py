@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
@@ -94,6 +94,11 @@ def check_transformers() -> None:
             raise ImportError(
                 f"the engine asks GenerationMixin.{name}{tuple(expected)} and found {tuple(found)}; use a tested transformers"
             )
+
+
+def check_model(model: Any) -> None:
+    """Raise if the model's config says how to generate, as it did once; that takes longer to find out than to read a request."""
+    model._prepare_generation_config(None)
 
 
 def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -181,7 +186,12 @@ def _config(model: Any, tokens: tuple[int, ...], embeds: torch.Tensor | None, ge
 
     defaults = left_open("max_length"), left_open("min_length")
     # The engine has its own pages: the word is no news to it.
-    config, unknown = model._prepare_generation_config(generation_config, **keywords)
+    if generation_config is None:
+        # As transformers goes about it, but for a look at what the model's own config says about generation (`check_model`).
+        config, unknown = model._prepare_generation_config(GenerationConfig())
+        unknown |= config.update(**keywords)
+    else:
+        config, unknown = model._prepare_generation_config(generation_config, **keywords)
     unknown = {name for name, value in unknown.items() if value is not None} - {"output_attentions", "output_hidden_states"}
     if unknown & MEDIA:
         raise ValueError(f"the engine does not take pictures or recordings ({sorted(unknown & MEDIA)}); use generate()")

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from ..integration.registry import base_model
 from ..scheduling import Count, Group, Request, Scheduler, why_infeasible
-from .asking import check_transformers
+from .asking import check_model, check_transformers
 from .config import EngineConfig
 from .front import Front
 from .job import Job
@@ -40,6 +40,7 @@ class Engine(Front):
         self.config = EngineConfig.of(config, options)
         super().__init__(base_model(model), tokenizer)
         check_servable(self.model, model)
+        check_model(self.model)
         self._longest = longest(self.model)
         self.pools = Pools(self.model, self.config)
         self._runner = Runner(self.model, self.pools)

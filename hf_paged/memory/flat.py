@@ -140,12 +140,12 @@ def attend_flat(
     batch = pages.batch
     assert isinstance(batch, FlatBatch)
     singles, spans = batch.parts(window, query.device)
+    if singles is not None and not spans:  # everybody decodes: the tokens are in their rows' order
+        return _attend_singles(query[0].transpose(0, 1), pages, singles, options)[None]
     out = query.new_empty(query.shape[2], query.shape[1], pages.values.shape[2])
     if singles is not None:
-        rows = singles.tokens.shape[0]
-        keys, values = (_gather(data, singles.slots, rows) for data in (pages.keys, pages.values))
-        tokens = query[0].index_select(1, singles.tokens).transpose(0, 1).unsqueeze(2)
-        out.index_copy_(0, singles.tokens, attend(tokens, keys, values, singles.mask, **options)[:, 0].to(out.dtype))
+        tokens = query[0].index_select(1, singles.tokens).transpose(0, 1)
+        out.index_copy_(0, singles.tokens, _attend_singles(tokens, pages, singles, options).to(out.dtype))
     for begin, end, slots, mask in spans:
         if slots is not None:
             keys, values = (_gather(data, slots, 1) for data in (pages.keys, pages.values))
@@ -157,6 +157,12 @@ def attend_flat(
         causal = mask is None
         out[begin:end] = attend(query[:, :, begin:end], keys, values, mask, causal=causal, **options)[0]
     return out[None]
+
+
+def _attend_singles(tokens: torch.Tensor, pages: Pages, singles: _Singles, options: dict[str, Any]) -> torch.Tensor:
+    """Attention of tokens [rows, query_heads, key_dim], each over its own row: [rows, query_heads, value_dim]."""
+    keys, values = (_gather(data, singles.slots, tokens.shape[0]) for data in (pages.keys, pages.values))
+    return attend(tokens.unsqueeze(2), keys, values, singles.mask, **options)[:, 0]
 
 
 def _gather(data: torch.Tensor, slots: torch.Tensor, rows: int) -> torch.Tensor:
