@@ -241,8 +241,8 @@ def _compared(run: Row, other: Row) -> str:
         "",
         f"The same sweep, {other['date']}: {totals['families']} families run: {totals['paged']} paged, {totals['beside']} beside stock's",
         f"recurrent layers, {totals['dense']} through dense copies, {totals['stock']} by stock; {totals['same']:,} answers are the same, "
-        f"{totals['bad']} differ, {totals['cannot']}",
-        f"stock itself cannot give; {totals['captured']} families' steps are captured. What is otherwise there than above:",
+        f"{totals['bad']} differ, stock itself cannot",
+        f"give {totals['cannot']}; {totals['captured']} families' steps are captured. What is otherwise there than above:",
         "",
     ]
     for row in other["rows"]:

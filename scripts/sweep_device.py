@@ -252,7 +252,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=[], help="model types; all of the list by default")
     parser.add_argument("--kinds", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="families at a time")
-    parser.add_argument("--seconds", type=int, default=180, help="limit for one family")
+    parser.add_argument("--seconds", type=int, default=240, help="limit for one family")
     parser.add_argument("--save", type=Path, help="write the rows as JSON")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
