@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from simulated import Simulated
 from test_scheduling_walk import one_request
 
-from hf_paged.scheduling import Future, History, Infeasible, Request, Scheduler, Shelf, Status, future_peak
+from hf_paged.blocks import BlockPool
+from hf_paged.scheduling import Future, History, Infeasible, Limits, Request, Scheduler, Shelf, Status, future_peak
 
 KNOWN = [(5, 4), (4, 3), (5, 3), (3, 2), (4, 2)]
 
@@ -215,6 +216,22 @@ def test_with_the_longest_answers_nobody_is_preempted(world: Simulated, seed: in
     assert not any(plan.preempted for plan in world.run())
     world.assert_answered()
     world.assert_empty()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cross_tables_are_as_long_as_what_the_encoder_makes(seed: int) -> None:
+    """C36, C40: however long the answer becomes; few blocks for encoders let few in, few for decoders none that must go."""
+    rng = random.Random(seed)
+    pools, encoders = [BlockPool(rng.choice([20, 60]), 4)], BlockPool(rng.choice([8, 24]), 4)
+    world = ignorant(Simulated(pools, [None], Limits(9, 6, 0.0), encoders=encoders, admission="future"))
+    for number in range(40):
+        width, length = rng.choice([1, 1, 2, 3]), rng.randrange(1, 12)
+        world.submit(Request(number, (1,) * length, length + rng.randrange(2, 12), width, source=rng.randrange(1, 30)), beams=width == 3)
+    assert not any(plan.preempted for plan in world.run())
+    world.assert_answered()
+    world.assert_empty()
+    held = world.encoders.peak_held
+    assert held > encoders.total // 2  # an encoder's table costs its own length, not its answer's
 
 
 def test_fewer_preemptions_than_with_a_watermark() -> None:
