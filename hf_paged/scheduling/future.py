@@ -170,7 +170,7 @@ class Future(Watermark):
         parts = []
         for i in range(len(self.shelves)):
             slots = self._slots(i, group, prompt + length + LAG, length < most) - len(shared[i]) * self.shelves[i].pool.block_size
-            slope = width if settled and self.shelves[i].window is None else 0
+            slope = width if settled and self.shelves[i].window is None and not self.shelves[i].cross else 0
             parts.append(Part(end, slope, slots - slope * end))
         review = step + min(max(1, length - said), max(SHORTEST_REVIEW, said // 4))
         spread = (width * (length - said)) ** 2 if length < most else 0
@@ -183,6 +183,8 @@ class Future(Watermark):
         """
         shelf, width = self.shelves[i], len(group.sequences)
         size = shelf.pool.block_size
+        if shelf.cross:
+            return size * group.need(i, self.limits.tokens)
         if shelf.window is not None:
             return size * blocks_of_group(shelf, width, group.common, length, self.limits.tokens)
         common, unused = group.common // size * size, size // 2 if estimated else size - 1

@@ -180,6 +180,8 @@ class Group:
 
     def most(self, shelf: int, chunk: int) -> int:
         """The blocks that it may come to need to its end."""
+        if self.shelves[shelf].cross:
+            return self.need(shelf, chunk)
         return blocks_of_group(self.shelves[shelf], len(self.sequences), self.common, self.request.most_tokens, chunk)
 
     def held(self, shelf: int) -> int:
