@@ -309,7 +309,8 @@ def test_options_are_checked() -> None:
 
 def behind_encoders(total: int, encoders: int, size: int = 4, **options: Any) -> Simulated:
     limits = Limits(options.get("tokens", 16), options.get("sequences", 8), 0.0)
-    return Simulated([BlockPool(total, size)], [None], limits, encoders=BlockPool(encoders, size), host=options.get("host"))
+    more = {name: value for name, value in options.items() if name in ("host", "admission")}
+    return Simulated([BlockPool(total, size)], [None], limits, encoders=BlockPool(encoders, size), **more)
 
 
 def test_one_cross_table_a_group() -> None:
@@ -346,15 +347,16 @@ def test_cross_tables_need_room() -> None:
     world.assert_empty()
 
 
+@pytest.mark.parametrize("admission", ["watermark", "future"])
 @pytest.mark.parametrize("host", [None, 30])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_walk_behind_encoders(seed: int, host: int | None) -> None:
+def test_a_walk_behind_encoders(seed: int, host: int | None, admission: str) -> None:
     """C23, C30, C36: random groups on few blocks of both kinds, preempted and aborted: everybody reads what his own encoder made.
 
     Cross tables are swapped with their groups, or made again.
     """
     rng = random.Random(seed)
-    world = behind_encoders(total=22, encoders=24, tokens=9, sequences=6, host=host)
+    world = behind_encoders(total=22, encoders=24, tokens=9, sequences=6, host=host, admission=admission)
     alive: list[Group] = []
     for number in range(60):
         width = rng.choice([1, 1, 2, 3])
