@@ -11,10 +11,13 @@ import pytest
 import torch
 from families import BY_NAME, build
 from test_engine_exact import PROMPTS, alone, answers
+from test_integration_quantized import EightBit
 
 import hf_paged
 from hf_paged import demo
-from hf_paged.engine import Engine, EngineConfig
+from hf_paged.engine import Engine, EngineConfig, Unservable
+from hf_paged.integration.identity import Identity
+from hf_paged.memory import Unreadable
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
@@ -236,6 +239,57 @@ def test_training_between_requests(model: Any, engine: Engine) -> None:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         model.eval()
+
+
+def _rows_exchanged(model: Any) -> None:
+    data = model.model.layers[1].self_attn.k_proj.weight.data
+    data[[3, 7]] = data[[7, 3]].clone()
+
+
+CHANGES = {
+    "two rows of a weight change places": _rows_exchanged,
+    "a weight's data is another": lambda model: setattr(
+        model.model.norm.weight, "data", model.model.norm.weight.data * torch.linspace(0.2, 2, model.config.hidden_size)
+    ),
+    "a setting of a layer": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 3.0),
+    "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_an_idle_engine_s_model(model: Any, engine: Engine, change: str) -> None:
+    """C24: nobody begins with what was computed before; what stays the same is found again."""
+    for cached in (0, 28):
+        (output,) = engine.generate([PROMPTS[3]], **GREEDY)
+        assert output.cached_tokens == cached
+    CHANGES[change](model)
+    for cached in (0, 28):
+        (output,) = engine.generate([PROMPTS[3]], **GREEDY)
+        assert output.cached_tokens == cached
+        assert answers(output) == alone(model, PROMPTS[3], **GREEDY)
+
+
+def test_a_model_that_nobody_can_look_into(model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that run at the same time share; what was cached before an idle engine may be anything."""
+
+    def unreadable(*_: Any) -> Any:
+        raise Unreadable("a tensor without memory")
+
+    monkeypatch.setattr(Identity, "begin", unreadable)
+    for _ in range(2):
+        outputs = engine.generate([PROMPTS[3]] * 2, **GREEDY)
+        assert [output.cached_tokens for output in outputs] == [0, 28]
+
+
+def test_layers_that_round_by_the_batch_are_refused(model: Any) -> None:
+    """A neighbour would change what they make of a token."""
+    layer = model.model.layers[0].self_attn
+    layer.q_proj = EightBit(layer.q_proj, threshold=6.0)
+    with pytest.raises(Unservable, match="round a token by all that is computed with it"):
+        Engine(model)
+    layer.q_proj.state.threshold = 0.0
+    with Engine(model, num_blocks=60) as engine:
+        assert answers(engine.generate([PROMPTS[1]], **GREEDY)[0]) == alone(model, PROMPTS[1], **GREEDY)
 
 
 def test_weights_that_change_under_requests(model: Any, engine: Engine) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import GenerationMixin
 
+from ..integration.quantized import looks_around
 from ..integration.support import why_not
 
 
@@ -27,6 +28,11 @@ def check_servable(model: Any, outer: Any) -> None:
         raise Unservable(f"{name} does not say what its layers are ({error}); use generate()") from error
     if reason is not None:
         raise Unservable(f"{reason}; use generate()")
+    if any(looks_around(module, weight) for module in model.modules() for weight in module._parameters.values() if weight is not None):
+        raise Unservable(
+            f"{name} has quantized layers that round a token by all that is computed with it, so its neighbours would change its tokens; "
+            "use generate(), or layers with a scale for each row (threshold 0 in bitsandbytes' int8)"
+        )
     if any(getattr(each, "is_prompt_learning", False) for each in getattr(outer, "peft_config", {}).values()):
         raise Unservable("prompt and prefix tuning change what the model is given, which the engine does not know yet; use generate()")
 
