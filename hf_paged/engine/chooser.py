@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..memory.upload import upload
-from ..scheduling import Scheduler
+from ..scheduling import UNKNOWN, Scheduler
 from .beams import Notes
 from .job import Job
 from .output import TokenLogprob
@@ -32,15 +32,10 @@ def choose(scheduler: Scheduler, picks: Sequence[Pick], logits: torch.Tensor) ->
     Whose tokens need nothing but a cut and a draw are chosen together; processors and criteria run only for their own rows, and
     whatever they raise is their own request's end.
     """
-    broken = logits.amax(1).isnan().tolist()
-    failed: dict[Job, Exception] = {}
-    together: list[Pick] = []
-    for pick in picks:
-        if any(broken[row] for row in pick.rows) and not pick.job.asked.mends:
-            failed[pick.job] = NoToken("the model's logits are NaN")
-        elif pick.job.plain:
-            together.append(pick)
-    tokens = _all_at_once(together, logits)
+    tokens = _all_at_once([pick for pick in picks if pick.job.plain], logits)
+    broken = _broken([pick for pick in picks if not pick.job.plain], logits)
+    broken |= {job for job, found in tokens.items() if UNKNOWN in found}
+    failed: dict[Job, Exception] = {job: NoToken("the model's logits are NaN") for job in broken}
     for pick in picks:
         if pick.job not in failed:
             try:
@@ -51,12 +46,22 @@ def choose(scheduler: Scheduler, picks: Sequence[Pick], logits: torch.Tensor) ->
 
 
 def _all_at_once(picks: Sequence[Pick], logits: torch.Tensor) -> dict[Job, list[int]]:
-    """The tokens of plain jobs."""
-    found = together(picks, logits)[0].tolist() if picks else []
+    """The tokens of plain jobs, UNKNOWN for rows of NaN."""
     tokens: dict[Job, list[int]] = {}
+    if not picks:
+        return tokens
+    chosen, broken = together(picks, logits)
+    found = torch.where(broken, UNKNOWN, chosen).tolist()
     for pick in picks:
         tokens[pick.job], found = found[: len(pick.rows)], found[len(pick.rows) :]
     return tokens
+
+
+def _broken(picks: Sequence[Pick], logits: torch.Tensor) -> set[Job]:
+    """Whose logits have NaN among them, and no processor that replaces it."""
+    rows = [row for pick in picks for row in pick.rows]
+    nan = {row for row, each in zip(rows, logits[rows].amax(1).isnan().tolist(), strict=True) if each} if rows else set()
+    return {pick.job for pick in picks if not nan.isdisjoint(pick.rows) and not pick.job.asked.mends}
 
 
 def together(picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

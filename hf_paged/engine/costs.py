@@ -19,7 +19,8 @@ class Curve:
     def __init__(self) -> None:
         self.count = 0
         self._lately: dict[int, deque[tuple[float, int]]] = {}
-        self._points: list[tuple[float, float]] = [(0.0, 0.0)]
+        self._points: list[tuple[float, float]] | None = None
+        """Sizes and seconds, until something new is measured."""
 
     def add(self, size: int, seconds: float) -> None:
         """Note a measurement."""
@@ -27,20 +28,26 @@ class Curve:
             return
         self.count += 1
         self._lately.setdefault(size.bit_length(), deque(maxlen=LATELY)).append((seconds / size, size))
-        self._points = [(0.0, 0.0)]
-        for _, measured in sorted(self._lately.items()):
-            mean = sum(size for _, size in measured) / len(measured)
-            self._points.append((mean, mean * median_low(rate for rate, _ in measured)))
+        self._points = None
 
     def at(self, size: float) -> float | None:
         """Seconds of a size, None if too little was measured. Beyond the largest every further one costs as much as those."""
         if self.count < ENOUGH:
             return None
+        if self._points is None:
+            self._points = self._line()
         for (left, low), (right, high) in zip(self._points, self._points[1:], strict=False):
             if size <= right:
                 return low + (high - low) * (size - left) / (right - left)
         largest, seconds = self._points[-1]
         return seconds * size / largest
+
+    def _line(self) -> list[tuple[float, float]]:
+        points = [(0.0, 0.0)]
+        for _, measured in sorted(self._lately.items()):
+            mean = sum(size for _, size in measured) / len(measured)
+            points.append((mean, mean * median_low(rate for rate, _ in measured)))
+        return points
 
 
 class Costs:

@@ -60,6 +60,8 @@ class Runner:
 
     def __init__(self, model: nn.Module, pools: Pools) -> None:
         self.model, self.pools = model, pools
+        self.device: torch.device = model.device  # type: ignore[assignment]  # transformers' models have one
+        """Where the token ids go."""
         self.cache = StepCache(pools)
         self.decoding = Decoding(self) if pools.config.graphs else None
         """The captured steps, where they are wanted."""
@@ -86,17 +88,12 @@ class Runner:
         """How the model takes the rows of a step."""
         return "flat" if self.why_rows is None else "rows"
 
-    @property
-    def device(self) -> torch.device:
-        """Where the token ids go."""
-        device: torch.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
-        return device
-
     def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None = None) -> torch.Tensor:
         """The logits [wanted pieces, vocabulary] that follow the last token of each piece that is wanted, in fp32.
 
         latest: the tokens that the last step chose, if there are pieces that follow them.
         """
+        self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
         with self.pools.memory.lock, self._plugged(), torch.no_grad():
             if self.form == "flat":
                 return self._quickly(pieces, latest)
