@@ -23,7 +23,7 @@ class _Singles(NamedTuple):
     tokens: torch.Tensor
     """Their places [rows] in the row of tokens."""
     slots: torch.Tensor
-    """[rows * columns]; outside what a row sees the nearest slot inside, so what is read is finite."""
+    """[rows * columns]; outside what a row sees its last token's, so what is read is finite."""
     mask: torch.Tensor
     """[rows, 1, 1, columns]"""
 
@@ -93,17 +93,23 @@ class FlatBatch(Batch):
     def _singles(self, rows: list[int], window: int | None, device: torch.device) -> _Singles:
         size, tables = self.block_size, [self.tables[i] for i in rows]
         begins = [0 if window is None else max(0, table.length - window) for table in tables]
-        held = [table.blocks[begin // size - table.released :] for table, begin in zip(tables, begins, strict=True)]
+        starts = [begin // size for begin in begins]
+        held = [table.blocks[start - table.released :] for table, start in zip(tables, starts, strict=True)]
         width = max(map(len, held))
         blocks = upload([row + row[-1:] * (width - len(row)) for row in held], device)
-        begin, end = upload([begins, [table.length for table in tables]], device)[:, :, None]
-        # From the first block's first slot on; outside what a row sees stands the nearest slot inside.
-        start = begin // size * size
-        at = start + torch.arange(width * size, device=device)
-        inside = torch.minimum(at, end - 1).maximum(begin)
-        slots = blocks.gather(1, (inside - start) // size) * size + inside % size
-        mask = ((at >= begin) & (at < end))[:, None, None]
-        return _Singles(upload([self.borders[i] for i in rows], device), slots.flatten(), mask)
+        # Of every row where it begins and ends, counted from its first block's first slot, and the slot of its last token.
+        edges = [
+            (begin - start * size, table.length - start * size, row[-1] * size + (table.length - 1) % size)
+            for table, begin, start, row in zip(tables, begins, starts, held, strict=True)
+        ]
+        begin, end, last = upload(edges, device).unbind(1)
+        at = torch.arange(width * size, device=device)
+        seen = at < end[:, None]
+        if window is not None:
+            seen &= at >= begin[:, None]
+        slots = (blocks[:, :, None] * size + at[:size]).flatten(1)
+        slots = torch.where(seen, slots, last[:, None])
+        return _Singles(upload([self.borders[i] for i in rows], device), slots.flatten(), seen[:, None, None])
 
     def _span(self, row: int, window: int | None, device: torch.device) -> _Span:
         table, count = self.tables[row], self.counts[row]
