@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -254,11 +253,7 @@ def main() -> None:
     options = parse()
     report = Report(where(options.device), {"shape": options.shape, "dtype": options.dtype, "engine": options.engine}, options.json)
     bench: Any = Bench(options, report)
-    for name in options.sections:
-        with report.surviving(name):
-            SECTIONS[name](bench)
-    if report.failed:
-        sys.exit(f"failed: {'; '.join(report.failed)}")
+    report.run(SECTIONS, options.sections, bench)
 
 
 if __name__ == "__main__":

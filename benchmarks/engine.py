@@ -19,7 +19,6 @@ import json
 import pstats
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -95,11 +94,6 @@ def steps(bench: Bench) -> None:
             bench.report.row(
                 rows=rows, median=statistics.median(seconds) * 1e3, worst=max(seconds) * 1e3, replayed=captured.get("replayed", 0)
             )
-
-
-def percentiles(values: list[float]) -> tuple[float, float]:
-    ranked = sorted(values)
-    return ranked[len(ranked) // 2], ranked[min(len(ranked) - 1, int(len(ranked) * 0.99))]
 
 
 def serve(bench: Bench, name: str, at_once: int, asks: Sequence[Ask], arrivals: Sequence[float] | None = None, **options: Any) -> Served:
@@ -221,11 +215,7 @@ def main() -> None:
     options = parse()
     report = Report(where(options.device), {"shape": options.shape, "dtype": options.dtype, "engine": options.engine}, options.json)
     bench: Any = Bench(options, report)
-    for name in options.sections:
-        with report.surviving(name):
-            SECTIONS[name](bench)
-    if report.failed:
-        sys.exit(f"failed: {'; '.join(report.failed)}")
+    report.run(SECTIONS, options.sections, bench)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -374,8 +373,7 @@ def main() -> None:
                 with report.surviving(name):
                     section(bench)
                 print(f"({name}: {time.perf_counter() - begin:.0f} s)", flush=True)
-    if report.failed:
-        sys.exit(f"failed: {'; '.join(report.failed)}")
+    report.end()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -190,8 +189,7 @@ def main() -> None:
         with report.surviving(name):
             SECTIONS[name](bench)
         print(f"({name}: {time.perf_counter() - begin:.0f} s)", flush=True)
-    if report.failed:
-        sys.exit(f"failed: {'; '.join(report.failed)}")
+    report.end()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,8 +170,7 @@ def main() -> None:
     options = parse()
     report = Report(where(options.device), {"shape": options.shape, "dtype": options.dtype, "engine": options.engine}, options.json)
     measure(Bench(options), report)
-    if report.failed:
-        sys.exit(f"failed: {'; '.join(report.failed)}")
+    report.end()
 
 
 if __name__ == "__main__":

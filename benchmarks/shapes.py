@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,15 @@ class Report:
             self.failed.append(what)
             print(f"FAILED {what}: {type(error).__name__}: {error}", flush=True)
             traceback.print_exc(limit=-5)
+
+    def run(self, sections: Mapping[str, Callable[[Any], None]], names: Iterable[str], bench: Any) -> None:
+        """The sections of these names, one after another, whatever happens in one of them."""
+        for name in names:
+            with self.surviving(name):
+                sections[name](bench)
+        self.end()
+
+    def end(self) -> None:
+        """Leave with an error if anything has failed."""
+        if self.failed:
+            sys.exit(f"failed: {'; '.join(self.failed)}")

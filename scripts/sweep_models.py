@@ -160,19 +160,14 @@ def _same_in_double(model: Any, arguments: dict[str, Any]) -> bool:
 # ---- a family
 
 
+def empty_row(kind: str, family: str) -> Row:
+    """A family of which nothing is known yet."""
+    return {"kind": kind, "family": family, "marks": {}, "apart": 0.0, "path": "", "why": "", "captured": "", "dense": "", "notes": []}
+
+
 def run_family(kind: str, config_class: Any, wanted: list[str]) -> Row:
     """All modes of one family: marks, path, capture, and what else went wrong."""
-    row: Row = {
-        "kind": kind,
-        "family": config_class.model_type,
-        "marks": {},
-        "apart": 0.0,
-        "path": "",
-        "why": "",
-        "captured": "",
-        "dense": "",
-        "notes": [],
-    }
+    row = empty_row(kind, config_class.model_type)
     try:
         model = build(kind, config_class)
         if not model.can_generate():
@@ -309,18 +304,7 @@ def finish(child: int, reading: int, kind: str, family: str, seconds: int) -> Ro
     if text:
         return json.loads(text)
     died = f"took more than {seconds} s" if status & 127 == signal.SIGALRM else f"died of signal {status & 127}"
-    return {
-        "kind": kind,
-        "family": family,
-        "marks": {},
-        "apart": 0.0,
-        "path": "",
-        "why": "",
-        "captured": "",
-        "dense": "",
-        "notes": [],
-        "unbuilt": died,
-    }
+    return {**empty_row(kind, family), "unbuilt": died}
 
 
 def sweep(options: argparse.Namespace) -> list[Row]:
