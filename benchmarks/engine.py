@@ -7,6 +7,7 @@ steps    milliseconds of a step in which every sequence takes one token, by the 
 trace    output tokens a second, time to the first token, time between tokens, and what the books did, beside other engines
 load     the same where requests come one by one
 shared   requests that begin alike
+host     what the host does in a decoding step and how long that takes, with a model of next to no width
 profile  where the time of a decoding step goes on the host
 """
 
@@ -21,11 +22,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from host import PARTS, measure
 from peers import Served, peers
 from shapes import SHAPES, Report, build, where
 from traces import TRACES, Ask, trace
@@ -40,9 +43,14 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, report: Report) -> None:
         self.options, self.report = options, report
-        self.model = build(options.shape, options.device, getattr(torch, options.dtype))
-        self.model.generation_config.pad_token_id = 0
-        self.model.generation_config.eos_token_id = None  # answers are as long as the trace says
+
+    @cached_property
+    def model(self) -> Any:
+        """Made when it is asked for: not every section needs it."""
+        model = build(self.options.shape, self.options.device, getattr(torch, self.options.dtype))
+        model.generation_config.pad_token_id = 0
+        model.generation_config.eos_token_id = None  # answers are as long as the trace says
+        return model
 
     def wait(self) -> None:
         if self.model.device.type == "cuda":
@@ -188,7 +196,22 @@ def profile(bench: Bench) -> None:
     print(text.getvalue())
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {"steps": steps, "trace": run_trace, "load": load, "shared": shared, "profile": profile}
+def host(bench: Bench) -> None:
+    """What a step costs the host: it must grow with what happens, not with rows."""
+    layers = SHAPES[bench.options.shape]["num_hidden_layers"]
+    bench.report.table(
+        "engine host", f"Work of the host in a decoding step that runs ahead, milliseconds: {layers} layers of next to no width",
+        rows=("rows", "d"), whole=("all, median", ".3f"), row=("us a row", ".2f"), **{part: (part, ".3f") for part in (*PARTS, "rest")},
+    )  # fmt: skip
+    for rows in bench.options.rows:
+        with bench.report.surviving(f"host, {rows} rows"):
+            found = measure(layers, bench.options.device, rows, **bench.options.engine)
+            bench.report.row(rows=rows, row=found["whole"] / rows * 1e3, **found)
+
+
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "steps": steps, "trace": run_trace, "load": load, "shared": shared, "host": host, "profile": profile,
+}  # fmt: skip
 
 
 def parse() -> argparse.Namespace:
