@@ -21,6 +21,7 @@ from ..integration.fused import Fusion, fused
 from ..integration.graph import AGREE, SMALLEST_WIDTH, WIDEST, agree, bucket_of
 from ..integration.lazy import NotCapturable
 from ..integration.lengths import lengths_on_device
+from ..integration.lookout import Lookout
 from ..integration.state import ModelState
 from ..memory import Kind, StaticBatch, is_out_of_memory
 from ..memory.upload import upload
@@ -83,6 +84,8 @@ class Decoding:
         self._seen: Counter[Shape] = Counter()
         self._pool: Any = None
         self._logits: torch.Tensor | None = None
+        self._lookout: Lookout | None = None
+        """What was last seen of the model; it keeps what it saw until it is asked again."""
 
     def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor | None:
         """The logits [wanted pieces, vocabulary] in fp32; None if no trusted graph has them. The next run writes over them."""
@@ -140,6 +143,7 @@ class Decoding:
         """Drop every graph: the model or the pools are not what they were."""
         self._steps.clear()
         self._seen.clear()
+        self._lookout = None
 
     # ---- what a step is captured for
 
@@ -167,7 +171,10 @@ class Decoding:
         return tuple(data.data_ptr() for group in self.runner.pools.groups.values() for data in group.tensors)
 
     def _state(self) -> ModelState:
-        return ModelState(self.runner.model, self.runner.model.forward)
+        model = self.runner.model
+        if self._lookout is None or not self._lookout.unchanged(model.forward):
+            self._lookout = Lookout(model, model.forward)
+        return self._lookout.state
 
     # ---- one step
 
