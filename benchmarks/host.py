@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peers import waits
 from shapes import build
 
 from hf_paged import Engine
@@ -66,11 +65,11 @@ def timed() -> Iterator[Counter[str]]:
 
 def _counted(seconds: Counter[str], part: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         try:
             return method(*args, **kwargs)
         finally:
-            seconds[part] += time.perf_counter() - begin
+            seconds[part] += time.thread_time() - begin
 
     return counted
 
@@ -100,9 +99,9 @@ def measure(layers: int, device: str, rows: int, steps: int = 40, **options: Any
         with Engine(model, run_ahead=True, **{**sizes, **options}) as engine:
             begin(engine, rows)
             still.stopped = True
-            whole = [seconds for seconds, _ in _steps(engine, model.device, steps)]
+            whole = _steps(engine, steps)
             with timed() as parts:
-                again = sum(seconds for seconds, _ in _steps(engine, model.device, steps))
+                again = sum(_steps(engine, steps))
     finally:
         capture.RECORDERS.clear()
         capture.RECORDERS.update(kept)
@@ -110,11 +109,13 @@ def measure(layers: int, device: str, rows: int, steps: int = 40, **options: Any
     return {"whole": statistics.median(whole) * 1e3, **shares, "rest": again / steps * 1e3 - sum(shares.values())}
 
 
-def _steps(engine: Engine, device: torch.device, steps: int) -> Iterator[tuple[float, float]]:
-    """The host's seconds in each step, without what it waits for the device; and those."""
-    with waits(device) as waited:
-        for _ in range(steps):
-            waited.clear()
-            start = time.perf_counter()
-            engine.step()
-            yield time.perf_counter() - start - sum(waited), sum(waited)
+def _steps(engine: Engine, steps: int) -> list[float]:
+    """What each step takes of the host's own time. Waiting for a device spins, so it is taken out."""
+    seconds = []
+    for _ in range(steps):
+        if engine._steps.flight is not None and engine._steps.flight.device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.thread_time()
+        engine.step()
+        seconds.append(time.thread_time() - start)
+    return seconds

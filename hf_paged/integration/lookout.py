@@ -21,6 +21,7 @@ PARTS = ("_modules", *TENSORS, *HOOKS)
 """The dicts that every module has and that are looked into."""
 NOWHERE = object()
 _dict_of = attrgetter("__dict__")
+_parts_of = itemgetter(*PARTS)
 
 
 class Lookout:
@@ -39,11 +40,13 @@ class Lookout:
         owns = list(map(_dict_of, self._modules))
         self._types, self._sizes = list(map(type, self._modules)), list(map(len, owns))
         # All modules of a kind have the same attributes, so few of these are there.
-        getters: dict[tuple[str, ...], itemgetter[Any]] = {}
-        self._getters = [getters.setdefault(names, itemgetter(*names)) for names in map(self._names, self._modules)]
-        self._values = list(chain.from_iterable(get(own) for get, own in zip(self._getters, owns, strict=True)))
-        self._parts = [own[part] for own in owns for part in PARTS]
-        self._lengths = list(map(len, self._parts))
+        kinds: dict[tuple[str, ...], list[nn.Module]] = {}
+        for module in self._modules:
+            kinds.setdefault(self._names(module), []).append(module)
+        self._kinds = [(itemgetter(*names), alike) for names, alike in kinds.items()]
+        self._values = list(self._of_modules())
+        self._parts = list(map(_parts_of, owns))
+        self._lengths = self._sizes_of_parts()
         self._tensors = [own[part] for own in owns for part in TENSORS if own[part]]
         self._pointers = _pointers(self._tensors)
         self._holders = [own[part] for own in owns for part in ("_modules", *HOOKS) if own[part]]
@@ -51,15 +54,20 @@ class Lookout:
         self._configs = list({id(own["config"]): own["config"] for own in owns if "config" in own}.values())
         self._settings = _settings(self._configs)
         # What has contents of its own that are part of the state; of anything else it is enough that it is there.
-        of_their_own = chain.from_iterable([get(own)[len(PARTS) :] for get, own in zip(self._getters, owns, strict=True)])
-        facts = {id(value): (value, fact_of(value)) for value in of_their_own if type(value) not in PLAIN}
+        facts = {id(value): (value, fact_of(value)) for value in self._values if type(value) not in PLAIN}
         self._facts = [(value, fact) for value, fact in facts.values() if type(fact) is not Same]
         self._code = _Code(dict.fromkeys(self._types))
 
     def _names(self, module: nn.Module) -> tuple[str, ...]:
-        """Whose values in a module's own dict are looked at."""
+        """Whose values in a module's own dict are looked at: two at least, so that a getter answers with a tuple."""
         own = [name for name in module.__dict__ if name not in INTERNAL and (module is not self._model or name != "forward")]
-        return (*PARTS, *own)
+        return ("training", *own)
+
+    def _of_modules(self) -> Iterator[Any]:
+        return chain.from_iterable([value for get, alike in self._kinds for value in map(get, map(_dict_of, alike))])
+
+    def _sizes_of_parts(self) -> list[int]:
+        return list(map(len, chain.from_iterable(self._parts)))
 
     def unchanged(self, forward: Callable[..., Any]) -> bool:
         """Whether the model is surely as its state says."""
@@ -74,8 +82,9 @@ class Lookout:
             self._around == _around(forward)
             and _same(self._types, map(type, self._modules))
             and list(map(len, owns)) == self._sizes
-            and _same(self._values, chain.from_iterable([get(own) for get, own in zip(self._getters, owns, strict=True)]))
-            and list(map(len, self._parts)) == self._lengths
+            and _same(self._values, self._of_modules())
+            and list(map(_parts_of, owns)) == self._parts
+            and self._sizes_of_parts() == self._lengths
             and _same(self._held, _contents(self._holders))
             and _pointers(self._tensors) == self._pointers
             and all(fact_of(value) == fact for value, fact in self._facts)
