@@ -24,10 +24,12 @@ from ..integration.lengths import lengths_on_device
 from ..integration.lookout import Lookout
 from ..integration.state import ModelState
 from ..memory import Kind, StaticBatch, is_out_of_memory
+from ..memory.static import Ranks
 from ..memory.upload import upload
+from .pieces import Piece, split
 
 if TYPE_CHECKING:
-    from .runner import Piece, Runner
+    from .runner import Runner
 
 logger = logging.getLogger("hf_paged")
 
@@ -103,7 +105,8 @@ class Decoding:
             self.forget()
             return None
         self.counts["replayed"] += 1
-        return step.logits[: sum(piece.wanted for piece in pieces)]
+        _, others = split(pieces)
+        return step.logits[: len(pieces) - len(others) + sum([piece.wanted for piece in others])]
 
     def _fitting(self, shape: Shape) -> _Step | None:
         """The trusted graph for a shape: its own, or until the shape has come often, one that has not much too much room."""
@@ -148,13 +151,16 @@ class Decoding:
     # ---- what a step is captured for
 
     def _shape(self, pieces: Sequence[Piece]) -> Shape | None:
-        if self.runner.device.type not in RECORDERS or not pieces or any(piece.embeds is not None for piece in pieces):
+        stride, others = split(pieces)
+        if self.runner.device.type not in RECORDERS or not pieces or any(piece.embeds is not None for piece in others):
             return None
-        rows = sum(len(piece.tokens) for piece in pieces)
-        mixed = rows > len(pieces) or not all(piece.wanted for piece in pieces)
-        if mixed and sum(len(piece.tokens) * (piece.start + len(piece.tokens)) for piece in pieces if len(piece.tokens) > 1) > MOST_PAIRS:
+        rows = len(pieces) - len(others) + sum([len(piece.tokens) for piece in others])
+        mixed = rows > len(pieces) or not all(piece.wanted for piece in others)
+        if mixed and sum(len(piece.tokens) * (piece.start + len(piece.tokens)) for piece in others if len(piece.tokens) > 1) > MOST_PAIRS:
             return None
-        blocks = max(table.end for piece in pieces for table in piece.tables)
+        blocks = max([table.end for piece in others for table in piece.tables], default=0)
+        if stride is not None:
+            blocks = max(blocks, self.runner.pools.shelves[0].pool.blocks_for(stride.longest))
         groups = self.runner.pools.groups.values()
         if not all(group.devices for group in groups):
             return None  # the pools were given back, and come again with this step
@@ -180,13 +186,16 @@ class Decoding:
 
     def _load(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None) -> None:
         """Tell the device where the pieces' tokens go; the tables have taken them already."""
-        counts = [len(piece.tokens) for piece in pieces]
+        stride, others = split(pieces)
+        counts, crew = [len(piece.tokens) for piece in others], len(pieces) - len(others)
         for place, batch in enumerate(step.batches.values()):
-            batch.spread([piece.tables[place] for piece in pieces], counts)
-        step.ids[: sum(counts), 0].copy_(self.runner.ids(pieces, latest))
+            ranks = None if stride is None else Ranks(stride.sheets[place], stride.starts, stride.step)
+            batch.spread([piece.tables[place] for piece in others], counts, ranks)
+        step.ids[: crew + sum(counts), 0].copy_(self.runner.ids(pieces, latest))
         if step.places is not None:
-            last = [end - 1 for end, piece in zip(accumulate(counts), pieces, strict=True) if piece.wanted]
-            step.places[: len(last)].copy_(upload(last or [0], step.places.device)[: len(last)])
+            last = [crew + end - 1 for end, piece in zip(accumulate(counts), others, strict=True) if piece.wanted]
+            last = [*range(crew), *last] or [0]
+            step.places[: len(last)].copy_(upload(last, step.places.device))
 
     def _try(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> None:
         """Replay a step whose logits are known, and see."""
