@@ -110,8 +110,8 @@ class Flight:
 
     def depart(self, scheduler: Scheduler) -> None:
         """Every sequence has its next token, whichever it is."""
-        for sequence in self._crew:
-            sequence.tokens.append(UNKNOWN)
+        if self.roster is not None:
+            self.roster.depart()
         for seats in self._seats:
             for sequence, _ in seats.places:
                 scheduler.extend(sequence, UNKNOWN)

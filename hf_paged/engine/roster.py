@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 import torch
 
 from ..memory.upload import upload
-from ..scheduling import Group, Sequence, Status, Stride
+from ..scheduling import UNKNOWN, Group, Sequence, Stride
 from .job import Job
 from .sampling import Warp, draw, warp
+
+_place_of = attrgetter("place")
 
 
 class Roster:
@@ -19,9 +22,11 @@ class Roster:
     def __init__(self, sequences: tuple[Sequence, ...], jobs: Mapping[Group, Job]) -> None:
         self.sequences = sequences
         self.jobs = [jobs[sequence.group] for sequence in sequences]
-        self._said = [job.streams[0].so_far for job in self.jobs]
-        self._ends = [job.asked.ends for job in self.jobs]
+        self._rows = [sequence.tokens for sequence in sequences]
+        self._say = [job.streams[0].so_far.append for job in self.jobs]
         self._news = [job.news for job in self.jobs]
+        self._ends = [job.asked.ends for job in self.jobs]
+        self._any_end = frozenset[int]().union(*set(self._ends))
         self._drawn = [place for place, job in enumerate(self.jobs) if job.asked.sampled]
         self._seeds = [self.jobs[place].asked.seed for place in self._drawn]
         self._warps = [self.jobs[place].asked.warp or Warp() for place in self._drawn]
@@ -41,17 +46,29 @@ class Roster:
             tokens[places] = drawn
         return tokens, broken
 
+    def depart(self) -> None:
+        """Everybody has a next token, whichever it is."""
+        for row in self._rows:
+            row.append(UNKNOWN)
+
     def hear(self, stride: Stride, tokens: list[int]) -> list[int]:
         """Give everybody who goes on the token that he got in a stride. The answer is the places of all others: who ends with it, has no
-        token, or does not run any more."""
-        position, last, odd = stride.step + 1, frozenset(stride.last), []
-        rows = zip(self.sequences, stride.starts, self._said, self._ends, self._news, tokens, strict=True)
-        for place, (sequence, start, said, ends, news, token) in enumerate(rows):
-            if token < 0 or token in ends or place in last or sequence.group.status is not Status.RUNNING:
-                odd.append(place)
-                continue
-            sequence.tokens[start + position] = token
-            said.append(token)
+        token, or has left the crew since."""
+        odd = {*stride.last, *self._who_stopped(tokens)}
+        if None in map(_place_of, self.sequences):
+            odd.update([place for place, sequence in enumerate(self.sequences) if sequence.place is None])
+        position = stride.step + 1
+        # All that is left to be done for every row in every step: two numbers are written down.
+        for place, (row, start, say, token) in enumerate(zip(self._rows, stride.starts, self._say, tokens, strict=True)):
+            if place not in odd:
+                row[start + position] = token
+                say(token)
+        for news in self._news:
             if news.readers:
                 news.tell()
-        return odd
+        return sorted(odd)
+
+    def _who_stopped(self, tokens: list[int]) -> list[int]:
+        if UNKNOWN not in tokens and self._any_end.isdisjoint(tokens):
+            return []
+        return [place for place, (token, ends) in enumerate(zip(tokens, self._ends, strict=True)) if token == UNKNOWN or token in ends]

@@ -201,7 +201,8 @@ class Scheduler:
         """The rows of the plan are on their way, but for those of groups `without`: the next step may build on them."""
         if plan.stride is not None:
             for sequence in plan.stride.sequences:
-                sequence.computed += not without or sequence.group not in without
+                if not without or sequence.group not in without:
+                    sequence.computed += 1
         for sequence, start, count, _ in plan.others:
             group = sequence.group
             if group in without:
