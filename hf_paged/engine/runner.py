@@ -164,9 +164,11 @@ class Runner:
     def _forward(self, inputs: Mapping[str, Any], positions: list[int], last: list[int], flat: bool) -> torch.Tensor:
         """One forward over a row of tokens: the logits [len(last), vocabulary] at the places `last`."""
         arguments: dict[str, Any] = {"past_key_values": self.cache, **inputs}
+        count = len(positions)
+        numbers = upload([*positions, *(last or [count - 1])], self.device)  # together: a transfer costs more than what it carries
         if self._takes_positions:
-            arguments["position_ids"] = upload([positions], self.device)
-        places = upload(last or [len(positions) - 1], self.device)
+            arguments["position_ids"] = numbers[None, :count]
+        places = numbers[count:]
         if self.keeps_some:
             arguments["logits_to_keep"] = places
         token = running.set(Forward(self.cache, flat=flat))

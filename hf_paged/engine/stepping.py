@@ -25,7 +25,7 @@ from .runner import Runner
 class _Computed(NamedTuple):
     """What came of a plan: who failed and why, the logits [rows, vocabulary] of the rows that somebody waits for, and these rows.
 
-    With a roster the first of the logits are its sequences', who are not among the rows.
+    With a roster the first of the logits are those of its sequences, which are not among the rows.
     """
 
     failed: dict[Group, Exception]
@@ -78,18 +78,15 @@ class Steps:
             timing = self.jobs[group].timing
             timing.started = timing.started or time.monotonic()
         begin = time.perf_counter()
-        failed, logits, rows, roster = self._compute(plan, ahead)
+        failed, logits, rows, roster = self._compute(plan)
         self.scheduler.launch(plan, failed)
         flight, picks = self.flight, self._picks(rows, 0 if roster is None else len(roster.sequences))
-        if ahead:
-            self.flight = Flight(plan, failed, picks, logits, begin, roster)
-            self.flight.depart(self.scheduler)
-            ended += self._settle(flight)
+        self.flight = Flight(plan, failed, picks if ahead else [], logits, begin, roster)
+        self.flight.depart(self.scheduler)
+        ended += self._settle(flight) if ahead else self.land()
         trouble = {self.jobs[group]: error for group, error in failed.items() if group in self.jobs}
-        if not ahead:
-            self.scheduler.confirm(plan, failed)
-            trouble |= choose(self.scheduler, picks, logits) if picks else {}
-            self.preemption.heard(plan, begin)
+        if not ahead and picks:
+            trouble |= choose(self.scheduler, picks, logits)
         ended += [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(pick.job) for pick in picks if _is_over(pick.job)]
 
@@ -125,8 +122,8 @@ class Steps:
             elif len({len(sequence.tokens) for sequence in group.sequences}) > 1:
                 self.end(job, "error", error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"))
 
-    def _compute(self, plan: Plan, ahead: bool) -> _Computed:
-        """Carry out a plan behind its swaps. If the host goes on ahead, its stride is the roster's."""
+    def _compute(self, plan: Plan) -> _Computed:
+        """Carry out a plan behind its swaps."""
         self.pools.copy(plan.copies)
         try:
             logits = self._run(plan)
@@ -135,7 +132,7 @@ class Steps:
                 return _Computed({plan.groups[0]: error}, torch.empty(0, 0), [])
             # One of them broke the forward of all: each is tried by itself, on the same blocks.
             return self._compute_apart(plan)
-        roster = self._roster_of(plan.stride) if ahead and plan.stride is not None else None
+        roster = None if plan.stride is None else self._roster_of(plan.stride)
         return _Computed({}, logits, [row for row in (plan.rows if roster is None else plan.others) if row.samples], roster)
 
     def _compute_apart(self, plan: Plan) -> _Computed:
