@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from array import array
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from hf_paged import OutOfBlocks
+from hf_paged.blocks import BlockPool, Sheet, Table
 from hf_paged.config import CacheConfig
 from hf_paged.memory import Batch, Group, Kind, Layout, Memory, Ops, Pages, Rows, Sequences, StaticBatch, reference
+from hf_paged.memory.static import Ranks
 
 CPU = torch.device("cpu")
 LAYOUT = Layout(CPU, torch.float32, 1, 1, 1)
@@ -430,3 +434,22 @@ def test_the_tokens_of_a_chunk_as_rows() -> None:
     assert static.targets(CPU).tolist() == [tables[0].slot(i) for i in (3, 4, 5, 6)] + [tables[1].slot(6)] + [-1] * 3
     seen = contents(pages, None)[:5]
     assert seen == [*([[*map(float, range(1, n))]] for n in (5, 6, 7, 8)), [[10.0, 20, 30, 40, 50, 60, 70]]]
+
+
+def test_ranks_say_what_their_tables_say() -> None:
+    """Rows that stand on a sheet, before others that do not: the same upload as table by table."""
+    chance, pool = random.Random(3), BlockPool(200, 4)
+    tables = [Table(pool) for _ in range(7)]
+    for table in tables:
+        table.append(chance.randrange(10, 60))
+    tables[2].release_before(9)
+    sheet, starts = Sheet(), array("i")
+    for row, table in enumerate(tables[:5]):
+        sheet.put(row, table)
+        starts.append(table.length - 1 - 9)
+    one, other = static_batch(9, 1, 4), static_batch(9, 1, 4)
+    one.spread(tables, [1] * 7)
+    other.spread(tables[5:], [1, 1], Ranks(sheet, starts, 9))
+    assert one.tokens.tolist() == other.tokens.tolist() == [*(table.length - 1 for table in tables), -1, -1]
+    for row, table in enumerate(tables):
+        assert other.table(CPU)[row, table.released : table.end].tolist() == table.blocks
