@@ -69,7 +69,7 @@ def kinds(bench: Bench) -> None:
     options = bench.options
     asks = trace(options.trace, options.requests, SHAPES[options.shape]["vocab_size"])
     with bench.engine(options.at_once) as engine:
-        for ask in trace(options.trace, options.warm_up, SHAPES[options.shape]["vocab_size"], seed=1):
+        for ask in trace(options.trace, options.warm_up or len(asks), SHAPES[options.shape]["vocab_size"], seed=1):
             engine.submit(ask.prompt, max_new_tokens=ask.new, do_sample=False)
         while engine._jobs:
             engine.step()
@@ -201,7 +201,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, default=256)
-    parser.add_argument("--warm-up", type=int, default=64, help="requests before anything is timed")
+    parser.add_argument("--warm-up", type=int, default=0, help="requests before anything is timed; as many as are timed if left out")
     parser.add_argument("--engine", type=json.loads, default={}, help="""options of the engine, such as '{"compile": true}'""")
     parser.add_argument("--json", type=Path, help="a file that gets each row as a line")
     return parser.parse_args()
