@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequences
 
 from ..blocks import Copy, blocks_needed
 from .crew import Stride
@@ -51,16 +52,18 @@ def share(groups: Iterable[Group], room: int) -> list[Steps]:
     return found
 
 
-def fit(shelves: Iterable[Shelf], several: Iterable[Steps], beside: int = 0) -> bool:
+def fit(shelves: Iterable[Shelf], several: Sequences[Steps], beside: int = 0) -> bool:
     """Whether every pool has the blocks for these steps and `beside` more; what lies behind a window goes back first (C10)."""
     for i, shelf in enumerate(shelves):
-        need = beside
-        for steps in several:
-            tables = [sequence.tables[i] for sequence, _ in steps]
-            if shelf.window is not None:
+        every = [([sequence.tables[i] for sequence, _ in steps], steps) for steps in several]
+        if shelf.window is not None:
+            for tables, _ in every:
                 for table in tables:
                     table.release_before(table.length - shelf.window + 1)
-            need += blocks_needed(tables, [sequence.growth(i, count) for sequence, count in steps])
-        if need > shelf.pool.available:
+        most = beside + sum([count // shelf.pool.block_size + 2 for steps in several for _, count in steps])
+        if not shelf.cross and most <= shelf.pool.available:
+            continue  # nobody takes more than that, so nobody has to count
+        need = sum(blocks_needed(tables, [sequence.growth(i, count) for sequence, count in steps]) for tables, steps in every)
+        if beside + need > shelf.pool.available:
             return False
     return True
