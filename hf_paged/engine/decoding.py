@@ -18,11 +18,12 @@ import torch
 
 from ..integration.attention import Forward, running
 from ..integration.capture import RECORDERS, Rehearsal
-from ..integration.compiled import Compilation, CompiledFusion
+from ..integration.compiled import Compilation, CompiledFusion, reason_of
 from ..integration.fused import Fusion, fused
 from ..integration.graph import AGREE, SMALLEST_WIDTH, WIDEST, agree, bucket_of
 from ..integration.lazy import NotCapturable
 from ..integration.lengths import lengths_on_device
+from ..integration.products import lay_side_by_side
 from ..integration.state import ModelState
 from ..memory import Kind, StaticBatch, is_out_of_memory
 from ..memory.upload import upload
@@ -88,6 +89,18 @@ class Decoding:
         self._pool: Any = None
         self._logits: torch.Tensor | None = None
 
+    def prepare(self, run: Callable[[], object]) -> None:
+        """Get the model ready for compiled layers, or say why there are none. `run` runs it, somehow."""
+        if self.compilation is None:
+            return
+        if self.runner.why_rows is not None:
+            self.compilation.give_up(f"sequences are run one by one: {self.runner.why_rows}")
+        elif self.runner.device.type not in RECORDERS:
+            self.compilation.give_up(f"it is for captured steps, and there are none on {self.runner.device}")
+        else:
+            with self.runner.pools.memory.lock:
+                lay_side_by_side(self.runner.model, run)
+
     def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor | None:
         """The logits [wanted pieces, vocabulary] in fp32; None if no trusted graph has them. The next run writes over them."""
         shape = self._shape(pieces)
@@ -131,6 +144,7 @@ class Decoding:
             if step is None and self._seen[shape] >= AFTER:
                 step = self._capture(shape, pieces, latest, logits.shape[1])
             if step is not None and step.agreed < AGREE and not self._try(step, pieces, latest, logits):
+                self.runner.flat(pieces, latest)  # so is what it has stored
                 self._distrust(shape, step)
         except Exception as error:
             self._steps.pop(shape, None)
@@ -248,7 +262,7 @@ class Decoding:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            self.compilation.give_up(f"{type(error).__name__}: {error}".split("\n")[0])
+            self.compilation.give_up(reason_of(error))
             return None
         return made
 

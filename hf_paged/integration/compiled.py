@@ -22,6 +22,7 @@ from .fused import STANDS_FOR, Fusion, current, is_norm, llama, reads_like
 from .layer import PagedLayer
 from .lazy import LazyMask, LazyTensor, Rotation, as_dense
 from .lengths import lengths_apart
+from .products import join_products
 from .support import FallbackWarning
 from .traced import NotCompilable, Place, Turned
 
@@ -91,6 +92,13 @@ class Compilation:
         self.why_not: str | None = None
         """Why nothing is compiled any more."""
         self._codes: dict[Any, Callable[..., Any]] = {}
+        self._substitutes: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def substitute(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for a rotary embedding in traced layers: always the same, or they would be compiled again."""
+        if stock not in self._substitutes:
+            self._substitutes[stock] = _turn_later(self, stock)
+        return self._substitutes[stock]
 
     def give_up(self, reason: str) -> None:
         """Compile nothing any more, and say why, once."""
@@ -121,9 +129,17 @@ class Compilation:
         return compiled
 
 
+def reason_of(error: BaseException) -> str:
+    """A failed compilation in one line."""
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+    return ": ".join([type(inner).__name__, *lines[:1]])
+
+
 def _make(graph: Any, inputs: Any) -> Any:
     from torch._dynamo import lookup_backend
 
+    join_products(graph)
     options = {"config_patches": OPTIONS} if BACKEND == "inductor" else {}
     return lookup_backend(BACKEND)(graph, inputs, **options)
 
@@ -131,11 +147,10 @@ def _make(graph: Any, inputs: Any) -> Any:
 class CompiledFusion(Fusion):
     """What a captured forward calls instead of its layers: the same compiled, and the kernels for what lies around them."""
 
-    def __init__(self, model: nn.Module, kernels: Any, compilation: Compilation, cache: Sequence[PagedLayer], turning: bool = True) -> None:
+    def __init__(self, model: nn.Module, kernels: Any, compilation: Compilation, cache: Sequence[Any]) -> None:
         super().__init__(model, kernels)
         self.compilation = compilation
         self._tags: dict[int, PagedLayer] = {}
-        self._substitutes: dict[Callable[..., Any], Callable[..., Any]] = {}
         layers = decoder_layers(model, len(cache))
         for module in model.modules():
             self._chain(module)
@@ -150,7 +165,7 @@ class CompiledFusion(Fusion):
         for norm in self.following.values():
             if norm not in inside:
                 self.forwards[norm] = _bound(self.norm, norm)
-        if not turning or kernels is None:
+        if kernels is None:
             self.rotaries = set()
 
     def layer_of(self, tag: torch.Tensor) -> PagedLayer:
@@ -201,9 +216,7 @@ class CompiledFusion(Fusion):
 
     def substitute(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """A traced layer's rotary embedding: the attention does it, where queries and keys are plain."""
-        if stock not in self._substitutes:
-            self._substitutes[stock] = _turn_later(self, stock)
-        return self._substitutes[stock]
+        return self.compilation.substitute(stock)
 
 
 def _bound(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
@@ -225,10 +238,11 @@ def _plain(given: Any, place: Place) -> Any:
     return tree_map(plain, given)
 
 
-def _turn_later(fusion: Fusion, stock: Callable[..., Any]) -> Callable[..., Any]:
-    @torch.compiler.assume_constant_result
+def _turn_later(compilation: Compilation, stock: Callable[..., Any]) -> Callable[..., Any]:
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def ours() -> bool:
-        return current.get() is fusion  # whoever else traces the model's code meanwhile traces stock's
+        # Whoever else traces the model's code meanwhile traces stock's.
+        return getattr(current.get(), "compilation", None) is compilation
 
     def choose(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
         if ours() and unsqueeze_dim == 1 and cos.ndim == 3 and q.dtype == k.dtype == cos.dtype == sin.dtype:
