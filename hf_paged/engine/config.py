@@ -38,9 +38,9 @@ class EngineConfig:
     run_ahead: whether a step is launched before the host has heard which tokens the last one chose, as long as no request needs the
     host for its next token (beams, processors); None means on CUDA devices.
 
-    compile: whether the decoder layers of captured steps are compiled by torch.compile, once for all layers that are alike. It takes
-    seconds when the first steps are captured; a model whose layers cannot be compiled, or answer otherwise then, is served without,
-    and a warning says why.
+    compile: whether the decoder layers of captured steps are compiled by torch.compile, into one code for all that are alike. It takes
+    seconds when the first steps are captured. For it, weights with one input (q, k and v; gate and up) are moved next to each other in
+    memory. A model whose layers cannot be compiled, or answer otherwise then, is served without, and a warning says why.
     """
 
     block_size: int = 16

@@ -96,8 +96,8 @@ def lay_side_by_side(model: nn.Module, run: Callable[[], Any]) -> int:
     storages = Counter(_storage(tensor) for tensor in (*model.parameters(), *model.buffers()))
     moved = 0
     for group in groups:
-        weights: list[nn.Parameter] = [layer.weight for layer in group]
-        biases: list[nn.Parameter] = [layer.bias for layer in group if layer.bias is not None]
+        weights: list[Any] = [layer.weight for layer in group]
+        biases: list[Any] = [layer.bias for layer in group if layer.bias is not None]
         several = [weights, biases] if biases else [weights]
         if len(biases) in (0, len(group)) and all(_may_move(tensors, storages) for tensors in several):
             for tensors in several:
