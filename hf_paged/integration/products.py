@@ -14,15 +14,17 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from ..memory import multiply
+
 
 @torch.library.custom_op("hf_paged::products", mutates_args=())
 def _products(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> torch.Tensor:
     """x [..., k] times each of the weights [n_i, k], plus their biases [n_i] if there are any: [..., sum of n_i]."""
     joined, bias = joined_of(weights), joined_of(biases) if biases else None
     if joined is not None and (bias is not None or not biases):
-        return linear(x, joined, bias)
+        return multiply(x, joined, bias)
     apart: list[torch.Tensor | None] = [*biases] if biases else [None] * len(weights)
-    return torch.cat([linear(x, weight, bias) for weight, bias in zip(weights, apart, strict=True)], -1)
+    return torch.cat([multiply(x, weight, bias) for weight, bias in zip(weights, apart, strict=True)], -1)
 
 
 @_products.register_fake
@@ -46,13 +48,13 @@ def joined_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def join_products(graph: torch.fx.GraphModule) -> None:
-    """Let linear layers with one input be one operation."""
+    """Let linear layers be our operation, one for all that have one input."""
     by_input: dict[Any, list[torch.fx.Node]] = {}
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target is linear and _is_plain(node):
             by_input.setdefault((node.args[0], _bias(node) is None), []).append(node)
     for nodes in by_input.values():
-        if len(nodes) > 1 and len({_weight(node).dtype for node in nodes}) == 1:
+        if len({_weight(node).dtype for node in nodes}) == 1:
             _replace(graph.graph, nodes)
     graph.recompile()
 
