@@ -121,8 +121,8 @@ def test_one_code_for_all_layers_and_rows(traced: list[Any]) -> None:
         assert len(traced) == 2
 
 
-def test_queries_and_keys_are_turned_where_they_are_stored(monkeypatch: pytest.MonkeyPatch, traced: list[Any]) -> None:
-    """With kernels the rotary embedding is not in the compiled code, and it is not compiled again for every capture."""
+def test_kernels_of_ours_in_compiled_layers(monkeypatch: pytest.MonkeyPatch, traced: list[Any]) -> None:
+    """Queries and keys are turned where they are stored, sums are normed in one kernel, and no capture compiles anything again."""
     model, kernels = deep_llama(), Kernels()
     monkeypatch.setattr(Ops, "kernels", kernels)
     with Engine(model, block_size=4, compile=True) as engine:
@@ -130,9 +130,11 @@ def test_queries_and_keys_are_turned_where_they_are_stored(monkeypatch: pytest.M
         engine.generate(PROMPTS[:4], **GREEDY)
         assert decoding(engine).counts["compiled"] == decoding(engine).counts["captured"] > 1
     assert kernels.calls["rotary"] > 12
+    assert kernels.calls["add_rms_norm"] > 24
     assert len(traced) == 1
     assert "position_embeddings" in traced[0].code
     assert "torch.cat" not in traced[0].code
+    assert "rsqrt" not in traced[0].code
     assert [answers(output) for output in outputs] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
 
 
@@ -289,6 +291,14 @@ def test_memory_that_ends_is_no_reason(llama: Any, monkeypatch: pytest.MonkeyPat
         assert decoding(engine).compilation.why_not is None
         assert not decoding(engine).counts["captured"]
     assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
+
+
+def test_a_model_whose_steps_cannot_be_captured(llama: Any) -> None:
+    llama.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    with pytest.warns(FallbackWarning, match="cannot be captured.*hooks") as told, Engine(llama, block_size=4, compile=True) as engine:
+        outputs = engine.generate(PROMPTS[:2], **GREEDY)
+    assert len(told) == 1
+    assert [answers(output) for output in outputs] == [alone(llama, prompt, **GREEDY) for prompt in PROMPTS[:2]]
 
 
 def test_where_no_step_is_captured(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

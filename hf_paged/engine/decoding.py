@@ -159,6 +159,8 @@ class Decoding:
                 return
             self.reasons[shape] = f"{type(error).__name__}: {error}".split("\n")[0]
             logger.info("a decoding step of the engine is not captured: %s", self.reasons[shape])
+            if self.compilation is not None and not self.counts["captured"]:
+                self.compilation.tell(f"a step cannot be captured, {self.reasons[shape]}")
 
     def forget(self) -> None:
         """Drop every graph: the model or the pools are not what they were."""

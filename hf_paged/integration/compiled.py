@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from ..memory import Seen
 from .attention import drops_caps
-from .fused import STANDS_FOR, Fusion, current, is_norm, llama, reads_like
+from .fused import STANDS_FOR, Fusion, current, is_centered, is_norm, llama, reads_like
 from .layer import PagedLayer
 from .lazy import LazyMask, LazyTensor, Rotation, as_dense
 from .lengths import lengths_apart
@@ -30,11 +30,18 @@ BACKEND = "inductor"
 """What makes code of a traced layer."""
 OPTIONS = {"emulate_precision_casts": True}
 """Inductor's: numbers are rounded where the model's own code rounds them."""
+OWN_NORMS = True
+"""Whether norms with an addition before them are our kernel's, which reads what it adds once, where there are kernels."""
 MOST = 4
 """How many codes layers of one kind may need; a model whose every layer wants its own would compile for minutes."""
 
 
-@torch.library.custom_op("hf_paged::attend", mutates_args=())
+@torch.library.custom_op(
+    "hf_paged::attend",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? cos, Tensor? sin, Tensor? sinks, Tensor tag, float? scale, float? softcap, "
+    "int? window) -> Tensor",
+)
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -48,9 +55,7 @@ def _attend(
     window: int | None,
 ) -> torch.Tensor:
     """Store the step's keys and values [rows, heads, new, dim] in the pages of the layer of `tag`, and attend from there."""
-    fusion = current.get()
-    if not isinstance(fusion, CompiledFusion):
-        raise RuntimeError("hf_paged::attend works in the captured steps of an engine, and no such step is running")
+    fusion = _running()
     layer = fusion.layer_of(tag)
     if cos is not None and sin is not None:
         query, key = Rotation(fusion.kernels, query, key, cos, sin).lazy()
@@ -67,6 +72,31 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
+@torch.library.custom_op(
+    "hf_paged::add_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor residual, Tensor weight, float eps, bool centered) -> (Tensor, Tensor)",
+)
+def _add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of x and residual [..., n], and its root-mean-square norm, in one kernel."""
+    made: tuple[torch.Tensor, torch.Tensor] = _running().kernels.add_rms_norm(x, residual, weight, eps, centered=centered)
+    return made
+
+
+@_add_norm.register_fake
+def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(x, dtype=x.dtype if centered else torch.promote_types(x.dtype, weight.dtype))
+
+
+def _running() -> CompiledFusion:
+    fusion = current.get()
+    if not isinstance(fusion, CompiledFusion):
+        raise RuntimeError("the operations of compiled layers work in captured steps of an engine, and no such step is running")
+    return fusion
+
+
 # ---- what is compiled
 
 
@@ -76,13 +106,26 @@ def _whole(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _chained(
-    layer: Any, following: Any, normed: torch.Tensor, residual: torch.Tensor, kwargs: dict[str, Any]
+    layer: Any, following: Any, normed: torch.Tensor, residual: torch.Tensor, own: tuple[bool, bool] | None, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer like Llama's from behind its first norm: what it answers, and the norm of that by which its follower begins."""
+    """A layer like Llama's from behind its first norm: what it answers, and the norm of that by which its follower begins.
+
+    own: for our own kernel, whether the two norms are centered; None leaves them to the compiler.
+    """
     attended, _ = layer.self_attn(hidden_states=normed, **kwargs)
-    residual = residual + attended
-    total = residual + layer.mlp(layer.post_attention_layernorm(residual))
-    return total, type(following).forward(following, total)
+    between = layer.post_attention_layernorm
+    if own is None:
+        residual = residual + attended
+        total = residual + layer.mlp(between(residual))
+        return total, type(following).forward(following, total)
+    residual, normed = _added(between, attended, residual, own[0])
+    return _added(following, layer.mlp(normed), residual, own[1])
+
+
+def _added(norm: Any, x: torch.Tensor, residual: torch.Tensor, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    eps = norm.eps if centered else norm.variance_epsilon
+    total, normed = torch.ops.hf_paged.add_norm(x, residual, norm.weight, eps, centered)
+    return total, normed
 
 
 class Compilation:
@@ -91,6 +134,7 @@ class Compilation:
     def __init__(self) -> None:
         self.why_not: str | None = None
         """Why nothing is compiled any more."""
+        self._told = False
         self._codes: dict[Any, Callable[..., Any]] = {}
         self._substitutes: dict[Callable[..., Any], Callable[..., Any]] = {}
 
@@ -101,9 +145,14 @@ class Compilation:
         return self._substitutes[stock]
 
     def give_up(self, reason: str) -> None:
-        """Compile nothing any more, and say why, once."""
-        if self.why_not is None:
-            self.why_not = reason
+        """Compile nothing any more, and say why."""
+        self.why_not = self.why_not or reason
+        self.tell(reason)
+
+    def tell(self, reason: str) -> None:
+        """Say why layers run as they are, the first time."""
+        if not self._told:
+            self._told = True
             warnings.warn(f"compile=True: {reason}; the model's layers run as they are", FallbackWarning, stacklevel=2)
 
     def code(self, function: Callable[..., Any], *kind: Any) -> Callable[..., Any]:
@@ -190,8 +239,9 @@ class CompiledFusion(Fusion):
         kwargs = _plain(kwargs, place)
         following = self.following[layer]
         normed = self.norm(layer.input_layernorm, hidden_states)
+        own = (is_centered(layer.post_attention_layernorm), is_centered(following)) if OWN_NORMS and self.kernels is not None else None
         total: torch.Tensor
-        total, after = self._call(_chained, place, layer, following, normed, hidden_states, kwargs)
+        total, after = self._call(_chained, place, layer, following, normed, hidden_states, own, kwargs)
         self.leave_ahead(following, total, after)
         return total
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from ..memory import multiply
+from ..memory import is_out_of_memory, multiply
 
 
-@torch.library.custom_op("hf_paged::products", mutates_args=())
+@torch.library.custom_op("hf_paged::products", mutates_args=(), schema="(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
 def _products(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> torch.Tensor:
     """x [..., k] times each of the weights [n_i, k], plus their biases [n_i] if there are any: [..., sum of n_i]."""
     joined, bias = joined_of(weights), joined_of(biases) if biases else None
@@ -102,8 +102,12 @@ def lay_side_by_side(model: nn.Module, run: Callable[[], Any]) -> int:
         biases: list[Any] = [layer.bias for layer in group if layer.bias is not None]
         several = [weights, biases] if biases else [weights]
         if len(biases) in (0, len(group)) and all(_may_move(tensors, storages) for tensors in several):
-            for tensors in several:
-                moved += _move(tensors)
+            try:
+                moved += sum(_move(tensors) for tensors in several)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                break  # there is no room to move; what lies apart is multiplied apart
     return moved
 
 
