@@ -63,6 +63,11 @@ def decoding(engine: Engine) -> Any:
     return engine._runner.decoding
 
 
+def of_layers(graphs: list[Any]) -> list[Any]:
+    """Those of decoder layers; the others make cosines and sines."""
+    return [graph for graph in graphs if "hf_paged.attend" in graph.code]
+
+
 def deep_llama() -> Any:
     torch.manual_seed(0)
     config = tf.LlamaConfig(num_key_value_heads=2, **{**SMALL, "num_hidden_layers": 6}, **TOKENS, **LONG)
@@ -87,7 +92,7 @@ def assert_served(model: Any, *, compile: bool, match: str = "", **options: Any)
 # ---- the same tokens
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "mistral-window", "gpt-neox", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "mistral-window", "gpt2"])
 def test_same_tokens_from_compiled_layers(name: str) -> None:
     """C23: whatever the layers are made of; the first in their families' own code."""
     assert_served(build(BY_NAME[name]), compile=True)
@@ -112,13 +117,14 @@ def test_one_code_for_all_layers_and_rows(traced: list[Any]) -> None:
         for count in (1, 2, 3, 5, 9):
             engine.generate([PROMPTS[0]] * count, **GREEDY)
         assert decoding(engine).counts["compiled"] == decoding(engine).counts["captured"] > 4
-        assert len(traced) == 2
+        assert len(of_layers(traced)) == 2
+        assert len(traced) == 4
         engine.pause()
         engine.resume()
         engine.generate([PROMPTS[1]] * 3, **GREEDY)
         decoding(engine).forget()
         engine.generate([PROMPTS[2]] * 3, **GREEDY)
-        assert len(traced) == 2
+        assert len(traced) == 4
 
 
 def test_kernels_of_ours_in_compiled_layers(monkeypatch: pytest.MonkeyPatch, traced: list[Any]) -> None:
@@ -131,10 +137,10 @@ def test_kernels_of_ours_in_compiled_layers(monkeypatch: pytest.MonkeyPatch, tra
         assert decoding(engine).counts["compiled"] == decoding(engine).counts["captured"] > 1
     assert kernels.calls["rotary"] > 12
     assert kernels.calls["add_rms_norm"] > 24
-    assert len(traced) == 1
-    assert "position_embeddings" in traced[0].code
-    assert "torch.cat" not in traced[0].code
-    assert "rsqrt" not in traced[0].code
+    (graph,) = of_layers(traced)
+    assert "position_embeddings" in graph.code
+    assert "torch.cat" not in graph.code
+    assert "rsqrt" not in graph.code
     assert [answers(output) for output in outputs] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
 
 
@@ -218,7 +224,7 @@ def test_a_model_that_the_user_compiles_too(llama: Any, traced: list[Any]) -> No
     right, count = own(ids), len(made)
     assert count
     assert_served(llama, compile=True)
-    assert len(traced) <= 2
+    assert len(of_layers(traced)) <= 2
     assert torch.allclose(own(ids), right)
     torch._dynamo.reset()
 

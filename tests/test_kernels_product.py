@@ -50,6 +50,15 @@ def test_rows_read_nothing_of_each_other() -> None:
     assert torch.equal(found[[0, 1, 3]], right[[0, 1, 3]])
 
 
+def test_the_table_is_read_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = Strip(16, 128, 4, 4), Strip(64, 128, 4, 4)
+    monkeypatch.setattr(kernels.tuning, "PRODUCTS", [(16, 4096, 4096, None), (16, 8192, 16384, few), (64, 8192, 16384, many)])
+    found = [kernels.product_strip(*asked) for asked in ((1, 4096, 4096), (1, 6144, 4096), (16, 4096, 14336), (17, 4096, 4096))]
+    assert found == [None, few, few, many]
+    assert kernels.product_strip(65, 64, 64) is None
+    assert kernels.product_strip(1, 28672, 64) is None
+
+
 @pytest.mark.parametrize(
     ("x", "weight", "match"),
     [

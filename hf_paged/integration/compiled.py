@@ -100,9 +100,9 @@ def _running() -> CompiledFusion:
 # ---- what is compiled
 
 
-def _whole(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A layer as it is."""
-    return type(layer).forward(layer, *args, **kwargs)
+def _whole(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module as it is."""
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _chained(
@@ -214,6 +214,9 @@ class CompiledFusion(Fusion):
         for norm in self.following.values():
             if norm not in inside:
                 self.forwards[norm] = _bound(self.norm, norm)
+        for module in model.modules():
+            if module not in inside and any(name.endswith("inv_freq") for name in module._buffers):
+                self.forwards[module] = _bound(self._run_angles, module)
         if kernels is None:
             self.rotaries = set()
 
@@ -233,6 +236,10 @@ class CompiledFusion(Fusion):
         place = self._place(layer, tag, (args, kwargs))
         args, kwargs = _plain(args, place), _plain(kwargs, place)
         return self._call(_whole, place, layer, args, kwargs)
+
+    def _run_angles(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Cosines and sines of the step's positions, which take ten small operations."""
+        return self._call(_whole, None, module, args, kwargs)
 
     def _run_chained(self, layer: Any, tag: torch.Tensor, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         place = self._place(layer, tag, kwargs)
@@ -255,14 +262,14 @@ class CompiledFusion(Fusion):
         attention = next(part for part in layer.modules() if getattr(part, "layer_idx", None) is not None)
         return Place(tag, window, drops_caps(attention))
 
-    def _call(self, function: Callable[..., Any], place: Place, *args: Any) -> Any:
+    def _call(self, function: Callable[..., Any], place: Place | None, *args: Any) -> Any:
         rows = next(x.shape[0] for x in tree_leaves(args) if isinstance(x, torch.Tensor))
         if rows > 1:
             for x in tree_leaves(args):
                 if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[0] == rows:
                     torch._dynamo.maybe_mark_dynamic(x, 0)
         with lengths_apart():
-            return self.compilation.code(function, rows > 1, place.window)(*args)
+            return self.compilation.code(function, rows > 1, place and place.window, place is None)(*args)
 
     def substitute(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """A traced layer's rotary embedding: the attention does it, where queries and keys are plain."""

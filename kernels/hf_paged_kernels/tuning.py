@@ -55,8 +55,9 @@ SINGLE = [
     (FOREVER, FOREVER, Tiling(64, 64, 4, 3, 2)),
 ]
 PROMPT = Tiling(128, 64, 8, 3)
-# Rows of a product up to, and the strip.
-PRODUCTS: list[tuple[int, Strip]] = []
+# Rows of a product up to, n and k of the weight [n, k] up to, and the strip or None for torch's own: the first line that fits.
+# Made with scripts/tune_kernels.py; without a line it is torch's.
+PRODUCTS: list[tuple[int, int, int, Strip | None]] = []
 
 
 def decode_tiling(group: int, token_bytes: int, rows: int, heads: int, mean_length: int) -> Tiling:
@@ -91,5 +92,4 @@ def fit(choice: Tiling, token_bytes: int, query_bytes: int = 0) -> Tiling:
 
 def product_strip(rows: int, n: int, k: int) -> Strip | None:
     """How the product of `rows` rows with a weight [n, k] is cut; None if torch's own is faster."""
-    del n, k
-    return next((strip for most, strip in PRODUCTS if rows <= most), None)
+    return next((strip for *most, strip in PRODUCTS if rows <= most[0] and n <= most[1] and k <= most[2]), None)
