@@ -108,6 +108,8 @@ def lay_side_by_side(model: nn.Module, run: Callable[[], Any]) -> int:
                 if not is_out_of_memory(error):
                     raise
                 break  # there is no room to move; what lies apart is multiplied apart
+    if moved and any(parameter.is_cuda for parameter in model.parameters()):
+        torch.cuda.empty_cache()  # the places that they left are too small for what comes
     return moved
 
 
