@@ -7,6 +7,7 @@ steps    milliseconds of a step in which every sequence takes one token, by the 
 trace    output tokens a second, time to the first token, time between tokens, and what the books did, beside other engines
 load     the same where requests come one by one
 shared   requests that begin alike
+beams    seconds of 16 beam searches of width 4 and 8, beside paged and stock generate() over the same rows
 profile  where the time of a decoding step goes on the host
 """
 
@@ -25,6 +26,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import generate
 import torch
 from peers import Served, peers
 from shapes import SHAPES, Report, build, where
@@ -33,6 +35,7 @@ from traces import TRACES, Ask, trace
 from hf_paged import Engine
 
 CONTEXT = 384
+BEAM_BARS = generate.BEAM_BARS | {4: generate.Bar(2.59, 0.8, 0.5)}
 
 
 class Bench:
@@ -48,8 +51,9 @@ class Bench:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def engine(self, at_once: int) -> Engine:
-        return Engine(self.model, **{"max_batch_sequences": at_once, "max_batch_tokens": max(2048, at_once), **self.options.engine})
+    def engine(self, at_once: int, **options: Any) -> Engine:
+        sizes = {"max_batch_sequences": at_once, "max_batch_tokens": max(2048, at_once)}
+        return Engine(self.model, **{**sizes, **options, **self.options.engine})
 
     def prompts(self, rows: int, context: int) -> list[list[int]]:
         random = torch.Generator().manual_seed(1)
@@ -175,6 +179,48 @@ def shared(bench: Bench) -> None:
             told(bench, "hf_paged", serve(bench, "hf_paged", 64, asks, prefix_caching=cached), cached=str(cached))
 
 
+def beams(bench: Bench, searches: int = 16, prompt: int = 256, new: int = 64) -> None:
+    bench.report.table(
+        "engine beams", f"{searches} beam searches, prompts of {prompt}, {new} new, s; a step of the engine, ms",
+        width=("width", "d"), engine=("engine", ".2f"), step=("a step, median", ".2f"), replayed=("from graphs", "d"),
+        paged=("paged generate()", ".2f"), stock=("stock generate()", ".2f"), vllm=("vLLM 0.25.1", ".2f"), must=("must", ".1f"),
+        aim=("aim", ".1f"), met=("met", ""), same=("same tokens as stock", ".0%"),
+    )  # fmt: skip
+    rows = bench.prompts(searches, prompt)
+    calls = generate.Bench(argparse.Namespace(**{**vars(bench.options), "cache": {}, "rounds": 3}), bench.report, bench.model)
+    for width in bench.options.widths:
+        values: dict[str, Any] = {}
+        with bench.report.surviving(f"beams of the engine, width {width}"):
+            values, tokens = engine_beams(bench, rows, width, new)
+        ids = torch.tensor(rows, device=bench.model.device)
+        sides = calls.both(f"beams, width {width}", lambda paged, ids=ids, width=width: generate.beam_seconds(calls, paged, ids, width))
+        values |= {generate.NAMES[paged]: seconds for paged, (seconds, _) in sides.items()}
+        if "engine" in values:
+            values |= calls.bar(BEAM_BARS, width, values["engine"])
+            if False in sides:
+                values["same"] = (sides[False][1][:, prompt:].cpu() == tokens).float().mean().item()
+        bench.report.row(width=width, **values)
+
+
+def engine_beams(bench: Bench, rows: list[list[int]], width: int, new: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """What the engine needs for a search of each row, the median of three times, and its tokens [rows, new]."""
+    totals, steps = [], []
+    with bench.engine(len(rows) * width, prefix_caching=False) as engine:
+        for turn in range(5):
+            bench.wait()
+            begin = last = time.perf_counter()
+            handles = [engine.submit(row, num_beams=width, max_new_tokens=new, do_sample=False) for row in rows]
+            while not all(handle.done for handle in handles):
+                engine.step()
+                now = time.perf_counter()
+                steps += [now - last] if turn > 1 else []
+                last = now
+            totals.append(last - begin)
+        replayed = engine.stats()["graphs"].get("replayed", 0)
+    tokens = torch.tensor([handle.result().sequences[0].token_ids for handle in handles])
+    return {"engine": statistics.median(totals[2:]), "step": statistics.median(steps) * 1e3, "replayed": replayed}, tokens
+
+
 def profile(bench: Bench) -> None:
     rows = max(bench.options.rows)
     with bench.engine(rows) as engine:
@@ -188,17 +234,20 @@ def profile(bench: Bench) -> None:
     print(text.getvalue())
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {"steps": steps, "trace": run_trace, "load": load, "shared": shared, "profile": profile}
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "steps": steps, "trace": run_trace, "load": load, "shared": shared, "beams": beams, "profile": profile,
+}  # fmt: skip
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["steps", "trace", "load", "shared"])
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["steps", "trace", "load", "shared", "beams"])
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
     parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256], help="of the steps")
+    parser.add_argument("--widths", type=int, nargs="+", default=[4, 8], help="of the beams")
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, nargs="+", default=[256])

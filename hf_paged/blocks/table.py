@@ -205,6 +205,16 @@ def append(tables: Sequence[Table], tokens: Sequence[int]) -> list[Copy]:
     return [copy for copy in copies if copy]
 
 
+def step(tables: Sequence[Table], now: int) -> list[Copy]:
+    """One more token for every table, as `append` makes room for it: the pool has a block for each of them, whoever needs one."""
+    copies = []
+    for table in tables:
+        copy = table._extend(1, now)
+        if copy is not None:
+            copies.append(copy)
+    return copies
+
+
 def reorder(tables: Sequence[Table], sources: Sequence[int]) -> list[Table]:
     """The tables after row i was replaced by row `sources[i]`; the answer may have more or fewer rows.
 

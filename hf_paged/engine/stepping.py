@@ -10,7 +10,7 @@ import torch
 
 from ..scheduling import UNKNOWN, Group, Plan, Row, Scheduler, Sequence, Status
 from .asking import Asked
-from .chooser import Pick, choose
+from .chooser import Choice, Pick
 from .flight import Flight
 from .job import Job
 from .output import FinishReason, Output
@@ -23,8 +23,9 @@ from .runner import Piece, Runner
 class Steps:
     """Carries out what the scheduler plans, and lets every job know.
 
-    With `ahead` a step is launched before the host has heard of the last one's tokens, as long as no job needs the host for its next
-    token: the device never waits. Who turns out to have ended has then computed one token too many, which nobody sees.
+    With `ahead` a step is launched before the host has heard of the last one's tokens: the device never waits. Who turns out to have ended
+    has then computed one token too many, which nobody sees. A job that needs the host for its next token (beams, processors) is heard
+    at once, and the device waits for its tokens only: what there is to do about everybody else's is done while it computes.
     """
 
     def __init__(
@@ -48,8 +49,7 @@ class Steps:
 
     def go_on(self) -> list[Output]:
         """The next step; the answer is whose requests have ended."""
-        ahead = self.ahead and all(job.plain for job in self.jobs.values())
-        ended = [] if ahead else self.land()
+        ended: list[Output] = []
         plan = self.scheduler.schedule() if self.jobs else Plan()
         self.pools.swap(plan.swaps)  # whoever had to go is on the way, even if nobody is left who has a row
         if not plan.rows:
@@ -64,15 +64,17 @@ class Steps:
         begin = time.perf_counter()
         failed, logits, rows = self._compute(plan)
         self.scheduler.launch(plan, failed)
-        flight, picks = self.flight, self._picks(rows)
-        if ahead:
-            self.flight = Flight(plan, failed, picks, logits, begin)
+        picks, flight = self._picks(rows), self.flight
+        if self.ahead:
+            self.flight = Flight(plan, failed, [pick for pick in picks if pick.job.plain], logits, begin)
             self.flight.depart(self.scheduler)
-            ended += self._settle(flight)
-        trouble = {self.jobs[group]: error for group, error in failed.items() if group in self.jobs}
-        if not ahead:
+            picks = [pick for pick in picks if not pick.job.plain]
+        choice = Choice(picks, logits)
+        ended += self._settle(flight)
+        if not self.ahead:
             self.scheduler.confirm(plan, failed)
-            trouble |= choose(self.scheduler, picks, logits) if picks else {}
+        trouble = choice.land(self.scheduler) | {self.jobs[group]: error for group, error in failed.items() if group in self.jobs}
+        if not self.ahead:
             self.preemption.heard(plan, begin)
         ended += [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(pick.job) for pick in picks if _is_over(pick.job)]
@@ -106,7 +108,7 @@ class Steps:
         for group, job in list(self.jobs.items()):
             if group.status is Status.FINISHED:
                 self.end(job)
-            elif len({len(sequence.tokens) for sequence in group.sequences}) > 1:
+            elif job.torn:
                 self.end(job, "error", error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"))
 
     def _compute(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:

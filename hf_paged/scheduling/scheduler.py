@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Literal
 
-from ..blocks import Match, adopt, append, blocks_needed, commit, match, reorder
+from ..blocks import Match, adopt, append, blocks_needed, commit, match, reorder, step
 from ..blocks.pool import expect
 from .admission import Bid, Moment, Verdict, why_infeasible
 from .audit import check_groups, check_shelves
@@ -169,7 +169,7 @@ class Scheduler:
             group = self.running[place]
             if group.decoding:
                 owed -= len(group.sequences)
-                if self._step(draft, group, now):
+                if (self._step if len(group.sequences) == 1 else self._step_all)(draft, group, now):
                     place += 1
                     continue
             # Whoever decodes has its token; who computes a prompt gets what that leaves.
@@ -234,11 +234,15 @@ class Scheduler:
     def reorder(self, group: Group, sources: Rows[int], tokens: Rows[int]) -> None:
         """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6, C16)."""
         sequences = group.sequences
-        tables = [reorder([sequence.tables[i] for sequence in sequences], sources) for i in range(len(self.shelves))]
-        rows = [[*sequences[source].tokens, token] for source, token in zip(sources, tokens, strict=True)]
-        for i, sequence in enumerate(sequences):
-            sequence.tokens = rows[i]
-            sequence.tables = tuple(of_shelf[i] for of_shelf in tables)
+        for i in range(len(self.shelves) if any(place != source for place, source in enumerate(sources)) else 0):
+            reorder([sequence.tables[i] for sequence in sequences], sources)
+        rows: list[list[int]] = []
+        for place, source in enumerate(sources):
+            row = sequences[source].tokens
+            rows.append(list(row) if source in sources[:place] else row)  # its first heir goes on with it
+        for sequence, row, token in zip(sequences, rows, tokens, strict=True):
+            row.append(token)
+            sequence.tokens = row
 
     # ---- the parts of a step
 
@@ -257,7 +261,7 @@ class Scheduler:
     def _step(self, draft: Draft, group: Group, now: Rows[int]) -> bool:
         """Give a decoding group of one sequence its token if that copies nothing and nobody must go for it. Else change nothing."""
         sequence = group.sequences[0]
-        if len(group.sequences) > 1 or self._cross:
+        if self._cross:
             return False
         for table, shelf in zip(sequence.tables, self.shelves, strict=True):
             full = not table.length % shelf.pool.block_size
@@ -269,6 +273,21 @@ class Scheduler:
             table.step(time)
         draft.rows.append(Row(sequence, sequence.computed, 1, (sequence,)))
         draft.room -= 1
+        return True
+
+    def _step_all(self, draft: Draft, group: Group, now: Rows[int]) -> bool:
+        """Give every sequence of a decoding group its token if there is a block for each of them. Else change nothing."""
+        sequences = group.sequences
+        if self._cross or any(shelf.pool.available < len(sequences) for shelf in self.shelves):
+            return False
+        for i, shelf in enumerate(self.shelves):
+            tables = [sequence.tables[i] for sequence in sequences]
+            if shelf.window is not None:
+                for table in tables:
+                    table.release_before(table.length - shelf.window + 1)
+            draft.copies[i] += step(tables, now[i])
+        draft.rows += [Row(sequence, sequence.computed, 1, (sequence,)) for sequence in sequences]
+        draft.room -= len(sequences)
         return True
 
     def _take(self, draft: Draft, steps: Steps) -> None:
