@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -69,25 +71,25 @@ class _Survey:
         facts: list[Any] = [self._object(getattr(forward, "__func__", forward))]
         configs: dict[int, Any] = {}
         kinds: dict[type, None] = {}
-        for module in _modules(model):
+        tensors: list[torch.Tensor | None] = []
+        modules = _modules(model)
+        for module in modules:
             own = module.__dict__
             kinds[type(module)] = None
-            for name, value in own.items():
-                if name in INTERNAL:
-                    continue
-                if type(value) in PLAIN:
-                    facts.append(value)
-                elif name == "config":
-                    configs[id(value)] = value
-                elif module is not model or name != "forward":
-                    facts.append(self._fact(value))
-                if name == "rope_type":
-                    self.rope.append(value)
-            for tensors in (own["_parameters"], own["_buffers"]):
-                if tensors:
-                    self._see(module, [tensor for tensor in tensors.values() if tensor is not None])
+            names, values_of = _told(tuple(own) if module is not model else tuple(name for name in own if name != "forward"))
+            values = values_of(own)
+            facts += (names, values if PLAIN.issuperset(map(type, values)) else tuple([self._fact(value) for value in values]))
+            if "config" in own:
+                configs[id(own["config"])] = own["config"]
+            if "rope_type" in own:
+                self.rope.append(own["rope_type"])
+            tensors.extend(own["_parameters"].values())
+            tensors.extend(own["_buffers"].values())
             if (own["_forward_pre_hooks"] or own["_forward_hooks"]) and module is not model:
                 self.hooked.append(module)
+        self.tensors += [tensor for tensor in tensors if tensor is not None]
+        if not PLAIN_TENSORS.issuperset(map(type, self.tensors)):
+            self._look_inside(modules)
         for config in configs.values():
             facts += (self._object(config), original_implementation(config))
             facts += [self._fact(value) for name, value in getattr(config, "__dict__", {}).items() if name not in OURS]
@@ -95,13 +97,13 @@ class _Survey:
             facts += (self._object(kind), self._object(getattr(kind, "forward", None)))
         return facts
 
-    def _see(self, module: nn.Module, tensors: list[torch.Tensor]) -> None:
-        """Note a module's tensors, and what quantized ones keep elsewhere."""
-        self.tensors += tensors
-        for tensor in tensors:
-            if type(tensor) not in PLAIN_TENSORS:
-                self.tensors += scales_of(module, tensor)
-                self.looks_around |= looks_around(module, tensor)
+    def _look_inside(self, modules: list[nn.Module]) -> None:
+        """Note what quantized tensors keep elsewhere."""
+        for module in modules:
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and type(tensor) not in PLAIN_TENSORS:
+                    self.tensors += scales_of(module, tensor)
+                    self.looks_around |= looks_around(module, tensor)
 
     def _fact(self, value: Any, depth: int = 0) -> Any:
         """Something hashable that is equal as long as the value is."""
@@ -123,6 +125,13 @@ class _Survey:
         except TypeError:
             self.objects.append(lambda: value)
         return id(value)
+
+
+@lru_cache(maxsize=4096)
+def _told(names: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]]]:
+    """Those of a module's attributes that are neither every module's nor its config, and how to get them: many modules have the same."""
+    told = tuple(name for name in names if name not in INTERNAL and name != "config")
+    return told, itemgetter(*told) if len(told) > 1 else lambda own: tuple(own[name] for name in told)
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,217 @@
+"""Where the time goes: of a trace by kinds of steps, of one decoding step on the host by phases and on the device by kernels.
+
+    python benchmarks/anatomy.py --rows 256 --requests 512 --at-once 256                            # on a GPU: the 8B shape
+    OMP_NUM_THREADS=1 python benchmarks/anatomy.py --shape tiny --rows 8 --requests 12 --at-once 4  # on any CPU
+
+kinds    steps of a trace that were replayed and that were not, with and without prompts in them
+host     one decoding step of the engine: what each phase costs the host, and how long it waits for the device
+device   the same step: what each kind of kernel costs the device
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine import Bench, decode_steps
+from peers import waits
+from shapes import SHAPES, Report, where
+from traces import TRACES, trace
+
+from hf_paged import Engine
+from hf_paged.engine import decoding, flight, stepping
+from hf_paged.integration.state import ModelState
+
+KINDS = {
+    "attention": ("_decode", "_merge", "_plan", "_prefill", "flash", "fmha"), "writing keys and values": ("write",), "rotary": ("rotary",),
+    "norms": ("norm",), "gate": ("swiglu", "silu"),
+    "products": ("gemm", "nvjet", "cutlass", "gemv", "splitkreduce", "matmul", "cublas"),
+    "choosing": ("argmax", "reduce", "topk", "sort"), "copies": ("memcpy", "copy"),
+}  # fmt: skip
+PHASES: dict[str, tuple[Any, str]] = {
+    "plan": (None, "schedule"), "load tables and ids": (decoding.Decoding, "_load"), "look at the model": (ModelState, "__init__"),
+    "choose": (flight.Flight, "_board"), "enter unknown tokens": (flight.Flight, "depart"), "hear tokens": (flight.Flight, "land"),
+    "end and begin requests": (stepping.Steps, "end"),
+}  # fmt: skip
+
+
+@contextmanager
+def timed(owner: Any, name: str, times: list[float]) -> Iterator[None]:
+    """How long the calls of a method take meanwhile."""
+    plain = getattr(owner, name)
+
+    def around(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            times.append(time.perf_counter() - begin)
+
+    setattr(owner, name, around)
+    try:
+        yield
+    finally:
+        if isinstance(owner, type):
+            setattr(owner, name, plain)
+        else:
+            delattr(owner, name)
+
+
+def kinds(bench: Bench) -> None:
+    options = bench.options
+    asks = trace(options.trace, options.requests, SHAPES[options.shape]["vocab_size"])
+    with bench.engine(options.at_once) as engine:
+        for ask in trace(options.trace, options.warm_up, SHAPES[options.shape]["vocab_size"], seed=1):
+            engine.submit(ask.prompt, max_new_tokens=ask.new, do_sample=False)
+        while engine._jobs:
+            engine.step()
+        bench.wait()
+        begin = time.perf_counter()
+        for ask in asks:
+            engine.submit(ask.prompt, max_new_tokens=ask.new, do_sample=False)
+        asked = time.perf_counter() - begin
+        steps = watched(engine)
+    whole = sum(seconds for seconds, *_ in steps)
+    bench.report.table(
+        "anatomy kinds", f"{options.requests} requests of the {options.trace} trace, up to {options.at_once} at once, by kinds of steps; "
+        f"submitting took {asked:.2f} s, the steps {whole:.2f} s",
+        kind=("steps", ""), count=("how many", "d"), seconds=("s", ".2f"), median=("ms, median", ".2f"), worst=("ms, the slowest", ".2f"),
+        tokens=("tokens a step", ".0f"), waited=("of it waiting for the device", ".0%"),
+    )  # fmt: skip
+    found = defaultdict(list)
+    for seconds, waited, rows, tokens, replayed in steps:
+        found[("replayed" if replayed else "not replayed") + (", with prompts" if tokens > rows else "")].append((seconds, waited, tokens))
+    for kind, of_kind in sorted(found.items()):
+        times = [seconds for seconds, _, _ in of_kind]
+        bench.report.row(
+            kind=kind, count=len(times), seconds=sum(times), median=statistics.median(times) * 1e3, worst=max(times) * 1e3,
+            tokens=sum(tokens for _, _, tokens in of_kind) / len(times), waited=sum(waited for _, waited, _ in of_kind) / sum(times),
+        )  # fmt: skip
+
+
+def watched(engine: Engine) -> list[tuple[float, float, int, int, bool]]:
+    """All steps until nobody is left: seconds, of them waiting for the device, rows, tokens, whether replayed."""
+    steps, plans = [], []
+    schedule = engine._scheduler.schedule
+
+    def noted() -> Any:
+        plans.append(schedule())
+        return plans[-1]
+
+    engine._scheduler.schedule = noted  # type: ignore[method-assign]
+    try:
+        with waits(engine.model.device) as waited:
+            while engine._jobs:
+                replayed = engine.stats()["graphs"].get("replayed", 0)
+                plans.clear()
+                waited.clear()
+                begin = time.perf_counter()
+                engine.step()
+                seconds = time.perf_counter() - begin
+                rows = sum(len(plan.rows) for plan in plans)
+                tokens = sum(plan.tokens for plan in plans)
+                steps.append((seconds, sum(waited), rows, tokens, engine.stats()["graphs"].get("replayed", 0) > replayed))
+    finally:
+        del engine._scheduler.schedule  # type: ignore[method-assign]
+    return steps
+
+
+def host(bench: Bench) -> None:
+    rows = max(bench.options.rows)
+    found: dict[str, list[float]] = {}
+    with bench.engine(rows) as engine:
+        decode_steps(bench, engine, rows, 8)
+        whole = statistics.median(decode_steps(bench, engine, rows, 32))
+        with waits(engine.model.device) as waited:
+            decode_steps(bench, engine, rows, 32)
+        pause = statistics.median(waited[-24:]) if waited else 0.0
+        for phase, (owner, name) in PHASES.items():
+            with timed(owner or engine._scheduler, name, found.setdefault(phase, [])):
+                decode_steps(bench, engine, rows, 32)
+    bench.report.table(
+        "anatomy host", f"A decoding step of {rows} rows: {whole * 1e3:.2f} ms, of which the host waits {pause * 1e3:.2f}",
+        phase=("phase", ""), cost=("ms", ".3f"), row=("us a row", ".2f"),
+    )  # fmt: skip
+    for phase, times in found.items():
+        cost = statistics.median(times[-24:]) if times else 0.0
+        cost -= pause if phase == "hear tokens" else 0.0
+        bench.report.row(phase=phase, cost=cost * 1e3, row=cost * 1e6 / rows)
+
+
+def device(bench: Bench) -> None:
+    if bench.model.device.type != "cuda":
+        print("\nthe section device needs a CUDA device")
+        return
+    for rows in bench.options.rows:
+        with bench.engine(rows) as engine:
+            decode_steps(bench, engine, rows, 8)
+            count = 8
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+                seconds = decode_steps(bench, engine, rows, count)
+                bench.wait()
+        events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        events = last_of(events, sum(seconds) * 1e6)
+        spent: Counter[str] = Counter()
+        for event in events:
+            spent[kind_of(event.name)] += event.time_range.elapsed_us()
+        bench.report.table(
+            "anatomy device", f"The kernels of a decoding step of {rows} rows: {sum(seconds) / count * 1e3:.2f} ms by the clock, profiled",
+            kind=("kernels", ""), cost=("ms a step", ".3f"), share=("of the kernels", ".1%"),
+        )  # fmt: skip
+        whole = sum(spent.values())
+        for kind, cost in spent.most_common():
+            bench.report.row(kind=kind, cost=cost / 1e3 / count, share=cost / whole)
+        other = Counter()
+        for event in events:
+            if kind_of(event.name) == "other":
+                other[event.name[:90]] += event.time_range.elapsed_us()
+        print("other:", *(f"{name} {cost / 1e3 / count:.3f}" for name, cost in other.most_common(6)), sep="\n  ")
+
+
+def last_of(events: list[Any], microseconds: float) -> list[Any]:
+    """The events of the last so many microseconds."""
+    end = max(event.time_range.end for event in events)
+    return [event for event in events if event.time_range.start >= end - microseconds]
+
+
+def kind_of(kernel: str) -> str:
+    name = kernel.lower()
+    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
+
+
+SECTIONS: dict[str, Callable[[Bench], None]] = {"kinds": kinds, "host": host, "device": device}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
+    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    parser.add_argument("--rows", type=int, nargs="+", default=[256], help="of the steps")
+    parser.add_argument("--trace", choices=TRACES, default="sharegpt")
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--at-once", type=int, default=256)
+    parser.add_argument("--warm-up", type=int, default=64, help="requests before anything is timed")
+    parser.add_argument("--engine", type=json.loads, default={}, help="""options of the engine, such as '{"compile": true}'""")
+    parser.add_argument("--json", type=Path, help="a file that gets each row as a line")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    report = Report(where(options.device), {"shape": options.shape, "dtype": options.dtype, "engine": options.engine}, options.json)
+    report.run(SECTIONS, options.sections, Bench(options, report))
+
+
+if __name__ == "__main__":
+    main()
