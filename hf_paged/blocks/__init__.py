@@ -9,7 +9,7 @@ from .move import distinct, move
 from .pool import BlockPool, OutOfBlocks
 from .prefix import Match, Partial, adopt, commit, match
 from .siblings import Siblings
-from .table import Copy, Table, append, blocks_needed, reorder, step
+from .table import Copy, Table, append, blocks_needed, reorder
 from .trail import Prompt, Trail, commit_tail, detach
 
 __all__ = [
@@ -37,5 +37,4 @@ __all__ = [
     "move",
     "reorder",
     "seat",
-    "step",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Literal
 
-from ..blocks import Match, adopt, append, blocks_needed, commit, match, reorder, step
+from ..blocks import Match, adopt, append, blocks_needed, commit, match, reorder
 from ..blocks.pool import expect
 from .admission import Bid, Moment, Verdict, why_infeasible
 from .audit import check_groups, check_shelves
@@ -169,7 +169,7 @@ class Scheduler:
             group = self.running[place]
             if group.decoding:
                 owed -= len(group.sequences)
-                if (self._step if len(group.sequences) == 1 else self._step_all)(draft, group, now):
+                if self._step(draft, group, now):
                     place += 1
                     continue
             # Whoever decodes has its token; who computes a prompt gets what that leaves.
@@ -259,34 +259,21 @@ class Scheduler:
         return True
 
     def _step(self, draft: Draft, group: Group, now: Rows[int]) -> bool:
-        """Give a decoding group of one sequence its token if that copies nothing and nobody must go for it. Else change nothing."""
-        sequence = group.sequences[0]
-        if self._cross:
-            return False
-        for table, shelf in zip(sequence.tables, self.shelves, strict=True):
-            full = not table.length % shelf.pool.block_size
-            if (full and not shelf.pool.available) or (not full and shelf.pool.references(table.blocks[-1]) > 1):
-                return False
-        for table, shelf, time in zip(sequence.tables, self.shelves, now, strict=True):
-            if shelf.window is not None:
-                table.release_before(table.length - shelf.window + 1)
-            table.step(time)
-        draft.rows.append(Row(sequence, sequence.computed, 1, (sequence,)))
-        draft.room -= 1
-        return True
-
-    def _step_all(self, draft: Draft, group: Group, now: Rows[int]) -> bool:
-        """Give every sequence of a decoding group its token if there is a block for each of them. Else change nothing."""
+        """Give every sequence of a decoding group its token if nobody must go for it. Else no table grows."""
         sequences = group.sequences
-        if self._cross or any(shelf.pool.available < len(sequences) for shelf in self.shelves):
-            return False
+        for shelf in self.shelves:
+            if shelf.cross or (shelf.pool.available < len(sequences) and not self._fits([(sequence, 1) for sequence in sequences])):
+                return False
         for i, shelf in enumerate(self.shelves):
-            tables = [sequence.tables[i] for sequence in sequences]
-            if shelf.window is not None:
-                for table in tables:
+            for sequence in sequences:
+                table = sequence.tables[i]
+                if shelf.window is not None:
                     table.release_before(table.length - shelf.window + 1)
-            draft.copies[i] += step(tables, now[i])
-        draft.rows += [Row(sequence, sequence.computed, 1, (sequence,)) for sequence in sequences]
+                copy = table.step(now[i])
+                if copy is not None:
+                    draft.copies[i].append(copy)
+        for sequence in sequences:
+            draft.rows.append(Row(sequence, sequence.computed, 1, (sequence,)))
         draft.room -= len(sequences)
         return True
 
