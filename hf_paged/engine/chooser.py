@@ -162,6 +162,7 @@ def together(picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor,
         sampled = [pick.job.asked.sampled for pick in picks for _ in pick.rows]
         places = upload([place for place, each in enumerate(sampled) if each], logits.device)
         tokens[places] = _drawn(drawn, scores[places], cut=True)
+        broken |= tokens >= scores.shape[1]  # a temperature so low that all is infinite
     return tokens, broken
 
 
@@ -182,7 +183,7 @@ def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
     """Scores [rows, vocabulary] of which at least one is a number in every row."""
     if bool(scores.isnan().any()):
         raise NoToken("a logits processor made NaN scores")
-    if job.asked.sampled and not bool((scores > -torch.inf).any(-1).all()):
+    if job.asked.sampled and not bool(scores.amax(-1).isfinite().all()):
         raise NoToken("the logits processors leave no token to draw")
     return scores
 

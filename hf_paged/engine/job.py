@@ -65,7 +65,8 @@ class Job:
         whole = scores.new_zeros(ids.shape[0], scores.shape[1])
         whole[places] = scores
         shape = whole.shape
-        answer: torch.Tensor = self.asked.processors(ids, whole)  # type: ignore[arg-type]  # transformers names the legacy types
+        with torch.no_grad():
+            answer: torch.Tensor = self.asked.processors(ids, whole)  # type: ignore[arg-type]  # transformers names the legacy types
         if answer.shape != shape:  # places in it would be no tokens
             raise ValueError(f"the logits processors made scores {list(answer.shape)} of {list(shape)}; they must keep the shape")
         return answer[places]
@@ -95,6 +96,9 @@ class Job:
     def _go_on(
         self, scheduler: Scheduler, position: int, heard: Mapping[Sequence, int], notes: list[TokenLogprob] | None, device: torch.device
     ) -> None:
+        for stream in self.streams:
+            if stream.trouble is not None:
+                raise stream.trouble  # whoever reads it could not make a text of it
         stopped = self._stopped([sequence.index for sequence in heard], position + 1, device) if self.asked.criteria else None
         for i, (sequence, token) in enumerate(heard.items()):
             reason = self._reason(token, position + 1, stopped[i] if stopped else None)
@@ -117,7 +121,8 @@ class Job:
         ids = torch.tensor(rows, device=CPU if known else device)
         reasons: list[FinishReason | None] = [None] * len(places)
         for criterion in self.asked.criteria:
-            says = criterion(ids, None).tolist()
+            with torch.no_grad():
+                says = criterion(ids, None).tolist()
             for i, place in enumerate(places):
                 if says[place] and reasons[i] != "stop":
                     reasons[i] = "length" if is_about_time(criterion) else "stop"
@@ -130,12 +135,17 @@ class Job:
         return "length" if length >= self.asked.max_length else stopped
 
     @property
+    def said(self) -> bool:
+        """Whether all its answers have ended."""
+        return all(stream.finish_reason is not None for stream in self.streams)
+
+    @property
     def torn(self) -> bool:
         """Whether a step broke off in the middle of what was its own: some of its sequences have their tokens, or some of its books."""
         assert self.group is not None
         lengths = {len(sequence.tokens) for sequence in self.group.sequences}
         if self.beams is None:
-            return len(lengths) > 1
+            return len(lengths) > 1 or any(self.streams[sequence.index].finish_reason is not None for sequence in self.group.sequences)
         return lengths != {len(self.asked.prompt) + self.beams.standing.new} or len(self.group.sequences) < self.asked.width
 
     def go_back(self) -> None:
@@ -181,14 +191,16 @@ class Job:
         for stream in self.streams:
             if stream.finish_reason is None:
                 stream.add([], [], reason)
-        group, self.group = self.group, None
+        group = self.group
+        sequences = [stream.output(self.asked.favourites is not None) for stream in self.streams]
         self.output = Output(
             list(self.asked.told),
-            [stream.output(self.asked.favourites is not None) for stream in self.streams],
+            sequences,
             cached_tokens=group.cached_tokens if group else 0,
             preemptions=group.preemptions if group else 0,
             timing=self.timing,
-            error=error,
+            error=error or next((stream.trouble for stream in self.streams if stream.trouble is not None), None),
         )
+        self.group = None
         self.news.end()
         return self.output

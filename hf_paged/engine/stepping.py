@@ -106,9 +106,9 @@ class Steps:
                 shelf.host.recover()
         self.scheduler.start_over(self.jobs)
         for group, job in list(self.jobs.items()):
-            if group.status is Status.FINISHED:
+            if job.said:
                 self.end(job)
-            elif job.torn:
+            elif group.status is Status.FINISHED or job.torn:
                 self.end(job, "error", error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"))
 
     def _compute(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:
@@ -158,11 +158,11 @@ class Steps:
         if error is not None:
             self._disown(group)
         self.scheduler.abort(group)
-        del self.jobs[group]
+        output = job.close(reason, error)
+        del self.jobs[group]  # not before there is an output: an interrupt may come in between
         self._given.pop(group, None)
         if job.asked.source is not None:
             job.asked.source.made = None
-        output = job.close(reason, error)
         if self.recorder is not None:
             self.recorder.ended(group.request.number, output.finish_reason)
         return output
