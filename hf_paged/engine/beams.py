@@ -51,16 +51,12 @@ class Standing(NamedTuple):
 
 
 class Continuations(NamedTuple):
-    """The best continuations of a search, best first: their scores, the beams they continue, with which tokens, and what is told of these.
-
-    reasons: why beams would end there, as far as somebody has asked.
-    """
+    """The best continuations of a search, best first: their scores, the beams they continue, with which tokens, what is told of those."""
 
     scores: list[float]
     beams: list[int]
     tokens: list[int]
     notes: list[TokenLogprob] | None
-    reasons: list[FinishReason | None]
 
 
 class BeamStep(NamedTuple):
@@ -97,23 +93,24 @@ class BeamSearch:
         _, _, _, scores, _, ended, why, _ = self.standing
         return [_hypothesis(*each) for each in zip(ended, why, scores, strict=True)][: self.asked.answers]
 
-    def contender(self, found: Continuations) -> Contender:
-        """The search as it is about to go on with some of these."""
+    def contender(self, found: Continuations, reasons: list[FinishReason | None]) -> Contender:
+        """The search as it is about to go on with some of these, or to end there for these reasons."""
         new = self.standing.new + 1
         later = new
         if self.early_stopping == "never" and self.length_penalty > 0:
             later = self.asked.config.max_length - len(self.asked.ids)
-        return Contender(self, found, float(new**self.length_penalty), float(later**self.length_penalty))
+        return Contender(self, found, reasons, float(new**self.length_penalty), float(later**self.length_penalty))
 
 
 class Contender(NamedTuple):
-    """A search that is about to take a step, and what it chooses from.
+    """A search that is about to take a step, what it chooses from, and why beams would end there, if they would.
 
     now, later: what the score of a beam that ends now is divided by, and that of one that runs on.
     """
 
     search: BeamSearch
     found: Continuations
+    reasons: list[FinishReason | None]
     now: float
     later: float
 
@@ -142,9 +139,9 @@ def step(contenders: Sequence[Contender]) -> list[BeamStep]:
 
 def _row(contender: Contender) -> list[float]:
     """All that a search brings to a step, as numbers; most of them are taken off the scores of what cannot be chosen."""
-    search, found, now, later = contender
+    search, found, reasons, now, later = contender
     standing, count = search.standing, search.count
-    hits = [0.0 if reason is None else NOT for reason in found.reasons]
+    hits = [0.0 if reason is None else NOT for reason in reasons]
     running_on = [0.0 if hit and i < count else NOT for i, hit in enumerate(hits)]
     full = NOT if search.early_stopping is True and all(standing.finished) else 0.0
     return [*standing.scores, *found.scores, *hits, *running_on, now, later, full, 0.0 if standing.improvable else NOT]
@@ -158,7 +155,7 @@ def _step(
     chosen: places among what was found. best: the same behind the places of what had ended before. hope: what the best beam that runs may
     still come to; least: the worst score of all that ended.
     """
-    search, (_, beams, tokens, notes, reasons), _, _ = contender
+    search, (_, beams, tokens, notes), reasons, _, _ = contender
     before, count = search.standing, search.count
     said = {
         i: Said(before.said[beams[i]], tokens[i], notes[i] if notes else None)

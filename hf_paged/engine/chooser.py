@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -104,8 +105,8 @@ class Choice:
             job = pick.job
             assert job.beams is not None
             found = compared.get(job) or self._continuations(pick, job.beams)
-            found = found._replace(reasons=job.judged(found.beams, found.tokens, self._logits.device))
-            contenders.setdefault(job.beams.shape, {})[job] = job.beams.contender(found)
+            reasons = job.judged(found.beams, found.tokens, self._logits.device)
+            contenders.setdefault(job.beams.shape, {})[job] = job.beams.contender(found, reasons)
 
         searching = [pick for pick in self._picks if pick.job.beams is not None]
         self._each(searching, judge)
@@ -122,7 +123,7 @@ class Choice:
         beams, tokens = (places // scores.shape[1]).tolist(), (places % scores.shape[1]).tolist()
         favourites = pick.job.asked.favourites
         notes = None if favourites is None else _notes(self._logits[[pick.rows[beam] for beam in beams]], tokens, favourites)
-        return Continuations(values.tolist(), beams, tokens, notes, [])
+        return Continuations(values.tolist(), beams, tokens, notes)
 
 
 def _contests(picks: Sequence[Pick], logits: torch.Tensor) -> list[tuple[list[Pick], Contest]]:
@@ -142,10 +143,8 @@ def _contests(picks: Sequence[Pick], logits: torch.Tensor) -> list[tuple[list[Pi
 
 def _dealt(picks: Sequence[Pick], found: list[Any]) -> dict[Job, list[Any]]:
     """What was found for all rows of the picks, to each job its own."""
-    dealt = {}
-    for pick in picks:
-        dealt[pick.job], found = found[: len(pick.rows)], found[len(pick.rows) :]
-    return dealt
+    each = iter(found)
+    return {pick.job: list(islice(each, len(pick.rows))) for pick in picks}
 
 
 def together(picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

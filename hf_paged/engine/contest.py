@@ -42,7 +42,7 @@ class Contest:
         found: list[Continuations | None] = []
         for i, scores in enumerate(values.tolist()):
             told = self._notes(i, beams[i], tokens[i], notes)
-            found.append(None if broken[i] else Continuations(scores, beams[i], tokens[i], told, []))
+            found.append(None if broken[i] else Continuations(scores, beams[i], tokens[i], told))
         return found
 
     def _notes(self, i: int, beams: list[int], tokens: list[int], heard: Sequence[torch.Tensor]) -> list[TokenLogprob] | None:
