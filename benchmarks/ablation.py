@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from admission import replay
 from engine import Bench, decode_steps
+from paged_kernels import graph_time
 from shapes import SHAPES, Report, where
 from sharing import PAPER, samples
 from torch.nn import functional
@@ -189,13 +190,17 @@ def scattered(keys: torch.Tensor, values: torch.Tensor, size: int) -> Pages:
             table.append(min(size, context - table.length))
     store = Store(Layout.of(keys, values), 1, pool.total, size)
     whole = Batch(tables, None, context, context, None, lambda: True)
+    ops = store.captured if keys.is_cuda else store.ops  # on a card it is the kernels that are compared
     store.ops.write(Pages(*store.of_layer[0], whole, store.ops), keys, values)
-    return Pages(*store.of_layer[0], Batch(tables, None, context, 1, None, lambda: True), store.ops)
+    return Pages(*store.of_layer[0], Batch(tables, None, context, 1, None, lambda: True), ops)
 
 
 def microseconds(bench: Bench, call: Callable[[], object], times: int = 30) -> float:
+    """Of one call; on a CUDA device without what launching it costs the host."""
     for _ in range(3):
         call()
+    if bench.model.device.type == "cuda":
+        return graph_time([call] * times)
     found = []
     for _ in range(5):
         bench.wait()

@@ -11,6 +11,7 @@ device   the same step: what each kind of kernel costs the device
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -69,7 +70,7 @@ def kinds(bench: Bench) -> None:
     options = bench.options
     asks = trace(options.trace, options.requests, SHAPES[options.shape]["vocab_size"])
     with bench.engine(options.at_once) as engine:
-        for ask in trace(options.trace, options.warm_up, SHAPES[options.shape]["vocab_size"], seed=1):
+        for ask in trace(options.trace, options.warm_up or len(asks), SHAPES[options.shape]["vocab_size"], seed=1):
             engine.submit(ask.prompt, max_new_tokens=ask.new, do_sample=False)
         while engine._jobs:
             engine.step()
@@ -78,11 +79,15 @@ def kinds(bench: Bench) -> None:
         for ask in asks:
             engine.submit(ask.prompt, max_new_tokens=ask.new, do_sample=False)
         asked = time.perf_counter() - begin
+        collections: list[float] = []
+        gc.callbacks.append(clock := collector_clock(collections))
         steps = watched(engine)
+        gc.callbacks.remove(clock)
     whole = sum(seconds for seconds, *_ in steps)
     bench.report.table(
         "anatomy kinds", f"{options.requests} requests of the {options.trace} trace, up to {options.at_once} at once, by kinds of steps; "
-        f"submitting took {asked:.2f} s, the steps {whole:.2f} s",
+        f"submitting took {asked:.2f} s, the steps {whole:.2f} s, "
+        f"{len(collections)} runs of Python's garbage collector {sum(collections):.2f} s",
         kind=("steps", ""), count=("how many", "d"), seconds=("s", ".2f"), median=("ms, median", ".2f"), worst=("ms, the slowest", ".2f"),
         tokens=("tokens a step", ".0f"), waited=("of it waiting for the device", ".0%"),
     )  # fmt: skip
@@ -95,6 +100,20 @@ def kinds(bench: Bench) -> None:
             kind=kind, count=len(times), seconds=sum(times), median=statistics.median(times) * 1e3, worst=max(times) * 1e3,
             tokens=sum(tokens for _, _, tokens in of_kind) / len(times), waited=sum(waited for _, waited, _ in of_kind) / sum(times),
         )  # fmt: skip
+
+
+def collector_clock(seconds: list[float]) -> Callable[[str, dict[str, int]], None]:
+    """What the garbage collector calls, to note how long it takes."""
+    begin = 0.0
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        nonlocal begin
+        if phase == "start":
+            begin = time.perf_counter()
+        else:
+            seconds.append(time.perf_counter() - begin)
+
+    return note
 
 
 def watched(engine: Engine) -> list[tuple[float, float, int, int, bool]]:
@@ -201,7 +220,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, default=256)
-    parser.add_argument("--warm-up", type=int, default=64, help="requests before anything is timed")
+    parser.add_argument("--warm-up", type=int, default=0, help="requests before anything is timed; as many as are timed if left out")
     parser.add_argument("--engine", type=json.loads, default={}, help="""options of the engine, such as '{"compile": true}'""")
     parser.add_argument("--json", type=Path, help="a file that gets each row as a line")
     return parser.parse_args()

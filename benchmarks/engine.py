@@ -102,7 +102,7 @@ def serve(bench: Bench, name: str, at_once: int, asks: Sequence[Ask], arrivals: 
     """What an engine makes of a trace, after it has seen some of it and the same lengths of others."""
     peer = peers()[name](bench.model, at_once, **(bench.options.engine | options if name == "hf_paged" else options))
     try:
-        peer.serve(trace(bench.options.trace, bench.options.warm_up, SHAPES[bench.options.shape]["vocab_size"], seed=1))
+        peer.serve(trace(bench.options.trace, bench.options.warm_up or len(asks), SHAPES[bench.options.shape]["vocab_size"], seed=1))
         bench.wait()
         return peer.serve(asks, arrivals)
     finally:
@@ -249,7 +249,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, nargs="+", default=[256])
-    parser.add_argument("--warm-up", type=int, default=64, help="requests before anything is timed")
+    parser.add_argument("--warm-up", type=int, default=0, help="requests before anything is timed; as many as are timed if left out")
     parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 16.0], help="requests a second, of the section load")
     parser.add_argument("--shared", type=int, default=1024, help="tokens in common, of the section shared")
     parser.add_argument("--peers", nargs="+", choices=["hf_paged", "transformers", "vllm"], help="all that are installed, if left out")

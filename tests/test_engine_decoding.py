@@ -86,8 +86,11 @@ def test_a_replay_that_differs_is_never_trusted(llama: Any, monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window"])
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_chunks_of_prompts_are_rows_of_a_graph(name: str, size: int) -> None:
+@pytest.mark.parametrize("form", ["rows", "spans"])
+def test_chunks_of_prompts_in_a_graph(form: str, name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """C23, C32: beside rows that decode and without them, through windows, behind prefixes that are there already."""
+    if form == "spans":
+        monkeypatch.setattr("hf_paged.engine.decoding.MOST_PAIRS", 0)
     model = build(BY_NAME[name])
     asked = [PROMPTS[3], PROMPTS[1], PROMPTS[5], PROMPTS[3][:20] + PROMPTS[0], PROMPTS[2], PROMPTS[3]] * 3
     replayed = []
@@ -98,6 +101,7 @@ def test_chunks_of_prompts_are_rows_of_a_graph(name: str, size: int) -> None:
             logits = run(pieces, latest)
             if logits is not None and any(len(piece.tokens) > 1 for piece in pieces):
                 replayed.append([len(piece.tokens) for piece in pieces])
+                assert any(shape.form == form for shape in decoding(engine)._steps)
             return logits
 
         decoding(engine).run = watched
@@ -110,6 +114,7 @@ def test_chunks_of_prompts_are_rows_of_a_graph(name: str, size: int) -> None:
 def test_long_prompts_are_no_rows(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of their tokens would read all before it by itself."""
     monkeypatch.setattr("hf_paged.engine.decoding.MOST_PAIRS", 50)
+    monkeypatch.setattr("hf_paged.engine.decoding.MOST_IN_TORCH", 50)
     with Engine(llama, block_size=4, max_batch_tokens=12) as engine:
         engine.generate([PROMPTS[3]] * 4, max_new_tokens=1)
         assert not decoding(engine).counts

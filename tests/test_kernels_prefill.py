@@ -27,6 +27,29 @@ def verify(case: Case, tiling: Any = SMALL) -> None:
     assert_close(out, expected)
 
 
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("window", [None, 11])
+def test_tiles_that_the_device_has_laid_out(least: int, window: int | None) -> None:
+    """Every row's tokens as without it, more rows than there are, and those of too short rows left alone."""
+    case = Case([*LENGTHS, 9, 1], [*QUERIES, 1, 1], window=window, key_dim=64 if GPU else 16)
+    expected, counts = case.expected(), [*case.queries, 0, 0, 0]
+    borders = ints([0, *accumulate(counts)])
+    table = torch.cat([case.table, case.table.new_zeros(3, case.table.shape[1])])
+    spans = kernels.Spans(case.query, case.keys, case.values, len(counts), least=least, tiling=SMALL)
+    for _ in range(2):  # what another step has left there changes nothing
+        spans.update(borders)
+        out = torch.full_like(expected, 7.0, dtype=case.dtype)
+        kernels.prefill(
+            case.query, case.keys, case.values, table, borders, ints([*case.lengths, 0, 0, 0]), 0, window=window, out=out, spans=spans
+        )
+        short = torch.tensor([count < least for count in counts for _ in range(count)], device=out.device)
+        assert_close(out[~short], expected[~short])
+        assert bool((out[short] == 7.0).all())
+        spans.update(ints([0, *accumulate(reversed(counts))]))
+    with pytest.raises(ValueError, match="borders"):
+        spans.update(borders[1:])
+
+
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("block_size", [1, 16, 64] if GPU else [4, 32])
 def test_layouts_and_block_sizes(block_size: int, by_head: bool) -> None:

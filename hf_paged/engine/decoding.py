@@ -1,7 +1,7 @@
 """Steps that are replayed as CUDA graphs: every token a row of its own, one graph for each bucket of rows.
 
-A chunk of a prompt is so many rows over one table, each one token longer than the one before. That reads the chunk's past once for
-every token of it, which is cheap as long as chunk and past are short; long prompts are the flat row's.
+A short chunk of a prompt is so many rows over one table, each one token longer than the one before. That reads the chunk's past once
+for every token of it; where there is more to read, chunks are spans, which read it once for many.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..integration.graph import AGREE, SMALLEST_WIDTH, WIDEST, agree, bucket_of
 from ..integration.lazy import NotCapturable
 from ..integration.lengths import lengths_on_device
 from ..integration.state import ModelState
-from ..memory import Kind, StaticBatch, is_out_of_memory
+from ..memory import Group, Kind, StaticBatch, StaticSpans, is_out_of_memory
 from ..memory.upload import upload
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ ROOM = 1.5
 """How many times the rows such a graph may have."""
 MOST_PAIRS = 2**17
 """How many tokens those of prompts may look at in one step, each counted by itself: beyond, one tile for many of them is faster."""
+MOST_IN_TORCH = 2**17
+"""The same where plain torch reads, to which spans are rows like others."""
+Form = Literal["single", "rows", "spans"]
+"""Whether all rows are sequences whose logits are wanted; if not, what chunks of prompts are."""
 
 
 class Shape(NamedTuple):
@@ -49,8 +53,7 @@ class Shape(NamedTuple):
     """The tokens of a step."""
     width: int
     """The blocks of a row."""
-    mixed: bool
-    """Whether there are rows whose logits nobody wants."""
+    form: Form
 
 
 @dataclass
@@ -65,6 +68,8 @@ class _Step:
     state: ModelState
     pools: tuple[int, ...]
     """Where the pools lay."""
+    spans: bool
+    """Whether chunks of prompts are spans."""
     logits: torch.Tensor
     """[wanted rows, vocabulary] in fp32, the same memory for all graphs: the next replay writes over it."""
     replay: Callable[[], None] = lambda: None
@@ -110,10 +115,11 @@ class Decoding:
         self._seen[shape] += 1
         if self._seen[shape] > OFTEN and shape not in self.reasons:
             return None
-        rows, width, mixed = shape
+        rows, width, form = shape
         fits = [
             known for known, step in self._steps.items()
-            if step.agreed >= AGREE and rows <= known.rows <= ROOM * rows and width <= known.width and mixed <= known.mixed
+            if step.agreed >= AGREE and rows <= known.rows <= ROOM * rows and width <= known.width
+            and (form == known.form or (form, known.form) == ("single", "rows"))
         ]  # fmt: skip
         return self._steps[min(fits)] if fits else None
 
@@ -146,22 +152,31 @@ class Decoding:
     def _shape(self, pieces: Sequence[Piece]) -> Shape | None:
         if self.runner.device.type not in RECORDERS or not pieces or any(piece.embeds is not None for piece in pieces):
             return None
-        rows = sum(len(piece.tokens) for piece in pieces)
-        mixed = rows > len(pieces) or not all(piece.wanted for piece in pieces)
-        if mixed and sum(len(piece.tokens) * (piece.start + len(piece.tokens)) for piece in pieces if len(piece.tokens) > 1) > MOST_PAIRS:
-            return None
-        blocks = max(table.end for piece in pieces for table in piece.tables)
         groups = self.runner.pools.groups.values()
-        if not all(group.devices for group in groups):
+        if not all(group.devices for group in groups) or len(pieces) > self._most:
             return None  # the pools were given back, and come again with this step
-        rows = bucket_of(rows, 4 if mixed else 8)
-        if all(group.captured_ops.kernels is not None for group in groups):
+        kernels = all(group.captured_ops.kernels is not None for group in groups)
+        form, blocks = self._form(pieces, kernels), max(table.end for piece in pieces for table in piece.tables)
+        if form is None:
+            return None
+        rows = bucket_of(sum(len(piece.tokens) for piece in pieces), 8 if form == "single" else 4)
+        if kernels:
             # Kernels read what is there, so a wide table costs its upload and no more.
-            return Shape(rows, next(width for width in WIDTHS if width >= blocks), mixed)
+            return Shape(rows, next(width for width in WIDTHS if width >= blocks), form)
         width = max(SMALLEST_WIDTH, 1 << (blocks - 1).bit_length())
         if any(width * group.pool.block_size > WIDEST for group in groups):
             return None
-        return Shape(rows, width, mixed)
+        return Shape(rows, width, form)
+
+    @staticmethod
+    def _form(pieces: Sequence[Piece], kernels: bool) -> Form | None:
+        """What the chunks of these pieces are in a graph, None if they are the flat row's."""
+        if all(piece.wanted and len(piece.tokens) == 1 for piece in pieces):
+            return "single"
+        pairs = sum(len(piece.tokens) * (piece.start + len(piece.tokens)) for piece in pieces if len(piece.tokens) > 1)
+        if pairs <= MOST_PAIRS:
+            return "rows"
+        return "spans" if kernels or pairs <= MOST_IN_TORCH else None
 
     def _pools(self) -> tuple[int, ...]:
         return tuple(data.data_ptr() for group in self.runner.pools.groups.values() for data in group.tensors)
@@ -173,12 +188,17 @@ class Decoding:
 
     def _load(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None) -> None:
         """Tell the device where the pieces' tokens go; the tables have taken them already."""
+        order = list(range(len(pieces)))
+        if step.spans:
+            order.sort(key=lambda i: len(pieces[i].tokens) > 1)  # sequences of one token come first
+            pieces = [pieces[i] for i in order]
         counts = [len(piece.tokens) for piece in pieces]
         for place, batch in enumerate(step.batches.values()):
             batch.spread([piece.tables[place] for piece in pieces], counts)
         step.ids[: sum(counts), 0].copy_(self.runner.ids(pieces, latest))
         if step.places is not None:
-            last = [end - 1 for end, piece in zip(accumulate(counts), pieces, strict=True) if piece.wanted]
+            ends = dict(zip(order, zip(accumulate(counts), pieces, strict=True), strict=True))
+            last = [ends[i][0] - 1 for i in range(len(pieces)) if ends[i][1].wanted]
             step.places[: len(last)].copy_(upload(last or [0], step.places.device)[: len(last)])
 
     def _try(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> None:
@@ -194,15 +214,13 @@ class Decoding:
 
     def _capture(self, shape: Shape, pieces: Sequence[Piece], latest: torch.Tensor | None, vocabulary: int) -> _Step:
         model, groups = self.runner.model, self.runner.pools.groups
-        rows, width, mixed = shape
-        device = self.runner.device
-        batches = {
-            kind: StaticBatch(rows, 1, width, group.pool.block_size, width, group.device, kind.window) for kind, group in groups.items()
-        }
+        rows, device, mixed = shape.rows, self.runner.device, shape.form != "single"
+        batches = {kind: self._batch(shape, group) for kind, group in groups.items()}
         with torch.inference_mode(False):
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
             places = torch.zeros(self._most, dtype=torch.long, device=device) if mixed else None
-        step = _Step(ids, places, batches, self._state(), self._pools(), self._answers(vocabulary)[: self._most if mixed else rows])
+        answers = self._answers(vocabulary)[: self._most if mixed else rows]
+        step = _Step(ids, places, batches, self._state(), self._pools(), shape.form == "spans", answers)
         if not step.state.steady:
             raise NotCapturable("somebody's hooks run in the model")
         fusion = Fusion(model, next(iter(groups.values())).captured_ops.kernels)
@@ -226,6 +244,11 @@ class Decoding:
         self._steps[shape] = step
         self.counts["captured"] += 1
         return step
+
+    def _batch(self, shape: Shape, group: Group) -> StaticBatch:
+        rows, width, form = shape
+        arguments = width, group.pool.block_size, width, group.device, group.kind.window
+        return StaticSpans(rows, self._most, *arguments) if form == "spans" else StaticBatch(rows, 1, *arguments)
 
     @property
     def _most(self) -> int:

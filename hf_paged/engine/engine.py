@@ -11,6 +11,7 @@ from typing import Any, get_args
 from ..integration.registry import base_model
 from ..scheduling import Count, Group, Request, Scheduler, why_infeasible
 from .asking import check_model, check_transformers
+from .collector import collector_waits
 from .config import EngineConfig
 from .encoding import Source
 from .front import Front
@@ -127,7 +128,8 @@ class Engine(Front):
             self._take_in()
             self._stepping = True
             try:
-                return self._step()
+                with collector_waits():
+                    return self._step()
             finally:
                 self._stepping = False
                 if self._closing:

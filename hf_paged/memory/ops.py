@@ -14,6 +14,7 @@ import torch
 from .batch import Batch
 from .flat import FlatBatch
 from .plain import Ops, Seen
+from .spans import StaticSpans
 from .static import StaticBatch
 from .upload import upload
 
@@ -92,6 +93,8 @@ class TritonOps(Ops):
         with _on(query.device):
             if isinstance(batch, FlatBatch):
                 return self._flat(query, pages, batch, seen.window, options)
+            if isinstance(batch, StaticSpans):
+                return self._spans(query, pages, batch, seen.window, options)
             if query.shape[2] == 1:
                 return self._decode(query, pages, seen.window, options)
             return self._prefill(query, pages, seen.window, options)
@@ -100,11 +103,14 @@ class TritonOps(Ops):
         batch = pages.batch
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
         tokens = query[:, :, 0]
-        plan = self._plan(tokens, keys, values, window, batch)
+        plan = self._plan(tokens, keys, values, window, batch, batch.lengths(query.device))
         out: torch.Tensor = self.kernels.decode(tokens, keys, values, batch.table(query.device), plan, **options)
         return out.unsqueeze(1)
 
-    def _plan(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, batch: Batch | StaticBatch) -> Any:
+    def _plan(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, batch: Batch | StaticBatch,
+        lengths: torch.Tensor,
+    ) -> Any:  # fmt: skip
         """The step's plan for layers of one shape and window: kept from step to step, updated once in each."""
         key = (query.shape, query.dtype, query.device, values.shape[2:], window, batch.columns.bit_length())
         plans = batch.workspace.setdefault("plans", {})
@@ -112,7 +118,7 @@ class TritonOps(Ops):
         if plan is None:
             plan = self.kernels.Plan(query, keys, values, mean_length=batch.columns, window=window)
         if planned is not batch.step:
-            plan.update(batch.lengths(query.device))
+            plan.update(lengths)
             plans[key] = (plan, batch.step)
         return plan
 
@@ -134,11 +140,31 @@ class TritonOps(Ops):
         table, lengths = batch.table(query.device), batch.lengths(query.device)
         packed, most = query[0].transpose(0, 1).contiguous(), max(batch.counts)
         if most == 1:
-            plan = self._plan(packed, keys, values, window, batch)
+            plan = self._plan(packed, keys, values, window, batch, lengths)
             out: torch.Tensor = self.kernels.decode(packed, keys, values, table, plan, **options)
         else:
             out = self.kernels.prefill(packed, keys, values, table, batch.borders_on(query.device), lengths, most, window=window, **options)
         return out[None]
+
+    def _spans(self, query: torch.Tensor, pages: Pages, batch: StaticSpans, window: int | None, options: dict[str, Any]) -> torch.Tensor:
+        """Rows of one token by the kernel of decoding steps, the chunks behind them by that of prompts."""
+        keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
+        packed, few = query[:, :, 0], min(batch.most, batch.rows)
+        out = packed.new_zeros(*packed.shape[:2], values.shape[3])
+        plan = self._plan(packed[:few], keys, values, window, batch, batch.alone[:few])
+        self.kernels.decode(packed[:few], keys, values, batch.blocks[:few], plan, out=out[:few], **options)
+        key = (query.shape, query.dtype, query.device, values.shape[2:])
+        known = batch.workspace.setdefault("spans", {})
+        spans, laid_out = known.get(key, (None, None))
+        if spans is None:
+            spans = self.kernels.Spans(packed, keys, values, batch.most, least=2)
+        if laid_out is not batch.step:
+            spans.update(batch.borders)
+            known[key] = (spans, batch.step)
+        self.kernels.prefill(
+            packed, keys, values, batch.blocks, batch.borders, batch.totals, batch.rows, window=window, out=out, spans=spans, **options
+        )
+        return out.unsqueeze(1)
 
 
 FEW = 16

@@ -44,18 +44,26 @@ class StaticBatch:
         """Another object in every run; plans are made once for each."""
         self.workspace: dict[str, Any] = {}
         self._visible: dict[int | None, torch.Tensor] = {}
-        self._sizes = [LONGS, rows * width, rows, rows, rows]
+        self._sizes = self._parts()
         with torch.inference_mode(False):
             self._data = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
             self.seen = torch.zeros(rows, dtype=torch.int32, device=device)
             self._targets_of_step = torch.full((rows * new,), -1, dtype=torch.long, device=device)
             pinned = device.type == "cuda"
             self._staging = [torch.zeros(sum(self._sizes), dtype=torch.int32, pin_memory=pinned) for _ in range(BUFFERS)]
-            longs, table, self.tokens, self._sources, self._targets = self._data.split(self._sizes)
-            self._columns = longs.view(torch.long)
-            self._table: torch.Tensor = table.view(rows, width)
+            self._take(self._data.split(self._sizes))
         self._events: list[torch.cuda.Event | None] = [None] * BUFFERS
         self._turn = 0
+
+    def _parts(self) -> list[int]:
+        """How many numbers an upload has of what. The third part says of each row whether it is there."""
+        return [LONGS, self.rows * self.width, self.rows, self.rows, self.rows]
+
+    def _take(self, parts: Sequence[torch.Tensor]) -> None:
+        """Name the parts of what is uploaded, on the device."""
+        longs, table, self.tokens, self._sources, self._targets = parts
+        self._columns = longs.view(torch.long)
+        self._table: torch.Tensor = table.view(self.rows, self.width)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -159,7 +167,7 @@ class StaticBatch:
         inside = torch.minimum(position, length - 1).clamp(min=0)
         if self.window is not None:
             inside = torch.maximum(inside, length - self.new - self.window + 1)
-        blocks = self._table.long().gather(1, inside // self.block_size)
+        blocks = self.table(device).long().gather(1, inside // self.block_size)
         return blocks * self.block_size + inside % self.block_size
 
     def visible(self, first: int, window: int | None, device: torch.device) -> torch.Tensor:

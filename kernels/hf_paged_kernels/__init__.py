@@ -10,7 +10,7 @@ from .decode import Plan, decode
 from .digest import GOLDEN, digest
 from .gather import gather
 from .norm import add_rms_norm, rms_norm
-from .prefill import prefill
+from .prefill import Spans, prefill
 from .rotary import rotary, rotary_write
 from .swiglu import swiglu
 from .write import write
@@ -18,6 +18,7 @@ from .write import write
 __all__ = [
     "GOLDEN",
     "Plan",
+    "Spans",
     "add_rms_norm",
     "advance",
     "copy",

@@ -11,6 +11,46 @@ from .tiles import LOG2E, Strides, block_ids, capped, check, load_tile, precisio
 from .tuning import Tiling, prefill_tiling
 
 
+class Spans:
+    """Which tiles of which rows a launch works on: `update` writes it on the GPU once a step, every layer reads it.
+
+    A launch without it has as many tiles for every row as the longest has, and nobody on the host knows that of a captured step.
+    Rows of fewer than `least` query tokens get no tile: they are somebody else's. What it needs is static, so update and prefill
+    can be captured in a CUDA graph.
+    """
+
+    def __init__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: int, *, least: int = 1,
+                 tiling: Tiling | None = None) -> None:  # fmt: skip
+        """For tensors shaped as prefill() takes them, and that many rows."""
+        tokens, group = query.shape[0], query.shape[1] // keys.shape[2]
+        self.tiling = tiling or _tiling(query, keys, values, tokens)
+        self.rows, self.least = rows, least
+        self.queries = self.tiling.block_m // triton.next_power_of_2(group)
+        """Query tokens of a tile."""
+        self.tiles = torch.full((tokens // self.queries + min(rows, tokens // least), 2), -1, dtype=torch.int32, device=query.device)
+        """[most, 2]: the row, -1 if there is none, and which of its tiles, counted from its end."""
+
+    def update(self, borders: torch.Tensor) -> None:
+        """Lay out a step whose row i has the query tokens borders[i] to borders[i + 1]; borders [rows + 1], int32."""
+        if borders.shape != (self.rows + 1,):
+            raise ValueError(f"Invalid shape of borders: expected [{self.rows + 1}], got {list(borders.shape)}")
+        counts = borders.diff()
+        tiles = torch.where(counts >= self.least, (counts + self.queries - 1) // self.queries, 0)
+        ends = tiles.cumsum(0)
+        place = torch.arange(len(self.tiles), device=borders.device)
+        row = torch.searchsorted(ends, place, right=True)
+        known = row.clamp(max=self.rows - 1)
+        self.tiles[:, 0] = torch.where(row < self.rows, row, -1)
+        self.tiles[:, 1] = place - (ends - tiles)[known]
+
+
+def _tiling(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most_queries: int) -> Tiling:
+    """The tiling for rows of at most so many query tokens."""
+    dims = sum(max(16, triton.next_power_of_2(data.shape[3])) for data in (keys, values))
+    group = query.shape[1] // keys.shape[2]
+    return prefill_tiling(dims * query.element_size(), group * most_queries, query.dtype == torch.float32)
+
+
 def prefill(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -29,6 +69,7 @@ def prefill(
     slopes: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     tiling: Tiling | None = None,
+    spans: Spans | None = None,
 ) -> torch.Tensor:
     """softmax(softcap(query keys^T * scale) + slope * distance) values, each query token over what is at or before it.
 
@@ -37,7 +78,8 @@ def prefill(
     keys and values [blocks, block_size, heads, dim] of one layer; table [rows, blocks of a row]; lengths and starts [rows], all
     int32 on the device: tokens before starts[i] are not seen, nor those `window` or more behind a query token. With causal False
     every query token sees what the last one sees. sinks and slopes [query_heads], fp32. The answer is
-    [tokens, query_heads, value_dim]; a query token that sees nothing gives 0.
+    [tokens, query_heads, value_dim]; a query token that sees nothing gives 0. spans: instead of most_queries, which tiles there
+    are, updated for these borders; tokens of no tile are left as they are.
     """
     check(query, keys, values, table)
     rows, (block_size, heads, key_dim), value_dim = table.shape[0], keys.shape[1:], values.shape[3]
@@ -47,11 +89,14 @@ def prefill(
         out = query.new_empty(*query.shape[:2], value_dim)
     strides, group = Strides.of(keys, values), query.shape[1] // heads
     key_dims, value_dims = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    tiling = tiling or prefill_tiling((key_dims + value_dims) * query.element_size(), group * most_queries, query.dtype == torch.float32)
-    tokens_a_tile = tiling.block_m // triton.next_power_of_2(group)
-    _prefill[(triton.cdiv(most_queries, tokens_a_tile), heads, rows)](
+    if spans is not None:
+        tiling, grid = spans.tiling, (len(spans.tiles), heads, 1)
+    else:
+        tiling = tiling or _tiling(query, keys, values, most_queries)
+        grid = (triton.cdiv(most_queries, tiling.block_m // triton.next_power_of_2(group)), heads, rows)
+    _prefill[grid](
         query, keys, values, table, borders, lengths, lengths if starts is None else starts, out,
-        query if sinks is None else sinks, query if slopes is None else slopes,
+        query if sinks is None else sinks, query if slopes is None else slopes, lengths if spans is None else spans.tiles,
         (key_dim**-0.5 if scale is None else scale) * LOG2E.value,
         query.stride(0), query.stride(1), out.stride(0), out.stride(1), table.stride(0),
         KEY_BLOCK=strides.key_block, KEY_TOKEN=strides.key_token, KEY_HEAD=strides.key_head,
@@ -59,36 +104,44 @@ def prefill(
         WIDE=strides.wide, GROUP=group, GROUPS=triton.next_power_of_2(group), KEY_DIM=key_dim, VALUE_DIM=value_dim,
         KEY_DIMS=key_dims, VALUE_DIMS=value_dims, PAGE=block_size, BLOCK_M=tiling.block_m, TILE=tiling.block_n,
         STAGES=tiling.stages, WINDOW=window or 0, CAUSAL=causal, HAS_START=starts is not None, SOFTCAP=softcap or 0.0,
-        HAS_SINK=sinks is not None, HAS_SLOPE=slopes is not None, PRECISION=precision(query.dtype),
-        num_warps=tiling.warps, num_stages=tiling.stages, maxnreg=tiling.registers,
+        HAS_SINK=sinks is not None, HAS_SLOPE=slopes is not None, HAS_SPANS=spans is not None,
+        PRECISION=precision(query.dtype), num_warps=tiling.warps, num_stages=tiling.stages, maxnreg=tiling.registers,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _prefill(
-    Q, K, V, TABLE, BORDERS, LENGTHS, STARTS, OUT, SINKS, SLOPES, scale_log2, q_token, q_head, out_token, out_head, table_row,
+    Q, K, V, TABLE, BORDERS, LENGTHS, STARTS, OUT, SINKS, SLOPES, SPANS, scale_log2, q_token, q_head, out_token, out_head, table_row,
     KEY_BLOCK: tl.constexpr, KEY_TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, VALUE_TOKEN: tl.constexpr, VALUE_HEAD: tl.constexpr, WIDE: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, HAS_START: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_SINK: tl.constexpr, HAS_SLOPE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SINK: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_SPANS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o_i = sum_t 2^(s_it - m_i) v_t / sum_t 2^(s_it - m_i), s_it = log2(e) (softcap(q_i k_t * scale) + slope (t - at_i)).
 
     Over start <= t <= at_i and t > at_i - WINDOW, where at_i is query token i's place: its row's length - queries + i (the last
     one's for all if not CAUSAL). Q [tokens, heads * GROUP, KEY_DIM]; K [blocks, PAGE, heads, KEY_DIM]; V [blocks, PAGE, heads,
     VALUE_DIM]; TABLE [rows, blocks of a row]; BORDERS [rows + 1]; LENGTHS, STARTS [rows]; SINKS, SLOPES [heads * GROUP]; OUT
-    [tokens, heads * GROUP, VALUE_DIM]. One program takes BLOCK_M / GROUPS query tokens in all query heads of one key head, the
-    last tokens of a row first. Only the tiles at the edges of what is seen are masked.
+    [tokens, heads * GROUP, VALUE_DIM]; SPANS [tiles, 2], the row and the tile of each program. One program takes BLOCK_M / GROUPS
+    query tokens in all query heads of one key head, the last tokens of a row first. Only the tiles at the edges of what is seen are
+    masked.
     """
-    row = tl.program_id(2)
     head = tl.program_id(1)
+    if HAS_SPANS:
+        row = tl.load(SPANS + 2 * tl.program_id(0))
+        if row < 0:
+            return
+        before_end = tl.load(SPANS + 2 * tl.program_id(0) + 1)
+    else:
+        row = tl.program_id(2)
+        before_end = tl.program_id(0)
     STEP: tl.constexpr = BLOCK_M // GROUPS
     border = tl.load(BORDERS + row)
     queries = tl.load(BORDERS + row + 1) - border
-    tile = tl.cdiv(queries, STEP) - 1 - tl.program_id(0)
+    tile = tl.cdiv(queries, STEP) - 1 - before_end
     if tile < 0:
         return
     length = tl.load(LENGTHS + row)
