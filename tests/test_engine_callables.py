@@ -70,22 +70,29 @@ def test_a_tokenizer_that_raises_at_an_answer(model: Any, kind: dict[str, Any], 
     assert_neighbours_unharmed(engine, handles)
 
 
-def test_a_tokenizer_that_raises_while_somebody_reads(model: Any) -> None:
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_tokenizer_that_raises_while_somebody_reads(model: Any, thread: bool) -> None:
     """Whoever reads gets the tokens that are there, then the end: the trouble is the request's, not the reader's."""
     engine = readers(model)
     handles = neighbours(engine)
     bad = engine.submit(PROMPTS[4], **{**GREEDY, "max_new_tokens": 30})
+    if thread:
+        engine.start()
     increments = list(bad)
     assert {increment.text for increment in increments} == {""}
     assert [increment.finish_reason for increment in increments] == [None] * (len(increments) - 1) + ["error"]
     tokens = [token for increment in increments for token in increment.token_ids]
-    assert 0 < len(tokens) < 9
-    assert tokens == bad.result().sequences[0].token_ids == alone(model, PROMPTS[4], **GREEDY)[0][: len(tokens)]
+    assert tokens
+    assert thread or len(tokens) < 9  # who drives by reading hears of it at once
+    assert tokens == bad.result().sequences[0].token_ids
+    assert tokens == alone(model, PROMPTS[4], **{**GREEDY, "max_new_tokens": 30})[0][: len(tokens)]
     assert str(bad.result().error) == "unreadable"
     assert_neighbours_unharmed(engine, handles)
+    engine.stop()
     late = engine.submit(PROMPTS[4], **GREEDY)
     late.cancel()
     assert (late.result().finish_reason, late.result().error) == ("abort", None)  # of nothing there is nothing to read
+    engine.close()
 
 
 def test_a_tokenizer_that_is_interrupted(model: Any) -> None:

@@ -96,9 +96,6 @@ class Job:
     def _go_on(
         self, scheduler: Scheduler, position: int, heard: Mapping[Sequence, int], notes: list[TokenLogprob] | None, device: torch.device
     ) -> None:
-        for stream in self.streams:
-            if stream.trouble is not None:
-                raise stream.trouble  # whoever reads it could not make a text of it
         stopped = self._stopped([sequence.index for sequence in heard], position + 1, device) if self.asked.criteria else None
         for i, (sequence, token) in enumerate(heard.items()):
             reason = self._reason(token, position + 1, stopped[i] if stopped else None)
@@ -133,6 +130,11 @@ class Job:
         if token in self.asked.ends or stopped == "stop":
             return "stop"
         return "length" if length >= self.asked.max_length else stopped
+
+    @property
+    def trouble(self) -> Exception | None:
+        """Why an answer has no text, if one has none: what the tokenizer raised."""
+        return next((stream.trouble for stream in self.streams if stream.trouble is not None), None)
 
     @property
     def said(self) -> bool:
@@ -186,11 +188,11 @@ class Job:
     # ---- the end
 
     def close(self, reason: FinishReason | None = None, error: Exception | None = None) -> Output:
-        """Make the output; answers that have not ended end for `reason`."""
+        """Make the output; answers that have not ended end for `reason`, or for the trouble that somebody had in reading one of them."""
         self.timing.finished = time.monotonic()
         for stream in self.streams:
             if stream.finish_reason is None:
-                stream.add([], [], reason)
+                stream.add([], [], reason if self.trouble is None else "error")
         group = self.group
         sequences = [stream.output(self.asked.favourites is not None) for stream in self.streams]
         self.output = Output(
@@ -199,7 +201,7 @@ class Job:
             cached_tokens=group.cached_tokens if group else 0,
             preemptions=group.preemptions if group else 0,
             timing=self.timing,
-            error=error or next((stream.trouble for stream in self.streams if stream.trouble is not None), None),
+            error=error or self.trouble,
         )
         self.group = None
         self.news.end()
