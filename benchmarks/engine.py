@@ -8,6 +8,7 @@ trace    output tokens a second, time to the first token, time between tokens, a
 load     the same where requests come one by one
 shared   requests that begin alike
 beams    seconds of 16 beam searches of width 4 and 8, beside paged and stock generate() over the same rows
+host     what the host does in a decoding step and how long that takes, with a model of next to no width
 profile  where the time of a decoding step goes on the host
 """
 
@@ -22,12 +23,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import generate
 import torch
+from host import PARTS, measure
 from peers import Served, peers
 from shapes import SHAPES, Report, build, where
 from traces import TRACES, Ask, trace
@@ -43,9 +46,14 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, report: Report) -> None:
         self.options, self.report = options, report
-        self.model = build(options.shape, options.device, getattr(torch, options.dtype))
-        self.model.generation_config.pad_token_id = 0
-        self.model.generation_config.eos_token_id = None  # answers are as long as the trace says
+
+    @cached_property
+    def model(self) -> Any:
+        """Made when it is asked for: not every section needs it."""
+        model = build(self.options.shape, self.options.device, getattr(torch, self.options.dtype))
+        model.generation_config.pad_token_id = 0
+        model.generation_config.eos_token_id = None  # answers are as long as the trace says
+        return model
 
     def wait(self) -> None:
         if self.model.device.type == "cuda":
@@ -232,8 +240,21 @@ def profile(bench: Bench) -> None:
     print(text.getvalue())
 
 
+def host(bench: Bench) -> None:
+    """What a step costs the host: it must grow with what happens, not with rows."""
+    layers = SHAPES[bench.options.shape]["num_hidden_layers"]
+    bench.report.table(
+        "engine host", f"Work of the host in a decoding step that runs ahead, milliseconds: {layers} layers of next to no width",
+        rows=("rows", "d"), whole=("all, median", ".3f"), row=("us a row", ".2f"), **{part: (part, ".3f") for part in (*PARTS, "rest")},
+    )  # fmt: skip
+    for rows in bench.options.rows:
+        with bench.report.surviving(f"host, {rows} rows"):
+            found = measure(layers, bench.options.device, rows, **bench.options.engine)
+            bench.report.row(rows=rows, row=found["whole"] / rows * 1e3, **found)
+
+
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "steps": steps, "trace": run_trace, "load": load, "shared": shared, "beams": beams, "profile": profile,
+    "steps": steps, "trace": run_trace, "load": load, "shared": shared, "beams": beams, "host": host, "profile": profile,
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from .evictor import Evictor
 from .move import distinct, move
 from .pool import BlockPool, OutOfBlocks
 from .prefix import Match, Partial, adopt, commit, match
+from .sheet import Sheet
 from .siblings import Siblings
 from .table import Copy, Table, append, blocks_needed, reorder
 from .trail import Prompt, Trail, commit_tail, detach
@@ -21,6 +22,7 @@ __all__ = [
     "OutOfBlocks",
     "Partial",
     "Prompt",
+    "Sheet",
     "Siblings",
     "Table",
     "Trail",

@@ -83,6 +83,11 @@ class Asked:
         return bool(self.config.do_sample)
 
     @property
+    def steady(self) -> bool:
+        """Whether its next token is chosen with everybody's, and all that is to be asked about it is whether it is the last one."""
+        return self.warp is not None and not self.criteria and self.favourites is None
+
+    @property
     def told(self) -> tuple[int, ...]:
         """The ids of the prompt as the user knows it."""
         return self.ids if self.source is None else self.source.ids

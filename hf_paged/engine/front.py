@@ -76,7 +76,8 @@ class Front(ABC):
             self._require_embeddings()
         job = Job(asked, None, self.tokenizer)
         source = 0 if asked.source is None else self._source_length(asked.source)
-        request = Request(next(self._numbers), asked.prompt, asked.max_length, asked.width, priority, extra_key(salt), source)
+        extra = extra_key(salt)
+        request = Request(next(self._numbers), asked.prompt, asked.max_length, asked.width, priority, extra, source, asked.steady)
         reason = self._why_never(request)
         if reason is not None:
             job.close("refused", Infeasible(reason))

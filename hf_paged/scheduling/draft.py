@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from ..blocks import Copy
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from itertools import chain
+
+from ..blocks import Copy, blocks_needed
+from .crew import Stride
+from .limits import Shelf
 from .plan import Plan, Row, Swaps
 from .sequence import Group, Sequence
+
+Steps = list[tuple[Sequence, int]]
+"""Sequences of one group, and how many tokens each takes."""
 
 
 class Draft:
@@ -12,6 +21,7 @@ class Draft:
 
     def __init__(self, shelves: int, room: int) -> None:
         self.room = room
+        self.stride: Stride | None = None
         self.rows: list[Row] = []
         self.copies: list[list[Copy]] = [[] for _ in range(shelves)]
         self.admitted: list[Group] = []
@@ -19,7 +29,8 @@ class Draft:
 
     def plan(self, swaps: Swaps) -> Plan:
         """The step as a value."""
-        return Plan(tuple(self.rows), tuple(tuple(copies) for copies in self.copies), swaps, tuple(self.admitted), tuple(self.preempted))
+        copies = tuple(tuple(copies) for copies in self.copies)
+        return Plan(tuple(self.rows), copies, swaps, tuple(self.admitted), tuple(self.preempted), self.stride)
 
 
 def samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
@@ -27,3 +38,36 @@ def samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
     if sequence.computed + count < len(sequence.tokens):
         return ()
     return (sequence,) if sequence.group.forked else tuple(sequence.group.sequences)
+
+
+def share(groups: Rows[Group], room: int) -> list[Steps]:
+    """Who takes how many of so many tokens: whoever decodes has its token, who computes a prompt gets what that leaves."""
+    found, decoding = [], [group.decoding for group in groups]
+    owed = sum([len(group.sequences) for group, each in zip(groups, decoding, strict=True) if each])
+    for group, each in zip(groups, decoding, strict=True):
+        if each:
+            owed -= len(group.sequences)
+        steps = group.advance(room - owed)
+        room -= sum([count for _, count in steps])
+        if steps:
+            found.append(steps)
+    return found
+
+
+def fit(shelves: Iterable[Shelf], several: Iterable[Steps], beside: int = 0) -> bool:
+    """Whether every pool has the blocks for these steps and `beside` more; what lies behind a window goes back first (C10)."""
+    several = list(several)
+    for i, shelf in enumerate(shelves):
+        if shelf.window is not None:
+            for sequence, _ in chain.from_iterable(several):
+                sequence.tables[i].release_before(sequence.tables[i].length - shelf.window + 1)
+        room, size = shelf.pool.available - beside, shelf.pool.block_size
+        # A block that is copied and one that is begun, and what the tokens fill: where that is there nobody counts closer.
+        most = sum([sequence.growth(i, count) // size + 2 for sequence, count in chain.from_iterable(several)])
+        if most > room and sum([_need(i, steps) for steps in several]) > room:
+            return False
+    return True
+
+
+def _need(shelf: int, steps: Steps) -> int:
+    return blocks_needed([sequence.tables[shelf] for sequence, _ in steps], [sequence.growth(shelf, count) for sequence, count in steps])
