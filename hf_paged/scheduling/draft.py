@@ -47,7 +47,9 @@ def share(groups: Rows[Group], room: int) -> list[Steps]:
     for group, each in zip(groups, decoding, strict=True):
         if each:
             owed -= len(group.sequences)
-        steps = group.advance(room - owed)
+            steps = [(sequence, 1) for sequence in group.sequences]
+        else:
+            steps = group.advance(room - owed)
         room -= sum([count for _, count in steps])
         if steps:
             found.append(steps)
