@@ -19,6 +19,7 @@ from .background import Background
 from .encoding import Source
 from .handle import Handle
 from .job import Job
+from .options import Options
 from .output import FinishReason, Increment, Output
 from .turns import Turns
 
@@ -42,6 +43,7 @@ class Front(ABC):
         """Requests that the books do not know yet."""
         self._thread: Background | None = None
         self._starting = threading.Lock()
+        self._options = Options()
 
     # ---- requests
 
@@ -70,7 +72,7 @@ class Front(ABC):
         finish_reason "refused" and the numbers in its error.
         """
         keywords = generate_keywords | {"inputs_embeds": inputs_embeds}
-        asked = read(self.model, self.tokenizer, prompt, generation_config, keywords, seed, logprobs)
+        asked = read(self.model, self.tokenizer, prompt, generation_config, keywords, seed, logprobs, self._options)
         self._require_open()
         if asked.embeds is not None:
             self._require_embeddings()

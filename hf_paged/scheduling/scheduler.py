@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Literal
 
-from ..blocks import Match, adopt, append, commit, match, reorder
+from ..blocks import Match, adopt, append, commit, known, match, reorder
 from ..blocks.pool import expect
 from .admission import Bid, Moment, Verdict, why_infeasible
 from .audit import check_groups, check_shelves
@@ -283,7 +283,7 @@ class Scheduler:
     def _admit(self, draft: Draft) -> None:
         """Let in whom there is room for: first those that were preempted, and only when they all run, new ones (C28)."""
         passed = 0
-        while draft.room > 0:
+        while draft.room > 0 and self._taken < self.limits.sequences:
             queue = self.preempted or self.waiting
             if passed >= len(queue):
                 return
@@ -318,7 +318,7 @@ class Scheduler:
         if not self.prefix_caching:
             return [Match([], []) for _ in self.shelves]
         names = group.names()
-        blocks = [_known(shelf, names) for shelf in self.shelves]
+        blocks = [known(shelf.pool, names) for shelf in self.shelves]
         if self.verify:
             tokens = group.leader.tokens[: group.common]
             blocks = [match(shelf.pool, tokens, group.request.extra, verify=True).blocks for shelf in self.shelves]
@@ -327,8 +327,13 @@ class Scheduler:
             return None
         return [Match(each[:hits], names[:hits]) for each in blocks]
 
+    @property
+    def _taken(self) -> int:
+        """How many sequences run."""
+        return len(self.crew) + sum([len(group.sequences) for group in self._others])
+
     def _moment(self, room: int) -> Moment:
-        return Moment(self.counts["steps"], room, self.running)
+        return Moment(self.counts["steps"], room, self.running, self._taken)
 
     def _bid(self, group: Group, found: list[Match]) -> Bid:
         chunk, many = self.limits.tokens, range(len(self.shelves))
@@ -384,16 +389,6 @@ class Scheduler:
         self.admission.check(moment)
         self.crew.check()
         apart = [group for group in self.running if group.leader.place is None]
+        expect(moment.taken == sum(len(group.sequences) for group in self.running), "somebody runs and is not counted")
         expect(self._others == apart and len(self.crew) == len(self.running) - len(apart), "somebody runs twice, or not at all")
         expect(moment.taken <= self.limits.sequences, f"{moment.taken} sequences run, {self.limits.sequences} may")
-
-
-def _known(shelf: Shelf, names: list[bytes]) -> list[int]:
-    """The blocks of the leading names that the pool knows."""
-    blocks: list[int] = []
-    for name in names:
-        block = shelf.pool.lookup(name)
-        if block is None:
-            break
-        blocks.append(block)
-    return blocks
