@@ -8,6 +8,7 @@ trace    output tokens a second, time to the first token, time between tokens, a
 load     the same where requests come one by one
 shared   requests that begin alike
 beams    seconds of 16 beam searches of width 4 and 8, beside paged and stock generate() over the same rows
+beside   a step of 64 rows some of which need the host for their next token
 host     what the host does in a decoding step and how long that takes, with a model of next to no width
 profile  where the time of a decoding step goes on the host
 """
@@ -69,11 +70,15 @@ class Bench:
 
 
 def decode_steps(
-    bench: Bench, engine: Engine, rows: int, steps: int, context: int = CONTEXT, watch: Callable[[Engine], None] | None = None
-) -> list[float]:
-    """Seconds of steps in which nothing but decoding happens. watch: sees the engine after each of them."""
+    bench: Bench, engine: Engine, rows: int, steps: int, context: int = CONTEXT, watch: Callable[[Engine], None] | None = None,
+    others: Sequence[dict[str, Any]] = (),
+) -> list[float]:  # fmt: skip
+    """Seconds of steps in which nothing but decoding happens. watch: sees the engine after each of them. others: what the last requests
+    ask beyond that; the rows are those of all."""
     new = 64 * steps  # nobody ends in between; a prompt is not computed in one step, so some are ahead of others
-    handles = [engine.submit(prompt, max_new_tokens=new, do_sample=False) for prompt in bench.prompts(rows, context)]
+    asked = [{}] * (rows - sum(each.get("num_beams", 1) for each in others)) + [*others]
+    prompts = bench.prompts(len(asked), context)
+    handles = [engine.submit(prompt, max_new_tokens=new, do_sample=False, **each) for prompt, each in zip(prompts, asked, strict=True)]
     seen = -1
     while engine.stats()["waiting"] or engine.stats()["tokens"] - seen != rows:
         seen = engine.stats()["tokens"]
@@ -227,6 +232,25 @@ def engine_beams(bench: Bench, rows: list[list[int]], width: int, new: int) -> t
     return {"engine": statistics.median(totals[2:]), "step": statistics.median(steps) * 1e3, "replayed": replayed}, tokens
 
 
+BESIDE: dict[str, list[dict[str, Any]]] = {
+    "nobody": [], "a beam search of width 4": [{"num_beams": 4}], "4 beam searches": [{"num_beams": 4}] * 4,
+    "16 beam searches": [{"num_beams": 4}] * 16, "a repetition penalty": [{"repetition_penalty": 1.1}],
+    "8 of them": [{"repetition_penalty": 1.1}] * 8,
+}  # fmt: skip
+
+
+def beside(bench: Bench, rows: int = 64) -> None:
+    """What others pay for those whose tokens must be heard of at once."""
+    bench.report.table(
+        "engine beside", f"A step of {rows} rows, context {CONTEXT}, some of them beams or with processors; the others plain",
+        who=("beside plain requests", ""), median=("ms, median", ".2f"), worst=("ms, the slowest", ".2f"),
+    )  # fmt: skip
+    for who, others in BESIDE.items():
+        with bench.report.surviving(f"beside, {who}"), bench.engine(rows) as engine:
+            seconds = decode_steps(bench, engine, rows, 32, others=others)
+            bench.report.row(who=who, median=statistics.median(seconds) * 1e3, worst=max(seconds) * 1e3)
+
+
 def profile(bench: Bench) -> None:
     rows = max(bench.options.rows)
     with bench.engine(rows) as engine:
@@ -254,14 +278,14 @@ def host(bench: Bench) -> None:
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "steps": steps, "trace": run_trace, "load": load, "shared": shared, "beams": beams, "host": host, "profile": profile,
+    "steps": steps, "trace": run_trace, "load": load, "shared": shared, "beams": beams, "beside": beside, "host": host, "profile": profile,
 }  # fmt: skip
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["steps", "trace", "load", "shared", "beams"])
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["steps", "trace", "load", "shared", "beams", "beside"])
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
     parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
