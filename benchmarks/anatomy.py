@@ -32,7 +32,7 @@ from hf_paged.engine import decoding, flight, stepping
 
 KINDS = {
     "attention": ("_decode", "_merge", "_plan", "_prefill", "flash", "fmha"), "writing keys and values": ("write",), "rotary": ("rotary",),
-    "norms": ("norm",), "gate": ("swiglu", "silu"),
+    "norms": ("norm", "rsqrt"), "gate": ("swiglu", "silu"),
     "products": ("gemm", "nvjet", "cutlass", "gemv", "splitkreduce", "matmul", "cublas"),
     "choosing": ("argmax", "reduce", "topk", "sort"), "copies": ("memcpy", "copy"),
 }  # fmt: skip

@@ -10,6 +10,7 @@ shared   requests that begin alike
 beams    seconds of 16 beam searches of width 4 and 8, beside paged and stock generate() over the same rows
 beside   a step of 64 rows some of which need the host for their next token
 host     what the host does in a decoding step and how long that takes, with a model of next to no width
+startup  seconds from `Engine(model)` to the first token, and to the first replayed step, with and without compiled layers
 profile  where the time of a decoding step goes on the host
 """
 
@@ -60,9 +61,9 @@ class Bench:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def engine(self, at_once: int, **options: Any) -> Engine:
-        sizes = {"max_batch_sequences": at_once, "max_batch_tokens": max(2048, at_once)}
-        return Engine(self.model, **{**sizes, **options, **self.options.engine})
+    def engine(self, at_once: int, **more: Any) -> Engine:
+        options = {"max_batch_sequences": at_once, "max_batch_tokens": max(2048, at_once), **self.options.engine, **more}
+        return Engine(self.model, **options)
 
     def prompts(self, rows: int, context: int) -> list[list[int]]:
         random = torch.Generator().manual_seed(1)
@@ -100,15 +101,16 @@ def decode_steps(
 def steps(bench: Bench) -> None:
     bench.report.table(
         "engine steps", f"A decoding step of the engine, context {CONTEXT}", rows=("rows", "d"), median=("ms, median", ".2f"),
-        worst=("ms, the slowest", ".2f"), replayed=("from graphs", "d"),
+        worst=("ms, the slowest", ".2f"), replayed=("from graphs", "d"), compiled=("compiled graphs", "d"),
     )  # fmt: skip
     for rows in bench.options.rows:
         with bench.report.surviving(f"steps, {rows} rows"), bench.engine(rows) as engine:
             seconds = decode_steps(bench, engine, rows, 32)
             captured = engine.stats()["graphs"]
             bench.report.row(
-                rows=rows, median=statistics.median(seconds) * 1e3, worst=max(seconds) * 1e3, replayed=captured.get("replayed", 0)
-            )
+                rows=rows, median=statistics.median(seconds) * 1e3, worst=max(seconds) * 1e3, replayed=captured.get("replayed", 0),
+                compiled=captured.get("compiled", 0),
+            )  # fmt: skip
 
 
 def serve(bench: Bench, name: str, at_once: int, asks: Sequence[Ask], arrivals: Sequence[float] | None = None, **options: Any) -> Served:
@@ -251,6 +253,26 @@ def beside(bench: Bench, rows: int = 64) -> None:
             bench.report.row(who=who, median=statistics.median(seconds) * 1e3, worst=max(seconds) * 1e3)
 
 
+def startup(bench: Bench) -> None:
+    """One request on a new engine; what was compiled for the one before is not looked for again, but may lie in caches on the disk."""
+    bench.report.table(
+        "engine startup", "Seconds from Engine(model), weights loaded", compile=("compile", ""), ready=("engine made", ".1f"),
+        first=("first token", ".1f"), replayed=("first replayed step", ".1f"), compiled=("compiled graphs", "d"),
+    )  # fmt: skip
+    for compile in (False, True):
+        with bench.report.surviving(f"startup, compile={compile}"):
+            bench.wait()
+            begin = time.perf_counter()
+            with bench.engine(8, compile=compile) as engine:
+                found: dict[str, float] = {"ready": time.perf_counter() - begin}
+                handle = engine.submit(bench.prompts(1, CONTEXT)[0], max_new_tokens=64, do_sample=False)
+                for _ in handle:
+                    found.setdefault("first", time.perf_counter() - begin)
+                    if engine.stats()["graphs"].get("replayed"):
+                        found.setdefault("replayed", time.perf_counter() - begin)
+                bench.report.row(compile=str(compile), compiled=engine.stats()["graphs"].get("compiled", 0), **found)
+
+
 def profile(bench: Bench) -> None:
     rows = max(bench.options.rows)
     with bench.engine(rows) as engine:
@@ -278,8 +300,16 @@ def host(bench: Bench) -> None:
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "steps": steps, "trace": run_trace, "load": load, "shared": shared, "beams": beams, "beside": beside, "host": host, "profile": profile,
-}  # fmt: skip
+    "steps": steps,
+    "trace": run_trace,
+    "load": load,
+    "shared": shared,
+    "beams": beams,
+    "beside": beside,
+    "startup": startup,
+    "host": host,
+    "profile": profile,
+}
 
 
 def parse() -> argparse.Namespace:

@@ -14,6 +14,7 @@ from compare import assert_clean
 from families import BY_NAME, FAMILIES, VOCABULARY, build
 from modes import NEW
 from paged_layer import Paged
+from test_engine_device import assert_own_logprobs
 from ties import NOISE, first_ties, judge, judge_beams, router_margins, routers
 
 from hf_paged.engine import Engine
@@ -190,6 +191,29 @@ def test_the_engine_answers_as_generate(name: str, form: str, monkeypatch: pytes
     with Engine(model, num_blocks=400, graphs=False, prefix_caching=False) as engine:
         for i, prompt in enumerate(prompts):
             assert engine_answers(engine, [prompt], ["samples"])["samples", 0] == found["samples", i]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3", "mistral-window", "gpt-neox", "gpt2"])
+def test_compiled_layers_answer_as_generate(name: str, dtype: torch.dtype, kernels: str) -> None:
+    """Every captured step is compiled: in float32 the tokens of generate(), else what one forward thinks of them."""
+    model = build(BY_NAME[name]).to("cuda", dtype)
+    draw = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(5, VOCABULARY, (length,), generator=draw).tolist() for length in (5, 23, 40)]
+    options = {"max_new_tokens": ENGINE_NEW, "min_new_tokens": ENGINE_NEW, "do_sample": False}
+    with Engine(model, block_size=4, num_blocks=400, max_batch_tokens=64, kernels=kernels, compile=True) as engine:
+        outputs = [engine.submit(prompts[0], logprobs=1, **options).result()]
+        outputs += [handle.result() for handle in [engine.submit(prompt, logprobs=1, **options) for prompt in prompts]]
+        counts, decoding = engine.stats()["graphs"], engine._runner.decoding
+        assert decoding.compilation.why_not is None
+        assert counts.get("compiled", 0) == counts["captured"] > 1, decoding.reasons
+        assert counts["replayed"] > 5, decoding.reasons
+    for prompt, output in zip([prompts[0], *prompts], outputs, strict=True):
+        assert_own_logprobs(model, output)
+        if dtype == torch.float32:
+            ids = torch.tensor([prompt], device="cuda")
+            assert output.sequences[0].token_ids == model.generate(ids, **options)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -17,11 +18,13 @@ import torch
 
 from ..integration.attention import Forward, running
 from ..integration.capture import RECORDERS, Rehearsal
+from ..integration.compiled import Compilation, CompiledFusion, reason_of
 from ..integration.fused import Fusion, fused
 from ..integration.graph import AGREE, SMALLEST_WIDTH, WIDEST, agree, bucket_of
 from ..integration.lazy import NotCapturable
 from ..integration.lengths import lengths_on_device
 from ..integration.lookout import Lookout
+from ..integration.products import lay_side_by_side
 from ..integration.state import ModelState
 from ..memory import Group, Kind, Ranks, StaticBatch, StaticSpans, is_out_of_memory
 from ..memory.upload import upload
@@ -76,6 +79,7 @@ class _Step:
     """[wanted rows, vocabulary] in fp32, the same memory for all graphs: the next replay writes over it."""
     replay: Callable[[], None] = lambda: None
     agreed: int = 0
+    compiled: bool = False
 
 
 class Decoding:
@@ -83,15 +87,28 @@ class Decoding:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.counts: Counter[Literal["captured", "replayed"]] = Counter()
+        self.counts: Counter[Literal["captured", "compiled", "replayed"]] = Counter()
         self.reasons: dict[Shape, str] = {}
         """Why steps of a shape are not captured."""
+        self.compilation = Compilation() if runner.pools.config.compile else None
         self._steps: dict[Shape, _Step] = {}
         self._seen: Counter[Shape] = Counter()
         self._pool: Any = None
         self._logits: torch.Tensor | None = None
         self._lookout: Lookout | None = None
         """What was last seen of the model; it keeps what it saw until it is asked again."""
+
+    def prepare(self, run: Callable[[], object]) -> None:
+        """Get the model ready for compiled layers, or say why there are none. `run` runs it, somehow."""
+        if self.compilation is None:
+            return
+        if self.runner.why_rows is not None:
+            self.compilation.give_up(f"sequences are run one by one: {self.runner.why_rows}")
+        elif self.runner.device.type not in RECORDERS:
+            self.compilation.give_up(f"it is for captured steps, and there are none on {self.runner.device}")
+        else:
+            with self.runner.pools.memory.lock:
+                lay_side_by_side(self.runner.model, run)
 
     def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor | None:
         """The logits [wanted pieces, vocabulary] in fp32; None if no trusted graph has them. The next run writes over them."""
@@ -137,8 +154,9 @@ class Decoding:
             step = self._steps.get(shape)
             if step is None and self._seen[shape] >= AFTER:
                 step = self._capture(shape, pieces, latest, logits.shape[1])
-            if step is not None and step.agreed < AGREE:
-                self._try(step, pieces, latest, logits)
+            if step is not None and step.agreed < AGREE and not self._try(step, pieces, latest, logits):
+                self.runner.flat(pieces, latest)  # so is what it has stored
+                self._distrust(shape, step)
         except Exception as error:
             self._steps.pop(shape, None)
             if is_out_of_memory(error):
@@ -146,6 +164,8 @@ class Decoding:
                 return
             self.reasons[shape] = f"{type(error).__name__}: {error}".split("\n")[0]
             logger.info("a decoding step of the engine is not captured: %s", self.reasons[shape])
+            if self.compilation is not None and not self.counts["captured"]:
+                self.compilation.tell(f"a step cannot be captured, {self.reasons[shape]}")
 
     def forget(self) -> None:
         """Drop every graph: the model or the pools are not what they were."""
@@ -218,16 +238,24 @@ class Decoding:
             last = [*range(crew), *(crew + ends[i][0] - 1 for i in range(len(others)) if ends[i][1].wanted)]
             step.places[: len(last)].copy_(upload(last or [0], step.places.device)[: len(last)])
 
-    def _try(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> None:
-        """Replay a step whose logits are known, and see."""
+    def _try(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> bool:
+        """Replay a step whose logits are known: whether they come out."""
         if not len(logits):
-            return
+            return True
         self._load(step, pieces, latest)
         step.replay()
         dtype = next(self.runner.model.parameters()).dtype
-        if not agree(step.logits[: len(logits)].to(dtype), logits.to(dtype)):
+        same = agree(step.logits[: len(logits)].to(dtype), logits.to(dtype))
+        step.agreed += same
+        return same
+
+    def _distrust(self, shape: Shape, step: _Step) -> None:
+        """A replay differs from the forward itself. If it is compiled code that does, none of it is used any more."""
+        if not step.compiled:
             raise NotCapturable("its replay differs from the forward itself")
-        step.agreed += 1
+        assert self.compilation is not None
+        self.compilation.give_up("what they compute differs from the forward itself")
+        self._steps = {shape: step for shape, step in self._steps.items() if not step.compiled}
 
     def _capture(self, shape: Shape, pieces: Sequence[Piece], latest: torch.Tensor | None, vocabulary: int) -> _Step:
         model, groups = self.runner.model, self.runner.pools.groups
@@ -241,26 +269,40 @@ class Decoding:
         if not step.state.steady:
             raise NotCapturable("somebody's hooks run in the model")
         fusion = Fusion(model, next(iter(groups.values())).captured_ops.kernels)
-
-        def run() -> None:
-            with fused(fusion), lengths_on_device(model):
-                self._forward(step)
-
         stores = [data for group in groups.values() for data in group.tensors]
         static = [step.logits, *(tensor for batch in batches.values() for tensor in batch.tensors)]
         static += [] if places is None else [places]
         self._load(step, pieces, latest)
         with Rehearsal(device, [*model.parameters(), *model.buffers(), ids, *static, *stores]):
-            run()
+            self._forward(step, fusion)
+        compiled = self._compiled(step, fusion, pieces, latest)
         if self._state() != step.state:
             raise NotCapturable("the model's forward changes the model")
         self._load(step, pieces, latest)
         if device.type == "cuda" and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        step.replay, _ = RECORDERS[device.type](run, self._pool, device)
+        step.replay, _ = RECORDERS[device.type](partial(self._forward, step, compiled or fusion), self._pool, device)
+        step.compiled = compiled is not None
         self._steps[shape] = step
         self.counts["captured"] += 1
+        if step.compiled:
+            self.counts["compiled"] += 1
         return step
+
+    def _compiled(self, step: _Step, fusion: Fusion, pieces: Sequence[Piece], latest: torch.Tensor | None) -> CompiledFusion | None:
+        """The step with compiled layers, run once; None if they are not wanted, or cannot be had."""
+        if self.compilation is None or self.compilation.why_not is not None:
+            return None
+        try:
+            made = CompiledFusion(self.runner.model, fusion.kernels, self.compilation, self.runner.cache.layers)
+            self._load(step, pieces, latest)
+            self._forward(step, made)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self.compilation.give_up(reason_of(error))
+            return None
+        return made
 
     def _batch(self, shape: Shape, group: Group) -> StaticBatch:
         rows, width, form = shape
@@ -279,8 +321,12 @@ class Decoding:
                 self._logits = torch.empty(self._most, vocabulary, device=self.runner.device)
         return self._logits
 
-    def _forward(self, step: _Step) -> None:
+    def _forward(self, step: _Step, fusion: Fusion) -> None:
         """What is captured: the step of all rows, each at its own position, and the logits of those that are wanted."""
+        with fused(fusion), lengths_on_device(self.runner.model):
+            self._run(step)
+
+    def _run(self, step: _Step) -> None:
         runner = self.runner
         sequences = runner.cache.sequences
         sequences.static = step.batches

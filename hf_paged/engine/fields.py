@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cache_config": ((None,), "the engine's options say how its pages are"),
     "max_cache_len": ((None,), "the engine's pools have one size for all requests"),
     "prefill_chunk_size": ((None,), "the engine cuts prompts by max_batch_tokens"),
-    "compile_config": ((None,), "the engine's steps are not compiled yet"),
+    "compile_config": ((None,), "the engine's option compile says whether its steps are compiled"),
     "disable_compile": ((None, False, True), ""),
     "continuous_batching_config": ((None,), "that is transformers' own continuous batching"),
     "output_attentions": ((None, False), "the engine keeps no attention weights"),

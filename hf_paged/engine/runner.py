@@ -88,11 +88,11 @@ class Runner:
     def _quickly(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
         """From a captured step if there is one."""
         if self.decoding is None:
-            return self._flat(pieces, latest)
+            return self.flat(pieces, latest)
         replayed = self.decoding.run(pieces, latest)
         if replayed is not None:
             return replayed
-        logits = self._flat(pieces, latest)
+        logits = self.flat(pieces, latest)
         self.decoding.learn(pieces, latest, logits)
         return logits
 
@@ -112,7 +112,8 @@ class Runner:
         ids, found = upload([told, places], self.device)
         return torch.where(found < 0, ids, latest[found.clamp(min=0)])
 
-    def _flat(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
+    def flat(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
+        """The step as one flat row, operation by operation."""
         counts = [len(piece.tokens) for piece in pieces]
         batches = {kind: FlatBatch([piece.tables[i] for piece in pieces], counts) for i, kind in enumerate(self.pools.groups)}
         self.cache.begin(batches)
@@ -219,6 +220,8 @@ class Runner:
         if self.why_rows is None:
             self.why_rows = self._why_not_flat(rows, whole)
         self.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])
+        if self.decoding is not None:
+            self.decoding.prepare(lambda: self._without_cache(rows[:1]))
 
     def _why_no_embeddings(self, rows: list[list[int]], right: torch.Tensor) -> str | None:
         """Why the model does not take its own embeddings for the ids that they are of."""

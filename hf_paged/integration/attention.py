@@ -18,17 +18,12 @@ from .latents import LazyExpanded
 from .lazy import LazyMask, LazyPages, NotCapturable, NotFlat, as_dense
 from .lengths import GrowingOnes
 from .switch import original_implementation, sdpa_refuses_softcap
+from .traced import UNDERSTOOD, Stored, attend_traced
 
 NAME = "hf_paged"
 WIDEST = 8192
 """Positions of latents that a captured step may look at, however few of them hold anything yet."""
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-
-PASSED_ALONG = frozenset(
-    {"position_ids", "use_cache", "output_router_logits", "output_hidden_states", "sliding_window", "cache_position", "logits_to_keep"}
-)
-"""Keywords that reach every attention function and change nothing that the mask does not say."""
-UNDERSTOOD = PASSED_ALONG | {"scaling", "dropout", "softcap", "s_aux", "is_causal", "position_bias"}
 
 
 class OnPages(Protocol):
@@ -135,6 +130,8 @@ def paged_attention(
 
     query [rows, query_heads, new, key_dim] -> [rows, new, query_heads, value_dim].
     """
+    if isinstance(key, Stored):
+        return attend_traced(query, key, value, kwargs), None
     query = as_dense(query)
     if isinstance(attention_mask, LazyMask) and query.shape[2] > 1 and not getattr(module, "is_causal", True):
         # Such a layer is causal only under a mask, and stock leaves masks out that are plainly causal: we answer as stock does.
@@ -174,8 +171,8 @@ def _attend_pages(
         seen.biased(kwargs.get("position_bias"), key.pages.batch),
         new,
         scale=kwargs.get("scaling"),
-        softcap=None if _drops_caps(module) else kwargs.get("softcap"),
-        sinks=None if _drops_caps(module) else kwargs.get("s_aux"),
+        softcap=None if drops_caps(module) else kwargs.get("softcap"),
+        sinks=None if drops_caps(module) else kwargs.get("s_aux"),
     )
 
 
@@ -224,7 +221,7 @@ def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether the keywords ask for nothing beyond scale, softcap, sinks and a bias."""
     if kwargs.get("dropout") and module.training:
         return False
-    if kwargs.get("softcap") is not None and _drops_caps(module) and sdpa_refuses_softcap():
+    if kwargs.get("softcap") is not None and drops_caps(module) and sdpa_refuses_softcap():
         return False  # and we leave it to stock to say so
     return UNDERSTOOD.issuperset(kwargs) or all(
         name in UNDERSTOOD or setting is None or setting is False for name, setting in kwargs.items()
@@ -234,7 +231,7 @@ def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 # ---- the model's own setting
 
 
-def _drops_caps(module: nn.Module) -> bool:
+def drops_caps(module: nn.Module) -> bool:
     """Whether the model's own setting computes without softcap and sinks, whatever the model says: we answer as stock does."""
     return original_implementation(getattr(module, "config", None)) == "sdpa"
 

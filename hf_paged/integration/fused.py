@@ -77,10 +77,21 @@ class Fusion:
 
     # ---- what the modules do instead
 
-    def norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def take_ahead(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        """The norm of x, if it was made together with it."""
         ahead, self.ahead = self.ahead, None
         if ahead is not None and ahead[0] is module and ahead[1] is x and ahead[2] == _version(x):
             return ahead[3]
+        return None
+
+    def leave_ahead(self, module: nn.Module, x: torch.Tensor, normed: torch.Tensor) -> None:
+        """Keep what `module` will be asked for next."""
+        self.ahead = (module, x, _version(x), normed)
+
+    def norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        known = self.take_ahead(module, x)
+        if known is not None:
+            return known
         normed: torch.Tensor = self.kernels.rms_norm(x, module.weight, epsilon(module), centered=is_centered(module))
         return normed
 
@@ -102,7 +113,7 @@ class Fusion:
         if following is None:
             return residual + fed
         total, normed = self.add_norm(following, fed, residual)
-        self.ahead = (following, total, _version(total), normed)
+        self.leave_ahead(following, total, normed)
         return total
 
     def rotary(
@@ -111,6 +122,10 @@ class Fusion:
         if unsqueeze_dim != 1 or cos.ndim != 3 or not q.dtype == k.dtype == cos.dtype == sin.dtype:
             return stock(q, k, cos, sin, unsqueeze_dim)
         return Rotation(self.kernels, q, k, cos, sin).lazy()
+
+    def substitute(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for a module file's rotary embedding meanwhile."""
+        return _only_here(self, partial(self.rotary, stock), stock)
 
 
 current: ContextVar[Fusion | None] = ContextVar("hf_paged_fusion", default=None)
@@ -125,7 +140,7 @@ def fused(fusion: Fusion) -> Iterator[None]:
         for module, forward in fusion.forwards.items():
             module.__dict__["forward"] = _only_here(fusion, forward, partial(type(module).forward, module))
         for place, stock in zip(modules, stocks, strict=True):
-            setattr(place, ROTARY, _only_here(fusion, partial(fusion.rotary, stock), stock))
+            setattr(place, ROTARY, fusion.substitute(stock))
         token = current.set(fusion)
         try:
             yield

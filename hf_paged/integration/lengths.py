@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map
 
 from .lazy import LazyTensor, NotCapturable
@@ -108,3 +108,13 @@ def lengths_on_device(model: nn.Module) -> Iterator[None]:
     finally:
         for module in warners:
             del module.__dict__[WARNING]
+
+
+@contextmanager
+def lengths_apart() -> Iterator[None]:
+    """Run what knows no device numbers, and must not meet the mode for them: a traced layer."""
+    if not isinstance(_get_current_function_mode(), LengthsOnDevice):
+        yield
+        return
+    with _pop_mode_temporarily():
+        yield

@@ -19,6 +19,8 @@ TENSORS = ("_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 PARTS = ("_modules", *TENSORS, *HOOKS)
 """The dicts that every module has and that are looked into."""
+CONTAINERS = (list, tuple, set, frozenset, dict)
+"""Whose contents are looked at one by one, whatever else they are."""
 NOWHERE = object()
 _dict_of = attrgetter("__dict__")
 _parts_of = itemgetter(*PARTS)
@@ -55,13 +57,17 @@ class Lookout:
         self._settings = _settings(self._configs)
         # What has contents of its own that are part of the state; of anything else it is enough that it is there.
         facts = {id(value): (value, fact_of(value)) for value in self._values if type(value) not in PLAIN}
-        self._facts = [(value, fact) for value, fact in facts.values() if type(fact) is not Same]
+        told = [(value, fact) for value, fact in facts.values() if type(fact) is not Same]
+        objects = [value for value, _ in told if hasattr(value, "__dict__") and not isinstance(value, (*CONTAINERS, torch.Tensor))]
+        self._facts = [(value, fact) for value, fact in told if not any(value is each for each in objects)]
+        self._insides = list(map(vars, objects))
+        self._within, self._sizes_within = list(_contents(self._insides)), list(map(len, self._insides))
         self._code = _Code(dict.fromkeys(self._types))
 
     def _names(self, module: nn.Module) -> tuple[str, ...]:
         """Whose values in a module's own dict are looked at: two at least, so that a getter answers with a tuple."""
         own = [name for name in module.__dict__ if name not in INTERNAL and (module is not self._model or name != "forward")]
-        return ("training", *own)
+        return tuple(own) if len(own) > 1 else ("training", "training")
 
     def _of_modules(self) -> Iterator[Any]:
         return chain.from_iterable([value for get, alike in self._kinds for value in map(get, map(_dict_of, alike))])
@@ -87,6 +93,8 @@ class Lookout:
             and self._sizes_of_parts() == self._lengths
             and _same(self._held, _contents(self._holders))
             and _pointers(self._tensors) == self._pointers
+            and list(map(len, self._insides)) == self._sizes_within
+            and _same(self._within, _contents(self._insides))
             and all(fact_of(value) == fact for value, fact in self._facts)
             and _settings(self._configs) == self._settings
             and self._code.unchanged()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from typing import Any, NamedTuple
 
@@ -45,20 +44,21 @@ class Crew:
 
     def __init__(self, shelves: tuple[Shelf, ...]) -> None:
         self.shelves = shelves
+        self.sequences: list[Sequence] = []
         self.clear()
 
     def clear(self) -> None:
         """Nobody is in it any more."""
-        for sequence in getattr(self, "sequences", ()):
+        for sequence in self.sequences:
             sequence.place = None
-        self.sequences: list[Sequence] = []
+        self.sequences = []
         self.steps = 0
         self.sheets = tuple(Sheet() for _ in self.shelves)
         self._starts = array("i")
         self._tables: list[list[Table]] = [[] for _ in self.shelves]
         self._full: list[dict[Sequence, None]] = [{} for _ in range(self._size)]
         """By the number of a step, up to multiples of the block size: who has only full blocks before it."""
-        self._ends: dict[int, list[Sequence]] = {}
+        self._ends: dict[int, dict[Sequence, None]] = {}
         """By the number of a step: who is complete before it, if nothing happens to him meanwhile."""
         self._now: Rows[int] = [0 for _ in self.shelves]
         self._as_it_is: tuple[tuple[Sequence, ...], array[int]] | None = None
@@ -85,7 +85,7 @@ class Crew:
         start = sequence.computed - self.steps
         self._starts.append(start)
         self._full[-start % self._size][sequence] = None
-        self._ends.setdefault(self.steps + sequence.group.request.most_tokens - len(sequence.tokens), []).append(sequence)
+        self._ends.setdefault(self._end_of(sequence), {})[sequence] = None
         for shelf, sheet, tables, table in zip(self.shelves, self.sheets, self._tables, sequence.tables, strict=True):
             if table.length % self._size:
                 shelf.pool.withdraw(table.blocks[-1])  # a name from before something was taken back would lie
@@ -100,6 +100,10 @@ class Crew:
         place, last = sequence.place, len(self.sequences) - 1
         assert place is not None
         del self._full[-self._starts[place] % self._size][sequence]
+        end = self._ends.get(self._end_of(sequence), {})
+        end.pop(sequence, None)
+        if not end:
+            self._ends.pop(self._end_of(sequence), None)
         for table, now in zip(sequence.tables, self._now, strict=True):
             table.stamp = max(table.stamp, now)
         columns: list[list[Any] | array[int]] = [self.sequences, self._starts, *self._tables]
@@ -115,7 +119,12 @@ class Crew:
 
     def complete(self) -> list[Sequence]:
         """Who is as long as he may become, and takes no further step."""
-        return [each for each in dict.fromkeys(self._ends.pop(self.steps, ())) if each.place is not None and each.group.complete]
+        return [sequence for sequence in self._ends.get(self.steps, ()) if sequence.group.complete]
+
+    def _end_of(self, sequence: Sequence) -> int:
+        """The number of the step that a member does not take any more: with the one before it gets its last token."""
+        assert sequence.place is not None
+        return sequence.group.request.most_tokens - 1 - self._starts[sequence.place]
 
     # ---- a step
 
@@ -126,6 +135,7 @@ class Crew:
             if shelf.window is not None:
                 for sequence in growing:
                     table = sequence.tables[i]
+                    table.stamp = max(table.stamp, self._now[i])
                     table.release_before(table.length - shelf.window + 1)
         return len(growing)
 
@@ -144,7 +154,8 @@ class Crew:
             self._as_it_is = tuple(self.sequences), self._starts[:]
         sequences, starts = self._as_it_is
         filled = tuple([(each, each.tables[0].length) for each in self._full[self.steps % self._size]])
-        return Stride(sequences, starts, self.steps - 1, self.sheets, filled, tuple(self._last()))
+        last = tuple([each.place for each in self._ends.get(self.steps, ()) if each.place is not None])
+        return Stride(sequences, starts, self.steps - 1, self.sheets, filled, last)
 
     def _extend(self, sequence: Sequence) -> None:
         """A new block for a sequence whose blocks are full."""
@@ -153,12 +164,6 @@ class Crew:
             table.stamp = now
             table.blocks.append(table.pool.take(table.blocks[-1] + 1 if table.blocks else NOWHERE))
             sheet.put(sequence.place, table, table.end - 1)
-
-    def _last(self) -> Iterator[int]:
-        for sequence in self._ends.get(self.steps, ()):
-            place = sequence.place
-            if place is not None and self._starts[place] + self.steps + 1 >= sequence.group.request.most_tokens:
-                yield place
 
     def renamed(self, sequence: Sequence, first: int) -> None:
         """A member's tables name other blocks from their block `first` on."""
@@ -177,4 +182,6 @@ class Crew:
             for sheet, tables, table in zip(self.sheets, self._tables, sequence.tables, strict=True):
                 expect(tables[place] is table, f"{sequence!r} has other tables than the crew")
                 expect(sheet.of(place, table), f"{sequence!r} has other blocks than the crew's sheet")
-        expect(sum(map(len, self._full)) == len(self.sequences), "the crew waits for blocks of somebody who left")
+            expect(sequence in self._ends.get(self._end_of(sequence), ()), f"nobody knows when {sequence!r} ends")
+        for what in (self._full, self._ends.values()):
+            expect(sum(map(len, what)) == len(self.sequences), "the crew waits for somebody who left")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Rows
-from itertools import chain
+from collections.abc import Sequence as Sequences
 
 from ..blocks import Copy, blocks_needed
 from .crew import Stride
@@ -40,7 +39,7 @@ def samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
     return (sequence,) if sequence.group.forked else tuple(sequence.group.sequences)
 
 
-def share(groups: Rows[Group], room: int) -> list[Steps]:
+def share(groups: Sequences[Group], room: int) -> list[Steps]:
     """Who takes how many of so many tokens: whoever decodes has its token, who computes a prompt gets what that leaves."""
     found, decoding = [], [group.decoding for group in groups]
     owed = sum([len(group.sequences) for group, each in zip(groups, decoding, strict=True) if each])
@@ -56,20 +55,18 @@ def share(groups: Rows[Group], room: int) -> list[Steps]:
     return found
 
 
-def fit(shelves: Iterable[Shelf], several: Iterable[Steps], beside: int = 0) -> bool:
+def fit(shelves: Iterable[Shelf], several: Sequences[Steps], beside: int = 0) -> bool:
     """Whether every pool has the blocks for these steps and `beside` more; what lies behind a window goes back first (C10)."""
-    several = list(several)
     for i, shelf in enumerate(shelves):
+        every = [([sequence.tables[i] for sequence, _ in steps], steps) for steps in several]
         if shelf.window is not None:
-            for sequence, _ in chain.from_iterable(several):
-                sequence.tables[i].release_before(sequence.tables[i].length - shelf.window + 1)
-        room, size = shelf.pool.available - beside, shelf.pool.block_size
-        # A block that is copied and one that is begun, and what the tokens fill: where that is there nobody counts closer.
-        most = sum([sequence.growth(i, count) // size + 2 for sequence, count in chain.from_iterable(several)])
-        if most > room and sum([_need(i, steps) for steps in several]) > room:
+            for tables, _ in every:
+                for table in tables:
+                    table.release_before(table.length - shelf.window + 1)
+        most = beside + sum([count // shelf.pool.block_size + 2 for steps in several for _, count in steps])
+        if not shelf.cross and most <= shelf.pool.available:
+            continue  # nobody takes more than that, so nobody has to count
+        need = sum(blocks_needed(tables, [sequence.growth(i, count) for sequence, count in steps]) for tables, steps in every)
+        if beside + need > shelf.pool.available:
             return False
     return True
-
-
-def _need(shelf: int, steps: Steps) -> int:
-    return blocks_needed([sequence.tables[shelf] for sequence, _ in steps], [sequence.growth(shelf, count) for sequence, count in steps])

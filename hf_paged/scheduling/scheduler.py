@@ -153,6 +153,7 @@ class Scheduler:
         for group in groups:
             group.promised = []
             for sequence in group.sequences:
+                sequence.place = None
                 sequence.free()
             if group.status is Status.FINISHED:
                 continue

@@ -11,8 +11,10 @@ from .digest import GOLDEN, digest
 from .gather import gather
 from .norm import add_rms_norm, rms_norm
 from .prefill import Spans, prefill
+from .product import product
 from .rotary import rotary, rotary_write
 from .swiglu import swiglu
+from .tuning import product_strip
 from .write import write
 
 __all__ = [
@@ -26,6 +28,8 @@ __all__ = [
     "digest",
     "gather",
     "prefill",
+    "product",
+    "product_strip",
     "rms_norm",
     "rotary",
     "rotary_write",
