@@ -29,7 +29,6 @@ from traces import TRACES, trace
 
 from hf_paged import Engine
 from hf_paged.engine import decoding, flight, stepping
-from hf_paged.integration.state import ModelState
 
 KINDS = {
     "attention": ("_decode", "_merge", "_plan", "_prefill", "flash", "fmha"), "writing keys and values": ("write",), "rotary": ("rotary",),
@@ -38,7 +37,7 @@ KINDS = {
     "choosing": ("argmax", "reduce", "topk", "sort"), "copies": ("memcpy", "copy"),
 }  # fmt: skip
 PHASES: dict[str, tuple[Any, str]] = {
-    "plan": (None, "schedule"), "load tables and ids": (decoding.Decoding, "_load"), "look at the model": (ModelState, "__init__"),
+    "plan": (None, "schedule"), "load tables and ids": (decoding.Decoding, "_load"), "look at the model": (decoding.Decoding, "_state"),
     "choose": (flight.Flight, "_board"), "enter unknown tokens": (flight.Flight, "depart"), "hear tokens": (flight.Flight, "land"),
     "end and begin requests": (stepping.Steps, "end"),
 }  # fmt: skip

@@ -8,6 +8,8 @@ trace    output tokens a second, time to the first token, time between tokens, a
 load     the same where requests come one by one
 shared   requests that begin alike
 beams    seconds of 16 beam searches of width 4 and 8, beside paged and stock generate() over the same rows
+beside   a step of 64 rows some of which need the host for their next token
+host     what the host does in a decoding step and how long that takes, with a model of next to no width
 startup  seconds from `Engine(model)` to the first token, and to the first replayed step, with and without compiled layers
 profile  where the time of a decoding step goes on the host
 """
@@ -23,12 +25,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import generate
 import torch
+from host import PARTS, measure
 from peers import Served, peers
 from shapes import SHAPES, Report, build, where
 from traces import TRACES, Ask, trace
@@ -44,9 +48,14 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, report: Report) -> None:
         self.options, self.report = options, report
-        self.model = build(options.shape, options.device, getattr(torch, options.dtype))
-        self.model.generation_config.pad_token_id = 0
-        self.model.generation_config.eos_token_id = None  # answers are as long as the trace says
+
+    @cached_property
+    def model(self) -> Any:
+        """Made when it is asked for: not every section needs it."""
+        model = build(self.options.shape, self.options.device, getattr(torch, self.options.dtype))
+        model.generation_config.pad_token_id = 0
+        model.generation_config.eos_token_id = None  # answers are as long as the trace says
+        return model
 
     def wait(self) -> None:
         if self.model.device.type == "cuda":
@@ -62,11 +71,15 @@ class Bench:
 
 
 def decode_steps(
-    bench: Bench, engine: Engine, rows: int, steps: int, context: int = CONTEXT, watch: Callable[[Engine], None] | None = None
-) -> list[float]:
-    """Seconds of steps in which nothing but decoding happens. watch: sees the engine after each of them."""
+    bench: Bench, engine: Engine, rows: int, steps: int, context: int = CONTEXT, watch: Callable[[Engine], None] | None = None,
+    others: Sequence[dict[str, Any]] = (),
+) -> list[float]:  # fmt: skip
+    """Seconds of steps in which nothing but decoding happens. watch: sees the engine after each of them. others: what the last requests
+    ask beyond that; the rows are those of all."""
     new = 64 * steps  # nobody ends in between; a prompt is not computed in one step, so some are ahead of others
-    handles = [engine.submit(prompt, max_new_tokens=new, do_sample=False) for prompt in bench.prompts(rows, context)]
+    asked = [{}] * (rows - sum(each.get("num_beams", 1) for each in others)) + [*others]
+    prompts = bench.prompts(len(asked), context)
+    handles = [engine.submit(prompt, max_new_tokens=new, do_sample=False, **each) for prompt, each in zip(prompts, asked, strict=True)]
     seen = -1
     while engine.stats()["waiting"] or engine.stats()["tokens"] - seen != rows:
         seen = engine.stats()["tokens"]
@@ -221,6 +234,25 @@ def engine_beams(bench: Bench, rows: list[list[int]], width: int, new: int) -> t
     return {"engine": statistics.median(totals[2:]), "step": statistics.median(steps) * 1e3, "replayed": replayed}, tokens
 
 
+BESIDE: dict[str, list[dict[str, Any]]] = {
+    "nobody": [], "a beam search of width 4": [{"num_beams": 4}], "4 beam searches": [{"num_beams": 4}] * 4,
+    "16 beam searches": [{"num_beams": 4}] * 16, "a repetition penalty": [{"repetition_penalty": 1.1}],
+    "8 of them": [{"repetition_penalty": 1.1}] * 8,
+}  # fmt: skip
+
+
+def beside(bench: Bench, rows: int = 64) -> None:
+    """What others pay for those whose tokens must be heard of at once."""
+    bench.report.table(
+        "engine beside", f"A step of {rows} rows, context {CONTEXT}, some of them beams or with processors; the others plain",
+        who=("beside plain requests", ""), median=("ms, median", ".2f"), worst=("ms, the slowest", ".2f"),
+    )  # fmt: skip
+    for who, others in BESIDE.items():
+        with bench.report.surviving(f"beside, {who}"), bench.engine(rows) as engine:
+            seconds = decode_steps(bench, engine, rows, 32, others=others)
+            bench.report.row(who=who, median=statistics.median(seconds) * 1e3, worst=max(seconds) * 1e3)
+
+
 def startup(bench: Bench) -> None:
     """One request on a new engine; what was compiled for the one before is not looked for again, but may lie in caches on the disk."""
     bench.report.table(
@@ -254,13 +286,28 @@ def profile(bench: Bench) -> None:
     print(text.getvalue())
 
 
+def host(bench: Bench) -> None:
+    """What a step costs the host: it must grow with what happens, not with rows."""
+    layers = SHAPES[bench.options.shape]["num_hidden_layers"]
+    bench.report.table(
+        "engine host", f"Work of the host in a decoding step that runs ahead, milliseconds: {layers} layers of next to no width",
+        rows=("rows", "d"), whole=("all, median", ".3f"), row=("us a row", ".2f"), **{part: (part, ".3f") for part in (*PARTS, "rest")},
+    )  # fmt: skip
+    for rows in bench.options.rows:
+        with bench.report.surviving(f"host, {rows} rows"):
+            found = measure(layers, bench.options.device, rows, **bench.options.engine)
+            bench.report.row(rows=rows, row=found["whole"] / rows * 1e3, **found)
+
+
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "steps": steps,
     "trace": run_trace,
     "load": load,
     "shared": shared,
     "beams": beams,
+    "beside": beside,
     "startup": startup,
+    "host": host,
     "profile": profile,
 }
 
@@ -268,7 +315,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["steps", "trace", "load", "shared", "beams"])
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["steps", "trace", "load", "shared", "beams", "beside"])
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
     parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")

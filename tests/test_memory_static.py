@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import random
+from array import array
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from hf_paged import OutOfBlocks
+from hf_paged.blocks import BlockPool, Sheet, Table
 from hf_paged.config import CacheConfig
-from hf_paged.memory import Batch, Group, Kind, Layout, Memory, Ops, Pages, Rows, Sequences, StaticBatch, reference
+from hf_paged.memory import (
+    Batch,
+    Group,
+    Kind,
+    Layout,
+    Memory,
+    Ops,
+    Pages,
+    Ranks,
+    Rows,
+    Sequences,
+    StaticBatch,
+    StaticSpans,
+    reference,
+)  # fmt: skip
 
 CPU = torch.device("cpu")
 LAYOUT = Layout(CPU, torch.float32, 1, 1, 1)
@@ -430,3 +447,32 @@ def test_the_tokens_of_a_chunk_as_rows() -> None:
     assert static.targets(CPU).tolist() == [tables[0].slot(i) for i in (3, 4, 5, 6)] + [tables[1].slot(6)] + [-1] * 3
     seen = contents(pages, None)[:5]
     assert seen == [*([[*map(float, range(1, n))]] for n in (5, 6, 7, 8)), [[10.0, 20, 30, 40, 50, 60, 70]]]
+
+
+@pytest.mark.parametrize("spans", [False, True])
+def test_ranks_say_what_their_tables_say(spans: bool) -> None:
+    """Rows that stand on a sheet, before others that do not: the same upload as table by table."""
+    chance, pool = random.Random(3), BlockPool(200, 4)
+    tables = [Table(pool) for _ in range(7)]
+    for table in tables:
+        table.append(chance.randrange(10, 60))
+    tables[2].release_before(9)
+    sheet, starts = Sheet(), array("i")
+    for row, table in enumerate(tables[:5]):
+        sheet.put(row, table)
+        starts.append(table.length - 1 - 9)
+    one, other = (StaticSpans(12, 9, 17, 4, 1, CPU) if spans else static_batch(12, 1, 4) for _ in range(2))
+    one.spread(tables, [1] * 6 + [3])
+    other.spread(tables[5:], [1, 3], Ranks(sheet, starts, 9))
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert one.tokens.tolist()[:7] == [*(table.length - 1 for table in tables[:6]), tables[6].length - 3]
+    if isinstance(one, StaticSpans) and isinstance(other, StaticSpans):
+        assert torch.equal(one.totals, other.totals)
+        assert torch.equal(one.borders, other.borders)
+    for row, table in enumerate(tables):
+        for batch in (one, other):
+            assert batch.table(CPU)[row, table.released : table.end].tolist() == table.blocks
+    slots = [table.slot(table.length - 1) for table in tables[:6]] + [tables[6].slot(tables[6].length - i) for i in (3, 2, 1)]
+    for batch in (one, other):
+        batch.begin(begun()[0].captured_ops)
+        assert batch.targets(CPU).tolist() == [*slots, -1, -1, -1]

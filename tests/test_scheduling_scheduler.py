@@ -137,7 +137,7 @@ def test_a_recomputation_leaves_the_others_their_tokens() -> None:
     plan = world.step()
     assert [(row.sequence.group.request.number, row.count) for row in plan.rows] == [(1, 1), (0, 3)]
     plan = world.step()
-    assert [(row.sequence.group.request.number, row.count) for row in plan.rows] == [(0, 3), (1, 1)]
+    assert [(row.sequence.group.request.number, row.count) for row in plan.rows] == [(1, 1), (0, 3)]
     world.run()
     world.assert_answered()
 

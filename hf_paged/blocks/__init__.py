@@ -7,7 +7,8 @@ from .digest import ROOT, chain, extra_key, seat
 from .evictor import Evictor
 from .move import distinct, move
 from .pool import BlockPool, OutOfBlocks
-from .prefix import Match, Partial, adopt, commit, match
+from .prefix import Match, Partial, adopt, commit, known, match
+from .sheet import Sheet
 from .siblings import Siblings
 from .table import Copy, Table, append, blocks_needed, reorder
 from .trail import Prompt, Trail, commit_tail, detach
@@ -21,6 +22,7 @@ __all__ = [
     "OutOfBlocks",
     "Partial",
     "Prompt",
+    "Sheet",
     "Siblings",
     "Table",
     "Trail",
@@ -33,6 +35,7 @@ __all__ = [
     "detach",
     "distinct",
     "extra_key",
+    "known",
     "match",
     "move",
     "reorder",

@@ -49,6 +49,17 @@ def match(pool: BlockPool, tokens: Sequence[int], extra: bytes = b"", verify: bo
     return found
 
 
+def known(pool: BlockPool, names: Sequence[bytes]) -> list[int]:
+    """The blocks of the leading names that the pool knows. It looks and counts nothing."""
+    blocks: list[int] = []
+    for name in names:
+        block = pool.lookup(name)
+        if block is None:
+            break
+        blocks.append(block)
+    return blocks
+
+
 def adopt(table: Table, found: Match) -> None:
     """Begin an empty table with the blocks of a match: one more reference each.
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from .embeddings import checked, names_of
 from .encoding import Source
-from .fields import check_fields
+from .options import Options, ends_of
 from .sampling import Warp, warp_of
 
 EXPECTED = {
@@ -30,8 +30,6 @@ EXPECTED = {
 PASSED_ON = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask")
 """Keywords of generate() that are arguments of its processors."""
 
-MEDIA = frozenset({"pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "input_features", "input_values", "images"})
-"""Keywords that bring pictures or recordings."""
 PROMPTS = ("inputs_embeds", "input_features", "decoder_input_ids")
 """Keywords that are a prompt or a part of one, beside the prompt itself."""
 KEY = os.urandom(16)
@@ -83,6 +81,11 @@ class Asked:
         return bool(self.config.do_sample)
 
     @property
+    def steady(self) -> bool:
+        """Whether its next token is chosen with everybody's, and all that is to be asked about it is whether it is the last one."""
+        return self.warp is not None and not self.criteria and self.favourites is None
+
+    @property
     def told(self) -> tuple[int, ...]:
         """The ids of the prompt as the user knows it."""
         return self.ids if self.source is None else self.source.ids
@@ -129,11 +132,16 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
         ids = prompt
     if isinstance(ids, Sequence) and len(ids) == 1 and isinstance(ids[0], Sequence):
         ids = ids[0]
-    if not isinstance(ids, Sequence) or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+    if not isinstance(ids, Sequence) or not _are_ids(ids):
         raise TypeError(f"a prompt is a text, chat messages or the token ids of one sequence, got {_short(prompt)}")
     if not ids:
         raise ValueError("the prompt is empty; give it at least one token")
     return tuple(ids)
+
+
+def _are_ids(ids: Sequence[Any]) -> bool:
+    kinds = set(map(type, ids))
+    return kinds == {int} or all(issubclass(kind, int) and kind is not bool for kind in kinds)
 
 
 class Given(NamedTuple):
@@ -147,26 +155,33 @@ class Given(NamedTuple):
 
 
 def read(
-    model: Any, tokenizer: Any, prompt: Any, generation_config: Any, keywords: dict[str, Any], seed: int | None, logprobs: int | bool | None
+    model: Any,
+    tokenizer: Any,
+    prompt: Any,
+    generation_config: Any,
+    keywords: dict[str, Any],
+    seed: int | None,
+    logprobs: int | bool | None,
+    options: Options,
 ) -> Asked:
     """Read a request as generate() would on that prompt alone; what the engine does not do is refused by name."""
     parts = {name: keywords.pop(name, None) for name in PROMPTS if name == "inputs_embeds" or model.config.is_encoder_decoder}
     extras = {name: keywords.pop(name, None) for name in (*PASSED_ON, "logits_processor", "stopping_criteria")}
-    defaults, config = _config(model, generation_config, keywords)
+    defaults, config, own_ends = options.read(model, generation_config, keywords)
     given = (_for_encoder if model.config.is_encoder_decoder else _for_decoder)(model, tokenizer, prompt, config, **parts)
     tokens, embeds = given.tokens, given.embeds
-    config = _with_lengths(model, config, defaults, given)
+    config, device = _with_lengths(model, config, defaults, given), model.device
     processors = model._get_logits_processor(
         config,
         input_ids_seq_length=len(tokens),
         encoder_input_ids=given.inputs,
         logits_processor=LogitsProcessorList(extras["logits_processor"] or []),
-        device=model.device,
+        device=device,
         model_kwargs={},
         **{name: extras[name] for name in PASSED_ON},
     )
     criteria = model._get_stopping_criteria(config, StoppingCriteriaList(extras["stopping_criteria"] or []), tokenizer=tokenizer)
-    ends = {int(token) for each in criteria if type(each) is EosTokenCriteria for token in each.eos_token_id.flatten()}
+    brought = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
     others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
     plain = warp_of(processors) if config.do_sample else (None if processors else Warp())
@@ -179,7 +194,7 @@ def read(
         config,
         processors,
         others,
-        frozenset(ends),
+        own_ends.union(*(ends_of(tensor) for tensor in brought if tensor is not config._eos_token_tensor)),
         min(lengths) - len(tokens) + len(names),
         _seed(seed),
         _favourites(logprobs, model),
@@ -224,33 +239,6 @@ def _for_encoder(
     start = config._decoder_start_token_tensor.cpu()
     found, _ = model._prepare_decoder_input_ids_for_generation(1, name, begin, start, torch.device("cpu"))
     return Given(tuple(found[0].tolist()), name, inputs, source=Source(inputs, ids))
-
-
-def _config(model: Any, generation_config: Any, keywords: dict[str, Any]) -> tuple[tuple[bool, bool], Any]:
-    """The options of this request, completed from the model's own and checked; and whether its lengths are left open."""
-    own = model.generation_config
-
-    def left_open(name: str) -> bool:
-        return all(value is None for value in (keywords.get(name), getattr(generation_config, name, None), getattr(own, name)))
-
-    defaults = left_open("max_length"), left_open("min_length")
-    # The engine has its own pages: the word is no news to it.
-    if generation_config is None:
-        # As transformers goes about it, but for a look at what the model's own config says about generation (`check_model`).
-        config, unknown = model._prepare_generation_config(GenerationConfig())
-        unknown |= config.update(**keywords)
-    else:
-        config, unknown = model._prepare_generation_config(generation_config, **keywords)
-    unknown = {name for name, value in unknown.items() if value is not None} - {"output_attentions", "output_hidden_states"}
-    if unknown & MEDIA:
-        raise ValueError(f"the engine does not take pictures or recordings ({sorted(unknown & MEDIA)}); use generate()")
-    if unknown:
-        raise ValueError(
-            f"the engine does not take {sorted(unknown)}; what a request may say are generate()'s options, seed, logprobs, ..."
-        )
-    check_fields(config)
-    model._prepare_special_tokens(config, True, device=model.device)
-    return defaults, config
 
 
 def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: Given) -> Any:

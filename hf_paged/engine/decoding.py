@@ -23,13 +23,15 @@ from ..integration.fused import Fusion, fused
 from ..integration.graph import AGREE, SMALLEST_WIDTH, WIDEST, agree, bucket_of
 from ..integration.lazy import NotCapturable
 from ..integration.lengths import lengths_on_device
+from ..integration.lookout import Lookout
 from ..integration.products import lay_side_by_side
 from ..integration.state import ModelState
-from ..memory import Group, Kind, StaticBatch, StaticSpans, is_out_of_memory
+from ..memory import Group, Kind, Ranks, StaticBatch, StaticSpans, is_out_of_memory
 from ..memory.upload import upload
+from .pieces import Piece, Pieces, split
 
 if TYPE_CHECKING:
-    from .runner import Piece, Runner
+    from .runner import Runner
 
 logger = logging.getLogger("hf_paged")
 
@@ -93,6 +95,8 @@ class Decoding:
         self._seen: Counter[Shape] = Counter()
         self._pool: Any = None
         self._logits: torch.Tensor | None = None
+        self._lookout: Lookout | None = None
+        """What was last seen of the model; it keeps what it saw until it is asked again."""
 
     def prepare(self, run: Callable[[], object]) -> None:
         """Get the model ready for compiled layers, or say why there are none. `run` runs it, somehow."""
@@ -122,7 +126,8 @@ class Decoding:
             self.forget()
             return None
         self.counts["replayed"] += 1
-        return step.logits[: sum(piece.wanted for piece in pieces)]
+        _, others = split(pieces)
+        return step.logits[: len(pieces) - len(others) + sum([piece.wanted for piece in others])]
 
     def _fitting(self, shape: Shape) -> _Step | None:
         """The trusted graph for a shape: its own, or until the shape has come often, one that has not much too much room."""
@@ -166,20 +171,24 @@ class Decoding:
         """Drop every graph: the model or the pools are not what they were."""
         self._steps.clear()
         self._seen.clear()
+        self._lookout = None
 
     # ---- what a step is captured for
 
     def _shape(self, pieces: Sequence[Piece]) -> Shape | None:
-        if self.runner.device.type not in RECORDERS or not pieces or any(piece.embeds is not None for piece in pieces):
+        stride, others = split(pieces)
+        if self.runner.device.type not in RECORDERS or not pieces or any(piece.embeds is not None for piece in others):
             return None
         groups = self.runner.pools.groups.values()
         if not all(group.devices for group in groups) or len(pieces) > self._most:
             return None  # the pools were given back, and come again with this step
         kernels = all(group.captured_ops.kernels is not None for group in groups)
-        form, blocks = self._form(pieces, kernels), max(table.end for piece in pieces for table in piece.tables)
+        form, blocks = self._form(others, kernels), max([table.end for piece in others for table in piece.tables], default=0)
         if form is None:
             return None
-        rows = bucket_of(sum(len(piece.tokens) for piece in pieces), 8 if form == "single" else 4)
+        if stride is not None:
+            blocks = max(blocks, self.runner.pools.shelves[0].pool.blocks_for(stride.longest))
+        rows = bucket_of(len(pieces) - len(others) + sum([len(piece.tokens) for piece in others]), 8 if form == "single" else 4)
         if kernels:
             # Kernels read what is there, so a wide table costs its upload and no more.
             return Shape(rows, next(width for width in WIDTHS if width >= blocks), form)
@@ -202,23 +211,31 @@ class Decoding:
         return tuple(data.data_ptr() for group in self.runner.pools.groups.values() for data in group.tensors)
 
     def _state(self) -> ModelState:
-        return ModelState(self.runner.model, self.runner.model.forward)
+        model = self.runner.model
+        if self._lookout is None or not self._lookout.unchanged(model.forward):
+            self._lookout = Lookout(model, model.forward)
+        return self._lookout.state
 
     # ---- one step
 
     def _load(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None) -> None:
         """Tell the device where the pieces' tokens go; the tables have taken them already."""
-        order = list(range(len(pieces)))
+        stride, others = split(pieces)
+        crew, order = len(pieces) - len(others), list(range(len(others)))
         if step.spans:
-            order.sort(key=lambda i: len(pieces[i].tokens) > 1)  # sequences of one token come first
-            pieces = [pieces[i] for i in order]
-        counts = [len(piece.tokens) for piece in pieces]
+            order.sort(key=lambda i: len(others[i].tokens) > 1)  # sequences of one token come first
+            others = [others[i] for i in order]
+        counts = [len(piece.tokens) for piece in others]
         for place, batch in enumerate(step.batches.values()):
-            batch.spread([piece.tables[place] for piece in pieces], counts)
-        step.ids[: sum(counts), 0].copy_(self.runner.ids(pieces, latest))
+            ranks = None if stride is None else Ranks(stride.sheets[place], stride.starts, stride.step)
+            batch.spread([piece.tables[place] for piece in others], counts, ranks)
+        if isinstance(pieces, Pieces) and crew:
+            step.ids[:crew, 0].copy_(pieces.ids(step.ids.device))
+        if others:
+            step.ids[crew : crew + sum(counts), 0].copy_(self.runner.ids(others, latest))
         if step.places is not None:
-            ends = dict(zip(order, zip(accumulate(counts), pieces, strict=True), strict=True))
-            last = [ends[i][0] - 1 for i in range(len(pieces)) if ends[i][1].wanted]
+            ends = dict(zip(order, zip(accumulate(counts), others, strict=True), strict=True))
+            last = [*range(crew), *(crew + ends[i][0] - 1 for i in range(len(others)) if ends[i][1].wanted)]
             step.places[: len(last)].copy_(upload(last or [0], step.places.device)[: len(last)])
 
     def _try(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> bool:

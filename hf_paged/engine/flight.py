@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from ..scheduling import UNKNOWN, Group, Plan, Scheduler, Status
 from ..scheduling import Sequence as Row
 from .chooser import NoToken, Pick, note_of, numbers_of, together
 from .job import Job
+from .pieces import Latest
+from .roster import Roster
 
 
 class _Seats(NamedTuple):
@@ -25,51 +28,81 @@ class _Seats(NamedTuple):
 class Flight:
     """A launched step. Its tokens are on the device, where the next step finds them, and on their way to the host."""
 
-    def __init__(self, plan: Plan, failed: Collection[Group], picks: Sequence[Pick], logits: torch.Tensor, begin: float = 0.0) -> None:
-        self.plan, self.failed, self.device = plan, failed, logits.device
+    def __init__(
+        self,
+        plan: Plan,
+        failed: Collection[Group],
+        picks: Sequence[Pick],
+        logits: torch.Tensor,
+        begin: float = 0.0,
+        roster: Roster | None = None,
+    ) -> None:
+        self.plan, self.failed, self.device, self.roster = plan, failed, logits.device, roster
         self.begin = begin
         """When the host began to launch it."""
         self.tokens: torch.Tensor | None = None
-        """[sequences]"""
-        self.places: dict[Row, int] = {}
-        """Where each sequence's token stands in `tokens`."""
+        """[sequences]: those of the crew if it is told by a roster, then those of the picks."""
+        self._crew: tuple[Row, ...] = () if roster is None else roster.sequences
         self._seats: list[_Seats] = []
         self._download: Download | None = None
         """The tokens, and what was noted about them."""
-        if picks:
+        if picks or self._crew:
             self._board(picks, logits)
 
     def _board(self, picks: Sequence[Pick], logits: torch.Tensor) -> None:
-        tokens, broken = together(picks, logits)
+        tokens, broken = self._choose(picks, logits)
         told = torch.where(broken, UNKNOWN, tokens)
         self.tokens = told.clamp(min=0)  # until the host hears of it, a row of NaN goes on with some token that there is
         heard = [told]
         noted = [pick.job.asked.favourites is not None for pick in picks for _ in pick.rows]
         if any(noted):
             rows = [row for pick in picks for row in pick.rows]
-            places = [place for place, wanted in enumerate(noted) if wanted]
+            places = [len(self._crew) + place for place, wanted in enumerate(noted) if wanted]
             most = max(pick.job.asked.favourites or 0 for pick in picks)
-            chosen, whose = self.tokens[upload(places, told.device)], upload([rows[place] for place in places], told.device)
-            heard.append(numbers_of(logits[whose].log_softmax(-1), chosen, most))
+            whose = upload([rows[place - len(self._crew)] for place in places], told.device)
+            heard.append(numbers_of(logits[whose].log_softmax(-1), self.tokens[upload(places, told.device)], most))
         self._download = Download(heard)
-        place = 0
+        place = len(self._crew)
         for pick in picks:
             assert pick.job.group is not None
             sequences = pick.job.group.sequences
             seats = list(zip(sequences, range(place, place + len(sequences)), strict=True))
             self._seats.append(_Seats(pick.job, len(sequences[0].tokens), seats))
-            self.places.update(seats)
             place += len(sequences)
+
+    def _choose(self, picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [sequences], and which logits have NaN among them."""
+        if self.roster is None or self.plan.stride is None:
+            return together(picks, logits)
+        own = self.roster.choose(logits[: len(self._crew)], self.plan.stride)
+        if not picks:
+            return own
+        tokens, broken = (torch.cat(both) for both in zip(own, together(picks, logits), strict=True))
+        return tokens, broken
+
+    @cached_property
+    def places(self) -> dict[Row, int]:
+        """Where each sequence's token stands in `tokens`. Made when somebody asks: if nobody comes or goes, nobody does."""
+        places = dict(zip(self._crew, range(len(self._crew)), strict=True))
+        return places | {sequence: place for seats in self._seats for sequence, place in seats.places}
+
+    @property
+    def latest(self) -> Latest:
+        """What the next step needs to know."""
+        return Latest(self.tokens, self._crew, lambda: self.places)
 
     @property
     def jobs(self) -> list[Job]:
-        """Whose tokens it brings."""
+        """Whose tokens it brings, as far as they may end with them."""
         return [seats.job for seats in self._seats]
 
     def depart(self, scheduler: Scheduler) -> None:
         """Every sequence has its next token, whichever it is."""
-        for sequence in self.places:
-            scheduler.extend(sequence, UNKNOWN)
+        if self.roster is not None:
+            self.roster.depart()
+        for seats in self._seats:
+            for sequence, _ in seats.places:
+                scheduler.extend(sequence, UNKNOWN)
 
     def land(self, scheduler: Scheduler) -> dict[Job, Exception]:
         """Wait for the tokens, and give them to whoever is still there. The answer is who failed, and why."""
@@ -77,6 +110,7 @@ class Flight:
         scheduler.confirm(self.plan, self.failed)
         tokens: list[int] = heard_of[0] if heard_of else []
         notes = iter(heard_of[1] if len(heard_of) > 1 else [])
+        self._seats += self._hear(tokens)
         failed: dict[Job, Exception] = {}
         for job, position, places in self._seats:
             group, favourites = job.group, job.asked.favourites
@@ -95,3 +129,11 @@ class Flight:
             except Exception as error:  # a criterion or a tokenizer of this request; its neighbours go on
                 failed[job] = error
         return failed
+
+    def _hear(self, tokens: list[int]) -> list[_Seats]:
+        """Tell the crew; the answer is who of it has to be looked at."""
+        stride, roster = self.plan.stride, self.roster
+        if roster is None or stride is None:
+            return []
+        odd = roster.hear(stride, tokens[: len(self._crew)])
+        return [_Seats(roster.jobs[place], stride.starts[place] + stride.step + 1, [(self._crew[place], place)]) for place in odd]

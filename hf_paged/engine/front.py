@@ -19,6 +19,7 @@ from .background import Background
 from .encoding import Source
 from .handle import Handle
 from .job import Job
+from .options import Options
 from .output import FinishReason, Increment, Output
 from .turns import Turns
 
@@ -42,6 +43,7 @@ class Front(ABC):
         """Requests that the books do not know yet."""
         self._thread: Background | None = None
         self._starting = threading.Lock()
+        self._options = Options()
 
     # ---- requests
 
@@ -70,13 +72,14 @@ class Front(ABC):
         finish_reason "refused" and the numbers in its error.
         """
         keywords = generate_keywords | {"inputs_embeds": inputs_embeds}
-        asked = read(self.model, self.tokenizer, prompt, generation_config, keywords, seed, logprobs)
+        asked = read(self.model, self.tokenizer, prompt, generation_config, keywords, seed, logprobs, self._options)
         self._require_open()
         if asked.embeds is not None:
             self._require_embeddings()
         job = Job(asked, None, self.tokenizer)
         source = 0 if asked.source is None else self._source_length(asked.source)
-        request = Request(next(self._numbers), asked.prompt, asked.max_length, asked.width, priority, extra_key(salt), source)
+        extra = extra_key(salt)
+        request = Request(next(self._numbers), asked.prompt, asked.max_length, asked.width, priority, extra, source, asked.steady)
         reason = self._why_never(request)
         if reason is not None:
             job.close("refused", Infeasible(reason))

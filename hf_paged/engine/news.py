@@ -20,22 +20,23 @@ class News:
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
         self._reading = threading.Lock()
-        self._readers: list[Wake] = []
+        self.readers: list[Wake] = []
+        """Those who want to know of every increment."""
         self._waiters: list[Wake] = []
-        """Those who want to know of every increment, and those who want the end only."""
+        """Those who want the end only."""
 
     def __bool__(self) -> bool:
         return any(stream.unread for stream in self._streams)
 
     def tell(self) -> None:
         """There is an increment."""
-        if self._readers:
-            for wake in self._readers.copy():
+        if self.readers:
+            for wake in self.readers.copy():
                 wake()
 
     def end(self) -> None:
         """There will be no more, and the output is there."""
-        for wake in self._readers + self._waiters:
+        for wake in self.readers + self._waiters:
             wake()
 
     def take(self) -> list[Increment]:
@@ -47,7 +48,7 @@ class News:
     @contextmanager
     def waking(self, wake: Wake, each: bool) -> Iterator[None]:
         """Have somebody woken at the end, or at `each` increment."""
-        listeners = self._readers if each else self._waiters
+        listeners = self.readers if each else self._waiters
         listeners.append(wake)
         try:
             yield

@@ -47,7 +47,7 @@ class Preemption:
             return
         self._tokens += plan.tokens
         self._seconds += seconds
-        if any(row.samples for row in plan.rows):
+        if plan.samples:
             self.costs.step(self._tokens, self._seconds)
             self._tokens, self._seconds = 0, 0.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from ..memory.upload import upload
 from .cache import StepCache
 from .decoding import Decoding
 from .encoding import Encoder, Source
+from .pieces import Piece, Pieces
 from .pools import Pools
 from .support import Unservable
 
@@ -33,22 +34,6 @@ CUT = [10, 8]
 CLOSE = {torch.float32: 1e-2, torch.float64: 1e-6}
 CLOSE_IN_HALF = 5e-2
 """How far logits may be apart that should be the same, as a share of their size. A token that sees what it should not is far beyond."""
-
-
-class Piece(NamedTuple):
-    """New tokens of one sequence: the last ones of its tables, one table per kind of layer."""
-
-    tokens: list[int]
-    start: int
-    tables: tuple[Table, ...]
-    wanted: bool
-    """Whether anybody looks at what follows the last of them."""
-    follows: int | None = None
-    """Where among the tokens that the last step chose its last token stands, if the host has not heard of it yet."""
-    embeds: torch.Tensor | None = None
-    """[n, hidden]: what the first n of its tokens are instead of ids."""
-    source: Source | None = None
-    """What its decoder attends to, if the model has an encoder."""
 
 
 class Runner:
@@ -113,6 +98,9 @@ class Runner:
 
     def ids(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
         """The tokens of the pieces, one behind the other, on the device: those that the host has not heard of from the device itself."""
+        if isinstance(pieces, Pieces) and pieces.stride is not None:
+            own = pieces.ids(self.device)
+            return torch.cat([own, self.ids(pieces.others, latest)]) if pieces.others else own
         told = [token for piece in pieces for token in piece.tokens]
         if all(piece.follows is None for piece in pieces):
             return upload(told, self.device)
@@ -177,9 +165,11 @@ class Runner:
     def _forward(self, inputs: Mapping[str, Any], positions: list[int], last: list[int], flat: bool) -> torch.Tensor:
         """One forward over a row of tokens: the logits [len(last), vocabulary] at the places `last`."""
         arguments: dict[str, Any] = {"past_key_values": self.cache, **inputs}
+        count = len(positions)
+        numbers = upload([*positions, *(last or [count - 1])], self.device)  # together: a transfer costs more than what it carries
         if self._takes_positions:
-            arguments["position_ids"] = upload([positions], self.device)
-        places = upload(last or [len(positions) - 1], self.device)
+            arguments["position_ids"] = numbers[None, :count]
+        places = numbers[count:]
         if self.keeps_some:
             arguments["logits_to_keep"] = places
         token = running.set(Forward(self.cache, flat=flat))

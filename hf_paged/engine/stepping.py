@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Rows
+from typing import NamedTuple
 
 import torch
 
-from ..scheduling import UNKNOWN, Group, Plan, Row, Scheduler, Sequence, Status
+from ..scheduling import Group, Plan, Row, Scheduler, Status, Stride
 from .asking import Asked
 from .chooser import Choice, Pick
 from .flight import Flight
 from .job import Job
 from .output import FinishReason, Output
+from .pieces import Latest, Pieces
 from .pools import Pools
 from .preemption import Preemption
 from .recorder import Recorder
-from .runner import Piece, Runner
+from .roster import Roster
+from .runner import Runner
+
+
+class _Computed(NamedTuple):
+    """What came of a plan: who failed and why, the logits [rows, vocabulary] of the rows that somebody waits for, and these rows.
+
+    With a roster the first of the logits are those of its sequences, which are not among the rows.
+    """
+
+    failed: dict[Group, Exception]
+    logits: torch.Tensor
+    rows: list[Row]
+    roster: Roster | None = None
 
 
 class Steps:
@@ -37,6 +51,8 @@ class Steps:
         """The step that is on its way."""
         self._given: dict[Group, Asked] = {}
         """Requests whose rows are more than token ids."""
+        self._roster: Roster | None = None
+        """The crew's, as it was last."""
         self.recorder: Recorder | None = None
         """Who writes down what happens, if anybody does."""
 
@@ -52,7 +68,7 @@ class Steps:
         ended: list[Output] = []
         plan = self.scheduler.schedule() if self.jobs else Plan()
         self.pools.swap(plan.swaps)  # whoever had to go is on the way, even if nobody is left who has a row
-        if not plan.rows:
+        if not plan:
             if self.jobs and self.flight is None:
                 raise RuntimeError(f"none of {self.scheduler.unfinished} requests can run: the engine's books are broken")
             return ended + self.land()
@@ -62,20 +78,16 @@ class Steps:
             timing = self.jobs[group].timing
             timing.started = timing.started or time.monotonic()
         begin = time.perf_counter()
-        failed, logits, rows = self._compute(plan)
+        failed, logits, rows, roster = self._compute(plan)
         self.scheduler.launch(plan, failed)
-        picks, flight = self._picks(rows), self.flight
-        if self.ahead:
-            self.flight = Flight(plan, failed, [pick for pick in picks if pick.job.plain], logits, begin)
-            self.flight.depart(self.scheduler)
-            picks = [pick for pick in picks if not pick.job.plain]
+        picks, flight = self._picks(rows, 0 if roster is None else len(roster.sequences)), self.flight
+        late = [pick for pick in picks if self.ahead and pick.job.plain]
+        self.flight = Flight(plan, failed, late, logits, begin, roster)
+        self.flight.depart(self.scheduler)
+        picks = [pick for pick in picks if not (self.ahead and pick.job.plain)]
         choice = Choice(picks, logits)
-        ended += self._settle(flight)
-        if not self.ahead:
-            self.scheduler.confirm(plan, failed)
+        ended += self._settle(flight) if self.ahead else self.land()
         trouble = choice.land(self.scheduler) | {self.jobs[group]: error for group, error in failed.items() if group in self.jobs}
-        if not self.ahead:
-            self.preemption.heard(plan, begin)
         ended += [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(pick.job) for pick in picks if _is_over(pick.job)]
 
@@ -97,7 +109,7 @@ class Steps:
 
         Who is whole is computed again; of whose sequences only some have their token, ends here.
         """
-        self.flight = None
+        self.flight = self._roster = None
         for job in self.jobs.values():
             job.go_back()
         for shelf in self.pools.shelves:
@@ -111,43 +123,47 @@ class Steps:
             elif group.status is Status.FINISHED or job.torn:
                 self.end(job, "error", error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"))
 
-    def _compute(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:
-        """Carry out a plan behind its swaps: who failed and why, and the logits [rows, vocabulary] of the rows that somebody waits for."""
+    def _compute(self, plan: Plan) -> _Computed:
+        """Carry out a plan behind its swaps."""
         self.pools.copy(plan.copies)
         try:
-            return {}, self._run(plan.rows), [row for row in plan.rows if row.samples]
+            logits = self._run(plan)
         except Exception as error:
             if len(plan.groups) == 1:
-                return {plan.groups[0]: error}, torch.empty(0, 0), []
+                return _Computed({plan.groups[0]: error}, torch.empty(0, 0), [])
             # One of them broke the forward of all: each is tried by itself, on the same blocks.
             return self._compute_apart(plan)
+        roster = None if plan.stride is None else self._roster_of(plan.stride)
+        return _Computed({}, logits, [row for row in (plan.rows if roster is None else plan.others) if row.samples], roster)
 
-    def _compute_apart(self, plan: Plan) -> tuple[dict[Group, Exception], torch.Tensor, list[Row]]:
+    def _compute_apart(self, plan: Plan) -> _Computed:
         failed: dict[Group, Exception] = {}
         logits, rows = [], []
         for group in plan.groups:
-            own = [row for row in plan.rows if row.sequence.group is group]
+            own = tuple([row for row in plan.rows if row.sequence.group is group])
             try:
-                found = self._run(own)
+                found = self._run(Plan(own))
             except Exception as error:
                 failed[group] = error
                 continue
             logits.append(found.clone())  # the next run may write over them
             rows += [row for row in own if row.samples]
-        return failed, torch.cat(logits) if rows else torch.empty(0, 0), rows
+        return _Computed(failed, torch.cat(logits) if rows else torch.empty(0, 0), rows)
 
-    def _run(self, rows: Rows[Row]) -> torch.Tensor:
-        """Compute rows: the logits [rows, vocabulary] of those that somebody waits for."""
-        flight = self.flight
-        places = {} if flight is None else flight.places
-        given = self._given
-        pieces = [_piece(*row, places, given.get(row.sequence.group) if given else None) for row in rows]
-        return self.runner.run(pieces, None if flight is None else flight.tokens)
+    def _roster_of(self, stride: Stride) -> Roster:
+        if self._roster is None or self._roster.sequences is not stride.sequences:
+            self._roster = Roster(stride.sequences, self.jobs)
+        return self._roster
 
-    def _picks(self, rows: Rows[Row]) -> list[Pick]:
-        """The jobs that are due, with the places of their sequences' logits."""
+    def _run(self, plan: Plan) -> torch.Tensor:
+        """Compute the rows of a plan: the logits [rows, vocabulary] of those that somebody waits for."""
+        latest = Latest() if self.flight is None else self.flight.latest
+        return self.runner.run(Pieces(plan, latest, self._given), latest.tokens)
+
+    def _picks(self, rows: Rows[Row], first: int = 0) -> list[Pick]:
+        """The jobs that are due, with the places of their sequences' logits, which begin with number `first`."""
         picks: dict[Group, list[int]] = {}
-        for place, row in enumerate(rows):
+        for place, row in enumerate(rows, first):
             picks.setdefault(row.sequence.group, []).extend([place] * len(row.samples))
         return [Pick(self.jobs[group], places) for group, places in picks.items()]
 
@@ -173,27 +189,6 @@ class Steps:
             for table in sequence.tables:
                 for block in table.blocks:
                     table.pool.withdraw(block)
-
-
-def _piece(
-    sequence: Sequence,
-    start: int,
-    count: int,
-    samples: Collection[Sequence],
-    places: Mapping[Sequence, int],
-    asked: Asked | None,
-) -> Piece:
-    """A row for the runner.
-
-    places: where in the last step's tokens those stand that the host has not heard of. asked: the request, if its rows are more than ids.
-    """
-    tokens = sequence.tokens[start : start + count]
-    piece = Piece(tokens, start, sequence.tables, bool(samples), places[sequence] if tokens[-1] == UNKNOWN else None)
-    if asked is None:
-        return piece
-    embeds = asked.embeds
-    own = embeds[start : start + count] if embeds is not None and start < len(embeds) else None
-    return piece._replace(embeds=own, source=asked.source)
 
 
 def _is_over(job: Job) -> bool:

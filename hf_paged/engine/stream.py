@@ -8,11 +8,12 @@ from .output import FinishReason, Increment, SequenceOutput, TokenLogprob
 from .text import Detokeniser
 
 
-class _Said(NamedTuple):
-    """How far an answer has come, in one piece: another thread may look at any time."""
+class _End(NamedTuple):
+    """How an answer ended, in one piece: another thread may look at any time."""
 
-    tokens: int
-    reason: FinishReason | None
+    tokens: list[int]
+    """All of them."""
+    reason: FinishReason
     apart: bool
     """Whether the reason came after the last token, not with it."""
 
@@ -26,12 +27,13 @@ class Stream:
 
     def __init__(self, index: int, tokenizer: Any, whole: bool) -> None:
         self.index, self.whole = index, whole
-        self.tokens: list[int] = []
+        self.so_far: list[int] = []
+        """Its tokens while it goes on; the last one comes with its end."""
         self.logprobs: list[TokenLogprob] = []
         self.score: float | None = None
         self.trouble: Exception | None = None
         """Why there is no text, or no more of it."""
-        self._said = _Said(0, None, False)
+        self._end: _End | None = None
         self._read = 0
         self._closed = False
         """Whether somebody has read the last increment."""
@@ -39,32 +41,41 @@ class Stream:
         self._text = None if tokenizer is None else Detokeniser(tokenizer)
 
     @property
+    def tokens(self) -> list[int]:
+        """What it has said."""
+        return self.so_far if self._end is None else self._end.tokens
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Why it ended, if it did."""
-        return self._said.reason
+        return None if self._end is None else self._end.reason
 
     def add(self, tokens: list[int], logprobs: list[TokenLogprob], finish_reason: FinishReason | None) -> None:
         """Grow, or end, or both."""
-        self.tokens += tokens
         self.logprobs += logprobs
-        self._said = _Said(len(self.tokens), finish_reason, not tokens)
+        if finish_reason is None:
+            self.so_far += tokens
+        else:
+            self._end = _End(self.so_far + tokens, finish_reason, not tokens)
 
     @property
     def unread(self) -> bool:
         """Whether there is an increment that nobody has read."""
-        said = self._said
-        return self._read < said.tokens or (said.reason is not None and not self._closed)
+        end = self._end
+        return self._read < len(self.so_far if end is None else end.tokens) or (end is not None and not self._closed)
 
     def take(self) -> list[Increment]:
         """The increments that nobody has read yet: one for each token."""
-        said, made = self._said, []
-        while self._read < said.tokens:
-            end = said.tokens if self.whole else self._read + 1
-            last = end == said.tokens and not said.apart
-            made.append(self._increment(self.tokens[self._read : end], said.reason if last else None))
-            self._read = end
-        if said.reason is not None and not self._closed:
-            made.append(self._increment([], said.reason))
+        end, made = self._end, []
+        tokens = self.so_far if end is None else end.tokens
+        there = len(tokens)
+        while self._read < there:
+            until = there if self.whole else self._read + 1
+            last = end is not None and until == there and not end.apart
+            made.append(self._increment(tokens[self._read : until], end.reason if last and end is not None else None))
+            self._read = until
+        if end is not None and not self._closed:
+            made.append(self._increment([], end.reason))
         return made
 
     def _increment(self, tokens: list[int], reason: FinishReason | None) -> Increment:
@@ -82,13 +93,13 @@ class Stream:
 
     def output(self, with_logprobs: bool) -> SequenceOutput:
         """The answer, once it has ended. Without its text, if that is what the trouble is."""
-        reason, text = self.finish_reason, None
-        assert reason is not None
+        assert self._end is not None
+        (tokens, reason, _), text = self._end, None
         if self._tokenizer is not None:
             try:
-                text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
+                text = self._tokenizer.decode(tokens, skip_special_tokens=True)
             except Exception as error:
                 self.trouble, text = self.trouble or error, ""
         if self.trouble is not None:
             reason = "error"
-        return SequenceOutput(list(self.tokens), text, reason, list(self.logprobs) if with_logprobs else None, self.score)
+        return SequenceOutput(list(tokens), text, reason, list(self.logprobs) if with_logprobs else None, self.score)

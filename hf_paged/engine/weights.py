@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..integration.identity import identity_of
 from ..memory import Unreadable
 
 logger = logging.getLogger("hf_paged")
+_version_of = attrgetter("_version")
 
 
 class Weights:
@@ -51,10 +54,7 @@ class Weights:
             self._unreadable = True
 
 
-def _names(holders: list[dict[str, nn.Parameter | None]]) -> tuple[Any, ...]:
-    return tuple([
-        (id(parameter), parameter.data_ptr(), parameter._version)
-        for holder in holders
-        for parameter in holder.values()
-        if parameter is not None
-    ])  # fmt: skip
+def _names(holders: list[dict[str, nn.Parameter | None]]) -> tuple[list[int], ...]:
+    """Of every parameter which one it is, where it lies, and how often it was written. All at once: this is asked in every step."""
+    parameters = [parameter for holder in holders for parameter in holder.values() if parameter is not None]
+    return list(map(id, parameters)), list(map(torch.Tensor.data_ptr, parameters)), list(map(_version_of, parameters))

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import FunctionType
 from typing import Any
 
@@ -62,7 +63,7 @@ class ModelState:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModelState) and self._facts == other._facts
+        return self is other or (isinstance(other, ModelState) and self._facts == other._facts)
 
     def _of_model(self, model: nn.Module, forward: Callable[..., Any]) -> Iterator[Any]:
         yield _products(), torch.are_deterministic_algorithms_enabled(), Same(getattr(forward, "__func__", forward))
@@ -70,14 +71,14 @@ class ModelState:
         self.steady &= not everywhere._global_forward_hooks and not everywhere._global_forward_pre_hooks
         configs: dict[int, Any] = {}
         kinds: dict[type, None] = {}
-        for module in _modules(model):
+        for module in modules_of(model):
             own = module.__dict__
             kinds[type(module)] = None
             if "config" in own:
                 configs[id(own["config"])] = own["config"]
             for name, value in own.items():
                 if name not in INTERNAL and (module is not model or name != "forward"):
-                    yield value if type(value) in PLAIN else _fact(value)
+                    yield value if type(value) in PLAIN else fact_of(value)
             for tensors in (own["_parameters"], own["_buffers"]):
                 for tensor in tensors.values():
                     yield None if tensor is None else tensor.data_ptr()
@@ -86,13 +87,13 @@ class ModelState:
         for config in configs.values():
             yield original_implementation(config)
             for value in getattr(config, "__dict__", {}).values():
-                yield _fact(value)
+                yield fact_of(value)
         for kind in kinds:
             yield from _code(kind)
         yield self.steady
 
 
-def _modules(model: nn.Module) -> Iterator[nn.Module]:
+def modules_of(model: nn.Module) -> Iterator[nn.Module]:
     """Every module once; torch's own walk makes up names."""
     seen, stack = {id(model)}, [model]
     while stack:
@@ -104,7 +105,7 @@ def _modules(model: nn.Module) -> Iterator[nn.Module]:
                 stack.append(child)
 
 
-def _fact(value: Any, depth: int = 0) -> Any:
+def fact_of(value: Any, depth: int = 0) -> Any:
     """Something hashable that is equal as long as the value is."""
     kind = type(value)  # not isinstance: a config looks every question up in itself
     if kind in PLAIN:
@@ -112,9 +113,9 @@ def _fact(value: Any, depth: int = 0) -> Any:
     if issubclass(kind, torch.Tensor):
         return value.data_ptr(), value.shape, value.dtype
     if depth < 2 and issubclass(kind, (list, tuple, set, frozenset)):
-        return tuple([_fact(part, depth + 1) for part in value])
+        return tuple([fact_of(part, depth + 1) for part in value])
     if depth < 2 and issubclass(kind, dict):
-        return tuple([(_name(key), _fact(part, depth + 1)) for key, part in value.items()])
+        return tuple([(_name(key), fact_of(part, depth + 1)) for key, part in value.items()])
     if depth < 1 and hasattr(value, "__dict__") and not callable(value):
         return Same(value), tuple([_name(part) for part in vars(value).values()])
     return Same(value)
@@ -125,11 +126,14 @@ def _name(value: Any) -> Any:
     return value if type(value) in PLAIN else Same(value)
 
 
+def in_own_code(kind: type) -> list[type]:
+    """The classes of which a class of modules has its code, without torch's own, which stays as it is."""
+    return list(takewhile(lambda base: not base.__module__.startswith("torch."), kind.__mro__))
+
+
 def _code(kind: type) -> Iterator[Any]:
-    """The code of a class of modules, with what it names in its file. Torch's own stays as it is."""
-    for base in kind.__mro__:
-        if base.__module__.startswith("torch."):
-            return
+    """The code of a class of modules, with what it names in its file."""
+    for base in in_own_code(kind):
         for value in vars(base).values():
             if not isinstance(value, FunctionType):
                 yield _name(value)

@@ -12,11 +12,11 @@ from .prefixes import Found, Prefix, begin_with, count, longest
 from .rows import Rows
 from .sequences import Sequences
 from .spans import StaticSpans
-from .static import StaticBatch
+from .static import Ranks, StaticBatch
 from .store import Layout, Pages, Store, alike
 
 __all__ = [
     "Batch", "Contents", "FlatBatch", "Found", "Group", "History", "HostBlocks", "Kind", "Layout", "Memory", "Ops", "Pages", "Prefix",
-    "Reading", "Rows", "Seen", "Sequences", "StaticBatch", "StaticSpans", "Store", "Tags", "Trip", "TritonOps", "Unreadable", "alike",
-    "begin_with", "count", "is_out_of_memory", "longest", "multiply",
+    "Ranks", "Reading", "Rows", "Seen", "Sequences", "StaticBatch", "StaticSpans", "Store", "Tags", "Trip", "TritonOps", "Unreadable",
+    "alike", "begin_with", "count", "is_out_of_memory", "longest", "multiply",
 ]  # fmt: skip

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class _Singles(NamedTuple):
     """Rows of one new token, read side by side: row i sees `slots[i]` where `mask[i]` says so."""
 
-    tokens: torch.Tensor
-    """Their places [rows] in the row of tokens."""
+    tokens: torch.Tensor | None
+    """Their places [rows] in the row of tokens; None if they are all there is."""
     slots: torch.Tensor
     """[rows * columns]; outside what a row sees its last token's, so what is read is finite."""
     mask: torch.Tensor
@@ -109,7 +109,8 @@ class FlatBatch(Batch):
             seen &= at >= begin[:, None]
         slots = (blocks[:, :, None] * size + at[:size]).flatten(1)
         slots = torch.where(seen, slots, last[:, None])
-        return _Singles(upload([self.borders[i] for i in rows], device), slots.flatten(), seen[:, None, None])
+        places = None if len(rows) == len(self.tables) else upload([self.borders[i] for i in rows], device)
+        return _Singles(places, slots.flatten(), seen[:, None, None])
 
     def _span(self, row: int, window: int | None, device: torch.device) -> _Span:
         table, count = self.tables[row], self.counts[row]
@@ -146,10 +147,10 @@ def attend_flat(
     batch = pages.batch
     assert isinstance(batch, FlatBatch)
     singles, spans = batch.parts(window, query.device)
-    if singles is not None and not spans:  # everybody decodes: the tokens are in their rows' order
+    if singles is not None and singles.tokens is None:  # everybody decodes: the tokens are in their rows' order
         return _attend_singles(query[0].transpose(0, 1), pages, singles, options)[None]
     out = query.new_empty(query.shape[2], query.shape[1], pages.values.shape[2])
-    if singles is not None:
+    if singles is not None and singles.tokens is not None:
         tokens = query[0].index_select(1, singles.tokens).transpose(0, 1)
         out.index_copy_(0, singles.tokens, _attend_singles(tokens, pages, singles, options).to(out.dtype))
     for begin, end, slots, mask in spans:

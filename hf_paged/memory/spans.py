@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..blocks import Table
-from .static import LONGS, StaticBatch
+from .static import LONGS, Ranks, StaticBatch
 
 if TYPE_CHECKING:
     from .plain import Ops
@@ -37,20 +37,23 @@ class StaticSpans(StaticBatch):
         self.alone = self.totals
         """[most]: the same of sequences with one new token, 0 of others; this run's, once it has begun."""
 
-    def spread(self, tables: Sequence[Table], counts: Sequence[int]) -> None:
-        """Upload a step in which sequence i has taken counts[i] tokens; those of one token come first."""
+    def spread(self, tables: Sequence[Table], counts: Sequence[int], ranks: Ranks | None = None) -> None:
+        """Upload a step in which sequence i has taken counts[i] tokens, behind the ranks; those of one token come first."""
         _, ids, tokens, owners, totals, borders = self._stage()
         blocks, row = ids.reshape(self.most, self.width), 0
-        borders[0] = 0
-        for place, (table, count) in enumerate(zip(tables, counts, strict=True)):
+        if ranks is not None:
+            row = ranks.enter(tokens, blocks, self.block_size)
+            owners[:row], totals[:row], borders[:row] = range(row), tokens[:row] + 1, range(row)
+        first, borders[row] = row, row
+        for place, (table, count) in enumerate(zip(tables, counts, strict=True), first):
             blocks[place, table.released : table.end] = table.blocks
             tokens[row : row + count] = range(table.length - count, table.length)
             owners[row : row + count] = place
             totals[place] = table.length
             row += count
             borders[place + 1] = row
-        totals[len(tables) :] = 0
-        borders[len(tables) + 1 :] = row
+        totals[first + len(tables) :] = 0
+        borders[first + len(tables) + 1 :] = row
         self._send()
 
     def begin(self, ops: Ops) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..blocks import Copy, Table
+from ..blocks import Copy, Sheet, Table
 
 if TYPE_CHECKING:
     from .plain import Ops
@@ -16,6 +17,23 @@ BUFFERS = 2
 """Staging buffers that take turns, so that the host fills one while the device still reads the other."""
 LONGS = 4
 """The columns before and after a step take two numbers each of the buffer's."""
+
+
+class Ranks(NamedTuple):
+    """Rows of one token each that stand on a sheet: row i of it has starts[i] + step tokens before this one."""
+
+    sheet: Sheet
+    starts: array[int]
+    step: int
+
+    def enter(self, tokens: Any, blocks: Any, block_size: int) -> int:
+        """Write into numpy's arrays the tokens before this one [rows or more] and the blocks [rows or more, width]; how many rows it is."""
+        rows = len(self.starts)
+        tokens[:rows] = torch.frombuffer(self.starts, dtype=torch.int32).numpy() + self.step
+        standing = torch.frombuffer(self.sheet.ids, dtype=torch.int32).numpy().reshape(self.sheet.height, self.sheet.width)
+        width = int(tokens[:rows].max()) // block_size + 1
+        blocks[:rows, :width] = standing[:rows, :width]
+        return rows
 
 
 class StaticBatch:
@@ -84,10 +102,12 @@ class StaticBatch:
             sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
         self._send()
 
-    def spread(self, tables: Sequence[Table], counts: Sequence[int]) -> None:
-        """Upload a step in which table i has taken counts[i] tokens, each of them a row of its own."""
+    def spread(self, tables: Sequence[Table], counts: Sequence[int], ranks: Ranks | None = None) -> None:
+        """Upload a step in which table i has taken counts[i] tokens, each of them a row of its own, behind a row for each of the ranks."""
         _, ids, tokens, _, _ = self._stage()
         blocks, row = ids.reshape(self.rows, self.width), 0
+        if ranks is not None:
+            row = ranks.enter(tokens, blocks, self.block_size)
         for table, count in zip(tables, counts, strict=True):
             held = blocks[row, table.released : table.end]
             held[:] = table.blocks

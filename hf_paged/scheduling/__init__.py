@@ -1,6 +1,7 @@
 """Who runs next, and on which blocks. Standard library only; it writes the books and never sees a tensor."""
 
 from .admission import Verdict, judge, why_infeasible
+from .crew import Crew, Stride
 from .future import ADMISSIONS, Future, future_peak
 from .history import History
 from .limits import Limits, Shelf
@@ -15,6 +16,7 @@ __all__ = [
     "POLICIES",
     "UNKNOWN",
     "Count",
+    "Crew",
     "Decide",
     "Future",
     "Group",
@@ -28,6 +30,7 @@ __all__ = [
     "Sequence",
     "Shelf",
     "Status",
+    "Stride",
     "Swaps",
     "Verdict",
     "Victim",

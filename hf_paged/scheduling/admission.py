@@ -78,16 +78,12 @@ class Bid(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """When somebody asks to be let in: the number of the step, the tokens left in it, and who runs."""
+    """When somebody asks to be let in: the number of the step, the tokens left in it, who runs, and how many sequences that is."""
 
     step: int
     room: int
     running: Rows[Group]
-
-    @property
-    def taken(self) -> int:
-        """How many sequences run."""
-        return sum(len(group.sequences) for group in self.running)
+    taken: int
 
 
 class Watermark:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from ..blocks import Copy
+from collections.abc import Iterable
+from collections.abc import Sequence as Sequences
+
+from ..blocks import Copy, blocks_needed
+from .crew import Stride
+from .limits import Shelf
 from .plan import Plan, Row, Swaps
 from .sequence import Group, Sequence
+
+Steps = list[tuple[Sequence, int]]
+"""Sequences of one group, and how many tokens each takes."""
 
 
 class Draft:
@@ -12,6 +20,7 @@ class Draft:
 
     def __init__(self, shelves: int, room: int) -> None:
         self.room = room
+        self.stride: Stride | None = None
         self.rows: list[Row] = []
         self.copies: list[list[Copy]] = [[] for _ in range(shelves)]
         self.admitted: list[Group] = []
@@ -19,7 +28,8 @@ class Draft:
 
     def plan(self, swaps: Swaps) -> Plan:
         """The step as a value."""
-        return Plan(tuple(self.rows), tuple(tuple(copies) for copies in self.copies), swaps, tuple(self.admitted), tuple(self.preempted))
+        copies = tuple(tuple(copies) for copies in self.copies)
+        return Plan(tuple(self.rows), copies, swaps, tuple(self.admitted), tuple(self.preempted), self.stride)
 
 
 def samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
@@ -27,3 +37,36 @@ def samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
     if sequence.computed + count < len(sequence.tokens):
         return ()
     return (sequence,) if sequence.group.forked else tuple(sequence.group.sequences)
+
+
+def share(groups: Sequences[Group], room: int) -> list[Steps]:
+    """Who takes how many of so many tokens: whoever decodes has its token, who computes a prompt gets what that leaves."""
+    found, decoding = [], [group.decoding for group in groups]
+    owed = sum([len(group.sequences) for group, each in zip(groups, decoding, strict=True) if each])
+    for group, each in zip(groups, decoding, strict=True):
+        if each:
+            owed -= len(group.sequences)
+            steps = [(sequence, 1) for sequence in group.sequences]
+        else:
+            steps = group.advance(room - owed)
+        room -= sum([count for _, count in steps])
+        if steps:
+            found.append(steps)
+    return found
+
+
+def fit(shelves: Iterable[Shelf], several: Sequences[Steps], beside: int = 0) -> bool:
+    """Whether every pool has the blocks for these steps and `beside` more; what lies behind a window goes back first (C10)."""
+    for i, shelf in enumerate(shelves):
+        every = [([sequence.tables[i] for sequence, _ in steps], steps) for steps in several]
+        if shelf.window is not None:
+            for tables, _ in every:
+                for table in tables:
+                    table.release_before(table.length - shelf.window + 1)
+        most = beside + sum([count // shelf.pool.block_size + 2 for steps in several for _, count in steps])
+        if not shelf.cross and most <= shelf.pool.available:
+            continue  # nobody takes more than that, so nobody has to count
+        need = sum(blocks_needed(tables, [sequence.growth(i, count) for sequence, count in steps]) for tables, steps in every)
+        if beside + need > shelf.pool.available:
+            return False
+    return True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ..blocks import Copy
+from .crew import Stride
 from .sequence import Group, Sequence
 
 
@@ -46,20 +48,38 @@ class Swaps:
 class Plan:
     """What a step does, in this order: swaps, copies, rows.
 
-    copies: for every shelf the copies on write. swaps: the blocks of preempted groups on their way to the host and back.
-    admitted, preempted: who came and who went.
+    stride: the step of those who do nothing but decode, if there are any. others: the rows of everybody else. copies: for every shelf the
+    copies on write. swaps: the blocks of preempted groups on their way to the host and back. admitted, preempted: who came and who went.
     """
 
-    rows: tuple[Row, ...] = ()
+    others: tuple[Row, ...] = ()
     copies: tuple[tuple[Copy, ...], ...] = ()
     swaps: Swaps = Swaps()
     admitted: tuple[Group, ...] = ()
     preempted: tuple[Group, ...] = ()
+    stride: Stride | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anything is computed."""
+        return self.stride is not None or bool(self.others)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """All rows, the stride's first. Made when somebody asks for them: most steps are carried out without."""
+        if self.stride is None:
+            return self.others
+        sequences, starts, step, *_ = self.stride
+        return *(Row(each, start + step, 1, (each,)) for each, start in zip(sequences, starts, strict=True)), *self.others
+
+    @property
+    def samples(self) -> bool:
+        """Whether anybody gets a token."""
+        return self.stride is not None or any(row.samples for row in self.others)
 
     @property
     def tokens(self) -> int:
         """The tokens of the step."""
-        return sum(row.count for row in self.rows)
+        return sum(row.count for row in self.others) + (0 if self.stride is None else len(self.stride.sequences))
 
     @property
     def groups(self) -> list[Group]:

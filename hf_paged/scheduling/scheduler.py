@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Literal
 
-from ..blocks import Match, adopt, append, blocks_needed, commit, match, reorder
+from ..blocks import Match, adopt, append, commit, known, match, reorder
 from ..blocks.pool import expect
 from .admission import Bid, Moment, Verdict, why_infeasible
 from .audit import check_groups, check_shelves
-from .draft import Draft, samples
+from .crew import Crew
+from .draft import Draft, Steps, fit, samples, share
 from .future import ADMISSIONS
 from .limits import Limits, Shelf
 from .plan import Plan, Row
@@ -21,7 +22,6 @@ from .promises import Promises
 from .sequence import Group, Request, Sequence, Status
 from .swapping import Decide, Swapping, never
 
-Steps = list[tuple[Sequence, int]]
 Count = Literal[
     "steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses",
     "swapped_out", "swapped_in", "recomputed", "blocks_out", "blocks_in",
@@ -70,6 +70,9 @@ class Scheduler:
         self.preempted: list[Group] = []
         self.running: list[Group] = []
         """These three are in the order of the policy."""
+        self.crew = Crew(self.shelves)
+        self._others: list[Group] = []
+        """Who runs and is not in the crew, in the same order."""
         self._promised = Promises()
         self.swapping = Swapping(self.shelves, swap, verify)
         self.counts: Counter[Count] = Counter()
@@ -89,6 +92,7 @@ class Scheduler:
         """Give back everything of a group, in whatever state it is (C34)."""
         if group.status is Status.FINISHED:
             return
+        self._dismiss(group)
         for sequence in group.sequences:
             sequence.free()
         self._leave(group)
@@ -96,6 +100,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """A sequence has its last token: its blocks go back, and its group ends with its last sequence."""
         group = sequence.group
+        self._dismiss(group)
         self.admission.finish(sequence)
         sequence.free()
         if len(group.sequences) == 1:
@@ -107,12 +112,15 @@ class Scheduler:
         self._promised.withdraw(group)
         self.admission.leave(group)
         {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}[group.status].remove(group)
+        if group.status is Status.RUNNING:
+            self._others.remove(group)
         group.status = Status.FINISHED
         self.counts["finished"] += 1
 
     def preempt(self, group: Group, swap: bool = True) -> None:
         """Take all blocks of a running group. They wait for it on the host, or it is computed again, from the prefix cache where it can
         (C29 to C31); without `swap` that is not asked."""
+        self._dismiss(group)
         self._promised.withdraw(group)
         self.admission.leave(group)
         blocks = self.swapping.park(group) if swap else None
@@ -124,6 +132,7 @@ class Scheduler:
         group.preemptions += 1
         group.status = Status.PREEMPTED
         self.running.remove(group)
+        self._others.remove(group)
         insort(self.preempted, group, key=self._key)
         self.counts["preemptions"] += 1
 
@@ -136,13 +145,15 @@ class Scheduler:
 
     def start_over(self, groups: Iterable[Group]) -> None:
         """Something broke into the middle of a step: nobody holds anything, and all that are not finished are computed again."""
-        self.waiting, self.preempted, self.running = [], [], []
+        self.waiting, self.preempted, self.running, self._others = [], [], [], []
+        self.crew.clear()
         self._promised.clear()
         self.admission.clear()
         self.swapping.clear()
         for group in groups:
             group.promised = []
             for sequence in group.sequences:
+                sequence.place = None
                 sequence.free()
             if group.status is Status.FINISHED:
                 continue
@@ -163,33 +174,22 @@ class Scheduler:
         """The next step. Its blocks are taken in the books; `commit` says that it has been computed."""
         draft = Draft(len(self.shelves), self.limits.tokens)
         now = [shelf.pool.tick() for shelf in self.shelves]
-        owed = sum([len(group.sequences) for group in self.running if group.decoding])
-        place = 0
-        while place < len(self.running):
-            group = self.running[place]
-            if group.decoding:
-                owed -= len(group.sequences)
-                if self._step(draft, group, now):
-                    place += 1
-                    continue
-            # Whoever decodes has its token; who computes a prompt gets what that leaves.
-            steps = group.advance(draft.room - owed)
-            while steps and not self._fits(steps):
-                last = self.running[-1]
-                if last.decoding and last is not group:
-                    owed -= len(last.sequences)
-                self.preempt(last)
-                last.setbacks += 1
-                draft.preempted.append(last)
-                if last is group:
-                    break
-            else:
-                self._take(draft, steps)
-                place += 1
+        self._muster()
+        steps = share(self._others, self.limits.tokens - len(self.crew))
+        while self.running and not fit(self.shelves, steps, self.crew.need()):
+            last = self.running[-1]
+            self.preempt(last)
+            last.setbacks += 1
+            draft.preempted.append(last)
+            steps = share(self._others, self.limits.tokens - len(self.crew))
+        draft.room -= len(self.crew)
+        draft.stride = self.crew.step(now)
+        for of_group in steps:
+            self._take(draft, of_group)
         if not draft.preempted:
             self._admit(draft)
         plan = draft.plan(self.swapping.plan())
-        self.counts["steps"] += bool(plan.rows)
+        self.counts["steps"] += bool(plan)
         self.counts["tokens"] += plan.tokens
         return plan
 
@@ -200,7 +200,11 @@ class Scheduler:
 
     def launch(self, plan: Plan, without: Collection[Group] = ()) -> None:
         """The rows of the plan are on their way, but for those of groups `without`: the next step may build on them."""
-        for sequence, start, count, _ in plan.rows:
+        if plan.stride is not None:
+            for sequence in plan.stride.sequences:
+                if not without or sequence.group not in without:
+                    sequence.computed += 1
+        for sequence, start, count, _ in plan.others:
             group = sequence.group
             if group in without:
                 continue
@@ -211,7 +215,11 @@ class Scheduler:
     def confirm(self, plan: Plan, without: Collection[Group] = ()) -> None:
         """The rows of the plan are there, and so are their tokens: their blocks may be named now, and no sooner (C22)."""
         size = self.shelves[0].pool.block_size
-        for sequence, start, count, _ in plan.rows:
+        if plan.stride is not None:
+            for sequence, end in plan.stride.filled:
+                if sequence.computed >= end and sequence.group not in without:
+                    self._name(sequence, end)
+        for sequence, start, count, _ in plan.others:
             group, end = sequence.group, start + count
             if group in without or sequence.computed < end:
                 continue  # it failed, or had to go in the meantime
@@ -236,52 +244,39 @@ class Scheduler:
         sequences = group.sequences
         for i in range(len(self.shelves) if any(place != source for place, source in enumerate(sources)) else 0):
             reorder([sequence.tables[i] for sequence in sequences], sources)
-        rows: list[list[int]] = []
-        for place, source in enumerate(sources):
-            row = sequences[source].tokens
-            rows.append(list(row) if source in sources[:place] else row)  # its first heir goes on with it
+        rows = [sequences[source].tokens for source in sources]
+        rows = [list(row) if sources[i] in sources[:i] else row for i, row in enumerate(rows)]  # its first heir goes on with each
         for sequence, row, token in zip(sequences, rows, tokens, strict=True):
             row.append(token)
             sequence.tokens = row
 
     # ---- the parts of a step
 
-    def _fits(self, steps: Steps) -> bool:
-        """Whether every pool has the blocks for these steps; what lies behind a window goes back first (C10)."""
-        for i, shelf in enumerate(self.shelves):
-            counts = [sequence.growth(i, count) for sequence, count in steps]
-            tables = [sequence.tables[i] for sequence, _ in steps]
-            if shelf.window is not None:
-                for table in tables:
-                    table.release_before(table.length - shelf.window + 1)
-            if blocks_needed(tables, counts) > shelf.pool.available:
-                return False
-        return True
+    def _muster(self) -> None:
+        """Whoever does nothing but decode by now joins the crew, and whoever is complete leaves it."""
+        for sequence in self.crew.complete():
+            self._dismiss(sequence.group)
+        for group in self._others.copy():
+            if self.crew.takes(group):
+                self.crew.join(group.leader)
+                self._others.remove(group)
 
-    def _step(self, draft: Draft, group: Group, now: Rows[int]) -> bool:
-        """Give every sequence of a decoding group its token if nobody must go for it. Else no table grows."""
-        sequences = group.sequences
-        for shelf in self.shelves:
-            if shelf.cross or (shelf.pool.available < len(sequences) and not self._fits([(sequence, 1) for sequence in sequences])):
-                return False
-        for i, shelf in enumerate(self.shelves):
-            for sequence in sequences:
-                table = sequence.tables[i]
-                if shelf.window is not None:
-                    table.release_before(table.length - shelf.window + 1)
-                copy = table.step(now[i])
-                if copy is not None:
-                    draft.copies[i].append(copy)
-        for sequence in sequences:
-            draft.rows.append(Row(sequence, sequence.computed, 1, (sequence,)))
-        draft.room -= len(sequences)
-        return True
+    def _dismiss(self, group: Group) -> None:
+        """Out of the crew, if it is there."""
+        if group.leader.place is not None:
+            self.crew.leave(group.leader)
+            insort(self._others, group, key=self._key)
 
     def _take(self, draft: Draft, steps: Steps) -> None:
         """Enter the steps in the tables and in the draft."""
-        for i in range(len(self.shelves)):
-            counts = [sequence.growth(i, count) for sequence, count in steps]
-            draft.copies[i] += append([sequence.tables[i] for sequence, _ in steps], counts)
+        ones = all(count == 1 for _, count in steps)
+        for i, shelf in enumerate(self.shelves):
+            tables = [sequence.tables[i] for sequence, _ in steps]
+            if ones and not shelf.cross:
+                now = shelf.pool.tick()
+                draft.copies[i] += [copy for copy in [table.step(now) for table in tables] if copy is not None]
+            else:
+                draft.copies[i] += append(tables, [sequence.growth(i, count) for sequence, count in steps])
         for sequence, count in steps:
             draft.rows.append(Row(sequence, sequence.computed, count, samples(sequence, count)))
             draft.room -= count
@@ -289,7 +284,7 @@ class Scheduler:
     def _admit(self, draft: Draft) -> None:
         """Let in whom there is room for: first those that were preempted, and only when they all run, new ones (C28)."""
         passed = 0
-        while draft.room > 0:
+        while draft.room > 0 and self._taken < self.limits.sequences:
             queue = self.preempted or self.waiting
             if passed >= len(queue):
                 return
@@ -310,7 +305,7 @@ class Scheduler:
                 group.seek_runs()
             draft.admitted.append(group)
             steps = group.advance(draft.room)
-            if not self._fits(steps):
+            if not fit(self.shelves, [steps]):
                 raise AssertionError(f"{group!r} was let in and its first step does not fit")
             self._take(draft, steps)
 
@@ -324,7 +319,7 @@ class Scheduler:
         if not self.prefix_caching:
             return [Match([], []) for _ in self.shelves]
         names = group.names()
-        blocks = [_known(shelf, names) for shelf in self.shelves]
+        blocks = [known(shelf.pool, names) for shelf in self.shelves]
         if self.verify:
             tokens = group.leader.tokens[: group.common]
             blocks = [match(shelf.pool, tokens, group.request.extra, verify=True).blocks for shelf in self.shelves]
@@ -333,8 +328,13 @@ class Scheduler:
             return None
         return [Match(each[:hits], names[:hits]) for each in blocks]
 
+    @property
+    def _taken(self) -> int:
+        """How many sequences run."""
+        return len(self.crew) + sum([len(group.sequences) for group in self._others])
+
     def _moment(self, room: int) -> Moment:
-        return Moment(self.counts["steps"], room, self.running)
+        return Moment(self.counts["steps"], room, self.running, self._taken)
 
     def _bid(self, group: Group, found: list[Match]) -> Bid:
         chunk, many = self.limits.tokens, range(len(self.shelves))
@@ -352,6 +352,7 @@ class Scheduler:
             self._promised.make(group, group.names()[computed:])
         group.status = Status.RUNNING
         insort(self.running, group, key=self._key)
+        insort(self._others, group, key=self._key)
         self.counts["admissions"] += 1
 
     def _adopt(self, group: Group, found: list[Match]) -> int:
@@ -372,10 +373,12 @@ class Scheduler:
         """Let others find the full blocks of the first `end` tokens of a sequence."""
         if not self.prefix_caching:
             return
-        full = end // self.shelves[0].pool.block_size
+        full, first = end // self.shelves[0].pool.block_size, len(sequence.tables[0].digests)
         for table in sequence.tables:
             if len(table.digests) < full:
+                first = min(first, len(table.digests))
                 commit(table, sequence.tokens[:end], sequence.group.request.extra, self.verify)
+        self.crew.renamed(sequence, first)
 
     # ---- the audit
 
@@ -385,15 +388,8 @@ class Scheduler:
         check_groups({Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}, self._key)
         moment = self._moment(self.limits.tokens)
         self.admission.check(moment)
+        self.crew.check()
+        apart = [group for group in self.running if group.leader.place is None]
+        expect(moment.taken == sum(len(group.sequences) for group in self.running), "somebody runs and is not counted")
+        expect(self._others == apart and len(self.crew) == len(self.running) - len(apart), "somebody runs twice, or not at all")
         expect(moment.taken <= self.limits.sequences, f"{moment.taken} sequences run, {self.limits.sequences} may")
-
-
-def _known(shelf: Shelf, names: list[bytes]) -> list[int]:
-    """The blocks of the leading names that the pool knows."""
-    blocks: list[int] = []
-    for name in names:
-        block = shelf.pool.lookup(name)
-        if block is None:
-            break
-        blocks.append(block)
-    return blocks

@@ -29,7 +29,8 @@ class Request:
 
     number: its place in the order of arrival. prompt: token ids. most_tokens: how long a sequence may become, prompt included.
     width: how many sequences it becomes after its prompt (samples or beams). priority: higher is sooner, if the policy asks for it.
-    extra: what changes keys and values for the same tokens (C24). source: how many tokens its encoder makes, if it has one.
+    extra: what changes keys and values for the same tokens (C24). source: how many tokens its encoder makes, if it has one. steady: whether
+    its sequence, if it is one, may run in the crew while it decodes.
     """
 
     number: int
@@ -39,6 +40,7 @@ class Request:
     priority: int = 0
     extra: bytes = b""
     source: int = 0
+    steady: bool = True
 
 
 class Sequence:
@@ -48,13 +50,15 @@ class Sequence:
     if it was swapped, where it was.
     """
 
-    __slots__ = ("computed", "group", "index", "parked", "tables", "tokens")
+    __slots__ = ("computed", "group", "index", "parked", "place", "tables", "tokens")
 
     def __init__(self, group: Group, index: int, tokens: list[int], tables: tuple[Table, ...]) -> None:
         self.group, self.index, self.tokens, self.tables = group, index, tokens, tables
         self.parked: tuple[Table, ...] = ()
         """Its tables in the pools of the host while it is swapped; the others are empty then."""
         self.computed = 0
+        self.place: int | None = None
+        """Where it is in the crew, if it is."""
 
     def __repr__(self) -> str:
         return f"Sequence({self.group.request.number}.{self.index}, computed={self.computed} of {len(self.tokens)})"

@@ -1,0 +1,121 @@
+"""What the host does in a decoding step, and how long each part takes: with a model whose forward is next to nothing."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from shapes import build
+
+from hf_paged import Engine
+from hf_paged.engine.decoding import Decoding
+from hf_paged.engine.flight import Flight
+from hf_paged.integration import capture
+from hf_paged.scheduling import Scheduler
+
+PARTS: dict[str, list[tuple[type, str]]] = {
+    "plan": [(Scheduler, "schedule"), (Scheduler, "launch")],
+    "load": [(Decoding, "_load")],
+    "model": [(Decoding, "_state")],
+    "choose": [(Flight, "__init__"), (Flight, "depart")],
+    "hear": [(Flight, "land")],
+}
+"""The parts of a step, and whose methods they are."""
+THIN = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 64}
+"""As many modules as any model of so many layers has, and nothing to compute."""
+
+PROMPT, MOST = (130, 146), 256
+"""How long prompts are; while all have between 129 and 256 tokens no graph needs more room."""
+
+
+class Still:
+    """Stands for CUDA graphs on a CPU: a replay runs the step until `stop`, and leaves its answer as it is from then on."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+
+    def record(self, step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
+        def replay() -> None:
+            if not self.stopped:
+                step()
+
+        return replay, step()
+
+
+@contextmanager
+def timed() -> Iterator[Counter[str]]:
+    """Seconds spent in each part meanwhile."""
+    seconds: Counter[str] = Counter()
+    kept = [(owner, name, owner.__dict__[name]) for methods in PARTS.values() for owner, name in methods]
+    for part, methods in PARTS.items():
+        for owner, name in methods:
+            setattr(owner, name, _counted(seconds, part, owner.__dict__[name]))
+    try:
+        yield seconds
+    finally:
+        for owner, name, method in kept:
+            setattr(owner, name, method)
+
+
+def _counted(seconds: Counter[str], part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        begin = time.thread_time()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            seconds[part] += time.thread_time() - begin
+
+    return counted
+
+
+def begin(engine: Engine, rows: int) -> None:
+    """Have `rows` sequences decode from a graph. Their blocks are not full at the same time."""
+    lengths = random.Random(1)
+    for _ in range(rows):
+        prompt = [lengths.randrange(2, 62) for _ in range(lengths.randrange(*PROMPT))]
+        engine.submit(prompt, max_new_tokens=MOST, do_sample=False)
+    replayed = 0
+    while engine.stats()["waiting"] or replayed < 4:
+        before = engine.stats()["graphs"].get("replayed", 0)
+        engine.step()
+        replayed += engine.stats()["graphs"].get("replayed", 0) > before
+
+
+def measure(layers: int, device: str, rows: int, steps: int = 40, **options: Any) -> dict[str, float]:
+    """Milliseconds of the host in a step of `rows` sequences, the whole and its parts; the median step, and the sums of all parts."""
+    still, kept = Still(), dict(capture.RECORDERS)
+    if device == "cpu":
+        capture.RECORDERS["cpu"] = still.record
+    model = build("llama8b", device, torch.float32, num_hidden_layers=layers, **THIN)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    sizes = {"max_batch_sequences": rows, "max_batch_tokens": max(2048, 16 * rows), "num_blocks": rows * MOST // 8}
+    try:
+        with Engine(model, run_ahead=True, **{**sizes, **options}) as engine:
+            begin(engine, rows)
+            still.stopped = True
+            whole = _steps(engine, steps)
+            with timed() as parts:
+                again = sum(_steps(engine, steps))
+    finally:
+        capture.RECORDERS.clear()
+        capture.RECORDERS.update(kept)
+    shares = {part: parts[part] / steps * 1e3 for part in PARTS}
+    return {"whole": statistics.median(whole) * 1e3, **shares, "rest": again / steps * 1e3 - sum(shares.values())}
+
+
+def _steps(engine: Engine, steps: int) -> list[float]:
+    """What each step takes of the host's own time. Waiting for a device spins, so it is taken out."""
+    seconds = []
+    for _ in range(steps):
+        if engine._steps.flight is not None and engine._steps.flight.device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.thread_time()
+        engine.step()
+        seconds.append(time.thread_time() - start)
+    return seconds

@@ -1,0 +1,45 @@
+"""Many tables in one piece of memory, as whoever uploads them wants it."""
+
+from __future__ import annotations
+
+from array import array
+
+from .table import Table
+
+NARROWEST = 16
+
+
+class Sheet:
+    """A row of `width` block numbers for every table: block j of row i is `ids[i * width + j]`, counted from the sequence's first.
+
+    A place that its table does not name holds some block that exists. Whoever changes a table that is on the sheet says so here.
+    """
+
+    def __init__(self) -> None:
+        self.width, self.height = NARROWEST, 0
+        self.ids = array("i")
+        """Another array whenever the sheet grows, so that one in use stays as it is."""
+
+    def put(self, row: int, table: Table, first: int = 0) -> None:
+        """Write down a table, or what it names from its block `first` on."""
+        self._fit(row, table.end)
+        first = max(first, table.released)
+        self.ids[row * self.width + first : row * self.width + table.end] = array("i", table.blocks[first - table.released :])
+
+    def move(self, source: int, target: int) -> None:
+        """Have row `target` be what row `source` is."""
+        self.ids[target * self.width : (target + 1) * self.width] = self.ids[source * self.width : (source + 1) * self.width]
+
+    def of(self, row: int, table: Table) -> bool:
+        """Whether a row is what its table names."""
+        begin = row * self.width
+        return list(self.ids[begin + table.released : begin + table.end]) == table.blocks
+
+    def _fit(self, row: int, width: int) -> None:
+        if row < self.height and width <= self.width:
+            return
+        wide, high = max(self.width, 1 << (width - 1).bit_length() if width else 0), max(self.height, 2 * row, 8)
+        ids = array("i", bytes(4 * wide * high))
+        for i in range(self.height):
+            ids[i * wide : i * wide + self.width] = self.ids[i * self.width : (i + 1) * self.width]
+        self.ids, self.width, self.height = ids, wide, high

@@ -1,0 +1,100 @@
+"""What a step computes, as the runner takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from ..blocks import Table
+from ..memory.upload import upload
+from ..scheduling import UNKNOWN, Group, Plan, Stride
+from ..scheduling import Sequence as Tokens
+from .asking import Asked
+from .encoding import Source
+
+
+class Piece(NamedTuple):
+    """New tokens of one sequence: the last ones of its tables, one table per kind of layer."""
+
+    tokens: list[int]
+    start: int
+    tables: tuple[Table, ...]
+    wanted: bool
+    """Whether anybody looks at what follows the last of them."""
+    follows: int | None = None
+    """Where among the tokens that the last step chose its last token stands, if the host has not heard of it yet."""
+    embeds: torch.Tensor | None = None
+    """[n, hidden]: what the first n of its tokens are instead of ids."""
+    source: Source | None = None
+    """What its decoder attends to, if the model has an encoder."""
+
+
+class Latest(NamedTuple):
+    """What the last step chose: its tokens on the device [sequences], and who they are for.
+
+    crew: the sequences of its stride, whose tokens come first and in this order. places: finds out where everybody's stands.
+    """
+
+    tokens: torch.Tensor | None = None
+    crew: tuple[Tokens, ...] = ()
+    places: Callable[[], Mapping[Tokens, int]] = dict
+
+
+class Pieces(Sequence[Piece]):
+    """The pieces of a plan: those of its stride, then those of everybody else. The former are made for whoever looks at each of them;
+    who takes them all at once finds the stride."""
+
+    def __init__(self, plan: Plan, latest: Latest, given: Mapping[Group, Asked]) -> None:
+        """given: the requests whose rows are more than token ids."""
+        self.stride: Stride | None = plan.stride
+        self._plan, self._latest, self._given = plan, latest, given
+        self.others = [self._piece(*row) for row in plan.others]
+        self.crew = 0 if plan.stride is None else len(plan.stride.sequences)
+        """How many of them are the stride's."""
+
+    def __len__(self) -> int:
+        return self.crew + len(self.others)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # a piece or a slice, as of a list
+        return self._all[index]
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self._all)
+
+    @cached_property
+    def _all(self) -> list[Piece]:
+        return [*(self._piece(*row) for row in self._plan.rows[: self.crew]), *self.others]
+
+    def _piece(self, sequence: Tokens, start: int, count: int, samples: Collection[Tokens]) -> Piece:
+        tokens = sequence.tokens[start : start + count]
+        follows = self._latest.places()[sequence] if tokens[-1] == UNKNOWN else None
+        made = Piece(tokens, start, sequence.tables, bool(samples), follows)
+        asked = self._given.get(sequence.group) if self._given else None
+        if asked is None:
+            return made
+        embeds = asked.embeds
+        own = embeds[start : start + count] if embeds is not None and start < len(embeds) else None
+        return made._replace(embeds=own, source=asked.source)
+
+    def ids(self, device: torch.device) -> torch.Tensor:
+        """The tokens [crew] of the stride on a device: from the last step's if the host has not heard of them."""
+        assert self.stride is not None
+        sequences, latest = self.stride.sequences, self._latest
+        if latest.tokens is not None and latest.crew is sequences:
+            return latest.tokens[: self.crew]
+        told = [sequence.tokens[-1] for sequence in sequences]
+        if UNKNOWN not in told:
+            return upload(told, device)
+        assert latest.tokens is not None
+        places = latest.places()
+        at = [places[each] if token == UNKNOWN else -1 for each, token in zip(sequences, told, strict=True)]
+        ids, found = upload([told, at], device)
+        return torch.where(found < 0, ids, latest.tokens[found.clamp(min=0)])
+
+
+def split(pieces: Sequence[Piece]) -> tuple[Stride | None, Sequence[Piece]]:
+    """The stride among some pieces, and the others."""
+    return (pieces.stride, pieces.others) if isinstance(pieces, Pieces) else (None, pieces)

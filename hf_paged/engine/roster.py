@@ -1,0 +1,76 @@
+"""The jobs of the crew: what is asked for each of them in every step, found once for as long as nobody joins or leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter
+
+import torch
+
+from ..memory.upload import upload
+from ..scheduling import UNKNOWN, Group, Sequence, Stride
+from .job import Job
+from .sampling import Warp, draw, warp
+
+_place_of = attrgetter("place")
+
+
+class Roster:
+    """The jobs of a crew by its places. Each has one sequence, whose next token needs nothing but a cut and a draw, and which ends by a
+    token or by its length."""
+
+    def __init__(self, sequences: tuple[Sequence, ...], jobs: Mapping[Group, Job]) -> None:
+        self.sequences = sequences
+        self.jobs = [jobs[sequence.group] for sequence in sequences]
+        self._rows = [sequence.tokens for sequence in sequences]
+        self._say = [job.streams[0].so_far.append for job in self.jobs]
+        self._news = [job.news for job in self.jobs]
+        self._ends = [job.asked.ends for job in self.jobs]
+        self._any_end = frozenset[int]().union(*set(self._ends))
+        self._drawn = [place for place, job in enumerate(self.jobs) if job.asked.sampled]
+        self._seeds = [self.jobs[place].asked.seed for place in self._drawn]
+        self._warps = [self.jobs[place].asked.warp or Warp() for place in self._drawn]
+
+    def choose(self, logits: torch.Tensor, stride: Stride) -> tuple[torch.Tensor, torch.Tensor]:
+        """The crew's next tokens by logits [crew, vocabulary], and whether they have NaN among them. Nobody waits for the device."""
+        tokens = logits.argmax(-1)
+        broken = logits.gather(1, tokens[:, None])[:, 0].isnan()  # to torch NaN is the largest number
+        if self._drawn:
+            every = len(self._drawn) == len(self.jobs)
+            places = None if every else upload(self._drawn, logits.device)
+            indices = [self.sequences[place].index for place in self._drawn]
+            positions = [stride.starts[place] + stride.step + 1 for place in self._drawn]
+            drawn = draw(warp(logits if places is None else logits[places], self._warps), self._seeds, indices, positions)
+            if places is None:
+                tokens = drawn
+            else:
+                tokens[places] = drawn
+            broken |= tokens >= logits.shape[1]  # a temperature so low that all is infinite
+        return tokens, broken
+
+    def depart(self) -> None:
+        """Everybody has a next token, whichever it is."""
+        for row in self._rows:
+            row.append(UNKNOWN)
+
+    def hear(self, stride: Stride, tokens: list[int]) -> list[int]:
+        """Give everybody who goes on the token that he got in a stride. The answer is the places of all others: who ends with it, has no
+        token, or has left the crew since."""
+        odd = {*stride.last, *self._who_stopped(tokens)}
+        if None in map(_place_of, self.sequences):
+            odd.update([place for place, sequence in enumerate(self.sequences) if sequence.place is None])
+        position = stride.step + 1
+        # All that is left to be done for every row in every step: two numbers are written down.
+        for place, (row, start, say, token) in enumerate(zip(self._rows, stride.starts, self._say, tokens, strict=True)):
+            if place not in odd:
+                row[start + position] = token
+                say(token)
+        for news in self._news:
+            if news.readers:
+                news.tell()
+        return sorted(odd)
+
+    def _who_stopped(self, tokens: list[int]) -> list[int]:
+        if UNKNOWN not in tokens and self._any_end.isdisjoint(tokens):
+            return []
+        return [place for place, (token, ends) in enumerate(zip(tokens, self._ends, strict=True)) if token == UNKNOWN or token in ends]

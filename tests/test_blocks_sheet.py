@@ -1,0 +1,43 @@
+"""A sheet says what its tables name, whatever has grown, moved or changed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hf_paged.blocks import BlockPool, Sheet, Table
+
+
+def test_a_sheet_follows_its_tables() -> None:
+    """Rows in any order, longer than it was wide, behind windows, and moved to the places of others."""
+    chance, pool = random.Random(1), BlockPool(400, 2)
+    sheet, tables = Sheet(), [Table(pool) for _ in range(11)]
+    for row, table in enumerate(tables):
+        table.append(chance.randrange(1, 9))
+        sheet.put(row, table)
+    for _ in range(300):
+        row = chance.randrange(len(tables))
+        table, end = tables[row], tables[row].end
+        table.append(1)
+        if chance.random() < 0.2:
+            table.release_before(table.length - 4)
+        sheet.put(row, table, end)
+        assert all(sheet.of(i, each) for i, each in enumerate(tables))
+    assert sheet.width == 32
+    sheet.move(10, 3)
+    assert sheet.of(3, tables[10])
+    assert not sheet.of(3, tables[3])
+
+
+@pytest.mark.parametrize("blocks", [16, 17])
+def test_an_array_that_is_read_stays_as_it_is(blocks: int) -> None:
+    pool = BlockPool(40, 1)
+    sheet, table = Sheet(), Table(pool)
+    table.append(3)
+    sheet.put(0, table)
+    kept = memoryview(sheet.ids)
+    table.append(blocks - 3)
+    sheet.put(0, table, 3)
+    assert sheet.of(0, table)
+    assert (kept.obj is sheet.ids) == (blocks == 16)
