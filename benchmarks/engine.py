@@ -7,6 +7,8 @@ steps    milliseconds of a step in which every sequence takes one token, by the 
 trace    output tokens a second, time to the first token, time between tokens, and what the books did, beside other engines
 load     the same where requests come one by one
 shared   requests that begin alike
+beams    seconds of 16 beam searches of width 4 and 8, beside paged and stock generate() over the same rows
+beside   a step of 64 rows some of which need the host for their next token
 host     what the host does in a decoding step and how long that takes, with a model of next to no width
 startup  seconds from `Engine(model)` to the first token, and to the first replayed step, with and without compiled layers
 profile  where the time of a decoding step goes on the host
@@ -28,6 +30,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import generate
 import torch
 from host import PARTS, measure
 from peers import Served, peers
@@ -37,6 +40,7 @@ from traces import TRACES, Ask, trace
 from hf_paged import Engine
 
 CONTEXT = 384
+BEAM_BARS = generate.BEAM_BARS | {4: generate.Bar(2.59, 0.8, 0.5)}
 
 
 class Bench:
@@ -67,11 +71,15 @@ class Bench:
 
 
 def decode_steps(
-    bench: Bench, engine: Engine, rows: int, steps: int, context: int = CONTEXT, watch: Callable[[Engine], None] | None = None
-) -> list[float]:
-    """Seconds of steps in which nothing but decoding happens. watch: sees the engine after each of them."""
+    bench: Bench, engine: Engine, rows: int, steps: int, context: int = CONTEXT, watch: Callable[[Engine], None] | None = None,
+    others: Sequence[dict[str, Any]] = (),
+) -> list[float]:  # fmt: skip
+    """Seconds of steps in which nothing but decoding happens. watch: sees the engine after each of them. others: what the last requests
+    ask beyond that; the rows are those of all."""
     new = 64 * steps  # nobody ends in between; a prompt is not computed in one step, so some are ahead of others
-    handles = [engine.submit(prompt, max_new_tokens=new, do_sample=False) for prompt in bench.prompts(rows, context)]
+    asked = [{}] * (rows - sum(each.get("num_beams", 1) for each in others)) + [*others]
+    prompts = bench.prompts(len(asked), context)
+    handles = [engine.submit(prompt, max_new_tokens=new, do_sample=False, **each) for prompt, each in zip(prompts, asked, strict=True)]
     seen = -1
     while engine.stats()["waiting"] or engine.stats()["tokens"] - seen != rows:
         seen = engine.stats()["tokens"]
@@ -184,6 +192,67 @@ def shared(bench: Bench) -> None:
             told(bench, "hf_paged", serve(bench, "hf_paged", 64, asks, prefix_caching=cached), cached=str(cached))
 
 
+def beams(bench: Bench, searches: int = 16, prompt: int = 256, new: int = 64) -> None:
+    bench.report.table(
+        "engine beams", f"{searches} beam searches, prompts of {prompt}, {new} new, s; a step of the engine, ms",
+        width=("width", "d"), engine=("engine", ".2f"), step=("a step, median", ".2f"), replayed=("from graphs", "d"),
+        paged=("paged generate()", ".2f"), stock=("stock generate()", ".2f"), vllm=("vLLM 0.25.1", ".2f"), must=("must", ".1f"),
+        aim=("aim", ".1f"), met=("met", ""), same=("same tokens as stock", ".0%"),
+    )  # fmt: skip
+    rows = bench.prompts(searches, prompt)
+    calls = generate.Bench(argparse.Namespace(**{**vars(bench.options), "cache": {}, "rounds": 3}), bench.report, bench.model)
+    for width in bench.options.widths:
+        values: dict[str, Any] = {}
+        with bench.report.surviving(f"beams of the engine, width {width}"):
+            values, tokens = engine_beams(bench, rows, width, new)
+        ids = torch.tensor(rows, device=bench.model.device)
+        sides = calls.both(f"beams, width {width}", lambda paged, ids=ids, width=width: generate.beam_seconds(calls, paged, ids, width))
+        values |= {generate.NAMES[paged]: seconds for paged, (seconds, _) in sides.items()}
+        if "engine" in values:
+            values |= calls.bar(BEAM_BARS, width, values["engine"])
+            if False in sides:
+                values["same"] = (sides[False][1][:, prompt:].cpu() == tokens).float().mean().item()
+        bench.report.row(width=width, **values)
+
+
+def engine_beams(bench: Bench, rows: list[list[int]], width: int, new: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """What the engine needs for a search of each row, the median of three times, and its tokens [rows, new]."""
+    totals, steps = [], []
+    with bench.engine(len(rows) * width, prefix_caching=False) as engine:
+        for turn in range(5):
+            bench.wait()
+            begin = last = time.perf_counter()
+            handles = [engine.submit(row, num_beams=width, max_new_tokens=new, do_sample=False) for row in rows]
+            while not all(handle.done for handle in handles):
+                engine.step()
+                now = time.perf_counter()
+                steps += [now - last] if turn > 1 else []
+                last = now
+            totals.append(last - begin)
+        replayed = engine.stats()["graphs"].get("replayed", 0)
+    tokens = torch.tensor([handle.result().sequences[0].token_ids for handle in handles])
+    return {"engine": statistics.median(totals[2:]), "step": statistics.median(steps) * 1e3, "replayed": replayed}, tokens
+
+
+BESIDE: dict[str, list[dict[str, Any]]] = {
+    "nobody": [], "a beam search of width 4": [{"num_beams": 4}], "4 beam searches": [{"num_beams": 4}] * 4,
+    "16 beam searches": [{"num_beams": 4}] * 16, "a repetition penalty": [{"repetition_penalty": 1.1}],
+    "8 of them": [{"repetition_penalty": 1.1}] * 8,
+}  # fmt: skip
+
+
+def beside(bench: Bench, rows: int = 64) -> None:
+    """What others pay for those whose tokens must be heard of at once."""
+    bench.report.table(
+        "engine beside", f"A step of {rows} rows, context {CONTEXT}, some of them beams or with processors; the others plain",
+        who=("beside plain requests", ""), median=("ms, median", ".2f"), worst=("ms, the slowest", ".2f"),
+    )  # fmt: skip
+    for who, others in BESIDE.items():
+        with bench.report.surviving(f"beside, {who}"), bench.engine(rows) as engine:
+            seconds = decode_steps(bench, engine, rows, 32, others=others)
+            bench.report.row(who=who, median=statistics.median(seconds) * 1e3, worst=max(seconds) * 1e3)
+
+
 def startup(bench: Bench) -> None:
     """One request on a new engine; what was compiled for the one before is not looked for again, but may lie in caches on the disk."""
     bench.report.table(
@@ -235,6 +304,8 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "trace": run_trace,
     "load": load,
     "shared": shared,
+    "beams": beams,
+    "beside": beside,
     "startup": startup,
     "host": host,
     "profile": profile,
@@ -244,11 +315,12 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["steps", "trace", "load", "shared"])
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["steps", "trace", "load", "shared", "beams", "beside"])
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
     parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256], help="of the steps")
+    parser.add_argument("--widths", type=int, nargs="+", default=[4, 8], help="of the beams")
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, nargs="+", default=[256])

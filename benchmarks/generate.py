@@ -63,9 +63,9 @@ BEAM_BARS = {4: Bar(2.59, 1.1, 0.7), 8: Bar(5.24, 1.7, 1.1)}
 class Bench:
     """One model, and the two ways of calling it."""
 
-    def __init__(self, options: argparse.Namespace, report: Report) -> None:
+    def __init__(self, options: argparse.Namespace, report: Report, model: Any = None) -> None:
         self.options, self.report = options, report
-        self.model = build(options.shape, options.device, getattr(torch, options.dtype))
+        self.model = build(options.shape, options.device, getattr(torch, options.dtype)) if model is None else model
         self.model.generation_config.pad_token_id = 0
         self.word = {"cache_implementation": "paged", **({"cache_config": options.cache} if options.cache else {})}
         self.on_gpu = self.model.device.type == "cuda"

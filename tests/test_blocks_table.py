@@ -179,6 +179,21 @@ def test_a_step_that_makes_no_sense_changes_nothing():
     assert blocks_needed([], []) == 0
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_token_for_each_is_what_append_makes_of_it(size):
+    """C14: the short way for decoding rows takes, copies and drops the same blocks."""
+    one, other = BlockPool(100, size), BlockPool(100, size)
+    beams, twins = rows_with_tails(one, 2, 3, 2, 1), rows_with_tails(other, 2, 3, 2, 1)
+    rng = random.Random(size)
+    for _ in range(12):
+        sources = [group * 3 + rng.randrange(3) for group in range(2) for _ in range(3)]
+        beams, twins = reorder(beams, sources), reorder(twins, sources)
+        now = one.tick()
+        assert [copy for table in beams for copy in [table.step(now)] if copy] == append(twins, [1] * 6)
+        assert state(one, *beams) == state(other, *twins)
+        one.check()
+
+
 def test_c7_a_step_takes_exactly_what_was_announced():
     """C7: blocks_needed is what append takes, shared tails with and without outsiders included."""
     rng = random.Random(7)

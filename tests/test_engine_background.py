@@ -205,6 +205,43 @@ def test_pausing(engine: Engine) -> None:
     assert answers(late.result(GUARD)) == alone(engine.model, PROMPTS[0], **GREEDY)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_another_thread_changes_the_weights(model: Any, ahead: bool) -> None:
+    """Under pause(): what was said stays, the rest is said by the new weights, and nothing that was cached is found again (C24)."""
+    held_up, waits = PROMPTS[3], PROMPTS[1]
+    old = alone(model, held_up, **GREEDY)[0]
+    changed: list[str] = []
+
+    def change() -> None:
+        engine.pause()
+        assert engine.stats()["blocks"]["full"]["held"] == 0
+        noise = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=noise), alpha=0.1)
+        assert alone(model, held_up, **GREEDY)[0] != old  # the model is free meanwhile
+        engine.resume()
+        changed.append(threading.current_thread().name)
+
+    with Engine(model, block_size=4, num_blocks=60, max_batch_tokens=40, max_batch_sequences=8, run_ahead=ahead).start() as engine:
+        gate = Gate(token=3)
+        handle = engine.submit(held_up, **GREEDY, stopping_criteria=[gate.criterion])
+        gate.wait()
+        other = engine.submit(waits, **GREEDY)
+        changing = meanwhile(change, engine._lock._door.locked)
+        gate.open.set()
+        join(changing)
+        assert len(changed) == 1
+        said = 3 + ahead  # a step that is on its way is heard of
+        rest = alone(model, [*held_up, *old[:said]], **{**GREEDY, "max_new_tokens": 8 - said})[0]
+        assert answers(handle.result(GUARD)) == [[*old[:said], *rest]]
+        assert rest != old[said:]
+        assert answers(other.result(GUARD)) == alone(model, waits, **GREEDY)
+        again = engine.submit(held_up, **GREEDY).result(GUARD)
+        assert answers(again) == alone(model, held_up, **GREEDY)
+        engine.check()
+
+
 def test_stopping_leaves_the_requests(engine: Engine) -> None:
     """Whoever waits for one drives the engine from then on."""
     gate, handle = held(engine)

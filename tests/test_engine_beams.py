@@ -8,7 +8,8 @@ import pytest
 import torch
 from compare import TOLERANCE
 from families import BY_NAME, VOCABULARY, build
-from test_engine_exact import PROMPTS
+from test_engine_exact import PROMPTS, alone, answers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StoppingCriteria
 
 from hf_paged.engine import Engine
@@ -65,6 +66,72 @@ def test_beams_equal_generate_alone(model: Any, way: str) -> None:
             assert [note.logprob for note in sequence.logprobs] == pytest.approx(logprobs, abs=TOLERANCE)
             assert sequence.finish_reason in ("stop", "length")
             assert (sequence.finish_reason == "length") == (length == options["max_new_tokens"] and not _ends(sequence, options, prompt))
+
+
+SIDE_BY_SIDE: list[dict[str, Any]] = [
+    {"num_beams": 4, "num_return_sequences": 4},
+    {"num_beams": 4, "length_penalty": -1.0, "num_return_sequences": 2},
+    {"num_beams": 4, "length_penalty": 0.3, "early_stopping": "never", "num_return_sequences": 4},
+    {"num_beams": 3, "early_stopping": True, "eos_token_id": ENDS, "num_return_sequences": 3},
+    {"num_beams": 3, "length_penalty": 2.0, "eos_token_id": ENDS[:5], "num_return_sequences": 3},
+    {"num_beams": 3, "eos_token_id": ENDS, "max_new_tokens": 9, "num_return_sequences": 3},
+    {"num_beams": 4, "repetition_penalty": 1.5, "num_return_sequences": 2},
+    {"num_beams": 4, "stopping_criteria": [LongEnough()], "num_return_sequences": 4},
+    {"num_beams": 2, "eos_token_id": None, "max_new_tokens": 21},
+]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_searches_of_all_shapes_in_one_batch(model: Any, ahead: bool) -> None:
+    """C16: of different widths, ends, penalties and lengths, some that are compared together and some by themselves."""
+    asked = [(PROMPTS[i % 4], {"max_new_tokens": 14, "do_sample": False, **kind}) for i, kind in enumerate(SIDE_BY_SIDE)]
+    greedy = {"max_new_tokens": 20, "do_sample": False}
+    with Engine(model, block_size=4, num_blocks=300, max_batch_tokens=64, max_batch_sequences=40, run_ahead=ahead) as engine:
+        handles = [engine.submit(prompt, logprobs=i % 3 or None, **options) for i, (prompt, options) in enumerate(asked)]
+        handles.append(engine.submit(PROMPTS[5], **greedy))
+        most = 0
+        while not all(handle.done for handle in handles):
+            engine.step()
+            engine.check()
+            most = max(most, engine.stats()["running"])
+        assert most == len(handles)
+    for i, ((prompt, options), handle) in enumerate(zip([*asked, (PROMPTS[5], greedy)], handles, strict=True)):
+        output = handle.result()
+        assert answers(output) == alone(model, prompt, **options)
+        for sequence in output.sequences:
+            if i % 3 and i < len(asked):
+                assert [(note.token_id, len(note.favourites)) for note in sequence.logprobs] == [(t, i % 3) for t in sequence.token_ids]
+            else:
+                assert sequence.logprobs is None
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(model: Any, searches: int) -> int:
+    """The most operations of a step in which so many searches go on."""
+    found = []
+    with Engine(model, num_blocks=200, max_batch_tokens=256, max_batch_sequences=40, prefix_caching=False) as engine:
+        for i in range(searches):
+            engine.submit([5 + i, 6, 7], num_beams=4, max_new_tokens=16, eos_token_id=None, do_sample=False, length_penalty=1.0 + i)
+        for _ in range(12):
+            with Counter() as counter:
+                engine.step()
+            found.append(counter.count)
+        assert engine.stats()["running"] == searches
+    return max(found[2:])
+
+
+def test_operations_do_not_grow_with_the_searches(model: Any) -> None:
+    """All searches of a shape are compared in the same few operations."""
+    assert operations(model, 8) == operations(model, 2)
 
 
 def _ends(sequence: Any, options: dict[str, Any], prompt: list[int]) -> bool:

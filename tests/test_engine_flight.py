@@ -87,13 +87,13 @@ SLOW: list[dict[str, Any]] = [{"do_sample": False, "repetition_penalty": 1.4}, {
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_step_ahead_changes_no_token(name: str, blocks: int, graphs: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C23, C35: few blocks, chunked prompts, preemptions, requests that come late, and some that hold everybody back for a while."""
+    """C23, C35: few blocks, chunked prompts, preemptions, requests that come late, and some that are heard of at once."""
     if graphs:
         monkeypatch.setitem(RECORDERS, "cpu", record)
     model, chance = build(BY_NAME[name]), random.Random(seed)
     options = {"block_size": 4, "max_batch_tokens": 13, "max_batch_sequences": 6, "graphs": graphs}
     asked = [(chance.choice(PROMPTS), chance.choice(KINDS), chance.choice([1, 7, 14]), i) for i in range(9)]
-    asked[6] = (PROMPTS[2], chance.choice(SLOW), 7, 6)
+    asked[2], asked[6] = (PROMPTS[1], SLOW[seed], 7, 2), (PROMPTS[2], SLOW[1 - seed], 7, 6)
     with Engine(model, num_blocks=200, run_ahead=False, prefix_caching=False, max_batch_sequences=6) as engine:
         expected = [answers(engine.generate([p], max_new_tokens=new, seed=i, **kind)[0]) for p, kind, new, i in asked]
     with Engine(model, num_blocks=blocks, run_ahead=True, **options) as engine:
@@ -115,18 +115,21 @@ def test_a_step_ahead_changes_no_token(name: str, blocks: int, graphs: bool, see
         assert sum(blind) > 10
 
 
-def test_beams_hold_everybody_back_and_let_go(engine: Engine) -> None:
+@pytest.mark.parametrize("kind", [{"num_beams": 3}, {"repetition_penalty": 1.4}])
+def test_who_needs_the_host_holds_nobody_back(engine: Engine, kind: dict[str, Any]) -> None:
+    """Beams and processors are heard of at once; whoever runs beside them is launched blind all the same."""
     blind = launched(engine)
     first = engine.submit(PROMPTS[0], max_new_tokens=20, do_sample=False)
     for _ in range(5):
         engine.step()
     assert blind[-3:] == [1] * 3
-    beams = engine.submit(PROMPTS[2], num_beams=3, max_new_tokens=4)
-    while not beams.done:
+    slow = engine.submit(PROMPTS[2], max_new_tokens=4, do_sample=False, **kind)
+    while not slow.done:
         engine.step()
-        assert blind[-1] == 0
+        assert blind[-1] == 1
+        assert first._job.group.length - len(PROMPTS[0]) - len(first._job.streams[0].tokens) == 1  # its last token is not heard of yet
     assert answers(first.result()) == alone(engine.model, PROMPTS[0], max_new_tokens=20, do_sample=False)
-    assert answers(beams.result()) == alone(engine.model, PROMPTS[2], num_beams=3, max_new_tokens=4)
+    assert answers(slow.result()) == alone(engine.model, PROMPTS[2], max_new_tokens=4, do_sample=False, **kind)
     assert blind[-3:] == [1] * 3
 
 

@@ -71,21 +71,17 @@ class Table:
         """Make room for `tokens` more, or change nothing and raise OutOfBlocks; `append` does several tables at once."""
         return append([self], [tokens])
 
-    def step(self, now: int) -> bool:
-        """Take one more token, if the last block is this table's own and has room, or is full and there is another one. Else False."""
-        pool, length = self.pool, self.length
-        if not length:
-            return False
-        if length % pool.block_size:
-            if pool.references(last := self.blocks[-1]) != 1:
-                return False
-            pool.withdraw(last)
-        elif pool.available:
-            self.blocks.append(pool.take(self.blocks[-1] + 1 if self.blocks else NOWHERE))
+    def step(self, now: int) -> Copy | None:
+        """Take one more token, as `append` does; whoever calls this has seen that there is a block for it."""
+        pool, copy = self.pool, None
+        if self.length % pool.block_size:
+            copy = self._own_last_block()
         else:
-            return False
-        self.length, self.stamp = length + 1, now
-        return True
+            if not self.length:
+                self.epoch = pool.epoch
+            self.blocks.append(pool.take(self.blocks[-1] + 1 if self.blocks else self.near))
+        self.length, self.stamp = self.length + 1, now
+        return copy
 
     def _extend(self, tokens: int, now: int) -> Copy | None:
         """Make the last block private if it is written, and add new ones. There are enough blocks for it."""

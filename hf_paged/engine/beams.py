@@ -1,47 +1,78 @@
-"""Beam search of one request, one step at a time, as generate() does it for that prompt alone."""
+"""Beam search, one step at a time, as generate() does it for that prompt alone; the searches of a step take it together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from .asking import Asked
-from .numbers import gumbel
 from .output import FinishReason, TokenLogprob
 
 NOT = -1.0e9
 """The score of what is not there. Sums with it stay in fp32, as generate()'s do."""
 
 
-Notes = Callable[[int, int], TokenLogprob]
-"""What is to be kept about a beam's next token."""
-Reasons = Callable[[list[int], list[int]], list[FinishReason | None]]
-"""Why continuations, given as beams and tokens, end there, if they do."""
+class Said(NamedTuple):
+    """The last new token of a beam, what was noted about it, and what was said before it: beams share their beginnings."""
 
-
-class BeamStep(NamedTuple):
-    """Where each beam goes on from, and with which token."""
-
-    sources: list[int]
-    tokens: list[int]
-    done: bool
+    before: Said | None
+    token: int
+    note: TokenLogprob | None
 
 
 class Hypothesis(NamedTuple):
-    """A beam: its new tokens, for each of them its logprob if that was asked for, and why it ended if it did."""
+    """A beam that ended: its new tokens, what was noted about them, why it ended if it did, and its score."""
 
     tokens: list[int]
     notes: list[TokenLogprob]
     reason: FinishReason | None
+    score: float
+
+
+class Standing(NamedTuple):
+    """A search after `new` tokens: the beams that run with their scores, and the best that have ended with theirs.
+
+    finished: which of these are there at all; the others only hold a place. why: the reasons for which they ended. improvable: whether a
+    beam that runs may still become one of them. Scores are fp32 numbers.
+    """
+
+    new: int
+    running: list[float]
+    said: list[Said | None]
+    scores: list[float]
+    finished: list[bool]
+    ended: list[Said | None]
+    why: list[FinishReason | None]
+    improvable: bool
+
+
+class Continuations(NamedTuple):
+    """The best continuations of a search, best first: their scores, the beams they continue, with which tokens, what is told of those."""
+
+    scores: list[float]
+    beams: list[int]
+    tokens: list[int]
+    notes: list[TokenLogprob] | None
+
+
+class BeamStep(NamedTuple):
+    """Where each beam goes on from, and with which token; how the search stands then, and whether it is over."""
+
+    sources: list[int]
+    tokens: list[int]
+    standing: Standing
+    done: bool
 
 
 class BeamSearch:
-    """The scores of the beams that run, and the best that have ended.
+    """The beam search of one request.
 
-    Among the continuations of all beams the best `keep` are looked at, so many that `beams` of them go on even if every end of
-    sequence is among them. Those that end among the first `beams` compete with what has ended before, by score over length.
+    Among the continuations of all beams the best `keep` are looked at, so many that `count` of them go on even if every end of
+    sequence is among them. Those that end among the first `count` compete with what has ended before, by score over length.
     """
 
     def __init__(self, asked: Asked) -> None:
@@ -49,78 +80,105 @@ class BeamSearch:
         self.asked, self.count = asked, asked.beams
         self.keep = max(2, 1 + _ends(config)) * self.count
         self.length_penalty, self.early_stopping = config.length_penalty, config.early_stopping
-        self.running = torch.zeros(self.count)
-        self.running[1:] = NOT
-        self.scores = torch.full((self.count,), NOT)
-        self.finished = torch.zeros(self.count, dtype=torch.bool)
-        self.hypotheses = [Hypothesis([], [], None) for _ in range(self.count)]
-        self.improvable = torch.ones(1, dtype=torch.bool)
-        self.new = 0
-        """The new tokens so far."""
+        count, nothing = self.count, [NOT] * self.count
+        self.standing = Standing(0, [0.0, *nothing[1:]], [None] * count, nothing, [False] * count, [None] * count, [None] * count, True)
 
-    def step(
-        self,
-        scores: torch.Tensor,
-        so_far: Sequence[Hypothesis],
-        reasons: Reasons,
-        notes: Notes | None,
-    ) -> BeamStep:
-        """Go on by one token. scores [beams, vocabulary] are processed log probabilities, so_far is what each beam has said."""
-        values, places = self._continuations(scores)
-        beams, tokens = (places // scores.shape[1]).tolist(), (places % scores.shape[1]).tolist()
-        why = reasons(beams, tokens)
-        hits = torch.tensor([reason is not None for reason in why])
-        running = values + hits.float() * NOT
-        chosen = running.topk(self.count)[1]
-        self.running = running[chosen]
-        candidates = [
-            Hypothesis([*so_far[beam].tokens, token], [*so_far[beam].notes, notes(beam, token)] if notes else [], reason)
-            for beam, token, reason in zip(beams, tokens, why, strict=True)
-        ]
-        self._collect(values, hits, candidates)
-        self.new += 1
-        self._look_ahead()
-        open_beam = not (bool(self.finished.all()) and self.early_stopping is True)
-        done = not (bool(self.improvable.any()) and open_beam and not bool(hits.all()))
-        picked = chosen.tolist()
-        return BeamStep([beams[i] for i in picked], [tokens[i] for i in picked], done)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Searches of one shape can take a step together."""
+        return self.count, self.keep
 
-    def answers(self) -> list[tuple[Hypothesis, float]]:
-        """What is returned, best first, with its score."""
-        return list(zip(self.hypotheses, self.scores.tolist(), strict=True))[: self.asked.answers]
+    def answers(self) -> list[Hypothesis]:
+        """What is returned, best first."""
+        _, _, _, scores, _, ended, why, _ = self.standing
+        return [_hypothesis(*each) for each in zip(ended, why, scores, strict=True)][: self.asked.answers]
 
-    def _continuations(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accumulated scores and places [keep] of the best continuations, or of drawn ones."""
-        flat = (scores + self.running.to(scores.device)[:, None]).flatten()
-        if not self.asked.sampled:
-            values, places = flat.topk(self.keep)
-            return values.cpu(), places.cpu()
-        keys = torch.tensor([self.asked.seed, self.new], device=flat.device)
-        noise = gumbel(keys[:1], keys[1:], torch.arange(flat.shape[0], device=flat.device))
-        places = (flat.double() + noise).topk(self.keep)[1]
-        return flat[places].cpu(), places.cpu()
-
-    def _collect(self, values: torch.Tensor, hits: torch.Tensor, candidates: list[Hypothesis]) -> None:
-        """Let what ended now compete with what had."""
-        ended = hits & (torch.arange(self.keep) < self.count)
-        scores = values / (self.new + 1) ** self.length_penalty
-        scores = scores + float(bool(self.finished.all()) and self.early_stopping is True) * NOT
-        scores = scores + (~self.improvable).float() * NOT
-        scores = scores + (~ended).float() * NOT
-        merged = torch.cat([self.scores, scores])
-        best = merged.topk(self.count)[1]
-        everything = self.hypotheses + candidates
-        self.hypotheses = [everything[place] for place in best.tolist()]
-        self.scores, self.finished = merged[best], torch.cat([self.finished, ended])[best]
-
-    def _look_ahead(self) -> None:
-        """Whether the best beam that runs may still beat the worst that has ended."""
-        length = self.new
+    def contender(self, found: Continuations, reasons: list[FinishReason | None]) -> Contender:
+        """The search as it is about to go on with some of these, or to end there for these reasons."""
+        new = self.standing.new + 1
+        later = new
         if self.early_stopping == "never" and self.length_penalty > 0:
-            length = self.asked.config.max_length - len(self.asked.ids)
-        best = self.running[:1] / length**self.length_penalty
-        worst = torch.where(self.finished, self.scores.min(), NOT)
-        self.improvable = self.improvable & (best > worst).any()
+            later = self.asked.config.max_length - len(self.asked.ids)
+        return Contender(self, found, reasons, float(new**self.length_penalty), float(later**self.length_penalty))
+
+
+class Contender(NamedTuple):
+    """A search that is about to take a step, what it chooses from, and why beams would end there, if they would.
+
+    now, later: what the score of a beam that ends now is divided by, and that of one that runs on.
+    """
+
+    search: BeamSearch
+    found: Continuations
+    reasons: list[FinishReason | None]
+    now: float
+    later: float
+
+
+def step(contenders: Sequence[Contender]) -> list[BeamStep]:
+    """Let searches of one shape go on by one token. They change nothing themselves: the answer is how they stand then.
+
+    A row of every tensor here is a search, and the arithmetic of a row is generate()'s, in fp32 and in its order; so are ties. It is the
+    host's: there are a few dozen numbers, and the blocks that follow from them are the host's, too.
+    """
+    count, keep = contenders[0].search.shape
+    rows = array("f", chain.from_iterable(map(_row, contenders)))
+    scores, values, hits, running_on, now, later, full, closed = (
+        torch.frombuffer(rows, dtype=torch.float32).view(len(contenders), -1).split([count, keep, keep, keep, 1, 1, 1, 1], 1)
+    )
+    running = values + hits
+    chosen = running.topk(count)[1]
+    running = running.gather(1, chosen)
+    # What ends now competes with what has ended before; the best that runs, with the worst of those.
+    merged = torch.cat([scores, values / now + full + closed + running_on], 1)
+    best = merged.topk(count)[1]
+    scores = merged.gather(1, best)
+    after = (each.tolist() for each in (chosen, running, best, scores, (running[:, 0] / later[:, 0]), scores.amin(1)))
+    return [_step(*each) for each in zip(contenders, *after, strict=True)]
+
+
+def _row(contender: Contender) -> list[float]:
+    """All that a search brings to a step, as numbers; most of them are taken off the scores of what cannot be chosen."""
+    search, found, reasons, now, later = contender
+    standing, count = search.standing, search.count
+    hits = [0.0 if reason is None else NOT for reason in reasons]
+    running_on = [0.0 if hit and i < count else NOT for i, hit in enumerate(hits)]
+    full = NOT if search.early_stopping is True and all(standing.finished) else 0.0
+    return [*standing.scores, *found.scores, *hits, *running_on, now, later, full, 0.0 if standing.improvable else NOT]
+
+
+def _step(
+    contender: Contender, chosen: list[int], running: list[float], best: list[int], scores: list[float], hope: float, least: float
+) -> BeamStep:
+    """What the numbers of one search mean.
+
+    chosen: places among what was found. best: the same behind the places of what had ended before. hope: what the best beam that runs may
+    still come to; least: the worst score of all that ended.
+    """
+    search, (_, beams, tokens, notes), reasons, _, _ = contender
+    before, count = search.standing, search.count
+    said = {
+        i: Said(before.said[beams[i]], tokens[i], notes[i] if notes else None)
+        for i in {*chosen, *[place - count for place in best if place >= count]}
+    }
+    finished = [before.finished[i] if i < count else i < 2 * count and reasons[i - count] is not None for i in best]
+    ended = [before.ended[i] if i < count else said[i - count] for i in best]
+    why = [before.why[i] if i < count else reasons[i - count] for i in best]
+    improvable = before.improvable and any(hope > (least if each else NOT) for each in finished)
+    standing = Standing(before.new + 1, running, [said[i] for i in chosen], scores, finished, ended, why, improvable)
+    done = not improvable or None not in reasons or (search.early_stopping is True and all(finished))
+    return BeamStep([beams[i] for i in chosen], [tokens[i] for i in chosen], standing, done)
+
+
+def _hypothesis(said: Said | None, why: FinishReason | None, score: float) -> Hypothesis:
+    """What a beam has said, from its first token to its last."""
+    tokens, notes = [], []
+    while said is not None:
+        tokens.append(said.token)
+        if said.note is not None:
+            notes.append(said.note)
+        said = said.before
+    return Hypothesis(tokens[::-1], notes[::-1], why, score)
 
 
 def _ends(config: object) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
-from ..memory.upload import upload
+from ..memory.upload import Download, upload
 from ..scheduling import UNKNOWN, Scheduler
-from .beams import Notes
+from .beams import BeamSearch, BeamStep, Contender, Continuations, step
+from .contest import Contest, apart
 from .job import Job
 from .output import TokenLogprob
 from .sampling import Warp, draw, warp
@@ -26,42 +28,123 @@ class NoToken(RuntimeError):
     """The model's logits, or what a processor made of them, leave nothing to choose."""
 
 
-def choose(scheduler: Scheduler, picks: Sequence[Pick], logits: torch.Tensor) -> dict[Job, Exception]:
-    """Give every due job its next tokens. logits [rows, vocabulary] in fp32. The answer is who failed, and why.
+class Choice:
+    """The next tokens of the jobs that are due. logits [rows, vocabulary] in fp32.
 
-    Whose tokens need nothing but a cut and a draw are chosen together; processors and criteria run only for their own rows, and
-    whatever they raise is their own request's end.
+    Whose tokens need nothing but a cut and a draw are chosen together, and so are the continuations of beams that nobody processes:
+    that is launched at once, and heard of when the choice lands. Processors and criteria run then, only for their own rows, and whatever
+    they raise is their own request's end.
     """
-    tokens = _all_at_once([pick for pick in picks if pick.job.plain], logits)
-    broken = _broken([pick for pick in picks if not pick.job.plain], logits)
-    broken |= {job for job, found in tokens.items() if UNKNOWN in found}
-    failed: dict[Job, Exception] = {job: NoToken("the model's logits are NaN") for job in broken}
-    for pick in picks:
-        if pick.job not in failed:
-            try:
-                _one(scheduler, pick, logits, tokens.get(pick.job))
-            except Exception as error:  # a processor, a criterion or a tokenizer of this request; its neighbours go on
-                failed[pick.job] = error
-    return failed
 
+    def __init__(self, picks: Sequence[Pick], logits: torch.Tensor) -> None:
+        self._picks, self._logits = picks, logits
+        self._failed: dict[Job, Exception] = {}
+        self._plain = [pick for pick in picks if pick.job.plain]
+        self._contests = _contests(picks, logits)
+        compared = {pick.job for others, _ in self._contests for pick in others}
+        self._own = [pick for pick in picks if not pick.job.plain and pick.job not in compared]
+        tensors = []
+        if self._plain:
+            chosen, broken = together(self._plain, logits)
+            tensors.append(torch.where(broken, UNKNOWN, chosen))
+        if self._own:
+            tensors.append(logits[upload([row for pick in self._own for row in pick.rows], logits.device)].amax(1).isnan())
+        self._download = Download([*tensors, *[tensor for _, contest in self._contests for tensor in contest.tensors]])
 
-def _all_at_once(picks: Sequence[Pick], logits: torch.Tensor) -> dict[Job, list[int]]:
-    """The tokens of plain jobs, UNKNOWN for rows of NaN."""
-    tokens: dict[Job, list[int]] = {}
-    if not picks:
+    def land(self, scheduler: Scheduler) -> dict[Job, Exception]:
+        """Wait for what was launched, and give every job its tokens. The answer is who failed, and why."""
+        heard = iter(self._download.wait())
+        tokens = _dealt(self._plain, next(heard).tolist() if self._plain else [])
+        broken = _dealt(self._own, next(heard).tolist() if self._own else [])
+        self._reject(job for job, found in tokens.items() if UNKNOWN in found)
+        self._reject(job for job, found in broken.items() if any(found) and not job.asked.mends)
+        self._each(self._plain, lambda pick: self._take(scheduler, pick, tokens[pick.job]))
+        self._each([pick for pick in self._own if pick.job.beams is None], lambda pick: self._take(scheduler, pick, self._chosen(pick)))
+        self._search(scheduler, heard)
+        return self._failed
+
+    def _reject(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            self._failed[job] = NoToken("the model's logits are NaN")
+
+    def _each(self, picks: Iterable[Pick], act: Callable[[Pick], None]) -> None:
+        """Do something for every job that has not failed."""
+        for pick in picks:
+            if pick.job not in self._failed:
+                try:
+                    act(pick)
+                except Exception as error:  # a processor, a criterion or a tokenizer of this request; its neighbours go on
+                    self._failed[pick.job] = error
+
+    # ---- samples
+
+    def _chosen(self, pick: Pick) -> list[int]:
+        """The tokens of a job with processors of its own."""
+        job, own = pick.job, self._logits[pick.rows]
+        scores = _sound(job.processed(own, own.device), job)
+        tokens: list[int] = (_drawn([pick], scores, cut=False) if job.asked.sampled else scores.argmax(-1)).tolist()
         return tokens
-    chosen, broken = together(picks, logits)
-    found = torch.where(broken, UNKNOWN, chosen).tolist()
+
+    def _take(self, scheduler: Scheduler, pick: Pick, tokens: list[int]) -> None:
+        """Let a job go on. Of one that asks for no logprobs there is nothing to compute: not one launch for each request."""
+        notes = None if pick.job.asked.favourites is None else _notes(self._logits[pick.rows], tokens, pick.job.asked.favourites)
+        pick.job.take(scheduler, tokens, notes, self._logits.device)
+
+    # ---- beams
+
+    def _search(self, scheduler: Scheduler, heard: Iterator[torch.Tensor]) -> None:
+        """Let the beam searches go on, all of one shape together."""
+        compared: dict[Job, Continuations | None] = {}
+        for picks, contest in self._contests:
+            found = contest.found([next(heard) for _ in contest.tensors])
+            compared |= zip([pick.job for pick in picks], found, strict=True)
+        self._reject(job for job, found in compared.items() if found is None)
+        contenders: dict[tuple[int, int], dict[Job, Contender]] = {}
+
+        def judge(pick: Pick) -> None:
+            job = pick.job
+            assert job.beams is not None
+            found = compared.get(job) or self._continuations(pick, job.beams)
+            reasons = job.judged(found.beams, found.tokens, self._logits.device)
+            contenders.setdefault(job.beams.shape, {})[job] = job.beams.contender(found, reasons)
+
+        searching = [pick for pick in self._picks if pick.job.beams is not None]
+        self._each(searching, judge)
+        steps: dict[Job, BeamStep] = {}
+        for alike in contenders.values():
+            steps |= zip(alike, step(list(alike.values())), strict=True)
+        self._each(searching, lambda pick: pick.job.take_beams(scheduler, steps[pick.job]))
+
+    def _continuations(self, pick: Pick, search: BeamSearch) -> Continuations:
+        """The best continuations, or drawn ones, of a search with processors of its own."""
+        own = self._logits[pick.rows].log_softmax(-1)
+        scores = _sound(pick.job.processed(own, own.device), pick.job)
+        values, places = apart(search, scores)
+        beams, tokens = (places // scores.shape[1]).tolist(), (places % scores.shape[1]).tolist()
+        favourites = pick.job.asked.favourites
+        notes = None if favourites is None else _notes(self._logits[[pick.rows[beam] for beam in beams]], tokens, favourites)
+        return Continuations(values.tolist(), beams, tokens, notes)
+
+
+def _contests(picks: Sequence[Pick], logits: torch.Tensor) -> list[tuple[list[Pick], Contest]]:
+    """The searches that can be compared together, by their shapes."""
+    alike: dict[tuple[int, int], list[Pick]] = {}
     for pick in picks:
-        tokens[pick.job], found = found[: len(pick.rows)], found[len(pick.rows) :]
-    return tokens
+        search, asked = pick.job.beams, pick.job.asked
+        if search is None or asked.processors or asked.sampled:
+            continue
+        if search.keep <= search.count * logits.shape[1]:  # else it fails by itself
+            alike.setdefault(search.shape, []).append(pick)
+    return [
+        (those, Contest([pick.job.beams for pick in those if pick.job.beams], [row for pick in those for row in pick.rows], logits))
+        for those in alike.values()
+    ]
 
 
-def _broken(picks: Sequence[Pick], logits: torch.Tensor) -> set[Job]:
-    """Whose logits have NaN among them, and no processor that replaces it."""
-    rows = [row for pick in picks for row in pick.rows]
-    nan = {row for row, each in zip(rows, logits[rows].amax(1).isnan().tolist(), strict=True) if each} if rows else set()
-    return {pick.job for pick in picks if not nan.isdisjoint(pick.rows) and not pick.job.asked.mends}
+def _dealt(picks: Sequence[Pick], found: list[Any]) -> dict[Job, list[Any]]:
+    """What was found for all rows of the picks, to each job its own."""
+    each = iter(found)
+    return {pick.job: list(islice(each, len(pick.rows))) for pick in picks}
 
 
 def together(picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,6 +161,7 @@ def together(picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor,
         sampled = [pick.job.asked.sampled for pick in picks for _ in pick.rows]
         places = upload([place for place, each in enumerate(sampled) if each], logits.device)
         tokens[places] = _drawn(drawn, scores[places], cut=True)
+        broken |= tokens >= scores.shape[1]  # a temperature so low that all is infinite
     return tokens, broken
 
 
@@ -94,41 +178,19 @@ def _drawn(picks: Sequence[Pick], scores: torch.Tensor, cut: bool) -> torch.Tens
     return draw(warp(scores, warps) if cut else scores, seeds, indices, positions)
 
 
-def _one(scheduler: Scheduler, pick: Pick, logits: torch.Tensor, tokens: list[int] | None) -> None:
-    """Let one job go on: with the tokens that were chosen for it, or by its own rules."""
-    job = pick.job
-    if tokens is not None and job.asked.favourites is None:
-        job.take(scheduler, tokens, None, logits.device)  # nothing of its own to compute: not one launch for each request
-        return
-    own = logits[pick.rows]
-    notes = _notes(own, job.asked.favourites) if job.asked.favourites is not None else None
-    if job.beams is not None:
-        job.take_beams(scheduler, _sound(job.processed(own.log_softmax(-1), own.device), job), notes, own.device)
-        return
-    if tokens is None:
-        scores = _sound(job.processed(own.clone(), own.device), job)
-        tokens = (_drawn([pick], scores, cut=False) if job.asked.sampled else scores.argmax(-1)).tolist()
-    job.take(scheduler, tokens, [notes(i, token) for i, token in enumerate(tokens)] if notes else None, own.device)
-
-
 def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
     """Scores [rows, vocabulary] of which at least one is a number in every row."""
     if bool(scores.isnan().any()):
         raise NoToken("a logits processor made NaN scores")
-    if job.asked.sampled and not bool((scores > -torch.inf).any(-1).all()):
+    if job.asked.sampled and not bool(scores.amax(-1).isfinite().all()):
         raise NoToken("the logits processors leave no token to draw")
     return scores
 
 
-def _notes(logits: torch.Tensor, favourites: int) -> Notes:
-    """How to find the logprob of a row's token, and the row's favourites."""
-    logprobs = logits.log_softmax(-1)
-    own = numbers_of(logprobs, logprobs.new_zeros(len(logprobs), dtype=torch.long), favourites).tolist()
-
-    def note(row: int, token: int) -> TokenLogprob:
-        return note_of([float(logprobs[row, token]), *own[row][1:]], token, favourites)
-
-    return note
+def _notes(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> list[TokenLogprob]:
+    """What is told about each token of logits [tokens, vocabulary]: its logprob, and its favourites."""
+    numbers = numbers_of(logits.log_softmax(-1), upload(tokens, logits.device), favourites).tolist()
+    return [note_of(own, token, favourites) for own, token in zip(numbers, tokens, strict=True)]
 
 
 def numbers_of(logprobs: torch.Tensor, tokens: torch.Tensor, favourites: int) -> torch.Tensor:

@@ -35,8 +35,8 @@ class EngineConfig:
     kernels: "torch", "triton" or "auto" (Triton on a CUDA device).
 
     graphs: whether steps in which everybody takes one token are captured in CUDA graphs and replayed.
-    run_ahead: whether a step is launched before the host has heard which tokens the last one chose, as long as no request needs the
-    host for its next token (beams, processors); None means on CUDA devices.
+    run_ahead: whether a step is launched before the host has heard which tokens the last one chose, but for those of requests that need
+    the host for their next token (beams, processors); None means on CUDA devices.
 
     compile: whether the decoder layers of captured steps are compiled by torch.compile, into one code for all that are alike. It takes
     seconds when the first steps are captured. For it, weights with one input (q, k and v; gate and up) are moved next to each other in

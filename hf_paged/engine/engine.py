@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, get_args
 
 from ..integration.registry import base_model
@@ -103,6 +105,8 @@ class Engine(Front):
             raise ValueError(f"{self._runner.why_no_embeddings}; give token ids, or use generate()")
 
     def _take_in(self) -> None:
+        if self._stepping:
+            return  # a criterion, or a finalizer in the middle of anything: the next step does it
         while self._inbox:
             job, request = self._inbox.popleft()
             if job.cancelled or self._closed:
@@ -121,24 +125,32 @@ class Engine(Front):
                 raise RuntimeError("the engine is paused; call resume() first")
             if self._stepping:
                 raise RuntimeError("a step is running already: a processor or criterion must not drive the engine")
+            self._take_in()
             self._stepping = True
             try:
                 with collector_waits():
                     return self._step()
             finally:
                 self._stepping = False
+                if self._closing:
+                    self.close()
 
     def _step(self) -> list[Output]:
-        self._take_in()
         ended, self._aside = self._aside + self._sweep(), []
         if not self._jobs:
             self._steps.flight = None  # it has nothing but tokens too many
             return ended
         self._require_eval()
         self._require_same_weights()
+        with self._mending():
+            return ended + self._steps.go_on()
+
+    @contextmanager
+    def _mending(self) -> Iterator[None]:
+        """Whatever breaks off in here, the books are whole afterwards."""
         with self.pools.memory.lock:
             try:
-                return ended + self._steps.go_on()
+                yield
             except BaseException as error:
                 self._steps.start_over(error)
                 raise
@@ -158,7 +170,10 @@ class Engine(Front):
         """
         with self._lock:
             self._require_open()
-            self._aside += self._steps.land()
+            if self._stepping:
+                raise RuntimeError("a step is running: a processor or criterion must not pause the engine")
+            with self._mending():
+                self._aside += self._steps.land()
             for group in list(self._scheduler.running):
                 self._scheduler.preempt(group, swap=False)
             for group in self._scheduler.preempted:
@@ -226,9 +241,13 @@ class Engine(Front):
             self._scheduler.check()
 
     def close(self) -> None:
-        """End what runs with "abort", the thread if there is one, and give the pools back. Twice is once."""
+        """End what runs with "abort", the thread if there is one, and give the pools back. Twice is once.
+
+        From within a step it is done at its end.
+        """
         with self._lock:
-            if self._closed:
+            self._closing = True
+            if self._closed or self._stepping:
                 return
             self._closed = True  # who submits from now on is ended, by whoever sees it first
             self._take_in()

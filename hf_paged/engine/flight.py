@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..memory.upload import upload
+from ..memory.upload import Download, upload
 from ..scheduling import UNKNOWN, Group, Plan, Scheduler, Status
 from ..scheduling import Sequence as Row
 from .chooser import NoToken, Pick, note_of, numbers_of, together
@@ -44,9 +44,8 @@ class Flight:
         """[sequences]: those of the crew if it is told by a roster, then those of the picks."""
         self._crew: tuple[Row, ...] = () if roster is None else roster.sequences
         self._seats: list[_Seats] = []
-        self._heard: list[torch.Tensor] = []
-        """On the host, once the event has come: the tokens, and what was noted about them."""
-        self._event: torch.cuda.Event | None = None
+        self._download: Download | None = None
+        """The tokens, and what was noted about them."""
         if picks or self._crew:
             self._board(picks, logits)
 
@@ -54,21 +53,15 @@ class Flight:
         tokens, broken = self._choose(picks, logits)
         told = torch.where(broken, UNKNOWN, tokens)
         self.tokens = told.clamp(min=0)  # until the host hears of it, a row of NaN goes on with some token that there is
-        self._heard = [told]
+        heard = [told]
         noted = [pick.job.asked.favourites is not None for pick in picks for _ in pick.rows]
         if any(noted):
             rows = [row for pick in picks for row in pick.rows]
             places = [len(self._crew) + place for place, wanted in enumerate(noted) if wanted]
             most = max(pick.job.asked.favourites or 0 for pick in picks)
-            chosen, whose = (
-                self.tokens[upload(places, told.device)],
-                upload([rows[place - len(self._crew)] for place in places], told.device),
-            )
-            self._heard.append(numbers_of(logits[whose].log_softmax(-1), chosen, most))
-        if told.is_cuda:
-            self._heard = [self._send(each) for each in self._heard]
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(told.device))
+            whose = upload([rows[place - len(self._crew)] for place in places], told.device)
+            heard.append(numbers_of(logits[whose].log_softmax(-1), self.tokens[upload(places, told.device)], most))
+        self._download = Download(heard)
         place = len(self._crew)
         for pick in picks:
             assert pick.job.group is not None
@@ -98,11 +91,6 @@ class Flight:
         """What the next step needs to know."""
         return Latest(self.tokens, self._crew, lambda: self.places)
 
-    @staticmethod
-    def _send(numbers: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        return host.copy_(numbers, non_blocking=True)
-
     @property
     def jobs(self) -> list[Job]:
         """Whose tokens it brings, as far as they may end with them."""
@@ -118,11 +106,10 @@ class Flight:
 
     def land(self, scheduler: Scheduler) -> dict[Job, Exception]:
         """Wait for the tokens, and give them to whoever is still there. The answer is who failed, and why."""
-        if self._event is not None:
-            self._event.synchronize()
+        heard_of = [] if self._download is None else [each.tolist() for each in self._download.wait()]
         scheduler.confirm(self.plan, self.failed)
-        tokens: list[int] = self._heard[0].tolist() if self._heard else []
-        notes = iter(self._heard[1].tolist() if len(self._heard) > 1 else [])
+        tokens: list[int] = heard_of[0] if heard_of else []
+        notes = iter(heard_of[1] if len(heard_of) > 1 else [])
         self._seats += self._hear(tokens)
         failed: dict[Job, Exception] = {}
         for job, position, places in self._seats:

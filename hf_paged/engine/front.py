@@ -37,7 +37,7 @@ class Front(ABC):
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
         self._lock = Turns()
-        self._closed = self._paused = self._stepping = False
+        self._closed = self._closing = self._paused = self._stepping = False
         self._numbers = itertools.count()
         self._inbox: deque[tuple[Job, Request]] = deque()
         """Requests that the books do not know yet."""
@@ -211,7 +211,7 @@ class Front(ABC):
             return
         with self._lock:
             self._take_in()
-            if job.output is None and not self._stepping:  # else whoever is in the middle of a step, it ends with the next one
+            if job.output is None and not self._stepping:  # else it is in the middle of a step, and ends with the next one
                 self._end(job, "abort")
 
     # ---- what the engine behind it does
@@ -239,7 +239,7 @@ class Front(ABC):
 
     @abstractmethod
     def _take_in(self) -> None:
-        """Enter what is in the inbox."""
+        """Enter what is in the inbox; in the middle of a step it stays there."""
 
     @abstractmethod
     def _sweep(self) -> list[Output]:

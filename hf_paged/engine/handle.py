@@ -64,7 +64,10 @@ class Handle:
 
     def read(self) -> list[Increment]:
         """What is new since the last time somebody looked, without waiting for more: for those who drive the engine by hand."""
-        return self._job.news.take()
+        increments = self._job.news.take()
+        if self._job.trouble is not None and not self.done:
+            self._desk.cancel(self._job)  # its tokenizer cannot read it: it ends, as the error that this is
+        return increments
 
     def __iter__(self) -> Iterator[Increment]:
         """What is new since the last time somebody looked, to the end of the request."""

@@ -11,7 +11,7 @@ import torch
 
 from ..scheduling import Group, Scheduler, Sequence
 from .asking import Asked, is_about_time
-from .beams import BeamSearch, Hypothesis, Notes
+from .beams import BeamSearch, BeamStep
 from .news import News
 from .output import FinishReason, Output, Timing, TokenLogprob
 from .stream import Stream
@@ -37,7 +37,6 @@ class Job:
         self.cancelled = False
         self.plain = asked.warp is not None
         """Whether its tokens are chosen with everybody's, in one go, and the host may hear of them later."""
-        self._notes: list[list[TokenLogprob]] = [[] for _ in range(asked.width)]
 
     # ---- a step
 
@@ -65,7 +64,11 @@ class Job:
         places = [sequence.index for sequence in self.group.sequences]
         whole = scores.new_zeros(ids.shape[0], scores.shape[1])
         whole[places] = scores
-        answer: torch.Tensor = self.asked.processors(ids, whole)  # type: ignore[arg-type]  # transformers names the legacy types
+        shape = whole.shape
+        with torch.no_grad():
+            answer: torch.Tensor = self.asked.processors(ids, whole)  # type: ignore[arg-type]  # transformers names the legacy types
+        if answer.shape != shape:  # places in it would be no tokens
+            raise ValueError(f"the logits processors made scores {list(answer.shape)} of {list(shape)}; they must keep the shape")
         return answer[places]
 
     def take(self, scheduler: Scheduler, tokens: list[int], notes: list[TokenLogprob] | None, device: torch.device) -> None:
@@ -87,10 +90,8 @@ class Job:
         """Its running sequences have got these tokens at `position` a while ago: see which end there."""
         assert self.group is not None
         scheduler.reveal(self.group, position, heard)
-        # Whatever is computed on the device now waits for the step that is running there.
-        own = all(type(each).__module__.startswith("transformers.") for each in self.asked.criteria)
         kept = None if notes is None else [notes[sequence] for sequence in heard]
-        self._go_on(scheduler, position, heard, kept, CPU if own else device)
+        self._go_on(scheduler, position, heard, kept, device)
 
     def _go_on(
         self, scheduler: Scheduler, position: int, heard: Mapping[Sequence, int], notes: list[TokenLogprob] | None, device: torch.device
@@ -109,12 +110,16 @@ class Job:
 
     def _stopped(self, places: list[int], length: int, device: torch.device) -> list[FinishReason | None]:
         """What the criteria say about the first `length` tokens of its running sequences; they see all of them, as in generate()."""
-        return self._judge(torch.tensor(self.rows(length), device=device), places)
+        return self._judge(self.rows(length), places, device)
 
-    def _judge(self, ids: torch.Tensor, places: Rows[int]) -> list[FinishReason | None]:
+    def _judge(self, rows: list[list[int]], places: Rows[int], device: torch.device) -> list[FinishReason | None]:
+        # What is computed on the device waits for the step that runs there; users' criteria find their rows where generate() has them.
+        known = all(type(each).__module__.startswith("transformers.") for each in self.asked.criteria)
+        ids = torch.tensor(rows, device=CPU if known else device)
         reasons: list[FinishReason | None] = [None] * len(places)
         for criterion in self.asked.criteria:
-            says = criterion(ids, None).tolist()
+            with torch.no_grad():
+                says = criterion(ids, None).tolist()
             for i, place in enumerate(places):
                 if says[place] and reasons[i] != "stop":
                     reasons[i] = "length" if is_about_time(criterion) else "stop"
@@ -126,6 +131,25 @@ class Job:
             return "stop"
         return "length" if length >= self.asked.max_length else stopped
 
+    @property
+    def trouble(self) -> Exception | None:
+        """Why an answer has no text, if one has none: what the tokenizer raised."""
+        return next((stream.trouble for stream in self.streams if stream.trouble is not None), None)
+
+    @property
+    def said(self) -> bool:
+        """Whether all its answers have ended."""
+        return all(stream.finish_reason is not None for stream in self.streams)
+
+    @property
+    def torn(self) -> bool:
+        """Whether a step broke off in the middle of what was its own: some of its sequences have their tokens, or some of its books."""
+        assert self.group is not None
+        lengths = {len(sequence.tokens) for sequence in self.group.sequences}
+        if self.beams is None:
+            return len(lengths) > 1 or any(self.streams[sequence.index].finish_reason is not None for sequence in self.group.sequences)
+        return lengths != {len(self.asked.prompt) + self.beams.standing.new} or len(self.group.sequences) < self.asked.width
+
     def go_back(self) -> None:
         """A step broke off: its sequences have the tokens that somebody has been told, and no others."""
         if self.group is None or self.beams is not None:
@@ -135,30 +159,28 @@ class Job:
 
     # ---- a step of beams
 
-    def take_beams(self, scheduler: Scheduler, scores: torch.Tensor, notes: Notes | None, device: torch.device) -> None:
-        """Go on with the best continuations of scores [beams, vocabulary]."""
+    def judged(self, beams: Rows[int], tokens: Rows[int], device: torch.device) -> list[FinishReason | None]:
+        """Why beams would end with these next tokens, if they would."""
+        assert self.group is not None
+        stopped: list[FinishReason | None] = [None] * len(beams)
+        if self.asked.criteria:
+            sequences = self.group.sequences
+            rows = [self.asked.seen([*sequences[beam].tokens, token]) for beam, token in zip(beams, tokens, strict=True)]
+            stopped = self._judge(rows, range(len(rows)), device)
+        length = self.group.length + 1
+        return [self._reason(token, length, why) for token, why in zip(tokens, stopped, strict=True)]
+
+    def take_beams(self, scheduler: Scheduler, step: BeamStep) -> None:
+        """Its beams take a step."""
         assert self.group is not None
         assert self.beams is not None
-        rows, prompt = [sequence.tokens for sequence in self.group.sequences], len(self.asked.prompt)
-        so_far = [Hypothesis(row[prompt:], kept, None) for row, kept in zip(rows, self._notes, strict=True)]
-
-        def reasons(beams: list[int], tokens: list[int]) -> list[FinishReason | None]:
-            candidates = [[*rows[beam], token] for beam, token in zip(beams, tokens, strict=True)]
-            seen = [self.asked.seen(row) for row in candidates]
-            judged: list[FinishReason | None] = [None] * len(candidates)
-            if self.asked.criteria:
-                judged = self._judge(torch.tensor(seen, device=device), range(len(seen)))
-            return [self._reason(row[-1], len(row), stopped) for row, stopped in zip(candidates, judged, strict=True)]
-
-        step = self.beams.step(scores, so_far, reasons, notes)
         self.timing.first_token = self.timing.first_token or time.monotonic()
-        if notes is not None:
-            self._notes = [[*self._notes[beam], notes(beam, token)] for beam, token in zip(step.sources, step.tokens, strict=True)]
         scheduler.reorder(self.group, step.sources, step.tokens)
+        self.beams.standing = step.standing  # last: what broke off before is seen by it
         if step.done:
-            for stream, (best, score) in zip(self.streams, self.beams.answers(), strict=True):
+            for stream, best in zip(self.streams, self.beams.answers(), strict=True):
+                stream.score = best.score
                 stream.add(best.tokens, best.notes, best.reason or "length")
-                stream.score = score
             self.news.tell()
             for sequence in list(self.group.sequences):
                 scheduler.finish(sequence)
@@ -166,19 +188,21 @@ class Job:
     # ---- the end
 
     def close(self, reason: FinishReason | None = None, error: Exception | None = None) -> Output:
-        """Make the output; answers that have not ended end for `reason`."""
+        """Make the output; answers that have not ended end for `reason`, or for the trouble that somebody had in reading one of them."""
         self.timing.finished = time.monotonic()
         for stream in self.streams:
             if stream.finish_reason is None:
-                stream.add([], [], reason)
-        group, self.group = self.group, None
+                stream.add([], [], reason if self.trouble is None else "error")
+        group = self.group
+        sequences = [stream.output(self.asked.favourites is not None) for stream in self.streams]
         self.output = Output(
             list(self.asked.told),
-            [stream.output(self.asked.favourites is not None) for stream in self.streams],
+            sequences,
             cached_tokens=group.cached_tokens if group else 0,
             preemptions=group.preemptions if group else 0,
             timing=self.timing,
-            error=error,
+            error=error or self.trouble,
         )
+        self.group = None
         self.news.end()
         return self.output

@@ -42,8 +42,10 @@ class Roster:
             positions = [stride.starts[place] + stride.step + 1 for place in self._drawn]
             drawn = draw(warp(logits if places is None else logits[places], self._warps), self._seeds, indices, positions)
             if places is None:
-                return drawn, broken
-            tokens[places] = drawn
+                tokens = drawn
+            else:
+                tokens[places] = drawn
+            broken |= tokens >= logits.shape[1]  # a temperature so low that all is infinite
         return tokens, broken
 
     def depart(self) -> None:

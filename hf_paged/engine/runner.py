@@ -23,14 +23,18 @@ from .decoding import Decoding
 from .encoding import Encoder, Source
 from .pieces import Piece, Pieces
 from .pools import Pools
-from .support import Unservable
+from .support import Unservable, longest
 
 Form = Literal["flat", "rows"]
 
 TRIAL = [11, 17]
 """Tokens of the two sequences with which a model is tried out."""
 CUT = [10, 8]
-"""Where they are cut: one token of the first comes last, and several of the second."""
+"""Where they are cut: little of the first comes last, and much of the second."""
+LONGER = {"cuda": 8}
+"""How many times as long they are on a device: there prompts have a kernel, compiled for pieces of prompts' lengths."""
+LONGEST = 512
+"""Models for shorter sequences are tried out with short ones everywhere."""
 CLOSE = {torch.float32: 1e-2, torch.float64: 1e-6}
 CLOSE_IN_HALF = 5e-2
 """How far logits may be apart that should be the same, as a share of their size. A token that sees what it should not is far beyond."""
@@ -201,15 +205,18 @@ class Runner:
         that only takes no flat row is run row by row.
         """
         vocabulary = int(self.model.config.get_text_config(decoder=True).vocab_size)  # type: ignore[union-attr,operator]
-        rows = [[(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate(TRIAL)]
-        self.pools.lend(max(TRIAL))
+        longer = LONGER.get(self.device.type, 1) if (longest(self.model) or LONGEST) >= LONGEST else 1
+        lengths = [longer * length for length in TRIAL]
+        cuts = [[longer * length for length in CUT], lengths]
+        rows = [[(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate(lengths)]
+        self.pools.lend(max(lengths))
         name = type(self.model).__name__
         try:
             if self.encoder is not None:
                 self._trial_source = self.encoder.trial(vocabulary)
-                self.pools.lend(max(*TRIAL, self.encoder.length(self._trial_source)))
+                self.pools.lend(max(*lengths, self.encoder.length(self._trial_source)))
             whole = self._without_cache(rows)
-            pieces = self._trial(rows, "rows", [CUT, TRIAL])
+            pieces = self._trial(rows, "rows", cuts)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -218,7 +225,7 @@ class Runner:
         if far is not None:
             raise Unservable(f"{name} answers otherwise when its prompt comes in pieces (by {far:.1e} of its logits); use generate()")
         if self.why_rows is None:
-            self.why_rows = self._why_not_flat(rows, whole)
+            self.why_rows = self._why_not_flat(rows, whole, cuts)
         self.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])
         if self.decoding is not None:
             self.decoding.prepare(lambda: self._without_cache(rows[:1]))
@@ -238,9 +245,9 @@ class Runner:
             return f"{name} fails with embeddings instead of token ids ({type(error).__name__}: {error})"
         return None if far is None else f"{name} answers otherwise to its own embeddings than to their ids (by {far:.1e} of its logits)"
 
-    def _why_not_flat(self, rows: list[list[int]], right: torch.Tensor) -> str | None:
+    def _why_not_flat(self, rows: list[list[int]], right: torch.Tensor, cuts: list[list[int]]) -> str | None:
         try:
-            together = self._trial(rows, "flat", [CUT, TRIAL])
+            together = self._trial(rows, "flat", cuts)
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -10,7 +10,7 @@ import torch
 
 from ..scheduling import Group, Plan, Row, Scheduler, Status, Stride
 from .asking import Asked
-from .chooser import Pick, choose
+from .chooser import Choice, Pick
 from .flight import Flight
 from .job import Job
 from .output import FinishReason, Output
@@ -37,8 +37,9 @@ class _Computed(NamedTuple):
 class Steps:
     """Carries out what the scheduler plans, and lets every job know.
 
-    With `ahead` a step is launched before the host has heard of the last one's tokens, as long as no job needs the host for its next
-    token: the device never waits. Who turns out to have ended has then computed one token too many, which nobody sees.
+    With `ahead` a step is launched before the host has heard of the last one's tokens: the device never waits. Who turns out to have ended
+    has then computed one token too many, which nobody sees. A job that needs the host for its next token (beams, processors) is heard
+    at once, and the device waits for its tokens only: what there is to do about everybody else's is done while it computes.
     """
 
     def __init__(
@@ -64,8 +65,7 @@ class Steps:
 
     def go_on(self) -> list[Output]:
         """The next step; the answer is whose requests have ended."""
-        ahead = self.ahead and all(job.plain for job in self.jobs.values())
-        ended = [] if ahead else self.land()
+        ended: list[Output] = []
         plan = self.scheduler.schedule() if self.jobs else Plan()
         self.pools.swap(plan.swaps)  # whoever had to go is on the way, even if nobody is left who has a row
         if not plan:
@@ -80,13 +80,14 @@ class Steps:
         begin = time.perf_counter()
         failed, logits, rows, roster = self._compute(plan)
         self.scheduler.launch(plan, failed)
-        flight, picks = self.flight, self._picks(rows, 0 if roster is None else len(roster.sequences))
-        self.flight = Flight(plan, failed, picks if ahead else [], logits, begin, roster)
+        picks, flight = self._picks(rows, 0 if roster is None else len(roster.sequences)), self.flight
+        late = [pick for pick in picks if self.ahead and pick.job.plain]
+        self.flight = Flight(plan, failed, late, logits, begin, roster)
         self.flight.depart(self.scheduler)
-        ended += self._settle(flight) if ahead else self.land()
-        trouble = {self.jobs[group]: error for group, error in failed.items() if group in self.jobs}
-        if not ahead and picks:
-            trouble |= choose(self.scheduler, picks, logits)
+        picks = [pick for pick in picks if not (self.ahead and pick.job.plain)]
+        choice = Choice(picks, logits)
+        ended += self._settle(flight) if self.ahead else self.land()
+        trouble = choice.land(self.scheduler) | {self.jobs[group]: error for group, error in failed.items() if group in self.jobs}
         ended += [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(pick.job) for pick in picks if _is_over(pick.job)]
 
@@ -117,9 +118,9 @@ class Steps:
                 shelf.host.recover()
         self.scheduler.start_over(self.jobs)
         for group, job in list(self.jobs.items()):
-            if group.status is Status.FINISHED:
+            if job.said:
                 self.end(job)
-            elif len({len(sequence.tokens) for sequence in group.sequences}) > 1:
+            elif group.status is Status.FINISHED or job.torn:
                 self.end(job, "error", error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"))
 
     def _compute(self, plan: Plan) -> _Computed:
@@ -173,11 +174,11 @@ class Steps:
         if error is not None:
             self._disown(group)
         self.scheduler.abort(group)
-        del self.jobs[group]
+        output = job.close(reason, error)
+        del self.jobs[group]  # not before there is an output: an interrupt may come in between
         self._given.pop(group, None)
         if job.asked.source is not None:
             job.asked.source.made = None
-        output = job.close(reason, error)
         if self.recorder is not None:
             self.recorder.ended(group.request.number, output.finish_reason)
         return output

@@ -21,7 +21,8 @@ class _End(NamedTuple):
 class Stream:
     """An answer. Increments are made when somebody reads them: an answer that is only fetched at its end costs none.
 
-    `whole`: all tokens are one increment, as beams are known only at their end.
+    `whole`: all tokens are one increment, as beams are known only at their end. The tokenizer is the user's: what it raises stays here
+    as `trouble`, and ends the request.
     """
 
     def __init__(self, index: int, tokenizer: Any, whole: bool) -> None:
@@ -30,6 +31,8 @@ class Stream:
         """Its tokens while it goes on; the last one comes with its end."""
         self.logprobs: list[TokenLogprob] = []
         self.score: float | None = None
+        self.trouble: Exception | None = None
+        """Why there is no text, or no more of it."""
         self._end: _End | None = None
         self._read = 0
         self._closed = False
@@ -77,12 +80,26 @@ class Stream:
 
     def _increment(self, tokens: list[int], reason: FinishReason | None) -> Increment:
         self._closed = reason is not None
-        text = None if self._text is None else self._text.add(tokens, last=reason is not None)
-        return Increment(self.index, tokens, text, reason)
+        text = None if self._text is None else self._read_out(self._text, tokens, last=reason is not None)
+        return Increment(self.index, tokens, text, "error" if self._closed and self.trouble is not None else reason)
+
+    def _read_out(self, text: Detokeniser, tokens: list[int], last: bool) -> str:
+        if self.trouble is None:
+            try:
+                return text.add(tokens, last)
+            except Exception as error:
+                self.trouble = error
+        return ""
 
     def output(self, with_logprobs: bool) -> SequenceOutput:
-        """The answer, once it has ended."""
+        """The answer, once it has ended. Without its text, if that is what the trouble is."""
         assert self._end is not None
-        tokens, reason, _ = self._end
-        text = None if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=True)
+        (tokens, reason, _), text = self._end, None
+        if self._tokenizer is not None:
+            try:
+                text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+            except Exception as error:
+                self.trouble, text = self.trouble or error, ""
+        if self.trouble is not None:
+            reason = "error"
         return SequenceOutput(list(tokens), text, reason, list(self.logprobs) if with_logprobs else None, self.score)

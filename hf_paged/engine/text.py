@@ -22,9 +22,14 @@ class Detokeniser:
 
     def add(self, tokens: list[int], last: bool = False) -> str:
         """What these tokens add to the text; the beginning of a character waits for the rest of it, at the longest to the `last`."""
+        known = len(self._tokens)
         self._tokens += tokens
-        before = self._text(self._begin, self._read)
-        now = self._text(self._begin, len(self._tokens))
+        try:
+            before = self._text(self._begin, self._read)
+            now = self._text(self._begin, len(self._tokens))
+        except BaseException:  # the tokenizer is the user's: what it has not read, it is asked for again
+            del self._tokens[known:]
+            raise
         if not last and (now.endswith(BROKEN) or not now.startswith(before)):
             return ""
         self._begin, self._read = self._read, len(self._tokens)

@@ -1,7 +1,8 @@
-"""Numbers on their way from the host to a device, without anybody waiting."""
+"""Numbers on their way between the host and a device, without anybody waiting."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,3 +12,21 @@ def upload(numbers: Any, device: torch.device, dtype: torch.dtype = torch.long) 
     """A tensor of `numbers` on `device`. The host goes on at once; the allocator keeps the staging memory until it is read."""
     pinned = device.type == "cuda"
     return torch.tensor(numbers, dtype=dtype, pin_memory=pinned).to(device, non_blocking=pinned)
+
+
+class Download:
+    """Tensors of one device on their way to the host: the copies are launched, and waited for together when somebody wants them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensors = list(tensors)
+        if tensors and tensors[0].is_cuda:
+            self._tensors = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True) for each in tensors]
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensors[0].device))
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors

@@ -39,13 +39,16 @@ def samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
     return (sequence,) if sequence.group.forked else tuple(sequence.group.sequences)
 
 
-def share(groups: Iterable[Group], room: int) -> list[Steps]:
+def share(groups: Sequences[Group], room: int) -> list[Steps]:
     """Who takes how many of so many tokens: whoever decodes has its token, who computes a prompt gets what that leaves."""
-    found, owed = [], sum([len(group.sequences) for group in groups if group.decoding])
-    for group in groups:
-        if group.decoding:
+    found, decoding = [], [group.decoding for group in groups]
+    owed = sum([len(group.sequences) for group, each in zip(groups, decoding, strict=True) if each])
+    for group, each in zip(groups, decoding, strict=True):
+        if each:
             owed -= len(group.sequences)
-        steps = group.advance(room - owed)
+            steps = [(sequence, 1) for sequence in group.sequences]
+        else:
+            steps = group.advance(room - owed)
         room -= sum([count for _, count in steps])
         if steps:
             found.append(steps)

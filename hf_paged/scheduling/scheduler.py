@@ -242,11 +242,13 @@ class Scheduler:
     def reorder(self, group: Group, sources: Rows[int], tokens: Rows[int]) -> None:
         """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6, C16)."""
         sequences = group.sequences
-        tables = [reorder([sequence.tables[i] for sequence in sequences], sources) for i in range(len(self.shelves))]
-        rows = [[*sequences[source].tokens, token] for source, token in zip(sources, tokens, strict=True)]
-        for i, sequence in enumerate(sequences):
-            sequence.tokens = rows[i]
-            sequence.tables = tuple(of_shelf[i] for of_shelf in tables)
+        for i in range(len(self.shelves) if any(place != source for place, source in enumerate(sources)) else 0):
+            reorder([sequence.tables[i] for sequence in sequences], sources)
+        rows = [sequences[source].tokens for source in sources]
+        rows = [list(row) if sources[i] in sources[:i] else row for i, row in enumerate(rows)]  # its first heir goes on with each
+        for sequence, row, token in zip(sequences, rows, tokens, strict=True):
+            row.append(token)
+            sequence.tokens = row
 
     # ---- the parts of a step
 
@@ -267,9 +269,14 @@ class Scheduler:
 
     def _take(self, draft: Draft, steps: Steps) -> None:
         """Enter the steps in the tables and in the draft."""
-        for i in range(len(self.shelves)):
-            counts = [sequence.growth(i, count) for sequence, count in steps]
-            draft.copies[i] += append([sequence.tables[i] for sequence, _ in steps], counts)
+        ones = all(count == 1 for _, count in steps)
+        for i, shelf in enumerate(self.shelves):
+            tables = [sequence.tables[i] for sequence, _ in steps]
+            if ones and not shelf.cross:
+                now = shelf.pool.tick()
+                draft.copies[i] += [copy for copy in [table.step(now) for table in tables] if copy is not None]
+            else:
+                draft.copies[i] += append(tables, [sequence.growth(i, count) for sequence, count in steps])
         for sequence, count in steps:
             draft.rows.append(Row(sequence, sequence.computed, count, samples(sequence, count)))
             draft.room -= count
