@@ -18,7 +18,7 @@ from test_reuse import ask, continued
 from transformers import LogitsProcessor, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 
 import hf_paged
-from hf_paged.integration import hooks, identity
+from hf_paged.integration import hooks, identity, reuse
 
 CHANGED = "the model changed while it was used"
 STEPS = 12
@@ -168,3 +168,53 @@ def test_c24_calls_of_other_threads_in_other_states(llama: Any, monkeypatch: pyt
     assert hf_paged.stats(llama).reasons[CHANGED] == 1
     longer = continued(answer, answer.shape[1], 3)
     assert scored(llama, longer)[0] >= longer.shape[1] - PROMPT.shape[1]
+
+
+@pytest.mark.parametrize("ends", ["by length", "by a token"])
+def test_the_last_look_is_taken_while_the_last_step_is_computed(llama: Any, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look behind the last forward, before its token is waited for; where nobody knew that it was the last, one at the end."""
+    looks: list[tuple[str, int]] = []
+    commit, see = reuse.Reuse.commit, reuse.Reuse._see_that_nothing_changed
+    where = ["step"]
+
+    def committing(self: Any, model: Any) -> None:
+        where[0] = "end"
+        commit(self, model)
+
+    def seeing(self: Any, model: Any, forward: Any) -> None:
+        looks.append((where[0], self.sequences.columns))
+        see(self, model, forward)
+
+    monkeypatch.setattr(reuse.Reuse, "commit", committing)
+    monkeypatch.setattr(reuse.Reuse, "_see_that_nothing_changed", seeing)
+    call = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": STEPS, "do_sample": False}
+    options = {"cache_implementation": "paged", "cache_config": {"block_size": 4, "prefix_caching": True}}
+    plain = llama.generate(PROMPT, **call, min_new_tokens=STEPS)
+    fifth = int(plain[0, PROMPT.shape[1] + 4])
+    call |= {"min_new_tokens": STEPS} if ends == "by length" else {"eos_token_id": fifth, "pad_token_id": 0}
+    answer = llama.generate(PROMPT, **call, **options)
+    columns = answer.shape[1] - 1
+    assert looks == [("step" if ends == "by length" else "end", columns)]
+    hits = hf_paged.stats(llama)
+    llama.generate(answer, max_new_tokens=1, do_sample=False, attention_mask=torch.ones_like(answer), **options)
+    assert hf_paged.stats(llama).reused - hits.reused >= columns - PROMPT.shape[1]
+
+
+def test_a_change_before_the_last_step_is_seen_behind_it(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's, say, whom nobody knows of."""
+    run, steps = reuse.Reuse.run, []
+
+    def running(self: Any, *args: Any) -> Any:
+        steps.append(None)
+        if len(steps) == STEPS:
+            scale(llama, 3.0)
+        answer = run(self, *args)
+        if len(steps) == STEPS:
+            scale(llama, 1 / 3.0)
+        return answer
+
+    monkeypatch.setattr(reuse.Reuse, "run", running)
+    call = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+    llama.generate(PROMPT, **call, cache_implementation="paged", cache_config={"block_size": 4, "prefix_caching": True})
+    assert len(steps) == STEPS
+    assert hf_paged.stats(llama).reasons[CHANGED] == 1

@@ -134,8 +134,8 @@ class Graphs:
         if len(self._seen) > 1000:
             self._seen.clear()
         self._seen[key] += 1
-        expected = max(rows.expected_columns for rows in step.parts[0].sequences.rows.values())
-        remaining = expected - step.parts[0].sequences.columns if expected else WORTH
+        sequences = step.parts[0].sequences
+        remaining = sequences.expected - sequences.columns if sequences.expected else WORTH
         return self._seen[key] >= AFTER and (remaining >= WORTH or self._seen[key] >= WORTH)
 
     def _capture(self, key: Hashable, model: nn.Module, step: Step, forward: Run) -> Graph:

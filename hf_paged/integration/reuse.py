@@ -49,6 +49,8 @@ class Reuse:
         """How often the model's state had moved when the running call looked at it."""
         self._closely = False
         """Whether somebody's code runs between the forwards of the running call, which may change the model and change it back."""
+        self._seen = 0
+        """How many columns there were when the model was looked at behind the call's last forward, as far as that was known to be it."""
 
     def fork(self, sequences: Sequences) -> Reuse:
         """The same for a second cache that goes on from here."""
@@ -70,12 +72,14 @@ class Reuse:
         """The call is over, however it ended."""
         self._onlookers.leave()
         self._forward = self._origin = self._tokens = None
+        self._seen = 0
 
     def commit(self, model: nn.Module) -> None:
         """Let later calls begin with what the rows hold after one that succeeded (C17)."""
         if self._forward is None or not self._is_sound():
             return
-        self._see_that_nothing_changed(model, self._forward)
+        if self._closely or self._seen != self.sequences.columns:
+            self._see_that_nothing_changed(model, self._forward)
         if self.spoiled is None:
             self._name(model, self.history.read(), self._keys_now())
 
@@ -117,8 +121,10 @@ class Reuse:
             return self._prompt(cache, model, arguments, fed, dense, compute)
         self._tokens = None
         answer = compute(arguments, True)
-        if self.spoiled is None and self._closely:
+        full = self.sequences.columns == self.sequences.expected
+        if self.spoiled is None and (self._closely or full):
             self._see_that_nothing_changed(model, forward)  # while a device still works
+            self._seen = self.sequences.columns if full else 0
         if self.spoiled is None:
             self.history.feed(arguments["input_ids"])
         return answer

@@ -65,6 +65,11 @@ class Sequences:
         for rows in self.rows.values():
             rows.expected_columns, rows.expected_fork = columns, fork
 
+    @property
+    def expected(self) -> int:
+        """How many columns the rows may come to have, 0 if nobody knows."""
+        return max((rows.expected_columns for rows in self.rows.values()), default=0)
+
     def begin_at(self, starts: list[int] | None) -> None:
         """Say at which column each row begins; what lies before is padding and is not stored."""
         for rows in self.rows.values():
