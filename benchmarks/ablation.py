@@ -14,18 +14,16 @@ sharing     blocks saved by samples, in closed form (`sharing.py` has the beams)
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from admission import replay
 from engine import Bench, decode_steps
 from paged_kernels import graph_time
-from shapes import SHAPES, Report, where
+from shapes import SHAPES, common_parser, report_of
 from sharing import PAPER, samples
 from torch.nn import functional
 from traces import TRACES, Ask, trace
@@ -233,12 +231,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu = torch.cuda.is_available()
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
-    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    parser = common_parser(__doc__, SECTIONS, engine=True)
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--rows", type=int, nargs="+", default=[64], help="of the steps; the largest counts")
     parser.add_argument("--context", type=int, default=384)
@@ -249,14 +242,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pressure", type=float, default=0.2, help="the pool, as a share of what so many requests hold in the end")
     parser.add_argument("--books-requests", type=int, default=400, help="of the trace that only the books see")
     parser.add_argument("--books-at-once", type=int, default=64)
-    parser.add_argument("--engine", type=json.loads, default={}, help="""options of the engine, such as '{"graphs": false}'""")
-    parser.add_argument("--json", type=Path, help="a file that gets each row as a line")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
-    report = Report(where(options.device), {"shape": options.shape, "dtype": options.dtype, "engine": options.engine}, options.json)
+    report = report_of(options)
     bench: Any = Bench(options, report)
     report.run(SECTIONS, options.sections, bench)
 

@@ -1,34 +1,30 @@
-"""Where the time goes: of a trace by kinds of steps, of one decoding step on the host by phases and on the device by kernels.
+"""Where the time goes: of a trace by kinds of steps, and of one decoding step on the device by kernels. What the host does is
+in `engine.py --sections host`.
 
     python benchmarks/anatomy.py --rows 256 --requests 512 --at-once 256                            # on a GPU: the 8B shape
     OMP_NUM_THREADS=1 python benchmarks/anatomy.py --shape tiny --rows 8 --requests 12 --at-once 4  # on any CPU
 
 kinds    steps of a trace that were replayed and that were not, with and without prompts in them
-host     one decoding step of the engine: what each phase costs the host, and how long it waits for the device
-device   the same step: what each kind of kernel costs the device
+device   one decoding step of the engine: what each kind of kernel costs the device
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from engine import Bench, decode_steps
 from peers import waits
-from shapes import SHAPES, Report, where
+from shapes import SHAPES, common_parser, report_of
 from traces import TRACES, trace
 
 from hf_paged import Engine
-from hf_paged.engine import decoding, flight, stepping
 
 KINDS = {
     "attention": ("_decode", "_merge", "_plan", "_prefill", "flash", "fmha"), "writing keys and values": ("write",), "rotary": ("rotary",),
@@ -36,33 +32,6 @@ KINDS = {
     "products": ("gemm", "nvjet", "cutlass", "gemv", "splitkreduce", "matmul", "cublas"),
     "choosing": ("argmax", "reduce", "topk", "sort"), "copies": ("memcpy", "copy"),
 }  # fmt: skip
-PHASES: dict[str, tuple[Any, str]] = {
-    "plan": (None, "schedule"), "load tables and ids": (decoding.Decoding, "_load"), "look at the model": (decoding.Decoding, "_state"),
-    "choose": (flight.Flight, "_board"), "enter unknown tokens": (flight.Flight, "depart"), "hear tokens": (flight.Flight, "land"),
-    "end and begin requests": (stepping.Steps, "end"),
-}  # fmt: skip
-
-
-@contextmanager
-def timed(owner: Any, name: str, times: list[float]) -> Iterator[None]:
-    """How long the calls of a method take meanwhile."""
-    plain = getattr(owner, name)
-
-    def around(*args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            times.append(time.perf_counter() - begin)
-
-    setattr(owner, name, around)
-    try:
-        yield
-    finally:
-        if isinstance(owner, type):
-            setattr(owner, name, plain)
-        else:
-            delattr(owner, name)
 
 
 def kinds(bench: Bench) -> None:
@@ -142,28 +111,6 @@ def watched(engine: Engine) -> list[tuple[float, float, int, int, bool]]:
     return steps
 
 
-def host(bench: Bench) -> None:
-    rows = max(bench.options.rows)
-    found: dict[str, list[float]] = {}
-    with bench.engine(rows) as engine:
-        decode_steps(bench, engine, rows, 8)
-        whole = statistics.median(decode_steps(bench, engine, rows, 32))
-        with waits(engine.model.device) as waited:
-            decode_steps(bench, engine, rows, 32)
-        pause = statistics.median(waited[-24:]) if waited else 0.0
-        for phase, (owner, name) in PHASES.items():
-            with timed(owner or engine._scheduler, name, found.setdefault(phase, [])):
-                decode_steps(bench, engine, rows, 32)
-    bench.report.table(
-        "anatomy host", f"A decoding step of {rows} rows: {whole * 1e3:.2f} ms, of which the host waits {pause * 1e3:.2f}",
-        phase=("phase", ""), cost=("ms", ".3f"), row=("us a row", ".2f"),
-    )  # fmt: skip
-    for phase, times in found.items():
-        cost = statistics.median(times[-24:]) if times else 0.0
-        cost -= pause if phase == "hear tokens" else 0.0
-        bench.report.row(phase=phase, cost=cost * 1e3, row=cost * 1e6 / rows)
-
-
 def device(bench: Bench) -> None:
     if bench.model.device.type != "cuda":
         print("\nthe section device needs a CUDA device")
@@ -205,29 +152,22 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {"kinds": kinds, "host": host, "device": device}
+SECTIONS: dict[str, Callable[[Bench], None]] = {"kinds": kinds, "device": device}
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu = torch.cuda.is_available()
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
-    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    parser = common_parser(__doc__, SECTIONS, engine=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[256], help="of the steps")
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, default=256)
     parser.add_argument("--warm-up", type=int, default=0, help="requests before anything is timed; as many as are timed if left out")
-    parser.add_argument("--engine", type=json.loads, default={}, help="""options of the engine, such as '{"compile": true}'""")
-    parser.add_argument("--json", type=Path, help="a file that gets each row as a line")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
-    report = Report(where(options.device), {"shape": options.shape, "dtype": options.dtype, "engine": options.engine}, options.json)
+    report = report_of(options)
     report.run(SECTIONS, options.sections, Bench(options, report))
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import io
-import json
 import pstats
 import random
 import statistics
@@ -27,14 +26,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import generate
 import torch
 from host import PARTS, measure
 from peers import Served, peers
-from shapes import SHAPES, Report, build, where
+from shapes import SHAPES, Report, build, common_parser, report_of
 from traces import TRACES, Ask, trace
 
 from hf_paged import Engine
@@ -313,12 +311,8 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu = torch.cuda.is_available()
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=["steps", "trace", "load", "shared", "beams", "beside"])
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
-    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    parser = common_parser(__doc__, SECTIONS, engine=True)
+    parser.set_defaults(sections=["steps", "trace", "load", "shared", "beams", "beside"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256], help="of the steps")
     parser.add_argument("--widths", type=int, nargs="+", default=[4, 8], help="of the beams")
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
@@ -328,14 +322,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 16.0], help="requests a second, of the section load")
     parser.add_argument("--shared", type=int, default=1024, help="tokens in common, of the section shared")
     parser.add_argument("--peers", nargs="+", choices=["hf_paged", "transformers", "vllm"], help="all that are installed, if left out")
-    parser.add_argument("--engine", type=json.loads, default={}, help="""options of the engine, such as '{"graphs": false}'""")
-    parser.add_argument("--json", type=Path, help="a file that gets each row as a line")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
-    report = Report(where(options.device), {"shape": options.shape, "dtype": options.dtype, "engine": options.engine}, options.json)
+    report = report_of(options)
     bench: Any = Bench(options, report)
     report.run(SECTIONS, options.sections, bench)
 

@@ -25,12 +25,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from calls import modes_of
-from shapes import SHAPES, Report, build, where
+from shapes import Report, build, common_parser, report_of
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
@@ -345,24 +344,18 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {"warmup": warmup, "memory": memo
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu = torch.cuda.is_available()
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = common_parser(__doc__, SECTIONS)
+    parser.set_defaults(dtype="bfloat16")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256], help="of the steps")
     parser.add_argument("--mode-rows", type=int, nargs="+", default=[1, 32], help="of the modes")
     parser.add_argument("--rounds", type=int, default=3, help="measured paged calls of steps and beams")
     parser.add_argument("--cache", type=json.loads, default={}, help="""cache_config of the paged calls, such as '{"graphs": false}'""")
-    parser.add_argument("--json", type=Path, help="a file that gets each row as a line")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
-    extra = {"shape": options.shape, "dtype": options.dtype, "cache_config": options.cache}
-    report = Report(where(options.device), extra, options.json)
+    report = report_of(options, cache_config=options.cache)
     with tempfile.TemporaryDirectory() as cold:
         if "warmup" in options.sections:
             os.environ["TRITON_CACHE_DIR"] = cold

@@ -16,11 +16,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-from shapes import SHAPES, Report, build, where
+from shapes import Report, build, common_parser, report_of
 
 import hf_paged
 from hf_paged.integration.identity import Glance, Identity, Survey, identity_of
@@ -194,20 +193,14 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {"calls": calls, "turns": turns, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu = torch.cuda.is_available()
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
-    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    parser = common_parser(__doc__, SECTIONS)
     parser.add_argument("--calls", type=int, default=64)
     parser.add_argument("--shared", type=int, default=1024)
     parser.add_argument("--own", type=int, default=128)
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=20, help="calls that look at the model, and that do not")
-    parser.add_argument("--json", type=Path, help="a file that gets each row as a line")
     options = parser.parse_args()
-    report = Report(where(options.device), {"shape": options.shape, "dtype": options.dtype}, options.json)
+    report = report_of(options)
     bench = Bench(options, report)
     for name in options.sections:
         begin = time.perf_counter()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from shapes import SHAPES, Report, build, where
+from shapes import SHAPES, Report, build, common_parser, report_of
 from traces import TRACES, Ask, trace
 
 from hf_paged import Engine
@@ -147,11 +147,7 @@ def measure(bench: Bench, report: Report) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
-    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    parser = common_parser(__doc__, engine=True)
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, default=256)
@@ -160,15 +156,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--share", type=int, default=5, help="the pool under pressure is the demand divided by it")
     parser.add_argument("--host-blocks", type=int)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--engine", type=json.loads, default={}, help="""options of the engine, such as '{"graphs": false}'""")
     parser.add_argument("--timeline", type=Path, help="a file that gets a line for each step of the runs under pressure")
-    parser.add_argument("--json", type=Path, help="a file that gets each row as a line")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
-    report = Report(where(options.device), {"shape": options.shape, "dtype": options.dtype, "engine": options.engine}, options.json)
+    report = report_of(options)
     measure(Bench(options), report)
     report.end()
 

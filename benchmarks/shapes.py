@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import platform
@@ -138,3 +139,24 @@ class Report:
         """Leave with an error if anything has failed."""
         if self.failed:
             sys.exit(f"failed: {'; '.join(self.failed)}")
+
+
+def common_parser(about: str | None, sections: Iterable[str] = (), engine: bool = False) -> argparse.ArgumentParser:
+    """The options that benchmarks have in common; `engine`: whether they take an engine's."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu, names = torch.cuda.is_available(), list(sections)
+    if names:
+        parser.add_argument("--sections", nargs="+", choices=names, default=names)
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
+    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    if engine:
+        parser.add_argument("--engine", type=json.loads, default={}, help="""options of the engine, such as '{"graphs": false}'""")
+    parser.add_argument("--json", type=Path, help="a file that gets each row as a line")
+    return parser
+
+
+def report_of(options: argparse.Namespace, **extra: Any) -> Report:
+    """The report of a run with these options; `extra` stands in every line of its file, too."""
+    kept = {name: getattr(options, name) for name in ("shape", "dtype", "engine") if hasattr(options, name)}
+    return Report(where(options.device), kept | extra, options.json)

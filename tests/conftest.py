@@ -10,6 +10,7 @@ import torch
 from families import BY_NAME, VOCABULARY, build
 
 import hf_paged
+from hf_paged.engine import Engine
 from hf_paged.integration.registry import memories
 from hf_paged.memory import store
 
@@ -49,6 +50,18 @@ def _nothing_built(tmp_path_factory: pytest.TempPathFactory) -> None:
 def llama() -> torch.nn.Module:
     """A fresh tiny Llama with grouped-query attention."""
     return build(BY_NAME["llama"])
+
+
+@pytest.fixture
+def model(llama: torch.nn.Module) -> torch.nn.Module:
+    """Of the fixture `engine`."""
+    return llama
+
+
+@pytest.fixture
+def engine(model: torch.nn.Module) -> Engine:
+    """A small engine, which everybody fills."""
+    return Engine(model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from families import BY_NAME, build
+from families import BY_NAME
 from test_engine_exact import PROMPTS, alone, answers
 from test_integration_quantized import EightBit
 
@@ -20,16 +20,6 @@ from hf_paged.integration.identity import Identity
 from hf_paged.memory import Unreadable
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
-
-
-@pytest.fixture
-def model() -> Any:
-    return build(BY_NAME["llama"])
-
-
-@pytest.fixture
-def engine(model: Any) -> Engine:
-    return Engine(model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8)
 
 
 @pytest.fixture(scope="module")

@@ -6,22 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, build
 from test_engine_exact import PROMPTS, alone, answers
 from test_engine_trouble import GREEDY, Does, Fails, assert_neighbours_unharmed, neighbours
 from transformers import LogitsProcessor
 
 from hf_paged.engine import Engine
-
-
-@pytest.fixture
-def model() -> Any:
-    return build(BY_NAME["llama"])
-
-
-@pytest.fixture
-def engine(model: Any) -> Engine:
-    return Engine(model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8)
 
 
 class Tokenizer:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from families import BY_NAME, VOCABULARY, build
+from families import VOCABULARY
 from test_engine_exact import PROMPTS, alone, answers
 from transformers import LogitsProcessor, StoppingCriteria
 
@@ -44,16 +44,6 @@ class Does(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.act()
         return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-@pytest.fixture
-def model() -> Any:
-    return build(BY_NAME["llama"])
-
-
-@pytest.fixture
-def engine(model: Any) -> Engine:
-    return Engine(model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8)
 
 
 def assert_neighbours_unharmed(engine: Engine, handles: list[Any]) -> None:

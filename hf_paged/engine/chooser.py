@@ -14,7 +14,7 @@ from .beams import BeamSearch, BeamStep, Contender, Continuations, step
 from .contest import Contest, apart
 from .job import Job
 from .output import TokenLogprob
-from .sampling import Warp, draw, warp
+from .sampling import Warp, best, draw, warp
 
 
 class Pick(NamedTuple):
@@ -154,8 +154,7 @@ def together(picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor,
     """
     rows = [row for pick in picks for row in pick.rows]
     scores = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
-    tokens = scores.argmax(-1)
-    broken = scores.gather(1, tokens[:, None])[:, 0].isnan()  # to torch NaN is the largest number
+    tokens, broken = best(scores)
     drawn = [pick for pick in picks if pick.job.asked.sampled]
     if drawn:
         sampled = [pick.job.asked.sampled for pick in picks for _ in pick.rows]

@@ -91,8 +91,13 @@ class Pieces(Sequence[Piece]):
         assert latest.tokens is not None
         places = latest.places()
         at = [places[each] if token == UNKNOWN else -1 for each, token in zip(sequences, told, strict=True)]
-        ids, found = upload([told, at], device)
-        return torch.where(found < 0, ids, latest.tokens[found.clamp(min=0)])
+        return merged(told, at, latest.tokens)
+
+
+def merged(told: list[int], places: list[int], latest: torch.Tensor) -> torch.Tensor:
+    """Tokens on the device of `latest` [sequences]: those told, or from their places there where these are not -1."""
+    ids, found = upload([told, places], latest.device)
+    return torch.where(found < 0, ids, latest[found.clamp(min=0)])
 
 
 def split(pieces: Sequence[Piece]) -> tuple[Stride | None, Sequence[Piece]]:

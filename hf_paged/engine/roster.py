@@ -10,7 +10,7 @@ import torch
 from ..memory.upload import upload
 from ..scheduling import UNKNOWN, Group, Sequence, Stride
 from .job import Job
-from .sampling import Warp, draw, warp
+from .sampling import Warp, best, draw, warp
 
 _place_of = attrgetter("place")
 
@@ -33,8 +33,7 @@ class Roster:
 
     def choose(self, logits: torch.Tensor, stride: Stride) -> tuple[torch.Tensor, torch.Tensor]:
         """The crew's next tokens by logits [crew, vocabulary], and whether they have NaN among them. Nobody waits for the device."""
-        tokens = logits.argmax(-1)
-        broken = logits.gather(1, tokens[:, None])[:, 0].isnan()  # to torch NaN is the largest number
+        tokens, broken = best(logits)
         if self._drawn:
             every = len(self._drawn) == len(self.jobs)
             places = None if every else upload(self._drawn, logits.device)

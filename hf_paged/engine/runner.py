@@ -21,7 +21,7 @@ from ..memory.upload import upload
 from .cache import StepCache
 from .decoding import Decoding
 from .encoding import Encoder, Source
-from .pieces import Piece, Pieces
+from .pieces import Piece, Pieces, merged
 from .pools import Pools
 from .support import Unservable, longest
 
@@ -113,8 +113,7 @@ class Runner:
         for piece in pieces:
             places += [-1] * (len(piece.tokens) - 1)
             places.append(-1 if piece.follows is None else piece.follows)
-        ids, found = upload([told, places], self.device)
-        return torch.where(found < 0, ids, latest[found.clamp(min=0)])
+        return merged(told, places, latest)
 
     def flat(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
         """The step as one flat row, operation by operation."""

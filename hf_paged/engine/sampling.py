@@ -35,6 +35,12 @@ def warp_of(processors: Sequence[Any]) -> Warp | None:
     return Warp(**{_FIELD_OF[type(processor)]: getattr(processor, _FIELD_OF[type(processor)]) for processor in processors})
 
 
+def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens [rows] with the best scores [rows, vocabulary], and which rows have NaN among them."""
+    tokens = scores.argmax(-1)
+    return tokens, scores.gather(1, tokens[:, None])[:, 0].isnan()  # to torch NaN is the largest number
+
+
 def warp(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
     """The scores [rows, vocabulary] under each row's temperature, with -inf for what its cuts leave out."""
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from ..memory import Contents, Reading, Tags
-from .quantized import PLAIN_TENSORS, looks_around, scales_of
+from ..memory import PLAIN_TENSORS, Contents, Reading, Tags
+from .quantized import looks_around, scales_of
 from .switch import original_implementation
 
 PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
-"""Types that keep nothing beside their numbers."""
 NESTED = 2
 """How deep a weight's scales may lie in objects: scales of scales (bitsandbytes' double quantization)."""
 

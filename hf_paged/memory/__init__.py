@@ -1,7 +1,7 @@
 """The tensors: pools of keys and values, and the index tensors of a step. No policy beyond the size of a pool."""
 
 from .batch import Batch
-from .fingerprint import Contents, Reading, Tags, Unreadable
+from .fingerprint import PLAIN_TENSORS, Contents, Reading, Tags, Unreadable
 from .flat import FlatBatch
 from .group import Group, Kind, Memory, is_out_of_memory
 from .history import History
@@ -16,7 +16,7 @@ from .static import Ranks, StaticBatch
 from .store import Layout, Pages, Store, alike
 
 __all__ = [
-    "Batch", "Contents", "FlatBatch", "Found", "Group", "History", "HostBlocks", "Kind", "Layout", "Memory", "Ops", "Pages", "Prefix",
-    "Ranks", "Reading", "Rows", "Seen", "Sequences", "StaticBatch", "StaticSpans", "Store", "Tags", "Trip", "TritonOps", "Unreadable",
-    "alike", "begin_with", "count", "is_out_of_memory", "longest", "multiply",
+    "PLAIN_TENSORS", "Batch", "Contents", "FlatBatch", "Found", "Group", "History", "HostBlocks", "Kind", "Layout", "Memory", "Ops",
+    "Pages", "Prefix", "Ranks", "Reading", "Rows", "Seen", "Sequences", "StaticBatch", "StaticSpans", "Store", "Tags", "Trip",
+    "TritonOps", "Unreadable", "alike", "begin_with", "count", "is_out_of_memory", "longest", "multiply",
 ]  # fmt: skip

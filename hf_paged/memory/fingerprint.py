@@ -22,7 +22,7 @@ PIECE = 2**20
 """Words that are boiled down to one number, in turns."""
 TURN = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
 """Bytes of a device that one look reads beside the samples: smaller models are read whole every time."""
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 """Kinds of tensors that are one piece of memory; others are asked."""
 Place = tuple[torch.device, bool]
 """A device, and whether what lies there is read by address."""
@@ -206,7 +206,7 @@ def _by_place(tensors: Sequence[torch.Tensor]) -> dict[Place, list[torch.Tensor]
 
 def _wraps(tensor: torch.Tensor) -> bool:
     """Whether a tensor consists of others, and has no memory of its own."""
-    return type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__")
+    return type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "__tensor_flatten__")
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
