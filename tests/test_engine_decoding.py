@@ -50,6 +50,22 @@ def test_requests_come_and_go_over_one_graph(llama: Any) -> None:
     assert [answers(output) for output in outputs] == [alone(llama, prompt, **GREEDY) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize(("worth", "rows"), [(1000, {3}), (4, {2, 3})])
+def test_a_larger_graph_stands_in(worth: int, rows: set[int], llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of three has ended the graph of three goes on with two, until it has computed enough rows for nobody."""
+    monkeypatch.setattr("hf_paged.engine.decoding.WORTH", worth)
+    lengths = [6, 24, 24]
+    with Engine(llama, block_size=4, max_batch_sequences=3, max_batch_tokens=64) as engine:
+        for _ in range(2):
+            asked = [{"max_new_tokens": new, "min_new_tokens": new, "do_sample": False} for new in lengths]
+            handles = [engine.submit(prompt, **one) for prompt, one in zip(PROMPTS[1:4], asked, strict=True)]
+            outputs = [handle.result() for handle in handles]
+            assert [answers(output) for output in outputs] == [
+                alone(llama, prompt, **one) for prompt, one in zip(PROMPTS[1:4], asked, strict=True)
+            ]
+        assert {shape.rows for shape in decoding(engine)._steps if shape.form == "single"} == rows
+
+
 def test_a_model_that_changes_between_two_steps(llama: Any) -> None:
     with Engine(llama, block_size=4) as engine:
         engine.generate([PROMPTS[0]], **GREEDY)

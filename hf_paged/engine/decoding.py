@@ -37,8 +37,8 @@ logger = logging.getLogger("hf_paged")
 
 AFTER = 2
 """A step of so many rows is captured when it comes for this time."""
-OFTEN = 100
-"""As long as it has come less often, a graph for more rows may do."""
+WORTH = 10_000
+"""As long as it has computed fewer rows for nobody, a graph for more rows may do: so many cost about what a capture does (8B, H200)."""
 WIDTHS = [64 * 8**i for i in range(8)]
 """Blocks of a row in the tables of graphs."""
 ROOM = 1.5
@@ -93,6 +93,8 @@ class Decoding:
         self.compilation = Compilation() if runner.pools.config.compile else None
         self._steps: dict[Shape, _Step] = {}
         self._seen: Counter[Shape] = Counter()
+        self._idle: Counter[Shape] = Counter()
+        """The rows that graphs for more have computed for nobody, where they stood in."""
         self._pool: Any = None
         self._logits: torch.Tensor | None = None
         self._lookout: Lookout | None = None
@@ -130,12 +132,12 @@ class Decoding:
         return step.logits[: len(pieces) - len(others) + sum([piece.wanted for piece in others])]
 
     def _fitting(self, shape: Shape) -> _Step | None:
-        """The trusted graph for a shape: its own, or until the shape has come often, one that has not much too much room."""
+        """The trusted graph for a shape: its own, or until that would have been worth while, one that has not much too much room."""
         own = self._steps.get(shape)
         if own is not None:
             return own if own.agreed >= AGREE else None
         self._seen[shape] += 1
-        if self._seen[shape] > OFTEN and shape not in self.reasons:
+        if self._idle[shape] > WORTH and shape not in self.reasons:
             return None
         rows, width, form = shape
         fits = [
@@ -143,7 +145,11 @@ class Decoding:
             if step.agreed >= AGREE and rows <= known.rows <= ROOM * rows and width <= known.width
             and (form == known.form or (form, known.form) == ("single", "rows"))
         ]  # fmt: skip
-        return self._steps[min(fits)] if fits else None
+        if not fits:
+            return None
+        best = min(fits)
+        self._idle[shape] += best.rows - rows
+        return self._steps[best]
 
     def learn(self, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> None:
         """After pieces were computed without a graph: capture the step, or see whether its graph says the same."""
@@ -160,7 +166,7 @@ class Decoding:
         except Exception as error:
             self._steps.pop(shape, None)
             if is_out_of_memory(error):
-                self._seen[shape] = -200  # there may be room later
+                self._seen[shape], self._idle[shape] = -200, 0  # there may be room later
                 return
             self.reasons[shape] = f"{type(error).__name__}: {error}".split("\n")[0]
             logger.info("a decoding step of the engine is not captured: %s", self.reasons[shape])
@@ -171,6 +177,7 @@ class Decoding:
         """Drop every graph: the model or the pools are not what they were."""
         self._steps.clear()
         self._seen.clear()
+        self._idle.clear()
         self._lookout = None
 
     # ---- what a step is captured for
