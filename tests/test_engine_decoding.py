@@ -139,8 +139,9 @@ def test_long_prompts_are_no_rows(llama: Any, monkeypatch: pytest.MonkeyPatch) -
         assert decoding(engine).counts == {"captured": 1, "replayed": 1}
 
 
-def test_all_graphs_answer_in_one_place(llama: Any) -> None:
+def test_all_graphs_answer_in_one_place(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for the logits of one step, however many graphs there are."""
+    monkeypatch.setattr("hf_paged.engine.decoding.WORTH", 0)
     with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
         engine.generate(PROMPTS * 3, **GREEDY)
         steps = decoding(engine)._steps.values()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -38,17 +38,17 @@ logger = logging.getLogger("hf_paged")
 AFTER = 2
 """A step of so many rows is captured when it comes for this time."""
 WORTH = 10_000
-"""As long as it has computed fewer rows for nobody, a graph for more rows may do: so many cost about what a capture does (8B, H200)."""
+"""As long as they have computed fewer rows for nobody, graphs for more rows stand in: so many cost about what a capture does (8B, H200)."""
 WIDTHS = [64 * 8**i for i in range(8)]
 """Blocks of a row in the tables of graphs."""
-ROOM = 1.5
-"""How many times the rows such a graph may have."""
 MOST_PAIRS = 2**17
 """How many tokens those of prompts may look at in one step, each counted by itself: beyond, one tile for many of them is faster."""
 MOST_IN_TORCH = 2**17
 """The same where plain torch reads, to which spans are rows like others."""
 Form = Literal["single", "rows", "spans"]
 """Whether all rows are sequences whose logits are wanted; if not, what chunks of prompts are."""
+FORMS: tuple[Form, ...] = get_args(Form)
+"""Each can hold what those before it can."""
 
 
 class Shape(NamedTuple):
@@ -132,7 +132,7 @@ class Decoding:
         return step.logits[: len(pieces) - len(others) + sum([piece.wanted for piece in others])]
 
     def _fitting(self, shape: Shape) -> _Step | None:
-        """The trusted graph for a shape: its own, or until that would have been worth while, one that has not much too much room."""
+        """The trusted graph for a shape: its own, or as long as that costs less than a capture, the next larger one."""
         own = self._steps.get(shape)
         if own is not None:
             return own if own.agreed >= AGREE else None
@@ -142,12 +142,11 @@ class Decoding:
         rows, width, form = shape
         fits = [
             known for known, step in self._steps.items()
-            if step.agreed >= AGREE and rows <= known.rows <= ROOM * rows and width <= known.width
-            and (form == known.form or (form, known.form) == ("single", "rows"))
+            if step.agreed >= AGREE and rows <= known.rows and width <= known.width and form in FORMS[: FORMS.index(known.form) + 1]
         ]  # fmt: skip
         if not fits:
             return None
-        best = min(fits)
+        best = min(fits, key=lambda known: (known.rows, FORMS.index(known.form), known.width))
         self._idle[shape] += best.rows - rows
         return self._steps[best]
 
