@@ -22,7 +22,7 @@ from ..integration.compiled import Compilation, CompiledFusion, reason_of
 from ..integration.fused import Fusion, fused
 from ..integration.graph import AGREE, SMALLEST_WIDTH, WIDEST, agree, bucket_of
 from ..integration.lazy import NotCapturable
-from ..integration.lengths import lengths_on_device
+from ..integration.lengths import LengthsOnDevice, lengths_on_device
 from ..integration.lookout import Lookout
 from ..integration.products import lay_side_by_side
 from ..integration.state import ModelState
@@ -37,8 +37,9 @@ logger = logging.getLogger("hf_paged")
 
 AFTER = 2
 """A step of so many rows is captured when it comes for this time."""
-WORTH = 10_000
-"""As long as they have computed fewer rows for nobody, graphs for more rows stand in: so many cost about what a capture does (8B, H200)."""
+ROOM, WORTH = 1.5, 5_000
+"""How many times the rows of a step a graph may have to stand in for its own, and as long as it has computed fewer rows for nobody: so
+many cost about what a capture does (8B, H200)."""
 WIDTHS = [64 * 8**i for i in range(8)]
 """Blocks of a row in the tables of graphs."""
 MOST_PAIRS = 2**17
@@ -95,6 +96,8 @@ class Decoding:
         self._seen: Counter[Shape] = Counter()
         self._idle: Counter[Shape] = Counter()
         """The rows that graphs for more have computed for nobody, where they stood in."""
+        self._rehearsed: dict[Form, LengthsOnDevice | None] = {}
+        """Of which forms a step may be captured, and what for the model's counting."""
         self._pool: Any = None
         self._logits: torch.Tensor | None = None
         self._lookout: Lookout | None = None
@@ -142,7 +145,8 @@ class Decoding:
         rows, width, form = shape
         fits = [
             known for known, step in self._steps.items()
-            if step.agreed >= AGREE and rows <= known.rows and width <= known.width and form in FORMS[: FORMS.index(known.form) + 1]
+            if step.agreed >= AGREE and rows <= known.rows <= ROOM * rows and width <= known.width
+            and FORMS.index(form) <= FORMS.index(known.form)
         ]  # fmt: skip
         if not fits:
             return None
@@ -177,6 +181,7 @@ class Decoding:
         self._steps.clear()
         self._seen.clear()
         self._idle.clear()
+        self._rehearsed.clear()
         self._lookout = None
 
     # ---- what a step is captured for
@@ -275,25 +280,39 @@ class Decoding:
         if not step.state.steady:
             raise NotCapturable("somebody's hooks run in the model")
         fusion = Fusion(model, next(iter(groups.values())).captured_ops.kernels)
-        stores = [data for group in groups.values() for data in group.tensors]
-        static = [step.logits, *(tensor for batch in batches.values() for tensor in batch.tensors)]
-        static += [] if places is None else [places]
         self._load(step, pieces, latest)
-        with Rehearsal(device, [*model.parameters(), *model.buffers(), ids, *static, *stores]):
-            self._forward(step, fusion)
+        self._rehearse(step, fusion, shape.form)
+        lengths = self._rehearsed[shape.form]
         compiled = self._compiled(step, fusion, pieces, latest)
         if self._state() != step.state:
             raise NotCapturable("the model's forward changes the model")
         self._load(step, pieces, latest)
         if device.type == "cuda" and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        step.replay, _ = RECORDERS[device.type](partial(self._forward, step, compiled or fusion), self._pool, device)
+        step.replay, _ = RECORDERS[device.type](partial(self._forward, step, compiled or fusion, lengths), self._pool, device)
         step.compiled = compiled is not None
         self._steps[shape] = step
         self.counts["captured"] += 1
         if step.compiled:
             self.counts["compiled"] += 1
         return step
+
+    def _rehearse(self, step: _Step, fusion: Fusion, form: Form) -> None:
+        """Run the step outside its graph: what is compiled for so many rows is. The first of a form is watched, which takes long.
+
+        Others of the form run the same code on other sizes. What must not be captured there either does not depend on them, or fails
+        in the capture itself: whatever the host waits for.
+        """
+        if form in self._rehearsed:
+            self._forward(step, fusion, self._rehearsed[form])
+            return
+        model, lengths = self.runner.model, LengthsOnDevice()
+        stores = [data for group in self.runner.pools.groups.values() for data in group.tensors]
+        static = [step.ids, step.logits, *(tensor for batch in step.batches.values() for tensor in batch.tensors)]
+        static += [] if step.places is None else [step.places]
+        with Rehearsal(self.runner.device, [*model.parameters(), *model.buffers(), *static, *stores]):
+            self._forward(step, fusion, lengths)
+        self._rehearsed[form] = lengths if lengths.met else None
 
     def _compiled(self, step: _Step, fusion: Fusion, pieces: Sequence[Piece], latest: torch.Tensor | None) -> CompiledFusion | None:
         """The step with compiled layers, run once; None if they are not wanted, or cannot be had."""
@@ -302,7 +321,7 @@ class Decoding:
         try:
             made = CompiledFusion(self.runner.model, fusion.kernels, self.compilation, self.runner.cache.layers)
             self._load(step, pieces, latest)
-            self._forward(step, made)
+            self._forward(step, made, LengthsOnDevice())
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -327,9 +346,9 @@ class Decoding:
                 self._logits = torch.empty(self._most, vocabulary, device=self.runner.device)
         return self._logits
 
-    def _forward(self, step: _Step, fusion: Fusion) -> None:
+    def _forward(self, step: _Step, fusion: Fusion, lengths: LengthsOnDevice | None) -> None:
         """What is captured: the step of all rows, each at its own position, and the logits of those that are wanted."""
-        with fused(fusion), lengths_on_device(self.runner.model):
+        with fused(fusion), lengths_on_device(self.runner.model, lengths):
             self._run(step)
 
     def _run(self, step: _Step) -> None:
