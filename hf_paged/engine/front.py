@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import torch
@@ -16,6 +18,7 @@ from ..blocks import extra_key
 from ..scheduling import Infeasible, Request
 from .asking import read
 from .background import Background
+from .custody import Custody, Spoiled
 from .encoding import Source
 from .handle import Handle
 from .job import Job
@@ -103,11 +106,15 @@ class Front(ABC):
             for prompt in _each(prompts):
                 handles.append(self.submit(prompt, generation_config, **keywords))
             with tqdm(total=len(handles), unit="request", delay=0 if progress else LONG_WORK, disable=progress is False) as bar:
+
+                def show() -> None:
+                    bar.update(sum(each.done for each in handles) - bar.n)
+
                 for handle in handles:
                     while not handle.done:
-                        self.drive(handle._job)
-                        bar.update(sum(each.done for each in handles) - bar.n)
-                bar.update(len(handles) - bar.n)
+                        self._drive(handle._job, ended=show)
+                        show()
+                show()
         except BaseException:
             for handle in handles:
                 handle.cancel()
@@ -167,6 +174,8 @@ class Front(ABC):
             with self._lock:
                 if not self._stepping:
                     self._sweep()
+                with suppress(Spoiled):  # those whom it concerns have ended
+                    self._let_go()
 
     def turn(self) -> bool:
         """A step, if there is anything to do; the answer is whether there may be more. The engine's thread calls it."""
@@ -177,19 +186,53 @@ class Front(ABC):
             if self._paused:
                 self._sweep()
             if self._paused or not self._busy:
+                self._let_go()
                 return False
-            self.step()
+            try:
+                self._advance()
+            except BaseException:
+                with suppress(Spoiled):
+                    self._let_go()
+                raise
             return True
 
     def drive(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
-        """Bring a job forward by a step of everybody's, or wait for what the thread makes of it. Handles call it."""
+        """Take everybody's steps until a job has ended, or has `each` increment, or the time is over; or wait for what the thread makes
+        of it. Handles call it."""
+        self._drive(job, each, timeout)
+
+    def _drive(self, job: Job, each: bool = False, timeout: float | None = None, ended: Callable[[], object] = lambda: None) -> None:
+        """The same; `ended` is told whenever anybody has."""
+        end = None if timeout is None else time.monotonic() + timeout
+        if not self._others_drive:
+            with self._driving():
+                while job.output is None and not self._others_drive:
+                    with self._lock:
+                        if job.output is None and self._advance():
+                            ended()
+                    if (each and job.news) or (end is not None and time.monotonic() >= end):
+                        return
         thread = self._thread
-        if thread is not None and not thread.own:
-            thread.wait(job, each, timeout)
-            return
-        with self._lock:
-            if job.output is None:
-                self.step()
+        if thread is not None and job.output is None:
+            thread.wait(job, each, None if end is None else end - time.monotonic())
+
+    @property
+    def _others_drive(self) -> bool:
+        """Whether there is a thread that drives, and it is not the one that asks."""
+        thread = self._thread
+        return thread is not None and not thread.own
+
+    @contextmanager
+    def _driving(self) -> Iterator[None]:
+        """Whoever drives has done anything before this, and will do anything after it."""
+        self._custody.lend()
+        try:
+            yield
+        except BaseException:
+            with suppress(Spoiled):
+                self._let_go()
+            raise
+        self._let_go()
 
     async def arrival(self, job: Job, each: bool = False) -> None:
         """Wait for the end of a job, or for `each` increment, without holding up the event loop. Handles call it."""
@@ -216,9 +259,15 @@ class Front(ABC):
 
     # ---- what the engine behind it does
 
+    _custody: Custody
+
     @abstractmethod
-    def step(self) -> list[Output]:
-        """One step of everybody's."""
+    def _advance(self) -> list[Output]:
+        """One step of everybody's, in a row of them."""
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """The row of steps is over: raise Spoiled if somebody has changed the weights meanwhile."""
 
     @property
     @abstractmethod
