@@ -110,9 +110,10 @@ class Front(ABC):
                 def show() -> None:
                     bar.update(sum(each.done for each in handles) - bar.n)
 
+                self._drive([handle._job for handle in handles], lambda: False, ended=show)
                 for handle in handles:
-                    while not handle.done:
-                        self._drive(handle._job, ended=show)
+                    if not handle.done:  # a thread drives
+                        handle.result()
                         show()
                 show()
         except BaseException:
@@ -199,22 +200,24 @@ class Front(ABC):
     def drive(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
         """Take everybody's steps until a job has ended, or has `each` increment, or the time is over; or wait for what the thread makes
         of it. Handles call it."""
-        self._drive(job, each, timeout)
-
-    def _drive(self, job: Job, each: bool = False, timeout: float | None = None, ended: Callable[[], object] = lambda: None) -> None:
-        """The same; `ended` is told whenever anybody has."""
         end = None if timeout is None else time.monotonic() + timeout
-        if not self._others_drive:
-            with self._driving():
+        self._drive([job], lambda: (each and bool(job.news)) or (end is not None and time.monotonic() >= end))
+        thread = self._thread
+        if thread is not None and job.output is None:
+            thread.wait(job, each, None if end is None else end - time.monotonic())
+
+    def _drive(self, jobs: list[Job], enough: Callable[[], bool], ended: Callable[[], object] = lambda: None) -> None:
+        """Take steps until all jobs have ended, or it is enough, or a thread does it; `ended` is told of steps in which anybody has."""
+        if self._others_drive:
+            return
+        with self._driving():
+            for job in jobs:
                 while job.output is None and not self._others_drive:
                     with self._lock:
                         if job.output is None and self._advance():
                             ended()
-                    if (each and job.news) or (end is not None and time.monotonic() >= end):
+                    if enough():
                         return
-        thread = self._thread
-        if thread is not None and job.output is None:
-            thread.wait(job, each, None if end is None else end - time.monotonic())
 
     @property
     def _others_drive(self) -> bool:

@@ -93,6 +93,12 @@ class Runner:
             rows = [logits for piece in pieces for logits in self._row(piece, latest)]
             return torch.cat(rows or [torch.empty(0, 0, device=self.device)])
 
+    def look(self) -> None:
+        """See whether the captured steps are still of the model as it is."""
+        if self.decoding is not None:
+            with self.pools.memory.lock, self._plugged():
+                self.decoding.look()
+
     def _quickly(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
         """From a captured step if there is one."""
         if self.decoding is None:

@@ -123,8 +123,7 @@ class Steps:
         """Before anybody ends, or somebody else's code runs: see whether the model is what it was, if this step has not seen it."""
         if self.runner.custody.unseen:
             self.weights.require_untouched(len(self.scheduler.running))
-            if self.runner.decoding is not None:
-                self.runner.decoding.look()
+            self.runner.look()
 
     def start_over(self, error: BaseException) -> None:
         """Something broke into the middle of a step. What was computed is not known, so nobody holds anything any more.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -45,8 +47,7 @@ class Weights:
 
     def memory(self) -> list[object]:
         """Whatever holds the memory of the model's tensors: while somebody has it, that is not given to anybody else."""
-        modules = [own for module in self._model.modules() for own in (module._parameters, module._buffers) if own]
-        return [_memory_of(tensor) for own in modules for tensor in own.values() if tensor is not None]
+        return [_memory_of(tensor) for tensor in chain.from_iterable([*self._holders, *self._buffers]) if tensor is not None]
 
     def changed(self) -> bool:
         """Whether anything is different since the last look, content, settings and adapters included; this is a look.
@@ -60,7 +61,8 @@ class Weights:
 
     def _look(self) -> None:
         # Modules' own dicts: a parameter that is replaced is seen, and nothing is walked in every step.
-        self._holders = [module._parameters for module in self._model.modules() if module._parameters]
+        self._holders = [module._parameters.values() for module in self._model.modules() if module._parameters]
+        self._buffers = [module._buffers.values() for module in self._model.modules() if module._buffers]
         self._names = _names(self._holders)
         identity = identity_of(self._model)
         try:
@@ -75,9 +77,9 @@ class Weights:
             self._unreadable = True
 
 
-def _names(holders: list[dict[str, nn.Parameter | None]]) -> tuple[list[int], ...]:
+def _names(holders: Iterable[Iterable[nn.Parameter | None]]) -> tuple[list[int], ...]:
     """Of every parameter which one it is, where it lies, and how often it was written. All at once: this is asked in every step."""
-    parameters = [parameter for holder in holders for parameter in holder.values() if parameter is not None]
+    parameters = [parameter for parameter in chain.from_iterable(holders) if parameter is not None]
     return list(map(id, parameters)), list(map(torch.Tensor.data_ptr, parameters)), list(map(_version_of, parameters))
 
 
