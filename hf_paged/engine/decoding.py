@@ -126,8 +126,8 @@ class Decoding:
             return None
         self._load(step, pieces, latest)
         step.replay()
-        # The model is anybody's between two steps: it is looked at while the device works.
-        if self._state() != step.state:
+        # What somebody may have done to the model is looked for while the device works.
+        if not self._stands(step):
             self.forget()
             return None
         self.counts["replayed"] += 1
@@ -220,6 +220,23 @@ class Decoding:
 
     def _pools(self) -> tuple[int, ...]:
         return tuple(data.data_ptr() for group in self.runner.pools.groups.values() for data in group.tensors)
+
+    def look(self) -> None:
+        """See whether the model is still the one that the steps were captured over."""
+        if self._steps and any(not self._is_of(step, self._state()) for step in self._steps.values()):
+            self.forget()
+
+    def _stands(self, step: _Step) -> bool:
+        """Whether the model is still the one that a step was captured over, as far as somebody has to look in this step."""
+        if self._lookout is None or not self.runner.custody.unseen:
+            return self._is_of(step, self._state())
+        return self._is_of(step, self._lookout.state)
+
+    @staticmethod
+    def _is_of(step: _Step, state: ModelState) -> bool:
+        if step.state is not state and step.state == state:
+            step.state = state  # a state that was read again: the next comparison is of one object with itself
+        return step.state is state
 
     def _state(self) -> ModelState:
         model = self.runner.model

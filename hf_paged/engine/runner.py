@@ -19,6 +19,7 @@ from ..memory import Batch, FlatBatch, Kind
 from ..memory.group import is_out_of_memory
 from ..memory.upload import upload
 from .cache import StepCache
+from .custody import Custody
 from .decoding import Decoding
 from .encoding import Encoder, Source
 from .pieces import Piece, Pieces, merged
@@ -51,6 +52,8 @@ class Runner:
 
     def __init__(self, model: nn.Module, pools: Pools) -> None:
         self.model, self.pools = model, pools
+        self.custody = Custody()
+        """The model runs its own code in here, whoever wrote it; and a captured step takes it for what it was."""
         self.device: torch.device = model.device  # type: ignore[assignment]  # transformers' models have one
         """Where the token ids go."""
         self.cache = StepCache(pools)
@@ -88,8 +91,15 @@ class Runner:
         with self.pools.memory.lock, self._plugged(), torch.no_grad():
             if self.form == "flat":
                 return self._quickly(pieces, latest)
+            self.custody.lend()
             rows = [logits for piece in pieces for logits in self._row(piece, latest)]
             return torch.cat(rows or [torch.empty(0, 0, device=self.device)])
+
+    def look(self) -> None:
+        """See whether the captured steps are still of the model as it is."""
+        if self.decoding is not None:
+            with self.pools.memory.lock, self._plugged():
+                self.decoding.look()
 
     def _quickly(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
         """From a captured step if there is one."""
@@ -119,6 +129,7 @@ class Runner:
 
     def flat(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
         """The step as one flat row, operation by operation."""
+        self.custody.lend()
         counts = [len(piece.tokens) for piece in pieces]
         batches = {kind: FlatBatch([piece.tables[i] for piece in pieces], counts) for i, kind in enumerate(self.pools.groups)}
         self.cache.begin(batches)
