@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from families import BY_NAME
+from families import BY_NAME, build
 from test_engine_exact import PROMPTS, alone, answers
 from test_integration_quantized import EightBit
 
@@ -49,12 +49,34 @@ def test_text_chat_and_ids(stories: Engine) -> None:
         ([], "empty"),
         ([[1, 2], [3, 4]], "one sequence"),
         ([1.5], "one sequence"),
+        (b"text", "one sequence"),
+        ([5, 96], "token id 96 .* from 0 to 95"),
+        ([-1, 5], "token id -1 .* from 0 to 95"),
         (None, "needs a prompt"),
     ],
 )
 def test_other_prompts_are_refused(engine: Engine, prompt: Any, error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=error):
         engine.submit(prompt)
+
+
+@pytest.mark.parametrize("priority", ["high", None, float("nan"), 1.5])
+def test_a_priority_is_a_whole_number(model: Any, priority: Any) -> None:
+    """Anything else could not be put in order, and would break the queue of everybody."""
+    with Engine(model, num_blocks=40, policy="priority") as engine:
+        handle = engine.submit(PROMPTS[0], priority=1, **GREEDY)
+        with pytest.raises(TypeError, match=r"priority=.* is not an int"):
+            engine.submit(PROMPTS[1], priority=priority, **GREEDY)
+        assert answers(handle.result()) == alone(model, PROMPTS[0], **GREEDY)
+
+
+def test_ids_that_an_encoder_decoder_does_not_know() -> None:
+    with Engine(build(BY_NAME["bart"]), num_blocks=40) as engine:
+        with pytest.raises(ValueError, match="token id 96"):
+            engine.submit([5, 96], **GREEDY)
+        with pytest.raises(ValueError, match="token id -7"):
+            engine.submit([5, 6], decoder_input_ids=[-7], **GREEDY)
+        assert engine.generate([[5, 6]], **GREEDY)[0].finish_reason in ("stop", "length")
 
 
 # ---- answers
