@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -323,6 +324,60 @@ def test_weights_that_change_under_requests(model: Any, engine: Engine) -> None:
     tokens = answers(handle.result())[0]
     assert tokens[: len(said)] == said
     assert tokens[len(said) :] == alone(model, PROMPTS[3] + said, max_new_tokens=10 - len(said), do_sample=False)[0]
+
+
+def _scale(tuned: Any) -> None:
+    for module in tuned.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["first"] *= 3
+
+
+UNDER_REQUESTS: dict[str, Callable[[Any], object]] = {
+    "switched": lambda tuned: tuned.set_adapter("second"),
+    "disabled": lambda tuned: tuned.base_model.disable_adapter_layers(),
+    "merged": lambda tuned: tuned.merge_adapter(),
+    "scaled": _scale,
+    "deleted": lambda tuned: tuned.delete_adapter("first"),
+    "setting": lambda tuned: setattr(tuned.base_model.model.model.layers[0].self_attn, "scaling", 0.9),
+    "replaced": lambda tuned: setattr(tuned.base_model.model.model.layers[1], "mlp", torch.nn.Identity()),
+    "patched": lambda tuned: setattr(tuned.base_model.model.model.layers[1].mlp, "forward", lambda x: x * 2),
+}
+
+
+@pytest.mark.parametrize("change", UNDER_REQUESTS)
+def test_settings_and_adapters_that_change_under_requests(llama: Any, change: str) -> None:
+    """C24: blocks of one adapter must not be found under another, by requests that come while others run."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(llama, config, adapter_name="first")
+    tuned.add_adapter("second", config)
+    tuned.eval()
+    with Engine(tuned, block_size=4, num_blocks=60) as engine:
+        engine.submit(PROMPTS[3], max_new_tokens=40, do_sample=False)
+        for _ in range(5):
+            engine.step()
+        UNDER_REQUESTS[change](tuned)
+        late = engine.submit(PROMPTS[3], **GREEDY)
+        with pytest.raises(RuntimeError, match="changed under 1 running"):
+            engine.step()
+        engine.pause()
+        engine.resume()
+        assert answers(late.result()) == alone(tuned, PROMPTS[3], **GREEDY)
+
+
+def test_what_is_no_change_under_requests(model: Any, engine: Engine) -> None:
+    """Calls of the model's own, attention weights asked for, equal settings, somebody who looks on, a longer forward."""
+    handle = engine.submit(PROMPTS[3], **GREEDY)
+    engine.step()
+    ids = torch.tensor([PROMPTS[1]])
+    model.generate(ids, max_new_tokens=3, num_beams=2)
+    engine.step()
+    model.generate(ids, max_new_tokens=3, cache_implementation="paged", output_attentions=True, return_dict_in_generate=True)
+    engine.step()
+    model.model.layers[0].self_attn.scaling = float(str(model.model.layers[0].self_attn.scaling))
+    with model.model.layers[0].register_forward_hook(lambda module, given, answer: None):
+        engine.step()
+    model(torch.tensor([PROMPTS[3] * 3]))
+    assert answers(handle.result()) == alone(model, PROMPTS[3], **GREEDY)
 
 
 @pytest.mark.parametrize("way", ["data", "replaced", "loaded"])

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..integration.identity import identity_of
 from ..memory import Unreadable
+from .settings import Settings
 
 logger = logging.getLogger("hf_paged")
 _version_of = attrgetter("_version")
@@ -22,11 +23,12 @@ class Weights:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._unreadable = False
+        self._settings: Settings | None = None
         self._look()
 
     def touched(self) -> bool:
-        """Whether a parameter was written or replaced in the way that torch counts. Cheap, for every step."""
-        return self._names != _names(self._holders)
+        """Whether a parameter was written or replaced in the way that torch counts, or a setting is another. Cheap, for every step."""
+        return self._names != _names(self._holders) or self._settings is None or self._settings.changed()
 
     def changed(self) -> bool:
         """Whether anything is different since the last look, content, settings and adapters included; this is a look.
@@ -41,6 +43,8 @@ class Weights:
         # Modules' own dicts: a parameter that is replaced is seen, and nothing is walked in every step.
         self._holders = [module._parameters for module in self._model.modules() if module._parameters]
         self._names = _names(self._holders)
+        if self._settings is None or self._settings.changed():
+            self._settings = Settings(self._model)
         identity = identity_of(self._model)
         try:
             glance = identity.begin(self._model, self._model.forward)
