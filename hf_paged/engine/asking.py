@@ -248,7 +248,11 @@ def _for_encoder(
             raise ValueError(f"{type(model).__name__} takes no text; give {name}=..., and decoder_input_ids if it shall begin with some")
         features = input_features[None] if input_features.ndim == 2 else input_features
         ids, inputs = (), features.detach().to(model.device, model.dtype, copy=True)
-    begin = {} if decoder_input_ids is None else {"decoder_input_ids": torch.tensor([prompt_tokens(decoder_input_ids, tokenizer)])}
+    begin = (
+        {}
+        if decoder_input_ids is None
+        else {"decoder_input_ids": torch.tensor([prompt_tokens(decoder_input_ids, tokenizer)], device="cpu")}
+    )
     start = config._decoder_start_token_tensor.cpu()
     found, _ = model._prepare_decoder_input_ids_for_generation(1, name, begin, start, torch.device("cpu"))
     begun = _known(tuple(found[0].tolist()), model.get_decoder())
@@ -267,7 +271,7 @@ def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: G
 def _seed(seed: int | None) -> int:
     """The request's seed; without one from torch's generator, so that torch.manual_seed settles it."""
     if seed is None:
-        return int(torch.randint(2**62, ()))
+        return int(torch.randint(2**62, (), device="cpu"))
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed!r} is not an int from 0 to 2**63 - 1")
     return seed

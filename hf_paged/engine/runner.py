@@ -87,7 +87,7 @@ class Runner:
             if self.form == "flat":
                 return self._quickly(pieces, latest)
             rows = [logits for piece in pieces for logits in self._row(piece, latest)]
-            return torch.cat(rows or [torch.empty(0, 0, device=self.device)])
+            return torch.cat(rows or [torch.empty(0, 0, dtype=torch.float32, device=self.device)])
 
     def _quickly(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
         """From a captured step if there is one."""
@@ -282,7 +282,7 @@ class Runner:
         tables = [tuple(Table(group.pool) for group in self.pools.groups.values()) for _ in rows]
         kept, self.why_rows = self.why_rows, None if form == "flat" else self.why_rows or "tried out"
         begin = [0] * len(rows)
-        logits, source = torch.empty(0), self._trial_source
+        logits, source = torch.empty(0, dtype=torch.float32, device=self.device), self._trial_source
         try:
             for ends in cuts:
                 pieces = []
