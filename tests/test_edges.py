@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import hf_paged
+from hf_paged.engine import Engine
 from hf_paged.integration.registry import memory_of
 from hf_paged.memory.store import Store
 
@@ -200,3 +203,33 @@ def test_idle_pools_of_other_options_are_given_back(llama: Any, ids: torch.Tenso
         sizes.append(memory_of(llama).bytes)
     assert sizes[0] == sizes[2]
     assert sizes[1] == sizes[3] == 2 * sizes[0]
+
+
+@contextmanager
+def other_defaults(what: str) -> Iterator[None]:
+    """A device (one that holds nothing, so whatever lands there is missed) or a dtype that tensors get if nobody says another."""
+    before = torch.get_default_dtype()
+    if what != "device":
+        torch.set_default_dtype(getattr(torch, what))
+    try:
+        with torch.device("meta") if what == "device" else nullcontext():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("what", ["device", "bfloat16", "float64"])
+def test_the_users_defaults(what: str, llama: Any, ids: torch.Tensor) -> None:
+    """`torch.set_default_device("cuda")` and `set_default_dtype` are for the user's own tensors."""
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+    right, prompts = llama.generate(ids, **call), ids.tolist()
+    for options in ({}, {"prefix_caching": True}, {"prefix_caching": True}):
+        with other_defaults(what):
+            found = llama.generate(ids, **call, cache_implementation="paged", cache_config=options)
+        assert torch.equal(found, right)
+    with other_defaults(what), Engine(llama, num_blocks=40) as engine:
+        outputs = engine.generate(prompts, max_new_tokens=5, do_sample=False, logprobs=2)
+        drawn = [engine.generate(prompts, max_new_tokens=5, do_sample=True, top_p=0.9, seed=1) for _ in range(2)]
+        engine.generate(prompts, max_new_tokens=5, do_sample=False, num_beams=2)
+    assert [output.sequences[0].token_ids for output in outputs] == right[:, ids.shape[1] :].tolist()
+    assert drawn[0][0].sequences == drawn[1][0].sequences

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import peft
 import pytest
 import torch
-from families import BY_NAME
+from families import BY_NAME, build
 from test_engine_exact import PROMPTS, alone, answers
 from test_integration_quantized import EightBit
 
@@ -49,12 +50,34 @@ def test_text_chat_and_ids(stories: Engine) -> None:
         ([], "empty"),
         ([[1, 2], [3, 4]], "one sequence"),
         ([1.5], "one sequence"),
+        (b"text", "one sequence"),
+        ([5, 96], "token id 96 .* from 0 to 95"),
+        ([-1, 5], "token id -1 .* from 0 to 95"),
         (None, "needs a prompt"),
     ],
 )
 def test_other_prompts_are_refused(engine: Engine, prompt: Any, error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=error):
         engine.submit(prompt)
+
+
+@pytest.mark.parametrize("priority", ["high", None, float("nan"), 1.5])
+def test_a_priority_is_a_whole_number(model: Any, priority: Any) -> None:
+    """Anything else could not be put in order, and would break the queue of everybody."""
+    with Engine(model, num_blocks=40, policy="priority") as engine:
+        handle = engine.submit(PROMPTS[0], priority=1, **GREEDY)
+        with pytest.raises(TypeError, match=r"priority=.* is not an int"):
+            engine.submit(PROMPTS[1], priority=priority, **GREEDY)
+        assert answers(handle.result()) == alone(model, PROMPTS[0], **GREEDY)
+
+
+def test_ids_that_an_encoder_decoder_does_not_know() -> None:
+    with Engine(build(BY_NAME["bart"]), num_blocks=40) as engine:
+        with pytest.raises(ValueError, match="token id 96"):
+            engine.submit([5, 96], **GREEDY)
+        with pytest.raises(ValueError, match="token id -7"):
+            engine.submit([5, 6], decoder_input_ids=[-7], **GREEDY)
+        assert engine.generate([[5, 6]], **GREEDY)[0].finish_reason in ("stop", "length")
 
 
 # ---- answers
@@ -164,6 +187,10 @@ def test_a_seed_settles_the_draws(engine: Engine) -> None:
         ({"admission": "hope"}, ValueError, "admission='hope'"),
         ({"compile": True, "graphs": False}, ValueError, "graphs=False"),
         ({"compile": "inductor"}, TypeError, "compile must be True or False"),
+        ({"prefix_caching": "False"}, TypeError, "prefix_caching must be True or False"),
+        ({"check_hits": 1}, TypeError, "check_hits must be True or False"),
+        ({"run_ahead": "no"}, TypeError, "run_ahead must be True or False"),
+        ({"watermark": "0.01"}, TypeError, "watermark must be a number"),
         ({"kernels": "cuda"}, ValueError, "kernels='cuda'"),
         ({"config": {"block_size": 4}}, TypeError, "EngineConfig"),
         ({"config": EngineConfig(), "block_size": 4}, ValueError, "give one of them"),
@@ -301,6 +328,60 @@ def test_weights_that_change_under_requests(model: Any, engine: Engine) -> None:
     tokens = answers(handle.result())[0]
     assert tokens[: len(said)] == said
     assert tokens[len(said) :] == alone(model, PROMPTS[3] + said, max_new_tokens=10 - len(said), do_sample=False)[0]
+
+
+def _scale(tuned: Any) -> None:
+    for module in tuned.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["first"] *= 3
+
+
+UNDER_REQUESTS: dict[str, Callable[[Any], object]] = {
+    "switched": lambda tuned: tuned.set_adapter("second"),
+    "disabled": lambda tuned: tuned.base_model.disable_adapter_layers(),
+    "merged": lambda tuned: tuned.merge_adapter(),
+    "scaled": _scale,
+    "deleted": lambda tuned: tuned.delete_adapter("first"),
+    "setting": lambda tuned: setattr(tuned.base_model.model.model.layers[0].self_attn, "scaling", 0.9),
+    "replaced": lambda tuned: setattr(tuned.base_model.model.model.layers[1], "mlp", torch.nn.Identity()),
+    "patched": lambda tuned: setattr(tuned.base_model.model.model.layers[1].mlp, "forward", lambda x: x * 2),
+}
+
+
+@pytest.mark.parametrize("change", UNDER_REQUESTS)
+def test_settings_and_adapters_that_change_under_requests(llama: Any, change: str) -> None:
+    """C24: blocks of one adapter must not be found under another, by requests that come while others run."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(llama, config, adapter_name="first")
+    tuned.add_adapter("second", config)
+    tuned.eval()
+    with Engine(tuned, block_size=4, num_blocks=60) as engine:
+        engine.submit(PROMPTS[3], max_new_tokens=40, do_sample=False)
+        for _ in range(5):
+            engine.step()
+        UNDER_REQUESTS[change](tuned)
+        late = engine.submit(PROMPTS[3], **GREEDY)
+        with pytest.raises(RuntimeError, match="changed under 1 running"):
+            engine.step()
+        engine.pause()
+        engine.resume()
+        assert answers(late.result()) == alone(tuned, PROMPTS[3], **GREEDY)
+
+
+def test_what_is_no_change_under_requests(model: Any, engine: Engine) -> None:
+    """Calls of the model's own, attention weights asked for, equal settings, somebody who looks on, a longer forward."""
+    handle = engine.submit(PROMPTS[3], **GREEDY)
+    engine.step()
+    ids = torch.tensor([PROMPTS[1]])
+    model.generate(ids, max_new_tokens=3, num_beams=2)
+    engine.step()
+    model.generate(ids, max_new_tokens=3, cache_implementation="paged", output_attentions=True, return_dict_in_generate=True)
+    engine.step()
+    model.model.layers[0].self_attn.scaling = float(str(model.model.layers[0].self_attn.scaling))
+    with model.model.layers[0].register_forward_hook(lambda module, given, answer: None):
+        engine.step()
+    model(torch.tensor([PROMPTS[3] * 3]))
+    assert answers(handle.result()) == alone(model, PROMPTS[3], **GREEDY)
 
 
 @pytest.mark.parametrize("way", ["data", "replaced", "loaded"])

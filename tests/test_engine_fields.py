@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import BY_NAME, VOCABULARY, build
@@ -222,6 +223,25 @@ def test_what_generate_refuses(engine: Engine) -> None:
         engine.submit(PROMPTS[3], seed=-1)
     with pytest.raises(ValueError, match="logprobs=97"):
         engine.submit(PROMPTS[3], logprobs=97)
+    with pytest.raises(TypeError, match="generation_config must be a GenerationConfig, got dict"):
+        engine.submit(PROMPTS[3], {"max_new_tokens": 3})
+
+
+@pytest.mark.parametrize("name", ["max_length", "max_new_tokens", "num_beams", "num_return_sequences"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "2"])
+def test_counts_are_whole_numbers(engine: Engine, name: str, value: Any) -> None:
+    """4.5 new tokens were counted otherwise for one sequence than for several, and -1 beams were none."""
+    with pytest.raises((TypeError, ValueError)):
+        engine.submit(PROMPTS[1], **{"max_new_tokens": 4, "do_sample": name == "num_return_sequences", name: value})
+    config = GenerationConfig(max_new_tokens=4, do_sample=name == "num_return_sequences")
+    setattr(config, name, value)
+    with pytest.raises((TypeError, ValueError)):
+        engine.submit(PROMPTS[1], config)
+
+
+def test_numbers_of_numpy_are_numbers(engine: Engine) -> None:
+    one, other = ({"max_new_tokens": kind(4), "num_beams": kind(2)} for kind in (int, np.int64))
+    assert answers(engine.submit(PROMPTS[1], **one).result()) == answers(engine.submit(PROMPTS[1], **other).result())
 
 
 def test_stop_strings_and_time() -> None:

@@ -114,3 +114,33 @@ def test_every_package_is_shipped() -> None:
     shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert set(shipped) == {"hf_paged", *(f"kernels/{package}" for package in KERNELS)}
     assert (ROOT / "kernels" / "hf_paged_native" / "paged.cpp").is_file()
+
+
+ON_A_DEVICE = {
+    "tensor",
+    "as_tensor",
+    "empty",
+    "empty_strided",
+    "zeros",
+    "ones",
+    "full",
+    "eye",
+    "arange",
+    "linspace",
+    "randint",
+    "rand",
+    "randn",
+}
+OF_FLOATS = {"empty", "empty_strided", "zeros", "ones", "eye", "linspace", "rand", "randn"}
+"""What torch makes of its default dtype where nobody says another."""
+
+
+@pytest.mark.parametrize("file", FILES + sorted((ROOT / "kernels").rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
+def test_tensors_do_not_depend_on_the_users_defaults(file: Path) -> None:
+    """`torch.set_default_device("cuda")` moves what is the host's, and a default dtype of two bytes halves a buffer of floats."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "torch"):
+            continue
+        said, name = {keyword.arg for keyword in node.keywords}, node.func.attr
+        for word, makers in (("device", ON_A_DEVICE), ("dtype", OF_FLOATS)):
+            assert name not in makers or said & {word, None}, f"{file.name}:{node.lineno} does not say {word}: {ast.unparse(node)}"

@@ -387,3 +387,19 @@ def test_tensors_elsewhere_are_refused(library: native.Library) -> None:
     keys = torch.empty(4, 1, 8, device="meta")
     with pytest.raises(ValueError, match="Invalid device of keys or values: expected cpu, got meta"):
         native.Attend(library, torch.empty(1, 1, 1, 8), keys, keys, 4)
+
+
+def test_a_default_dtype_of_two_bytes(library: native.Library) -> None:
+    """What the op writes floats to is made of floats, on the CPU, whatever torch would take: else it writes over others' memory."""
+    keys, before = torch.zeros(640, 1, 8), torch.get_default_dtype()
+    query = torch.zeros(1, 1, 1, 8)
+    torch.set_default_dtype(BF16)
+    try:
+        with torch.device("meta"):
+            plan = native.Attend(library, query, keys, keys, 16)
+            plan.update(ints([list(range(40))]), ints([600]))
+            assert (plan._scratch.dtype, plan._scratch.device.type) == (FP32, "cpu")
+            assert plan._scratch.numel()
+            assert plan.run(query, keys, keys).device.type == "cpu"
+    finally:
+        torch.set_default_dtype(before)

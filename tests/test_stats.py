@@ -116,3 +116,9 @@ def test_a_kept_cache_with_other_wishes_is_refused(llama: Any) -> None:
     cache, ids = hf_paged.PagedCache(llama, prefix_caching=True, salt="one"), words(1, 20)
     with pytest.raises(ValueError, match="does not fit the PagedCache"):
         llama.generate(ids, past_key_values=cache, cache_config={"prefix_caching": True, "salt": "two"}, cache_implementation="paged")
+
+
+@pytest.mark.parametrize("about", [hf_paged.stats, hf_paged.release, hf_paged.invalidate])
+def test_of_what_is_no_model(about: Any) -> None:
+    with pytest.raises(TypeError, match="expected a model, got str"):
+        about("a folder")

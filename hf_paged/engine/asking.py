@@ -132,7 +132,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
         ids = prompt
     if isinstance(ids, Sequence) and len(ids) == 1 and isinstance(ids[0], Sequence):
         ids = ids[0]
-    if not isinstance(ids, Sequence) or not _are_ids(ids):
+    if not isinstance(ids, Sequence) or isinstance(prompt, bytes) or not _are_ids(ids):
         raise TypeError(f"a prompt is a text, chat messages or the token ids of one sequence, got {_short(prompt)}")
     if not ids:
         raise ValueError("the prompt is empty; give it at least one token")
@@ -142,6 +142,19 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
 def _are_ids(ids: Sequence[Any]) -> bool:
     kinds = set(map(type, ids))
     return kinds == {int} or all(issubclass(kind, int) and kind is not bool for kind in kinds)
+
+
+def _known(tokens: tuple[int, ...], module: Any) -> tuple[int, ...]:
+    """Token ids that the module has embeddings for: on a CUDA device any other would be the end of the process's device."""
+    try:
+        table = module.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return tokens
+    rows = getattr(table, "num_embeddings", None) or getattr(getattr(table, "weight", None), "shape", (None,))[0]
+    if rows is not None and tokens and not 0 <= min(tokens) <= max(tokens) < rows:
+        wrong = next(token for token in tokens if not 0 <= token < rows)
+        raise ValueError(f"the prompt has the token id {wrong} and {type(module).__name__} knows those from 0 to {rows - 1}")
+    return tokens
 
 
 class Given(NamedTuple):
@@ -211,7 +224,7 @@ def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_em
     if inputs_embeds is None:
         if prompt is None:
             raise ValueError("a request needs a prompt, or inputs_embeds")
-        tokens = prompt_tokens(prompt, tokenizer)
+        tokens = _known(prompt_tokens(prompt, tokenizer), model)
         return Given(tokens, "input_ids", torch.tensor([tokens], device=model.device))
     tokens = () if prompt is None else prompt_tokens(prompt, tokenizer)
     embeds = checked(model, inputs_embeds, tokens)
@@ -228,17 +241,22 @@ def _for_encoder(
     if name == "input_ids":
         if prompt is None:
             raise ValueError("a request needs a prompt")
-        ids = prompt_tokens(prompt, tokenizer)
+        ids = _known(prompt_tokens(prompt, tokenizer), model.get_encoder())
         inputs = torch.tensor([ids], device=model.device)
     else:
         if prompt is not None or not isinstance(input_features, torch.Tensor):
             raise ValueError(f"{type(model).__name__} takes no text; give {name}=..., and decoder_input_ids if it shall begin with some")
         features = input_features[None] if input_features.ndim == 2 else input_features
         ids, inputs = (), features.detach().to(model.device, model.dtype, copy=True)
-    begin = {} if decoder_input_ids is None else {"decoder_input_ids": torch.tensor([prompt_tokens(decoder_input_ids, tokenizer)])}
+    begin = (
+        {}
+        if decoder_input_ids is None
+        else {"decoder_input_ids": torch.tensor([prompt_tokens(decoder_input_ids, tokenizer)], device="cpu")}
+    )
     start = config._decoder_start_token_tensor.cpu()
     found, _ = model._prepare_decoder_input_ids_for_generation(1, name, begin, start, torch.device("cpu"))
-    return Given(tuple(found[0].tolist()), name, inputs, source=Source(inputs, ids))
+    begun = _known(tuple(found[0].tolist()), model.get_decoder())
+    return Given(begun, name, inputs, source=Source(inputs, ids))
 
 
 def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: Given) -> Any:
@@ -253,7 +271,7 @@ def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: G
 def _seed(seed: int | None) -> int:
     """The request's seed; without one from torch's generator, so that torch.manual_seed settles it."""
     if seed is None:
-        return int(torch.randint(2**62, ()))
+        return int(torch.randint(2**62, (), device="cpu"))
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed!r} is not an int from 0 to 2**63 - 1")
     return seed

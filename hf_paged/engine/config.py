@@ -70,9 +70,10 @@ class EngineConfig:
         if self.admission not in ADMISSIONS:
             raise ValueError(f"admission={self.admission!r} is not one of {sorted(ADMISSIONS)}")
         self._check_host_blocks()
-        for name in ("compile", "graphs"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("prefix_caching", "check_hits", "compile", "graphs", "run_ahead"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "run_ahead" and value is None):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
         if self.compile and not self.graphs:
             raise ValueError("compile=True is for captured steps and graphs=False has none; leave one of them out")
 
@@ -100,6 +101,8 @@ class EngineConfig:
             left_out = name == "max_batch_sequences" and value is None
             if isinstance(value, bool) or not (isinstance(value, int) or left_out):
                 raise TypeError(f"{name} must be an int, got {value!r}")
+        if isinstance(self.watermark, bool) or not isinstance(self.watermark, int | float):
+            raise TypeError(f"watermark must be a number, got {self.watermark!r}")
         sequences = self.max_batch_sequences
         return Limits(self.max_batch_tokens, min(MOST_SEQUENCES, self.max_batch_tokens) if sequences is None else sequences, self.watermark)
 

@@ -360,7 +360,7 @@ class Decoding:
         """Where all graphs answer [most sequences, vocabulary]: one runs at a time, and whoever reads it comes before the next."""
         if self._logits is None or self._logits.shape[1] != vocabulary:
             with torch.inference_mode(False):
-                self._logits = torch.empty(self._most, vocabulary, device=self.runner.device)
+                self._logits = torch.empty(self._most, vocabulary, dtype=torch.float32, device=self.runner.device)
         return self._logits
 
     def _forward(self, step: _Step, fusion: Fusion, lengths: LengthsOnDevice | None) -> None:

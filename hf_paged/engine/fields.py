@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +83,24 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 """The values that say nothing, and why no other is taken."""
 
 KNOWN = HONOURED | BESIDE_AN_ASSISTANT | ABOUT_ITSELF | REFUSED.keys()
+
+
+COUNTS = ("max_length", "max_new_tokens", "num_beams", "num_return_sequences")
+
+
+def check_counts(config: Any) -> None:
+    """Raise unless what is counted is a whole number of at least one: half a token would be counted otherwise here than there."""
+    for name in COUNTS:
+        value = getattr(config, name, None)
+        if value is None:
+            continue
+        try:
+            count = operator.index(value)
+        except TypeError as error:
+            raise TypeError(f"{name}={value!r} is not a whole number") from error
+        if count < 1:
+            raise ValueError(f"{name}={value!r} is not a number of at least 1")
+        setattr(config, name, count)
 
 
 def check_fields(config: Any) -> None:

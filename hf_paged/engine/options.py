@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig
 
-from .fields import check_fields
+from .fields import check_counts, check_fields
 
 MEDIA = frozenset({"pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "input_features", "input_values", "images"})
 """Keywords that bring pictures or recordings."""
@@ -67,6 +67,10 @@ def ends_of(tokens: torch.Tensor | None) -> frozenset[int]:
 
 def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
     own = model.generation_config
+    if not isinstance(generation_config, GenerationConfig | None):
+        raise TypeError(
+            f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}; give single options by name"
+        )
 
     def left_open(name: str) -> bool:
         return all(value is None for value in (keywords.get(name), getattr(generation_config, name, None), getattr(own, name)))
@@ -87,5 +91,6 @@ def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
             f"the engine does not take {sorted(unknown)}; what a request may say are generate()'s options, seed, logprobs, ..."
         )
     check_fields(config)
+    check_counts(config)
     model._prepare_special_tokens(config, True, device=model.device)
     return Read(defaults, config, ends_of(config._eos_token_tensor))

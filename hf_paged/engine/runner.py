@@ -93,7 +93,7 @@ class Runner:
                 return self._quickly(pieces, latest)
             self.custody.lend()
             rows = [logits for piece in pieces for logits in self._row(piece, latest)]
-            return torch.cat(rows or [torch.empty(0, 0, device=self.device)])
+            return torch.cat(rows or [torch.empty(0, 0, dtype=torch.float32, device=self.device)])
 
     def look(self) -> None:
         """See whether the captured steps are still of the model as it is."""
@@ -316,7 +316,7 @@ class Runner:
         tables = [tuple(Table(group.pool) for group in self.pools.groups.values()) for _ in rows]
         kept, self.why_rows = self.why_rows, None if form == "flat" else self.why_rows or "tried out"
         begin = [0] * len(rows)
-        logits, source = torch.empty(0), self._trial_source
+        logits, source = torch.empty(0, dtype=torch.float32, device=self.device), self._trial_source
         try:
             for ends in cuts:
                 pieces = []

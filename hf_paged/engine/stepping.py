@@ -153,7 +153,7 @@ class Steps:
             logits = self._run(plan)
         except Exception as error:
             if len(plan.groups) == 1:
-                return _Computed({plan.groups[0]: error}, torch.empty(0, 0), [])
+                return _Computed({plan.groups[0]: error}, _nothing(), [])
             # One of them broke the forward of all: each is tried by itself, on the same blocks.
             return self._compute_apart(plan)
         roster = None if plan.stride is None else self._roster_of(plan.stride)
@@ -171,7 +171,7 @@ class Steps:
                 continue
             logits.append(found.clone())  # the next run may write over them
             rows += [row for row in own if row.samples]
-        return _Computed(failed, torch.cat(logits) if rows else torch.empty(0, 0), rows)
+        return _Computed(failed, torch.cat(logits) if rows else _nothing(), rows)
 
     def _roster_of(self, stride: Stride) -> Roster:
         if self._roster is None or self._roster.sequences is not stride.sequences:
@@ -216,3 +216,8 @@ class Steps:
 
 def _is_over(job: Job) -> bool:
     return job.group is not None and job.group.status is Status.FINISHED
+
+
+def _nothing() -> torch.Tensor:
+    """The logits of nobody."""
+    return torch.empty(0, 0, dtype=torch.float32, device="cpu")

@@ -14,6 +14,7 @@ from torch import nn
 from ..integration.identity import identity_of
 from ..memory import PLAIN_TENSORS, Unreadable
 from .custody import Custody, Spoiled
+from .settings import Settings
 
 logger = logging.getLogger("hf_paged")
 _version_of = attrgetter("_version")
@@ -25,11 +26,12 @@ class Weights:
     def __init__(self, model: nn.Module, custody: Custody) -> None:
         self._model, self._custody = model, custody
         self._unreadable = False
+        self._settings: Settings | None = None
         self._look()
 
     def touched(self) -> bool:
-        """Whether a parameter was written or replaced in the way that torch counts. Cheap, for every step."""
-        return self._names != _names(self._holders)
+        """Whether a parameter was written or replaced in the way that torch counts, or a setting is another. Cheap, for every step."""
+        return self._names != _names(self._holders) or self._settings is None or self._settings.changed()
 
     def require_untouched(self, running: int) -> None:
         """Raise if they were, under so many requests: Spoiled if steps were taken meanwhile, else nothing is lost yet."""
@@ -64,6 +66,8 @@ class Weights:
         self._holders = [module._parameters.values() for module in self._model.modules() if module._parameters]
         self._buffers = [module._buffers.values() for module in self._model.modules() if module._buffers]
         self._names = _names(self._holders)
+        if self._settings is None or self._settings.changed():
+            self._settings = Settings(self._model)
         identity = identity_of(self._model)
         try:
             glance = identity.begin(self._model, self._model.forward)

@@ -136,7 +136,7 @@ class PagedCache(DynamicCache):
         """Fork the rows that stand for several equal ones, in every layer."""
         repeats = self.sequences.unforked
         if repeats > 1:
-            index = torch.arange(self.sequences.count).repeat_interleave(repeats)
+            index = torch.arange(self.sequences.count, device="cpu").repeat_interleave(repeats)
             self.sequences.spread()
             self._others("reorder_cache", index)
 

@@ -128,7 +128,7 @@ def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
     with contextlib.suppress(RuntimeError), torch.cuda.stream(_side_stream(device)):
         empty = torch.cuda.CUDAGraph()
         empty.capture_begin(capture_error_mode="thread_local")
-        torch.zeros(1, device=device)
+        torch.zeros(1, dtype=torch.float32, device=device)
         empty.capture_end()
 
 

@@ -207,7 +207,7 @@ class CompiledFusion(Fusion):
         self.forwards = {module: forward for module, forward in self.forwards.items() if module not in inside}
         for layer, paged in zip(layers, cache, strict=True):
             parameter = next(layer.parameters())
-            tag = torch.zeros(1, device=parameter.device)
+            tag = torch.zeros(1, dtype=torch.float32, device=parameter.device)
             self._tags[tag.data_ptr()] = paged
             chained = layer in self.following and is_chained(layer)
             self.forwards[layer] = _bound(self._run_chained if chained else self._run_whole, layer, tag)

@@ -89,7 +89,7 @@ def fold(embeddings: torch.Tensor, secret: bytes) -> torch.Tensor:
     """
     words = embeddings.detach().contiguous().view(torch.int16)
     random = torch.Generator().manual_seed(int.from_bytes(secret[:8], "little", signed=True))
-    weights = torch.randint(-(2**62), 2**62, (words.shape[2],), generator=random) * 2 + 1
+    weights = torch.randint(-(2**62), 2**62, (words.shape[2],), generator=random, device="cpu") * 2 + 1
     weights = weights.to(words.device)
     folded = torch.stack([(row.long() * weights).sum(-1) for row in words])
     return folded | torch.iinfo(torch.int64).min

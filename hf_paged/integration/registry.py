@@ -18,7 +18,10 @@ _lock = threading.Lock()
 def base_model(model: nn.Module) -> nn.Module:
     """The transformers model inside a peft wrapper; any other model as it is."""
     unwrap = getattr(model, "get_base_model", None)
-    return unwrap() if callable(unwrap) else model
+    base = unwrap() if callable(unwrap) else model
+    if not isinstance(base, nn.Module):
+        raise TypeError(f"expected a model, got {type(model).__name__}")
+    return base
 
 
 def memory_of(model: nn.Module) -> Memory:

@@ -138,10 +138,11 @@ class Batch:
             self.check()
             size, filler = self.block_size, next((table.blocks[0] for table in self.tables if table.blocks), 0)
             width = max(len(table.blocks) for table in self.tables) or 1
-            ids = torch.tensor([table.blocks + [filler] * (width - len(table.blocks)) for table in self.tables])
-            released = torch.tensor([table.released for table in self.tables])[:, None]
-            lengths = torch.tensor([table.length for table in self.tables])[:, None]
-            position = torch.arange(first, self.columns) - torch.tensor(self.starts or [0] * self.rows)[:, None]
+            ids = torch.tensor([table.blocks + [filler] * (width - len(table.blocks)) for table in self.tables], device="cpu")
+            released = torch.tensor([table.released for table in self.tables], device="cpu")[:, None]
+            lengths = torch.tensor([table.length for table in self.tables], device="cpu")[:, None]
+            starts = torch.tensor(self.starts or [0] * self.rows, device="cpu")[:, None]
+            position = torch.arange(first, self.columns, device="cpu") - starts
             position = torch.minimum(position, lengths - 1).maximum(released * size)
             slots = ids.gather(1, position // size - released) * size + position % size
             self._slots[device, first] = slots.to(device)

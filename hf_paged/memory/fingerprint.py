@@ -171,7 +171,7 @@ class Shelf:
             numbers = torch.stack([self._boil_down(piece) for piece in pieces])
         if numbers.device.type != "cuda":
             return Reading(self, ranges, numbers)
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
         host.copy_(numbers, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(numbers.device))

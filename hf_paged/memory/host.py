@@ -144,7 +144,7 @@ class _Way:
                 data = torch.empty(self.batch, self.elements, dtype=self.dtype, device=self.device)
                 self._staging.append(_Staging(data, _Moment(self.device), _Moment(self.device)))
             while len(self.slabs) < slabs:
-                slab = torch.empty(self.slab_blocks, self.elements, dtype=self.dtype, pin_memory=self._side is not None)
+                slab = torch.empty(self.slab_blocks, self.elements, dtype=self.dtype, device="cpu", pin_memory=self._side is not None)
                 if self._side is None:
                     slab.zero_()  # memory that nobody has touched is not there yet; what is pinned is
                 self.slabs.append(slab)

@@ -239,8 +239,8 @@ class NativeOps(Ops):
         known, table = batch.workspace.get("lane", (None, None))
         if known != key:
             (first, stride), rows, width = key
-            begins = torch.arange(first, first + rows * stride, stride, dtype=torch.int32)[:, None] // batch.block_size
-            table = begins + torch.arange(max(width, 1), dtype=torch.int32)
+            begins = torch.arange(first, first + rows * stride, stride, dtype=torch.int32, device=device)[:, None] // batch.block_size
+            table = begins + torch.arange(max(width, 1), dtype=torch.int32, device=device)
             batch.workspace["lane"] = (key, table)
         counted: torch.Tensor = table
         return counted

@@ -88,7 +88,7 @@ class Sequences:
         if index.device.type != "cuda":
             self.select(index.tolist())
             return
-        host = torch.empty(index.shape, dtype=index.dtype, pin_memory=True)
+        host = torch.empty(index.shape, dtype=index.dtype, device="cpu", pin_memory=True)
         host.copy_(index, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(index.device))

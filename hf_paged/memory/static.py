@@ -68,7 +68,7 @@ class StaticBatch:
             self.seen = torch.zeros(rows, dtype=torch.int32, device=device)
             self._targets_of_step = torch.full((rows * new,), -1, dtype=torch.long, device=device)
             pinned = device.type == "cuda"
-            self._staging = [torch.zeros(sum(self._sizes), dtype=torch.int32, pin_memory=pinned) for _ in range(BUFFERS)]
+            self._staging = [torch.zeros(sum(self._sizes), dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(BUFFERS)]
             self._take(self._data.split(self._sizes))
         self._events: list[torch.cuda.Event | None] = [None] * BUFFERS
         self._turn = 0

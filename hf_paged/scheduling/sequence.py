@@ -42,6 +42,10 @@ class Request:
     source: int = 0
     steady: bool = True
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.priority, int):  # whatever cannot be put in order would break the order of all
+            raise TypeError(f"priority={self.priority!r} is not an int; higher is sooner")
+
 
 class Sequence:
     """Tokens, and how many of them have keys and values: `computed` catches up with `tokens`, whatever the reason it is behind.

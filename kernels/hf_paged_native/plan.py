@@ -138,13 +138,14 @@ class Attend(_Plan):
         self._strides = _Strides(*query.stride()[:3])
         self._of_query = ctypes.addressof(self._strides)
         self._shape = (query.shape[0], query.shape[2], query.shape[1], values.shape[2])
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def update(self, table: torch.Tensor, lengths: torch.Tensor) -> None:
         super().update(table, lengths)
         need = self.library.scratch(self.address)
         if need > self._scratch.numel():
-            self._scratch = torch.empty(need)
+            # Whatever the user's default dtype and device are: the library writes floats here.
+            self._scratch = torch.empty(need, dtype=torch.float32, device="cpu")
             self.step.scratch = self._scratch.data_ptr()
 
     def run(
@@ -160,7 +161,7 @@ class Attend(_Plan):
 
         A token that sees nothing gives 0.
         """
-        out = torch.empty(self._shape, dtype=query.dtype)
+        out = torch.empty(self._shape, dtype=query.dtype, device=query.device)
         self.library.attend(
             self.address, query.data_ptr(), self._of_query, keys.data_ptr(), values.data_ptr(), out.data_ptr(),
             None if sinks is None else sinks.data_ptr(), self.scale if scale is None else scale, softcap or 0.0,

@@ -1,0 +1,77 @@
+"""What is set on a model's modules: adapters that are switched, scaled or merged, parts that are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+from torch import nn
+
+from ..integration.identity import INTERNAL
+from ..integration.state import fact_of, modules_of
+
+CONTAINERS = (list, tuple, set, frozenset, dict)
+
+
+class Settings:
+    """What the modules of a model were set to when this was made, to see whether somebody has changed it since.
+
+    The very objects are compared, so a look costs little; only where they are others they are asked what they say. Left out are modules
+    with buffers, which may note in a forward how long it was (rotary positions), what generate() sets on the model itself, and hooks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model.__dict__
+        self._owns = [module.__dict__ for module in modules_of(model) if module is not model and not module._buffers]
+        self._parts = [own["_modules"] for own in (self._model, *self._owns) if own["_modules"]]
+        self._note()
+
+    def changed(self) -> bool:
+        """Whether anything says something else than it did."""
+        try:
+            if self._same():
+                return False
+            if list(self._facts()) != self._noted:
+                return True
+        except (KeyError, RuntimeError):  # somebody changes it this very moment, or has taken it away
+            return True
+        self._note()
+        return False
+
+    def _note(self) -> None:
+        # Modules of a kind have the same attributes, so few of these are there.
+        alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for own in (self._model, *self._owns):
+            alike.setdefault(self._names(own), []).append(own)
+        settings = [own[name] for names, owns in alike.items() for own in owns for name in names]
+        inside = [value for value in settings if isinstance(value, CONTAINERS)]
+        # Two at least, so that a getter answers with a tuple.
+        self._kinds = [
+            (itemgetter(*names) if len(names) > 1 else itemgetter("training", "training"), owns) for names, owns in alike.items()
+        ]
+        self._dicts = [value for value in inside if isinstance(value, dict)] + self._parts
+        self._others = [value for value in inside if not isinstance(value, dict)]
+        self._sizes, self._kept, self._noted = self._counts(), list(self._objects()), list(self._facts())
+
+    def _names(self, own: dict[str, Any]) -> tuple[str, ...]:
+        """What is looked at of a module's own dict."""
+        return tuple(name for name in own if name not in INTERNAL and (own is not self._model or name != "forward"))
+
+    def _same(self) -> bool:
+        return self._sizes == self._counts() and all(map(is_, self._objects(), self._kept))
+
+    def _counts(self) -> list[int]:
+        return list(map(len, chain(self._owns, self._dicts, self._others)))
+
+    def _objects(self) -> Iterator[Any]:
+        """Every setting, every part of a module, and what stands in lists and dicts of settings."""
+        settings = [chain.from_iterable(map(get, owns)) for get, owns in self._kinds]
+        return chain(*settings, chain.from_iterable(map(dict.values, self._dicts)), chain.from_iterable(self._others))
+
+    def _facts(self) -> Iterator[Any]:
+        for own in (self._model, *self._owns):
+            yield [(name, fact_of(own[name])) for name in self._names(own)]
+        for part in self._parts:
+            yield list(map(id, part.values()))
