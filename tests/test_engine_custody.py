@@ -277,28 +277,26 @@ def test_a_criterion_that_changes_the_weights(engine: Engine, at: int) -> None:
 
 
 def test_settings_that_another_thread_changes(engine: Engine) -> None:
-    """They count from the next look on, whole: until then captured steps are as they were, afterwards none of them is left."""
+    """Like weights: who was running ends, with what it had said on the model of before, and who comes next is answered by that of now."""
     warm(engine)
+    old = alone(engine.model, PROMPTS[0], **LONG)[0]
     handle = engine.submit(PROMPTS[0], **LONG)
     for _ in range(3):
         engine.step()
-    decoding = engine._runner.decoding
-    forgotten: list[int] = []
-    assert decoding is not None
-    forget = decoding.forget
-    decoding.forget = lambda: (forgotten.append(len(handle._job.streams[0].tokens)), forget())[1]  # type: ignore[method-assign]
 
     def change() -> None:
         for layer in engine.model.model.layers:
             layer.self_attn.scaling = 3.0
 
-    old = alone(engine.model, PROMPTS[0], **LONG)[0]
     meanwhile(engine, 5, change)
-    (tokens,) = answers(handle.result())
-    assert len(forgotten) == 1
-    assert 3 < forgotten[0] <= 6 + STEPS
-    assert tokens[: forgotten[0]] == old[: forgotten[0]]
-    assert tokens != old
+    with pytest.raises(Spoiled):
+        handle.result()
+    said = handle.result().sequences[0].token_ids
+    assert 3 < len(said) <= 8 + STEPS
+    assert said[:6] == old[:6]
+    (output,) = engine.generate([PROMPTS[0]], **LONG)
+    assert answers(output) == alone(engine.model, PROMPTS[0], **LONG)
+    assert answers(output) != [old]
 
 
 def test_a_tensor_that_another_thread_replaces_stays_where_graphs_read_it(engine: Engine) -> None:

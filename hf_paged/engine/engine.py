@@ -22,6 +22,7 @@ from .pools import Pools
 from .preemption import Preemption
 from .recorder import Recorder
 from .runner import Runner
+from .settings import Settings
 from .stepping import Steps
 from .support import check_servable, longest, longest_source
 from .weights import Weights
@@ -50,6 +51,7 @@ class Engine(Front):
         self.pools = Pools(self.model, self.config)
         self._runner = Runner(self.model, self.pools)
         self._require_eval()
+        settings = Settings(self.model)
         self._runner.try_out()
         self.pools.settle(self._longest, self._longest_source)
         self._preemption = Preemption(self.pools, self.config.preemption)
@@ -65,7 +67,7 @@ class Engine(Front):
         self._jobs: dict[Group, Job] = {}
         ahead = self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
         self._custody = self._runner.custody
-        self._weights = Weights(self.model, self._custody)
+        self._weights = Weights(self.model, self._custody, settings.after_forwards())
         self._steps = Steps(self.pools, self._runner, self._weights, self._scheduler, self._jobs, self._preemption, ahead)
         self._aside: list[Output] = []
         """What ended between two steps."""

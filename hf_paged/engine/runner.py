@@ -302,7 +302,7 @@ class Runner:
         chance = torch.Generator(self.device).manual_seed(0)
 
         def shaken(module: nn.Module, inputs: Any, embeddings: torch.Tensor) -> torch.Tensor:
-            off = torch.rand(embeddings.shape, generator=chance, device=embeddings.device) * 2 - 1
+            off = torch.rand(embeddings.shape, generator=chance, device=embeddings.device, dtype=torch.float32) * 2 - 1
             return (embeddings * (1 + off * torch.finfo(embeddings.dtype).eps / 2)).to(embeddings.dtype)
 
         hook = self.model.get_input_embeddings().register_forward_hook(shaken)  # type: ignore[operator]

@@ -23,15 +23,14 @@ _version_of = attrgetter("_version")
 class Weights:
     """What was last seen of a model: which state it is in, as prefixes of `generate()` know it, and how often torch wrote to it."""
 
-    def __init__(self, model: nn.Module, custody: Custody) -> None:
-        self._model, self._custody = model, custody
+    def __init__(self, model: nn.Module, custody: Custody, settings: Settings) -> None:
+        self._model, self._custody, self._settings = model, custody, settings
         self._unreadable = False
-        self._settings: Settings | None = None
         self._look()
 
     def touched(self) -> bool:
         """Whether a parameter was written or replaced in the way that torch counts, or a setting is another. Cheap, for every step."""
-        return self._names != _names(self._holders) or self._settings is None or self._settings.changed()
+        return self._names != _names(self._holders) or self._settings.changed()
 
     def require_untouched(self, running: int) -> None:
         """Raise if they were, under so many requests: Spoiled if steps were taken meanwhile, else nothing is lost yet."""
@@ -66,8 +65,8 @@ class Weights:
         self._holders = [module._parameters.values() for module in self._model.modules() if module._parameters]
         self._buffers = [module._buffers.values() for module in self._model.modules() if module._buffers]
         self._names = _names(self._holders)
-        if self._settings is None or self._settings.changed():
-            self._settings = Settings(self._model)
+        if self._settings.changed():
+            self._settings = Settings(self._model, self._settings.restless)
         identity = identity_of(self._model)
         try:
             glance = identity.begin(self._model, self._model.forward)
