@@ -36,6 +36,11 @@ class TritonOps(Ops):
 
         self.kernels = hf_paged_kernels
 
+    @property
+    def first(self) -> list[Callable[[], None]]:
+        """What every kernel's compilation waits for: calls that have it done before, in any thread."""
+        return [self.kernels.find_driver, self.kernels.know_triton]
+
     def advance(self, table: torch.Tensor, *step: Any) -> None:
         with _on(table.device):
             self.kernels.advance(table, *step)
