@@ -20,6 +20,8 @@ from .decoding import WIDTHS
 if TYPE_CHECKING:
     from .runner import Runner
 
+COMPILED_FOR = {"cuda"}
+"""Types of devices whose kernels are compiled."""
 ROWS = bucket_of(1)
 """Those of the captured step that comes first: one request, decoding."""
 
@@ -28,7 +30,7 @@ ROWS = bucket_of(1)
 def warming(runner: Runner) -> Iterator[Warming | None]:
     """Compile what the runner will launch first; at the end all of it is compiled, and no thread is left. None if nothing is compiled."""
     kernels = runner.pools.config.kernels
-    if runner.device.type != "cuda" or kernels == "torch" or (runner.why_rows is not None and kernels == "auto"):
+    if runner.device.type not in COMPILED_FOR or kernels == "torch" or (runner.why_rows is not None and kernels == "auto"):
         yield None
         return
     at_work = Warming(runner.device, lambda: TritonOps().first, lambda: jobs(runner))
@@ -51,21 +53,14 @@ def jobs(runner: Runner) -> Sequence[Job]:
     if not isinstance(ops, TritonOps):
         return []
     fusion = Fusion(model, ops.kernels) if runner.decoding is not None else None
-    turned = int(dim * _turned(config)) if fusion is not None and fusion.rotaries else None
+    turns = fusion is not None and bool(fusion.rotaries)
     softcap = None if original_implementation(config) == "sdpa" else getattr(config, "attn_logit_softcapping", None)
     found: list[Job] = []
     for kind in runner.pools.groups:
-        attention = Attention(layout, query_heads, runner.pools.config.block_size, kind.window, softcap, turned)
+        attention = Attention(layout, query_heads, runner.pools.config.block_size, kind.window, softcap, turns)
         found += attention.jobs(ops, ROWS, WIDTHS[0], captured=runner.decoding is not None)
     found.append(partial(digest, ops))
     return found if fusion is None else [*found, *fusion.calls(ROWS, layout.dtype)]
-
-
-def _turned(config: Any) -> float:
-    """The share of a head's dimensions that get positions."""
-    rope = getattr(config, "rope_parameters", None)
-    stated = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
-    return float(stated or getattr(config, "partial_rotary_factor", None) or 1)
 
 
 @contextmanager

@@ -79,7 +79,8 @@ class Fusion:
         """A call of each kernel for the modules that are replaced, on tensors [rows, 1, n] without data: it compiles the kernel."""
         calls: dict[Any, Callable[[], object]] = {}
         norms = {module for module in self.forwards if is_norm(module)}
-        added = {getattr(module, "post_attention_layernorm", None) for module in self.forwards} | set(self.following.values())
+        layers: list[Any] = [module for module, forward in self.forwards.items() if getattr(forward, "func", None) == self.layer]
+        added = {each for layer in layers for each in (layer.post_attention_layernorm, self.following.get(layer))}
         for module in self.forwards:
             if module in norms:
                 weight: Any = torch.empty_like(module.weight, device="meta")  # type: ignore[arg-type]

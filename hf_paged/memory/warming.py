@@ -15,7 +15,7 @@ import torch
 from ..blocks import BlockPool, Table, append
 from .batch import Batch
 from .flat import FlatBatch
-from .ops import TritonOps
+from .ops import TritonOps, on
 from .plain import Seen
 from .static import StaticBatch
 from .store import Layout, Pages
@@ -59,7 +59,7 @@ class Warming:
 
     def _do(self, job: Callable[[], Any]) -> Any:
         try:
-            with torch.cuda.device(self._device):
+            with on(self._device):
                 return job()
         except Exception as error:  # nobody waits for what it makes
             logger.debug("a kernel is not compiled ahead (%s: %s)", type(error).__name__, error)
@@ -74,8 +74,8 @@ class Attention(NamedTuple):
     block_size: int
     window: int | None = None
     softcap: float | None = None
-    turned: int | None = None
-    """How many dimensions of a head get positions where the write does that, too; None if it does not."""
+    turns: bool = False
+    """Whether the kernel that writes keys in captured steps gives them their positions, too."""
 
     def jobs(self, ops: TritonOps, rows: int, width: int, captured: bool) -> Iterator[Job]:
         """What prompts and decoding need, and if `captured` steps of `rows` rows with tables of `width` blocks. The longest come first."""
@@ -85,7 +85,7 @@ class Attention(NamedTuple):
         yield partial(self._write, ops, 1)
         if captured:
             yield lambda: self._captured(rows, width).begin(ops)
-            if self.turned is not None:
+            if self.turns:
                 yield partial(self._turn, ops, rows, width)
 
     def _decode(self, ops: TritonOps, rows: int, width: int, captured: bool) -> None:
@@ -106,7 +106,7 @@ class Attention(NamedTuple):
     def _turn(self, ops: TritonOps, rows: int, width: int) -> None:
         key, value = self._new(rows, 1)
         query = self._heads(rows, 1, self.query_heads, self.layout.key_dim)
-        cos, sin = (torch.empty(rows, 1, self.turned or 0, dtype=self.layout.dtype, device=META) for _ in range(2))
+        cos, sin = (torch.empty(rows, 1, self.layout.key_dim, dtype=self.layout.dtype, device=META) for _ in range(2))
         ops.rotary_write(self._pages(ops, self._captured(rows, width)), query, key, cos, sin, value)
 
     # ---- tensors without data
