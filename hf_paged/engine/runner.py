@@ -18,6 +18,7 @@ from ..integration.switch import decoder_configs, restore, switch
 from ..memory import Batch, FlatBatch, Kind
 from ..memory.group import is_out_of_memory
 from ..memory.upload import upload
+from ..memory.warming import Warming
 from .cache import StepCache
 from .custody import Custody
 from .decoding import Decoding
@@ -25,6 +26,7 @@ from .encoding import Encoder, Source
 from .pieces import Piece, Pieces, merged
 from .pools import Pools
 from .support import Unservable, longest
+from .warming import warming, without_plans
 
 Form = Literal["flat", "rows"]
 
@@ -66,6 +68,8 @@ class Runner:
         self.why_no_embeddings: str | None = None
         """Why a prompt cannot be embeddings; None if it can."""
         self._trial_source: Source | None = None
+        self._warming: Warming | None = None
+        """What compiles kernels while the model is tried out."""
         self.why_rows: str | None = None
         """Why the model does not take a flat row; None if it does."""
         self.encoder = Encoder(model) if pools.cross_layers else None
@@ -211,6 +215,12 @@ class Runner:
     # ---- which form
 
     def try_out(self) -> None:
+        """See whether the model can be served and in which form, while kernels are compiled that it will need."""
+        with warming(self) as self._warming, without_plans(self.device):
+            self._try_out()
+        self._warming = None
+
+    def _try_out(self) -> None:
         """Compute two short sequences without a cache, in pieces on pages, and in pieces beside each other: it must be all the same.
 
         A model that answers otherwise in pieces can neither be cut into chunks nor be computed again, so it cannot be served. One
@@ -313,6 +323,8 @@ class Runner:
 
     def _trial(self, rows: list[list[int]], form: Form, cuts: list[list[int]]) -> torch.Tensor:
         """The logits [rows, vocabulary] after the last of the steps that take row i up to cuts[step][i] tokens."""
+        if self._warming is not None and (form == "flat" or self.pools.config.kernels != "auto"):
+            self._warming.wait()  # here the first kernel is launched
         tables = [tuple(Table(group.pool) for group in self.pools.groups.values()) for _ in rows]
         kept, self.why_rows = self.why_rows, None if form == "flat" else self.why_rows or "tried out"
         begin = [0] * len(rows)
