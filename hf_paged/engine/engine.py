@@ -193,6 +193,8 @@ class Engine(Front):
         running = len(self._scheduler.running)
         if not running and self._weights.changed():
             self.pools.forget()
+            if self._runner.decoding is not None:
+                self._runner.decoding.look()
         elif running and self._weights.touched():
             raise RuntimeError(
                 f"the model's weights have changed under {running} running requests; call engine.pause() before the change (or now) "
