@@ -16,19 +16,26 @@ from shapes import build
 from hf_paged import Engine
 from hf_paged.engine.decoding import Decoding
 from hf_paged.engine.flight import Flight
+from hf_paged.engine.weights import Weights
 from hf_paged.integration import capture
 from hf_paged.scheduling import Scheduler
 
 PARTS: dict[str, list[tuple[type, str]]] = {
     "plan": [(Scheduler, "schedule"), (Scheduler, "launch")],
     "load": [(Decoding, "_load")],
-    "model": [(Decoding, "_state")],
+    "model": [(Weights, "touched"), (Decoding, "_state")],
     "choose": [(Flight, "__init__"), (Flight, "depart")],
     "hear": [(Flight, "land")],
 }
 """The parts of a step, and whose methods they are."""
 THIN = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 64}
 """As many modules as any model of so many layers has, and nothing to compute."""
+
+DRIVERS: dict[str, Callable[[Engine], Callable[[], Any]]] = {
+    "the engine": lambda engine: engine._advance,
+    "by hand": lambda engine: engine.step,
+}
+"""Who takes the steps: the engine's own loop, which looks at the model now and then, or somebody who calls step(), which always does."""
 
 PROMPT, MOST = (130, 146), 256
 """How long prompts are; while all have between 129 and 256 tokens no graph needs more room."""
@@ -87,8 +94,8 @@ def begin(engine: Engine, rows: int) -> None:
         replayed += engine.stats()["graphs"].get("replayed", 0) > before
 
 
-def measure(layers: int, device: str, rows: int, steps: int = 40, **options: Any) -> dict[str, float]:
-    """Milliseconds of the host in a step of `rows` sequences, the whole and its parts; the median step, and the sums of all parts."""
+def measure(layers: int, device: str, rows: int, driver: str, steps: int = 40, **options: Any) -> dict[str, float]:
+    """Milliseconds of the host in a step of `rows` sequences, the whole (the median step, and the mean) and its parts (means)."""
     still, kept = Still(), dict(capture.RECORDERS)
     if device == "cpu":
         capture.RECORDERS["cpu"] = still.record
@@ -99,23 +106,29 @@ def measure(layers: int, device: str, rows: int, steps: int = 40, **options: Any
         with Engine(model, run_ahead=True, **{**sizes, **options}) as engine:
             begin(engine, rows)
             still.stopped = True
-            whole = _steps(engine, steps)
+            step = DRIVERS[driver](engine)
+            whole = _steps(engine, step, steps)
             with timed() as parts:
-                again = sum(_steps(engine, steps))
+                again = sum(_steps(engine, step, steps))
     finally:
         capture.RECORDERS.clear()
         capture.RECORDERS.update(kept)
     shares = {part: parts[part] / steps * 1e3 for part in PARTS}
-    return {"whole": statistics.median(whole) * 1e3, **shares, "rest": again / steps * 1e3 - sum(shares.values())}
+    return {
+        "whole": statistics.median(whole) * 1e3,
+        "mean": statistics.fmean(whole) * 1e3,
+        **shares,
+        "rest": again / steps * 1e3 - sum(shares.values()),
+    }
 
 
-def _steps(engine: Engine, steps: int) -> list[float]:
+def _steps(engine: Engine, step: Callable[[], Any], steps: int) -> list[float]:
     """What each step takes of the host's own time. Waiting for a device spins, so it is taken out."""
     seconds = []
     for _ in range(steps):
         if engine._steps.flight is not None and engine._steps.flight.device.type == "cuda":
             torch.cuda.synchronize()
         start = time.thread_time()
-        engine.step()
+        step()
         seconds.append(time.thread_time() - start)
     return seconds

@@ -405,6 +405,27 @@ def test_what_is_no_change_under_requests(model: Any, engine: Engine) -> None:
     assert answers(handle.result()) == alone(model, PROMPTS[3], **GREEDY)
 
 
+def test_what_a_forward_notes_on_its_modules_is_no_change(llama: Any) -> None:
+    """Some models keep what they computed last; other settings of these modules are looked at all the same."""
+
+    class Noting(type(llama.model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = super().forward(x)
+            self.calls = getattr(self, "calls", 0) + 1
+            return self.last
+
+    for layer in llama.model.layers:
+        layer.mlp.__class__ = Noting
+    with Engine(llama, block_size=4, num_blocks=60) as engine:
+        (output,) = engine.generate([PROMPTS[3]], **GREEDY)
+        assert answers(output) == alone(llama, PROMPTS[3], **GREEDY)
+        engine.submit(PROMPTS[3], **GREEDY)
+        engine.step()
+        llama.model.layers[0].mlp.own = 3
+        with pytest.raises(RuntimeError, match="changed under 1 running"):
+            engine.step()
+
+
 @pytest.mark.parametrize("way", ["data", "replaced", "loaded"])
 def test_quiet_changes_are_noticed(model: Any, engine: Engine, way: str) -> None:
     """C24: `weight.data += x` moves neither version nor address; a new parameter and a loaded one count as well."""

@@ -12,7 +12,7 @@ from test_engine_exact import PROMPTS, alone, answers
 
 import hf_paged
 from hf_paged.engine import Engine
-from hf_paged.integration.capture import RECORDERS
+from hf_paged.integration.capture import RECORDERS, Rehearsal
 
 GREEDY = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
 
@@ -48,6 +48,42 @@ def test_requests_come_and_go_over_one_graph(llama: Any) -> None:
         assert decoding(engine).counts["captured"] <= 2
         assert decoding(engine).counts["replayed"] > 20
     assert [answers(output) for output in outputs] == [alone(llama, prompt, **GREEDY) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("worth", "rows"), [(1000, {3}), (4, {2, 3})])
+def test_a_larger_graph_stands_in(worth: int, rows: set[int], llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of three has ended the graph of three goes on with two, until it has computed enough rows for nobody."""
+    monkeypatch.setattr("hf_paged.engine.decoding.WORTH", worth)
+    lengths = [6, 24, 24]
+    with Engine(llama, block_size=4, max_batch_sequences=3, max_batch_tokens=64) as engine:
+        for _ in range(2):
+            asked = [{"max_new_tokens": new, "min_new_tokens": new, "do_sample": False} for new in lengths]
+            handles = [engine.submit(prompt, **one) for prompt, one in zip(PROMPTS[1:4], asked, strict=True)]
+            outputs = [handle.result() for handle in handles]
+            assert [answers(output) for output in outputs] == [
+                alone(llama, prompt, **one) for prompt, one in zip(PROMPTS[1:4], asked, strict=True)
+            ]
+        assert {shape.rows for shape in decoding(engine)._steps if shape.form == "single"} == rows
+
+
+def test_one_step_of_a_form_is_rehearsed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step must not do is looked for once for each form; after the model has changed it is looked for again."""
+    rehearsed: list[int] = []
+
+    class Counted(Rehearsal):
+        def __enter__(self) -> Any:
+            rehearsed.append(1)
+            return super().__enter__()
+
+    monkeypatch.setattr("hf_paged.engine.decoding.Rehearsal", Counted)
+    monkeypatch.setattr("hf_paged.engine.decoding.WORTH", 0)
+    with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
+        for turn in (1, 2):
+            engine.generate(PROMPTS * 3, **GREEDY)
+            forms = {shape.form for shape in decoding(engine)._steps}
+            assert len(decoding(engine)._steps) > len(forms) > 1
+            assert len(rehearsed) == turn * len(forms)
+            llama.config.hidden_act = "other"  # a setting that nobody reads any more
 
 
 def test_a_model_that_changes_between_two_steps(llama: Any) -> None:
@@ -123,8 +159,9 @@ def test_long_prompts_are_no_rows(llama: Any, monkeypatch: pytest.MonkeyPatch) -
         assert decoding(engine).counts == {"captured": 1, "replayed": 1}
 
 
-def test_all_graphs_answer_in_one_place(llama: Any) -> None:
+def test_all_graphs_answer_in_one_place(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for the logits of one step, however many graphs there are."""
+    monkeypatch.setattr("hf_paged.engine.decoding.WORTH", 0)
     with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
         engine.generate(PROMPTS * 3, **GREEDY)
         steps = decoding(engine)._steps.values()

@@ -11,7 +11,7 @@ from families import BY_NAME, LONG, SMALL, TOKENS, build
 from test_engine_exact import PROMPTS, alone, answers
 
 from hf_paged.blocks import Table, append
-from hf_paged.engine import Engine, EngineConfig, Unservable
+from hf_paged.engine import Engine, EngineConfig, Unservable, runner
 from hf_paged.engine.pools import Pools
 from hf_paged.engine.runner import Piece, Runner
 from hf_paged.memory.group import Group
@@ -23,8 +23,8 @@ def test_rows_of_a_step_are_strangers() -> None:
     """A flat row of a prompt, a chunk and a decoding step gives each the logits it has alone."""
     model = build(BY_NAME["qwen2-window"])
     pools = Pools(model, EngineConfig(block_size=4, num_blocks=20))
-    runner = Runner(model, pools)
-    runner.try_out()
+    tried = Runner(model, pools)
+    tried.try_out()
     pools.settle(None)
     prompts, done = [PROMPTS[1], PROMPTS[2], PROMPTS[5]], [0, 4, 11]
     tables = [tuple(Table(group.pool) for group in pools.groups.values()) for _ in prompts]
@@ -41,8 +41,8 @@ def test_rows_of_a_step_are_strangers() -> None:
         for table in of_row:
             append([table], [count])
 
-    assert runner.run(pieces(done, [0, 0, 0])).shape == (0, model.config.vocab_size)
-    logits = runner.run(pieces([len(prompt) for prompt in prompts], done))
+    assert tried.run(pieces(done, [0, 0, 0])).shape == (0, model.config.vocab_size)
+    logits = tried.run(pieces([len(prompt) for prompt in prompts], done))
     for prompt, found in zip(prompts, logits, strict=True):
         torch.testing.assert_close(found, model(torch.tensor([prompt])).logits[0, -1], atol=2e-4, rtol=2e-4)
     for of_row in tables:
@@ -78,6 +78,23 @@ def test_a_model_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(Unservable, match="answers otherwise when its prompt comes in pieces"):
         Engine(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_in_half_precision_may_be_off_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deeper a model, the further apart two roundings of it are. How far is measured; what else is wrong is found all the same."""
+    monkeypatch.setattr(runner, "CLOSE_IN_HALF", 0.0)
+    model = build(BY_NAME["llama"]).to(torch.bfloat16)
+    asked = []
+    moved = Runner._moved
+    monkeypatch.setattr(Runner, "_moved", lambda *given: asked.append(moved(*given)) or asked[-1])
+    with Engine(model, num_blocks=60) as engine:
+        assert engine.stats()["form"] == "flat"
+    assert asked
+    assert all(0 < far < 0.05 for far in asked)
+    assert not model.get_input_embeddings()._forward_hooks
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, out: out + out.mean(1, keepdim=True) / 4)
+    with pytest.raises(Unservable, match="answers otherwise when its prompt comes in pieces"):
+        Engine(model)
 
 
 def test_a_model_that_fails_is_refused() -> None:

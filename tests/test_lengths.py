@@ -155,6 +155,20 @@ def test_counting_from_one_length_to_another(begin: int, end: int, length: Devic
     assert torch.equal(counted, torch.arange(7 + begin, 7 + end))
 
 
+def test_whether_a_model_counted_is_known_afterwards(length: DeviceNumber) -> None:
+    """A step that did nothing with lengths is captured without the mode, through which all of torch passes."""
+    for count, met in [
+        (lambda: torch.arange(3), False),
+        (lambda: torch.ones(2, 3), False),
+        (lambda: length + 1, False),
+        (lambda: torch.arange(length, length + 2), True),
+        (lambda: torch.ones(2, length), True),
+    ]:
+        with LengthsOnDevice() as mode:
+            count()
+        assert mode.met is met
+
+
 def test_counting_as_asked(length: DeviceNumber) -> None:
     with LengthsOnDevice():
         counted = torch.arange(length, length + 2, dtype=torch.float32, device="cpu")
@@ -274,10 +288,10 @@ def test_warners_are_silent_inside_only() -> None:
     inner, outer = Warner(), Warner()
     outer.inner, outer.other = inner, nn.Linear(2, 2)
     before = [set(module.__dict__) for module in outer.modules()]
-    with lengths_on_device(outer):
+    with lengths_on_device(outer, LengthsOnDevice()):
         outer(torch.zeros(1))
         inner(torch.zeros(1))
-        with lengths_on_device(inner):
+        with lengths_on_device(inner, LengthsOnDevice()):
             inner(torch.zeros(1))
         inner(torch.zeros(1))
         assert (outer.looked, inner.looked) == (0, 0)
@@ -290,7 +304,7 @@ def test_warners_are_silent_inside_only() -> None:
 def test_warners_speak_again_after_an_error() -> None:
     warner, length = Warner(), DeviceNumber.of(torch.tensor(7))
     before = set(warner.__dict__)
-    with pytest.raises(NotCapturable), lengths_on_device(warner):
+    with pytest.raises(NotCapturable), lengths_on_device(warner, LengthsOnDevice()):
         torch.arange(length)
     assert set(warner.__dict__) == before
     warner(torch.zeros(1))
@@ -306,7 +320,7 @@ def test_somebodys_own_warner_stays() -> None:
         called.append(args)
 
     warner.warn_if_padding_and_no_attention_mask = own  # type: ignore[method-assign]
-    with lengths_on_device(warner):
+    with lengths_on_device(warner, LengthsOnDevice()):
         warner(torch.zeros(1))
     assert warner.__dict__[lengths.WARNING] is own
     assert (len(called), warner.looked) == (1, 0)
@@ -318,5 +332,5 @@ def test_transformers_has_the_warner() -> None:
     ids = torch.tensor([[0, 5]])
     with Rehearsal(CPU, [ids]), pytest.raises(NotCapturable):
         getattr(model, lengths.WARNING)(ids, None)
-    with lengths_on_device(model), Rehearsal(CPU, [ids]):
+    with lengths_on_device(model, LengthsOnDevice()), Rehearsal(CPU, [ids]):
         getattr(model, lengths.WARNING)(ids, None)

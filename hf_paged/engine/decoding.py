@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -22,7 +22,7 @@ from ..integration.compiled import Compilation, CompiledFusion, reason_of
 from ..integration.fused import Fusion, fused
 from ..integration.graph import AGREE, SMALLEST_WIDTH, WIDEST, agree, bucket_of
 from ..integration.lazy import NotCapturable
-from ..integration.lengths import lengths_on_device
+from ..integration.lengths import LengthsOnDevice, lengths_on_device
 from ..integration.lookout import Lookout
 from ..integration.products import lay_side_by_side
 from ..integration.state import ModelState
@@ -37,18 +37,19 @@ logger = logging.getLogger("hf_paged")
 
 AFTER = 2
 """A step of so many rows is captured when it comes for this time."""
-OFTEN = 100
-"""As long as it has come less often, a graph for more rows may do."""
+ROOM, WORTH = 1.5, 5_000
+"""How many times the rows of a step a graph may have to stand in for its own, and as long as it has computed fewer rows for nobody: so
+many cost about what a capture does (8B, H200)."""
 WIDTHS = [64 * 8**i for i in range(8)]
 """Blocks of a row in the tables of graphs."""
-ROOM = 1.5
-"""How many times the rows such a graph may have."""
 MOST_PAIRS = 2**17
 """How many tokens those of prompts may look at in one step, each counted by itself: beyond, one tile for many of them is faster."""
 MOST_IN_TORCH = 2**17
 """The same where plain torch reads, to which spans are rows like others."""
 Form = Literal["single", "rows", "spans"]
 """Whether all rows are sequences whose logits are wanted; if not, what chunks of prompts are."""
+FORMS: tuple[Form, ...] = get_args(Form)
+"""Each can hold what those before it can."""
 
 
 class Shape(NamedTuple):
@@ -93,6 +94,10 @@ class Decoding:
         self.compilation = Compilation() if runner.pools.config.compile else None
         self._steps: dict[Shape, _Step] = {}
         self._seen: Counter[Shape] = Counter()
+        self._idle: Counter[Shape] = Counter()
+        """The rows that graphs for more have computed for nobody, where they stood in."""
+        self._rehearsed: dict[Form, LengthsOnDevice | None] = {}
+        """Of which forms a step may be captured, and what for the model's counting."""
         self._pool: Any = None
         self._logits: torch.Tensor | None = None
         self._lookout: Lookout | None = None
@@ -121,8 +126,8 @@ class Decoding:
             return None
         self._load(step, pieces, latest)
         step.replay()
-        # The model is anybody's between two steps: it is looked at while the device works.
-        if self._state() != step.state:
+        # What somebody may have done to the model is looked for while the device works.
+        if not self._stands(step):
             self.forget()
             return None
         self.counts["replayed"] += 1
@@ -130,20 +135,24 @@ class Decoding:
         return step.logits[: len(pieces) - len(others) + sum([piece.wanted for piece in others])]
 
     def _fitting(self, shape: Shape) -> _Step | None:
-        """The trusted graph for a shape: its own, or until the shape has come often, one that has not much too much room."""
+        """The trusted graph for a shape: its own, or as long as that costs less than a capture, the next larger one."""
         own = self._steps.get(shape)
         if own is not None:
             return own if own.agreed >= AGREE else None
         self._seen[shape] += 1
-        if self._seen[shape] > OFTEN and shape not in self.reasons:
+        if self._idle[shape] > WORTH and shape not in self.reasons:
             return None
         rows, width, form = shape
         fits = [
             known for known, step in self._steps.items()
             if step.agreed >= AGREE and rows <= known.rows <= ROOM * rows and width <= known.width
-            and (form == known.form or (form, known.form) == ("single", "rows"))
+            and FORMS.index(form) <= FORMS.index(known.form)
         ]  # fmt: skip
-        return self._steps[min(fits)] if fits else None
+        if not fits:
+            return None
+        best = min(fits, key=lambda known: (known.rows, FORMS.index(known.form), known.width))
+        self._idle[shape] += best.rows - rows
+        return self._steps[best]
 
     def learn(self, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> None:
         """After pieces were computed without a graph: capture the step, or see whether its graph says the same."""
@@ -160,7 +169,7 @@ class Decoding:
         except Exception as error:
             self._steps.pop(shape, None)
             if is_out_of_memory(error):
-                self._seen[shape] = -200  # there may be room later
+                self._seen[shape], self._idle[shape] = -200, 0  # there may be room later
                 return
             self.reasons[shape] = f"{type(error).__name__}: {error}".split("\n")[0]
             logger.info("a decoding step of the engine is not captured: %s", self.reasons[shape])
@@ -171,6 +180,8 @@ class Decoding:
         """Drop every graph: the model or the pools are not what they were."""
         self._steps.clear()
         self._seen.clear()
+        self._idle.clear()
+        self._rehearsed.clear()
         self._lookout = None
 
     # ---- what a step is captured for
@@ -207,13 +218,25 @@ class Decoding:
             return "rows"
         return "spans" if kernels or pairs <= MOST_IN_TORCH else None
 
-    def look(self) -> None:
-        """See whether the model is still the one that the steps were captured over: they read the memory that it had then."""
-        if self._steps and any(step.state != self._state() for step in self._steps.values()):
-            self.forget()
-
     def _pools(self) -> tuple[Any, ...]:
         return tuple((data.data_ptr(), data.dtype) for group in self.runner.pools.groups.values() for data in group.tensors)
+
+    def look(self) -> None:
+        """See whether the model is still the one that the steps were captured over: they read the memory that it had then."""
+        if self._steps and any(not self._is_of(step, self._state()) for step in self._steps.values()):
+            self.forget()
+
+    def _stands(self, step: _Step) -> bool:
+        """Whether the model is still the one that a step was captured over, as far as somebody has to look in this step."""
+        if self._lookout is None or not self.runner.custody.unseen:
+            return self._is_of(step, self._state())
+        return self._is_of(step, self._lookout.state)
+
+    @staticmethod
+    def _is_of(step: _Step, state: ModelState) -> bool:
+        if step.state is not state and step.state == state:
+            step.state = state  # a state that was read again: the next comparison is of one object with itself
+        return step.state is state
 
     def _state(self) -> ModelState:
         model = self.runner.model
@@ -274,25 +297,39 @@ class Decoding:
         if not step.state.steady:
             raise NotCapturable("somebody's hooks run in the model")
         fusion = Fusion(model, next(iter(groups.values())).captured_ops.kernels)
-        stores = [data for group in groups.values() for data in group.tensors]
-        static = [step.logits, *(tensor for batch in batches.values() for tensor in batch.tensors)]
-        static += [] if places is None else [places]
         self._load(step, pieces, latest)
-        with Rehearsal(device, [*model.parameters(), *model.buffers(), ids, *static, *stores]):
-            self._forward(step, fusion)
+        self._rehearse(step, fusion, shape.form)
+        lengths = self._rehearsed[shape.form]
         compiled = self._compiled(step, fusion, pieces, latest)
         if self._state() != step.state:
             raise NotCapturable("the model's forward changes the model")
         self._load(step, pieces, latest)
         if device.type == "cuda" and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        step.replay, _ = RECORDERS[device.type](partial(self._forward, step, compiled or fusion), self._pool, device)
+        step.replay, _ = RECORDERS[device.type](partial(self._forward, step, compiled or fusion, lengths), self._pool, device)
         step.compiled = compiled is not None
         self._steps[shape] = step
         self.counts["captured"] += 1
         if step.compiled:
             self.counts["compiled"] += 1
         return step
+
+    def _rehearse(self, step: _Step, fusion: Fusion, form: Form) -> None:
+        """Run the step outside its graph: what is compiled for so many rows is. The first of a form is watched, which takes long.
+
+        Others of the form run the same code on other sizes. What must not be captured there either does not depend on them, or fails
+        in the capture itself: whatever the host waits for.
+        """
+        if form in self._rehearsed:
+            self._forward(step, fusion, self._rehearsed[form])
+            return
+        model, lengths = self.runner.model, LengthsOnDevice()
+        stores = [data for group in self.runner.pools.groups.values() for data in group.tensors]
+        static = [step.ids, step.logits, *(tensor for batch in step.batches.values() for tensor in batch.tensors)]
+        static += [] if step.places is None else [step.places]
+        with Rehearsal(self.runner.device, [*model.parameters(), *model.buffers(), *static, *stores]):
+            self._forward(step, fusion, lengths)
+        self._rehearsed[form] = lengths if lengths.met else None
 
     def _compiled(self, step: _Step, fusion: Fusion, pieces: Sequence[Piece], latest: torch.Tensor | None) -> CompiledFusion | None:
         """The step with compiled layers, run once; None if they are not wanted, or cannot be had."""
@@ -301,7 +338,7 @@ class Decoding:
         try:
             made = CompiledFusion(self.runner.model, fusion.kernels, self.compilation, self.runner.cache.layers)
             self._load(step, pieces, latest)
-            self._forward(step, made)
+            self._forward(step, made, LengthsOnDevice())
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -326,9 +363,9 @@ class Decoding:
                 self._logits = torch.empty(self._most, vocabulary, dtype=torch.float32, device=self.runner.device)
         return self._logits
 
-    def _forward(self, step: _Step, fusion: Fusion) -> None:
+    def _forward(self, step: _Step, fusion: Fusion, lengths: LengthsOnDevice | None) -> None:
         """What is captured: the step of all rows, each at its own position, and the logits of those that are wanted."""
-        with fused(fusion), lengths_on_device(self.runner.model):
+        with fused(fusion), lengths_on_device(self.runner.model, lengths):
             self._run(step)
 
     def _run(self, step: _Step) -> None:

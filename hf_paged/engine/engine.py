@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, get_args
 
 from ..integration.registry import base_model
@@ -13,6 +13,7 @@ from ..scheduling import Count, Group, Request, Scheduler, why_infeasible
 from .asking import check_model, check_transformers
 from .collector import collector_waits
 from .config import EngineConfig
+from .custody import Spoiled
 from .encoding import Source
 from .front import Front
 from .job import Job
@@ -21,6 +22,7 @@ from .pools import Pools
 from .preemption import Preemption
 from .recorder import Recorder
 from .runner import Runner
+from .settings import Settings
 from .stepping import Steps
 from .support import check_servable, longest, longest_source
 from .weights import Weights
@@ -49,6 +51,7 @@ class Engine(Front):
         self.pools = Pools(self.model, self.config)
         self._runner = Runner(self.model, self.pools)
         self._require_eval()
+        settings = Settings(self.model)
         self._runner.try_out()
         self.pools.settle(self._longest, self._longest_source)
         self._preemption = Preemption(self.pools, self.config.preemption)
@@ -63,10 +66,11 @@ class Engine(Front):
         )
         self._jobs: dict[Group, Job] = {}
         ahead = self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
-        self._steps = Steps(self.pools, self._runner, self._scheduler, self._jobs, self._preemption, ahead)
+        self._custody = self._runner.custody
+        self._weights = Weights(self.model, self._custody, settings.after_forwards())
+        self._steps = Steps(self.pools, self._runner, self._weights, self._scheduler, self._jobs, self._preemption, ahead)
         self._aside: list[Output] = []
         """What ended between two steps."""
-        self._weights = Weights(self.model)
         # Finalizers run in the middle of anything, so this one only notes that the pools are nobody's.
         weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
 
@@ -119,6 +123,10 @@ class Engine(Front):
 
     def step(self) -> list[Output]:
         """One step of everybody's; the answer is what ended in it. Without work it does nothing."""
+        with self._driving():
+            return self._advance()
+
+    def _advance(self) -> list[Output]:
         with self._lock:
             self._require_open()
             if self._paused:
@@ -141,7 +149,7 @@ class Engine(Front):
             self._steps.flight = None  # it has nothing but tokens too many
             return ended
         self._require_eval()
-        self._require_same_weights()
+        self._look()
         with self._mending():
             return ended + self._steps.go_on()
 
@@ -172,6 +180,8 @@ class Engine(Front):
             self._require_open()
             if self._stepping:
                 raise RuntimeError("a step is running: a processor or criterion must not pause the engine")
+            with suppress(Spoiled):  # those whom it concerns have ended
+                self._let_go()
             with self._mending():
                 self._aside += self._steps.land()
             for group in list(self._scheduler.running):
@@ -188,18 +198,30 @@ class Engine(Front):
         if self._thread is not None:
             self.start()
 
-    def _require_same_weights(self) -> None:
-        """What is cached belongs to the weights of now. While nobody holds anything that is looked at closely, else quickly."""
+    def _look(self) -> None:
+        """What is cached belongs to the weights of now. While nobody holds anything that is looked at closely, else quickly: whenever
+        somebody may have changed them, and before anybody is let in."""
         running = len(self._scheduler.running)
-        if not running and self._weights.changed():
-            self.pools.forget()
-            if self._runner.decoding is not None:
-                self._runner.decoding.look()
-        elif running and self._weights.touched():
-            raise RuntimeError(
-                f"the model's weights have changed under {running} running requests; call engine.pause() before the change (or now) "
-                "and engine.resume() after it"
-            )
+        if not running:
+            if self._weights.changed():
+                self.pools.forget()
+                if self._runner.decoding is not None:
+                    self._runner.decoding.look()
+        elif self._custody.due or self._scheduler.may_admit:
+            with self._mending() if self._custody.unseen else nullcontext():
+                self._weights.require_untouched(running)
+        else:
+            self._custody.trust(self._weights.memory)
+
+    def _let_go(self) -> None:
+        with self._lock:
+            if self._stepping:
+                return  # the step that runs looks for itself
+            try:
+                with self._mending():
+                    self._steps.look()
+            finally:
+                self._custody.let_go()
 
     def _require_eval(self) -> None:
         if self.model.training:
@@ -256,6 +278,7 @@ class Engine(Front):
             for job in list(self._jobs.values()):
                 self._end(job, "abort")
             self._steps.flight = None
+            self._custody.let_go()
             self.pools.free()
         self.stop()
         if self._steps.recorder is not None:

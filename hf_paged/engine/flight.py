@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +46,8 @@ class Flight:
         self._seats: list[_Seats] = []
         self._download: Download | None = None
         """The tokens, and what was noted about them."""
+        self._heard: list[list[Any]] = []
+        """The same on the host."""
         if picks or self._crew:
             self._board(picks, logits)
 
@@ -104,12 +106,24 @@ class Flight:
             for sequence, _ in seats.places:
                 scheduler.extend(sequence, UNKNOWN)
 
+    def arrive(self) -> bool:
+        """Wait for the tokens; the answer is whether anybody may end with his, or lets somebody else's code decide that."""
+        self._heard = [] if self._download is None else [each.tolist() for each in self._download.wait()]
+        if not self._heard:
+            return False
+        tokens = self._heard[0]
+        if self.roster is not None and self.plan.stride is not None and self.roster.ends(self.plan.stride, tokens[: len(self._crew)]):
+            return True
+        return any(
+            job.asked.criteria or position + 1 >= job.asked.max_length or any(tokens[place] in job.asked.ends for _, place in places)
+            for job, position, places in self._seats
+        )
+
     def land(self, scheduler: Scheduler) -> dict[Job, Exception]:
-        """Wait for the tokens, and give them to whoever is still there. The answer is who failed, and why."""
-        heard_of = [] if self._download is None else [each.tolist() for each in self._download.wait()]
+        """Give the tokens that have arrived to whoever is still there. The answer is who failed, and why."""
         scheduler.confirm(self.plan, self.failed)
-        tokens: list[int] = heard_of[0] if heard_of else []
-        notes = iter(heard_of[1] if len(heard_of) > 1 else [])
+        tokens: list[int] = self._heard[0] if self._heard else []
+        notes = iter(self._heard[1] if len(self._heard) > 1 else [])
         self._seats += self._hear(tokens)
         failed: dict[Job, Exception] = {}
         for job, position, places in self._seats:

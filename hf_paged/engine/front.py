@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import torch
@@ -16,6 +18,7 @@ from ..blocks import extra_key
 from ..scheduling import Infeasible, Request
 from .asking import read
 from .background import Background
+from .custody import Custody, Spoiled
 from .encoding import Source
 from .handle import Handle
 from .job import Job
@@ -103,11 +106,16 @@ class Front(ABC):
             for prompt in _each(prompts):
                 handles.append(self.submit(prompt, generation_config, **keywords))
             with tqdm(total=len(handles), unit="request", delay=0 if progress else LONG_WORK, disable=progress is False) as bar:
+
+                def show() -> None:
+                    bar.update(sum(each.done for each in handles) - bar.n)
+
+                self._drive([handle._job for handle in handles], lambda: False, ended=show)
                 for handle in handles:
-                    while not handle.done:
-                        self.drive(handle._job)
-                        bar.update(sum(each.done for each in handles) - bar.n)
-                bar.update(len(handles) - bar.n)
+                    if not handle.done:  # a thread drives
+                        handle.result()
+                        show()
+                show()
         except BaseException:
             for handle in handles:
                 handle.cancel()
@@ -167,6 +175,8 @@ class Front(ABC):
             with self._lock:
                 if not self._stepping:
                     self._sweep()
+                with suppress(Spoiled):  # those whom it concerns have ended
+                    self._let_go()
 
     def turn(self) -> bool:
         """A step, if there is anything to do; the answer is whether there may be more. The engine's thread calls it."""
@@ -177,19 +187,55 @@ class Front(ABC):
             if self._paused:
                 self._sweep()
             if self._paused or not self._busy:
+                self._let_go()
                 return False
-            self.step()
+            try:
+                self._advance()
+            except BaseException:
+                with suppress(Spoiled):
+                    self._let_go()
+                raise
             return True
 
     def drive(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
-        """Bring a job forward by a step of everybody's, or wait for what the thread makes of it. Handles call it."""
+        """Take everybody's steps until a job has ended, or has `each` increment, or the time is over; or wait for what the thread makes
+        of it. Handles call it."""
+        end = None if timeout is None else time.monotonic() + timeout
+        self._drive([job], lambda: (each and bool(job.news)) or (end is not None and time.monotonic() >= end))
         thread = self._thread
-        if thread is not None and not thread.own:
-            thread.wait(job, each, timeout)
+        if thread is not None and job.output is None:
+            thread.wait(job, each, None if end is None else end - time.monotonic())
+
+    def _drive(self, jobs: list[Job], enough: Callable[[], bool], ended: Callable[[], object] = lambda: None) -> None:
+        """Take steps until all jobs have ended, or it is enough, or a thread does it; `ended` is told of steps in which anybody has."""
+        if self._others_drive:
             return
-        with self._lock:
-            if job.output is None:
-                self.step()
+        with self._driving():
+            for job in jobs:
+                while job.output is None and not self._others_drive:
+                    with self._lock:
+                        if job.output is None and self._advance():
+                            ended()
+                    if enough():
+                        return
+
+    @property
+    def _others_drive(self) -> bool:
+        """Whether there is a thread that drives, and it is not the one that asks."""
+        thread = self._thread
+        return thread is not None and not thread.own
+
+    @contextmanager
+    def _driving(self) -> Iterator[None]:
+        """Whoever drives has done anything before this, and will do anything after it."""
+        self._custody.lend()
+        try:
+            yield
+        except BaseException:
+            with suppress(Spoiled):
+                self._let_go()
+            raise
+        self._let_go()
 
     async def arrival(self, job: Job, each: bool = False) -> None:
         """Wait for the end of a job, or for `each` increment, without holding up the event loop. Handles call it."""
@@ -216,9 +262,15 @@ class Front(ABC):
 
     # ---- what the engine behind it does
 
+    _custody: Custody
+
     @abstractmethod
-    def step(self) -> list[Output]:
-        """One step of everybody's."""
+    def _advance(self) -> list[Output]:
+        """One step of everybody's, in a row of them."""
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """The row of steps is over: raise Spoiled if somebody has changed the weights meanwhile."""
 
     @property
     @abstractmethod

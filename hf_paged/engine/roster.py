@@ -52,6 +52,10 @@ class Roster:
         for row in self._rows:
             row.append(UNKNOWN)
 
+    def ends(self, stride: Stride, tokens: list[int]) -> bool:
+        """Whether anybody ends with the token that he got in a stride."""
+        return bool(stride.last) or bool(self._who_stopped(tokens))
+
     def hear(self, stride: Stride, tokens: list[int]) -> list[int]:
         """Give everybody who goes on the token that he got in a stride. The answer is the places of all others: who ends with it, has no
         token, or has left the crew since."""

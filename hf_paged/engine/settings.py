@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -22,18 +22,32 @@ class Settings:
     with buffers, which may note in a forward how long it was (rotary positions), and whose code runs: hooks, and a `forward` that was set.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model.__dict__
-        self._owns = [module.__dict__ for module in modules_of(model) if module is not model and not module._buffers]
-        self._parts = [own["_modules"] for own in (self._model, *self._owns) if own["_modules"]]
+    def __init__(self, model: nn.Module, restless: Collection[tuple[type, str]] = ()) -> None:
+        """restless: the settings of kinds of modules that a forward sets itself."""
+        self.model, self.restless = model, frozenset(restless)
+        modules = [model, *(module for module in modules_of(model) if module is not model and not module._buffers)]
+        self._owns = [(type(module), module.__dict__) for module in modules]
+        self._parts = [own["_modules"] for _, own in self._owns if own["_modules"]]
         self._note()
+
+    def after_forwards(self) -> Settings:
+        """The settings of now, where nothing but forwards has happened: what these have set is not looked at."""
+        before = dict(zip(map(id, map(itemgetter(1), self._owns)), map(dict, self._noted[0]), strict=True))
+        after = Settings(self.model, self.restless)
+        found = {
+            (kind, name)
+            for (kind, own), facts in zip(after._owns, after._noted[0], strict=True)
+            for name, fact in facts
+            if (before.get(id(own)) or {}).get(name, after) != fact
+        }
+        return Settings(self.model, self.restless | found) if found else after
 
     def changed(self) -> bool:
         """Whether anything says something else than it did."""
         try:
             if self._same():
                 return False
-            if list(self._facts()) != self._noted:
+            if self._facts() != self._noted:
                 return True
         except (KeyError, RuntimeError):  # somebody changes it this very moment, or has taken it away
             return True
@@ -43,8 +57,8 @@ class Settings:
     def _note(self) -> None:
         # Modules of a kind have the same attributes, so few of these are there.
         alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        for own in (self._model, *self._owns):
-            alike.setdefault(self._names(own), []).append(own)
+        for kind, own in self._owns:
+            alike.setdefault(self._names(kind, own), []).append(own)
         settings = [own[name] for names, owns in alike.items() for own in owns for name in names]
         inside = [value for value in settings if isinstance(value, CONTAINERS)]
         # Two at least, so that a getter answers with a tuple.
@@ -53,25 +67,24 @@ class Settings:
         ]
         self._dicts = [value for value in inside if isinstance(value, dict)] + self._parts
         self._others = [value for value in inside if not isinstance(value, dict)]
-        self._sizes, self._kept, self._noted = self._counts(), list(self._objects()), list(self._facts())
+        self._sizes, self._kept, self._noted = self._counts(), list(self._objects()), self._facts()
 
-    def _names(self, own: dict[str, Any]) -> tuple[str, ...]:
+    def _names(self, kind: type, own: dict[str, Any]) -> tuple[str, ...]:
         """What is looked at of a module's own dict."""
-        return tuple(name for name in own if name not in INTERNAL and name != "forward")
+        return tuple(name for name in own if name not in INTERNAL and name != "forward" and (kind, name) not in self.restless)
 
     def _same(self) -> bool:
         return self._sizes == self._counts() and all(map(is_, self._objects(), self._kept))
 
     def _counts(self) -> list[int]:
-        return list(map(len, chain(self._owns, self._dicts, self._others)))
+        return list(map(len, chain(map(itemgetter(1), self._owns), self._dicts, self._others)))
 
     def _objects(self) -> Iterator[Any]:
         """Every setting, every part of a module, and what stands in lists and dicts of settings."""
         settings = [chain.from_iterable(map(get, owns)) for get, owns in self._kinds]
         return chain(*settings, chain.from_iterable(map(dict.values, self._dicts)), chain.from_iterable(self._others))
 
-    def _facts(self) -> Iterator[Any]:
-        for own in (self._model, *self._owns):
-            yield [(name, fact_of(own[name])) for name in self._names(own)]
-        for part in self._parts:
-            yield list(map(id, part.values()))
+    def _facts(self) -> tuple[list[list[tuple[str, Any]]], list[list[int]]]:
+        """What the settings of each module say, and which its parts are."""
+        said = [[(name, fact_of(own[name])) for name in self._names(kind, own)] for kind, own in self._owns]
+        return said, [list(map(id, part.values())) for part in self._parts]

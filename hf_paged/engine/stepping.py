@@ -11,6 +11,7 @@ import torch
 from ..scheduling import Group, Plan, Row, Scheduler, Status, Stride
 from .asking import Asked
 from .chooser import Choice, Pick
+from .custody import Spoiled
 from .flight import Flight
 from .job import Job
 from .output import FinishReason, Output
@@ -20,6 +21,7 @@ from .preemption import Preemption
 from .recorder import Recorder
 from .roster import Roster
 from .runner import Runner
+from .weights import Weights
 
 
 class _Computed(NamedTuple):
@@ -43,10 +45,17 @@ class Steps:
     """
 
     def __init__(
-        self, pools: Pools, runner: Runner, scheduler: Scheduler, jobs: dict[Group, Job], preemption: Preemption, ahead: bool
+        self,
+        pools: Pools,
+        runner: Runner,
+        weights: Weights,
+        scheduler: Scheduler,
+        jobs: dict[Group, Job],
+        preemption: Preemption,
+        ahead: bool,
     ) -> None:
         self.pools, self.runner, self.scheduler, self.jobs, self.ahead = pools, runner, scheduler, jobs, ahead
-        self.preemption = preemption
+        self.weights, self.preemption = weights, preemption
         self.flight: Flight | None = None
         """The step that is on its way."""
         self._given: dict[Group, Asked] = {}
@@ -87,6 +96,9 @@ class Steps:
         picks = [pick for pick in picks if not (self.ahead and pick.job.plain)]
         choice = Choice(picks, logits)
         ended += self._settle(flight) if self.ahead else self.land()
+        if picks:
+            self.look()
+            self.runner.custody.lend()  # to their processors and criteria
         trouble = choice.land(self.scheduler) | {self.jobs[group]: error for group, error in failed.items() if group in self.jobs}
         ended += [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(pick.job) for pick in picks if _is_over(pick.job)]
@@ -99,17 +111,28 @@ class Steps:
     def _settle(self, flight: Flight | None) -> list[Output]:
         if flight is None:
             return []
+        if flight.arrive():
+            self.look()
+            self.runner.custody.lend()
         trouble = flight.land(self.scheduler)
         self.preemption.heard(flight.plan, flight.begin)
         ended = [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(job) for job in flight.jobs if _is_over(job)]
 
+    def look(self) -> None:
+        """Before anybody ends, or somebody else's code runs: see whether the model is what it was, if this step has not seen it."""
+        if self.runner.custody.unseen:
+            self.weights.require_untouched(len(self.scheduler.running))
+            self.runner.look()
+
     def start_over(self, error: BaseException) -> None:
         """Something broke into the middle of a step. What was computed is not known, so nobody holds anything any more.
 
-        Who is whole is computed again; of whose sequences only some have their token, ends here.
+        Who is whole is computed again; of whose sequences only some have their token, ends here, and so does everybody whose tokens may
+        be of two models.
         """
         self.flight = self._roster = None
+        spoiled = isinstance(error, Spoiled)
         for job in self.jobs.values():
             job.go_back()
         for shelf in self.pools.shelves:
@@ -120,7 +143,7 @@ class Steps:
         for group, job in list(self.jobs.items()):
             if job.said:
                 self.end(job)
-            elif group.status is Status.FINISHED or job.torn:
+            elif group.status is Status.FINISHED or job.torn or (spoiled and group.status is Status.PREEMPTED):
                 self.end(job, "error", error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"))
 
     def _compute(self, plan: Plan) -> _Computed:

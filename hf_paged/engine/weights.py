@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -10,7 +12,8 @@ import torch
 from torch import nn
 
 from ..integration.identity import identity_of
-from ..memory import Unreadable
+from ..memory import PLAIN_TENSORS, Unreadable
+from .custody import Custody, Spoiled
 from .settings import Settings
 
 logger = logging.getLogger("hf_paged")
@@ -20,15 +23,32 @@ _version_of = attrgetter("_version")
 class Weights:
     """What was last seen of a model: which state it is in, as prefixes of `generate()` know it, and how often torch wrote to it."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, custody: Custody, settings: Settings) -> None:
+        self._model, self._custody, self._settings = model, custody, settings
         self._unreadable = False
-        self._settings: Settings | None = None
         self._look()
 
     def touched(self) -> bool:
         """Whether a parameter was written or replaced in the way that torch counts, or a setting is another. Cheap, for every step."""
-        return self._names != _names(self._holders) or self._settings is None or self._settings.changed()
+        return self._names != _names(self._holders) or self._settings.changed()
+
+    def require_untouched(self, running: int) -> None:
+        """Raise if they were, under so many requests: Spoiled if steps were taken meanwhile, else nothing is lost yet."""
+        if self.touched():
+            if self._custody.unseen:
+                raise Spoiled(
+                    f"the model's weights have changed while {running} requests were computed, and some of their last tokens may be "
+                    "of both; these requests have ended. Call engine.pause() before a change and engine.resume() after it"
+                )
+            raise RuntimeError(
+                f"the model's weights have changed under {running} running requests; call engine.pause() before the change (or now) "
+                "and engine.resume() after it"
+            )
+        self._custody.seen()
+
+    def memory(self) -> list[object]:
+        """Whatever holds the memory of the model's tensors: while somebody has it, that is not given to anybody else."""
+        return [_memory_of(tensor) for tensor in chain.from_iterable([*self._holders, *self._buffers]) if tensor is not None]
 
     def changed(self) -> bool:
         """Whether anything is different since the last look, content, settings and adapters included; this is a look.
@@ -37,14 +57,16 @@ class Weights:
         """
         before = self._state
         self._look()
+        self._custody.seen()
         return self._state is None or self._state != before
 
     def _look(self) -> None:
         # Modules' own dicts: a parameter that is replaced is seen, and nothing is walked in every step.
-        self._holders = [module._parameters for module in self._model.modules() if module._parameters]
+        self._holders = [module._parameters.values() for module in self._model.modules() if module._parameters]
+        self._buffers = [module._buffers.values() for module in self._model.modules() if module._buffers]
         self._names = _names(self._holders)
-        if self._settings is None or self._settings.changed():
-            self._settings = Settings(self._model)
+        if self._settings.changed():
+            self._settings = Settings(self._model, self._settings.restless)
         identity = identity_of(self._model)
         try:
             glance = identity.begin(self._model, self._model.forward)
@@ -58,7 +80,12 @@ class Weights:
             self._unreadable = True
 
 
-def _names(holders: list[dict[str, nn.Parameter | None]]) -> tuple[list[int], ...]:
+def _names(holders: Iterable[Iterable[nn.Parameter | None]]) -> tuple[list[int], ...]:
     """Of every parameter which one it is, where it lies, and how often it was written. All at once: this is asked in every step."""
-    parameters = [parameter for holder in holders for parameter in holder.values() if parameter is not None]
+    parameters = [parameter for parameter in chain.from_iterable(holders) if parameter is not None]
     return list(map(id, parameters)), list(map(torch.Tensor.data_ptr, parameters)), list(map(_version_of, parameters))
+
+
+def _memory_of(tensor: torch.Tensor) -> object:
+    """The memory that a tensor has now; it may be given another. A tensor that is made of others is its own."""
+    return tensor.untyped_storage() if type(tensor) in PLAIN_TENSORS else tensor

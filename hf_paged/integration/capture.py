@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .lazy import LazyTensor, NotCapturable
 
@@ -41,10 +40,11 @@ class Rehearsal(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and not isinstance(x, LazyTensor)]
-        self._refuse_waiting(func, args, kwargs, given)
-        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):  # attention's may have dropout
+        given = [*_tensors(args), *_tensors(kwargs.values())]
+        if _draws(func):
             raise NotCapturable(f"{func} draws at random")
+        if _waits(func, args, kwargs, given):
+            raise NotCapturable(f"{func} makes the host wait for the device")
         for tensor in given:
             if not tensor.numel():
                 continue
@@ -53,17 +53,38 @@ class Rehearsal(TorchDispatchMode):
             if _address(tensor) not in self.known:
                 raise NotCapturable(f"{func} reads a tensor {list(tensor.shape)} that is neither a weight nor an input")
         answer = func(*args, **kwargs)
-        self.known.update(_address(x) for x in tree_leaves(answer) if isinstance(x, torch.Tensor) and not isinstance(x, LazyTensor))
+        self.known.update(map(_address, _tensors((answer,))))
         return answer
 
-    def _refuse_waiting(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
-        packet = func.overloadpacket
-        by_mask = packet in BY_INDEX and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operation's arguments, and in their lists: what torch itself takes apart costs a rehearsal most of its time."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, LazyTensor):
+                yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+
+
+@functools.cache
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func)  # attention's may have dropout
+
+
+def _waits(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:
+    """Whether the host must know what the device has computed before it can go on."""
+    packet = func.overloadpacket
+    if packet in WAITS:
+        return True
+    if packet in BY_INDEX:
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    if packet in MOVES:
         devices = {x.device for x in given} | ({torch.device(kwargs["device"])} if kwargs.get("device") is not None else set())
-        moves = packet in MOVES and len({device.type for device in devices}) > 1
-        counts = func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
-        if packet in WAITS or by_mask or moves or counts:
-            raise NotCapturable(f"{func} makes the host wait for the device")
+        return len({device.type for device in devices}) > 1
+    return func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
 
 
 def _address(tensor: torch.Tensor) -> int:

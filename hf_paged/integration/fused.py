@@ -75,6 +75,25 @@ class Fusion:
             (layer, norm) for layer, norm in zip(layers, norms, strict=True) if isinstance(norm, nn.Module) and is_norm(norm)
         )
 
+    def calls(self, rows: int, dtype: torch.dtype) -> list[Callable[[], object]]:
+        """A call of each kernel for the modules that are replaced, on tensors [rows, 1, n] without data: it compiles the kernel."""
+        calls: dict[Any, Callable[[], object]] = {}
+        norms = {module for module in self.forwards if is_norm(module)}
+        layers: list[Any] = [module for module, forward in self.forwards.items() if getattr(forward, "func", None) == self.layer]
+        added = {each for layer in layers for each in (layer.post_attention_layernorm, self.following.get(layer))}
+        for module in self.forwards:
+            if module in norms:
+                weight: Any = torch.empty_like(module.weight, device="meta")  # type: ignore[arg-type]
+                x, centered = torch.empty(rows, 1, len(weight), dtype=dtype, device="meta"), is_centered(module)
+                key = len(weight), weight.dtype, centered
+                calls.setdefault(key, partial(self.kernels.rms_norm, x, weight, 0.0, centered=centered))
+                if module in added:
+                    calls.setdefault((*key, "added"), partial(self.kernels.add_rms_norm, x, x, weight, 0.0, centered=centered))
+            elif isinstance(width := getattr(getattr(module, "gate_proj", None), "out_features", None), int):
+                x, name = torch.empty(rows, 1, width, dtype=dtype, device="meta"), activation(module)
+                calls.setdefault((width, name), partial(self.kernels.swiglu, x, x, activation=name))
+        return list(calls.values())
+
     # ---- what the modules do instead
 
     def take_ahead(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:

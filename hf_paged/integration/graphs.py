@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .capture import RECORDERS, Rehearsal
 from .fused import Fusion, fused
 from .graph import Graph, Step, agree, shapes, signature, standing, too_wide
 from .lazy import NotCapturable
-from .lengths import lengths_on_device
+from .lengths import LengthsOnDevice, lengths_on_device
 from .registry import memory_of
 from .state import ModelState, watching
 
@@ -143,20 +144,22 @@ class Graphs:
         graph = Graph.prepare(step)
         fusion = Fusion(model, graph.ops(step).kernels)
 
-        def run() -> Any:
-            with standing(step, graph), fused(fusion), lengths_on_device(model):
+        def run(lengths: LengthsOnDevice | None) -> Any:
+            with standing(step, graph), fused(fusion), lengths_on_device(model, lengths):
                 return forward({**step.lean, **graph.inputs})
 
         stores = [x for part in step.parts for rows in part.sequences.rows.values() for x in rows.group.tensors]
         before = ModelState(model, step.forward)
         graph.stage(step)
+        lengths = LengthsOnDevice()
         with Rehearsal(graph.device, [*model.parameters(), *model.buffers(), *graph.tensors, *stores]):
-            run()
+            run(lengths)
         if ModelState(model, step.forward) != before:
             self.unsteady = True
             raise NotCapturable("the model's forward changes the model")
         graph.stage(step)
-        graph.replay, answer = RECORDERS[graph.device.type](run, self._shared_pool(graph.device), graph.device)
+        captured = partial(run, lengths if lengths.met else None)
+        graph.replay, answer = RECORDERS[graph.device.type](captured, self._shared_pool(graph.device), graph.device)
         graph.keep(answer)
         self.memory.captured[key] = graph
         self.counts["captured"] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -75,13 +75,20 @@ class GrowingOnes(LazyTensor):
 
 
 class LengthsOnDevice(TorchFunctionMode):
-    """Let a model count from, and make masks up to, a length that the device knows."""
+    """Let a model count from, and make masks up to, a length that the device knows. Every call of torch passes through here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met = False
+        """Whether the model did so."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.arange and any(isinstance(arg, DeviceNumber) for arg in args):
+            self.met = True
             return _count(args, kwargs)
         if func is torch.ones and len(args) == 2 and isinstance(args[1], DeviceNumber):
+            self.met = True
             device = torch.device("cpu" if kwargs.get("device") is None else kwargs["device"])
             return GrowingOnes((args[0], 1), kwargs.get("dtype") or torch.get_default_dtype(), device)
         return func(*args, **kwargs)
@@ -97,13 +104,13 @@ def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 @contextmanager
-def lengths_on_device(model: nn.Module) -> Iterator[None]:
-    """Run a forward of the model whose cache answers with device numbers."""
+def lengths_on_device(model: nn.Module, mode: LengthsOnDevice | None) -> Iterator[None]:
+    """Run a forward of the model whose cache answers with device numbers. Without a mode it does nothing with them that needs one."""
     warners = [module for module in model.modules() if hasattr(module, WARNING) and WARNING not in module.__dict__]
     for module in warners:
         module.__dict__[WARNING] = lambda *args, **kwargs: None
     try:
-        with LengthsOnDevice():
+        with mode or nullcontext():
             yield
     finally:
         for module in warners:

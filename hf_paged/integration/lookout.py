@@ -48,9 +48,11 @@ class Lookout:
         self._kinds = [(itemgetter(*names), alike) for names, alike in kinds.items()]
         self._values = list(self._of_modules())
         self._parts = list(map(_parts_of, owns))
-        self._lengths = self._sizes_of_parts()
-        self._tensors = [own[part] for own in owns for part in TENSORS if own[part]]
-        self._pointers = _pointers(self._tensors)
+        parts = list(chain.from_iterable(self._parts))
+        self._empty, self._filled = [part for part in parts if not part], [part for part in parts if part]
+        self._lengths = list(map(len, self._filled))
+        self._views = [own[part].values() for own in owns for part in TENSORS if own[part]]
+        self._pointers = _pointers(self._views)
         self._holders = [own[part] for own in owns for part in ("_modules", *HOOKS) if own[part]]
         self._held = list(_contents(self._holders))
         self._configs = list({id(own["config"]): own["config"] for own in owns if "config" in own}.values())
@@ -72,9 +74,6 @@ class Lookout:
     def _of_modules(self) -> Iterator[Any]:
         return chain.from_iterable([value for get, alike in self._kinds for value in map(get, map(_dict_of, alike))])
 
-    def _sizes_of_parts(self) -> list[int]:
-        return list(map(len, chain.from_iterable(self._parts)))
-
     def unchanged(self, forward: Callable[..., Any]) -> bool:
         """Whether the model is surely as its state says."""
         try:
@@ -90,9 +89,10 @@ class Lookout:
             and list(map(len, owns)) == self._sizes
             and _same(self._values, self._of_modules())
             and list(map(_parts_of, owns)) == self._parts
-            and self._sizes_of_parts() == self._lengths
+            and not any(self._empty)
+            and list(map(len, self._filled)) == self._lengths
             and _same(self._held, _contents(self._holders))
-            and _pointers(self._tensors) == self._pointers
+            and _pointers(self._views) == self._pointers
             and list(map(len, self._insides)) == self._sizes_within
             and _same(self._within, _contents(self._insides))
             and all(fact_of(value) == fact for value, fact in self._facts)
@@ -141,8 +141,8 @@ def _contents(dicts: Iterable[Any]) -> Iterator[Any]:
     return chain.from_iterable([each.values() for each in dicts])
 
 
-def _pointers(dicts: Iterable[dict[str, torch.Tensor | None]]) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for each in dicts for tensor in each.values()]
+def _pointers(views: Iterable[Iterable[torch.Tensor | None]]) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in chain.from_iterable(views)]
 
 
 def _around(forward: Callable[..., Any]) -> tuple[Any, ...]:

@@ -11,6 +11,9 @@ import torch
 from ..blocks import Table
 from .upload import upload
 
+WIDTHS = 16
+"""Tables are as wide as some multiple of this: for Triton such numbers are one kind, so a kernel is compiled once for all of them."""
+
 
 class Lane(NamedTuple):
     """Rows that lie side by side: token t of row i is in slot first + i * stride + t, so the batch is one strided view."""
@@ -103,14 +106,14 @@ class Batch:
         return torch.full((self.rows * self.new,), -1, device=device).index_copy_(0, sources, slots)
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """Block ids [rows, most blocks of a row], int32: token t of row i lies in block t // block_size of row i.
+        """Block ids [rows, most blocks of a row or some more], int32: token t of row i lies in block t // block_size of row i.
 
         Places that hold nothing (behind a window, after a shorter row's end) name some block that exists.
         """
         tables = self.workspace.setdefault("tables", {})
         if device not in tables:
             self.check()
-            width = max(max(table.end for table in self.tables), 1)
+            width = -(-max(max(table.end for table in self.tables), 1) // WIDTHS) * WIDTHS
             rows = [[0] * table.released + table.blocks + [0] * (width - table.end) for table in self.tables]
             tables[device] = upload(rows, device, torch.int32)
         found: torch.Tensor = tables[device]

@@ -36,8 +36,13 @@ class TritonOps(Ops):
 
         self.kernels = hf_paged_kernels
 
+    @property
+    def first(self) -> list[Callable[[], None]]:
+        """What every kernel's compilation waits for: calls that have it done before, in any thread."""
+        return [self.kernels.find_driver, self.kernels.know_triton]
+
     def advance(self, table: torch.Tensor, *step: Any) -> None:
-        with _on(table.device):
+        with on(table.device):
             self.kernels.advance(table, *step)
 
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -45,7 +50,7 @@ class TritonOps(Ops):
         if keys.stride(3) != 1 or values.stride(3) != 1:
             keys, values = keys.contiguous(), values.contiguous()
         blocks = [_by_block(data, pages.batch.block_size) for data in (pages.keys, pages.values)]
-        with _on(keys.device):
+        with on(keys.device):
             self.kernels.write(keys, values, *blocks, pages.batch.targets(keys.device))
 
     def rotary_write(
@@ -53,7 +58,7 @@ class TritonOps(Ops):
     ) -> torch.Tensor:
         """Give query and key [rows, heads, new, dim] their positions; the key goes to its slots with the value, the query comes back."""
         blocks = [_by_block(data, pages.batch.block_size) for data in (pages.keys, pages.values)]
-        with _on(key.device):
+        with on(key.device):
             turned: torch.Tensor = self.kernels.rotary_write(query, key, value, cos, sin, *blocks, pages.batch.targets(key.device))
             return turned
 
@@ -63,13 +68,13 @@ class TritonOps(Ops):
         batch.check()
         device = data.device
         starts = None if batch.starts is None else upload(batch.starts, device, torch.int32)
-        with _on(device):
+        with on(device):
             pages = _by_block(data, batch.block_size)
             found: torch.Tensor = self.kernels.gather(pages, batch.table(device), starts, first, batch.columns)
             return found
 
     def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
-        with _on(sources.device):
+        with on(sources.device):
             self.kernels.copy(list(pools), sources, targets)
 
     def attend(
@@ -91,7 +96,7 @@ class TritonOps(Ops):
         if masked or whole or query.dtype != pages.keys.dtype:
             return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
         options = {"scale": scale, "softcap": softcap, "sinks": None if sinks is None else sinks.float()}
-        with _on(query.device):
+        with on(query.device):
             if isinstance(batch, FlatBatch):
                 return self._flat(query, pages, batch, seen.window, options)
             if isinstance(batch, StaticSpans):
@@ -246,7 +251,7 @@ class NativeOps(Ops):
         return counted
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on(device: torch.device) -> AbstractContextManager[Any]:
     """Launch on `device`; in the interpreter there is none."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -324,7 +329,7 @@ def digester(device: torch.device) -> Callable[[torch.Tensor, list[tuple[int, in
     import hf_paged_kernels
 
     def digest(pieces: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
-        with _on(device):
+        with on(device):
             numbers: torch.Tensor = hf_paged_kernels.digest(pieces, ranges)
             return numbers
 
@@ -350,7 +355,7 @@ def _product_kernel(device: torch.device) -> Callable[..., torch.Tensor | None] 
         strip = kernels.product_strip(len(x), *weight.shape)
         if strip is None:
             return None
-        with _on(device):
+        with on(device):
             made: torch.Tensor = kernels.product(x, weight, bias, strip)
             return made
 

@@ -250,6 +250,11 @@ class Scheduler:
             row.append(token)
             sequence.tokens = row
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether the next step may let anybody in, or look for what he begins with."""
+        return bool(self.preempted or self.waiting) and self._taken - len(self.crew.complete()) < self.limits.sequences
+
     # ---- the parts of a step
 
     def _muster(self) -> None:

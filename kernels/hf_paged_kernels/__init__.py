@@ -9,6 +9,7 @@ from .copy import copy
 from .decode import Plan, decode
 from .digest import GOLDEN, digest
 from .gather import gather
+from .launching import find_driver, know_triton
 from .norm import add_rms_norm, rms_norm
 from .prefill import Spans, prefill
 from .product import product
@@ -26,7 +27,9 @@ __all__ = [
     "copy",
     "decode",
     "digest",
+    "find_driver",
     "gather",
+    "know_triton",
     "prefill",
     "product",
     "product_strip",

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import launch
+
 MOST_NEW = 64
 TILE = 128
 
@@ -39,7 +41,8 @@ def advance(
     _check("columns", columns, 2, torch.int64)
     news = triton.next_power_of_2(new)
     at_once = TILE // news
-    _advance[(max(1, triton.cdiv(rows, at_once)),)](
+    launch(
+        _advance, (max(1, triton.cdiv(rows, at_once)),),
         table, lengths, seen, slots, columns, rows, width, table.stride(0),
         NEW=new, NEWS=news, AT_ONCE=at_once, PAGE=block_size, num_warps=TILE // 32,
     )  # fmt: skip

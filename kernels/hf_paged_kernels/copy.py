@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import launch
+
 CHUNK_BYTES = 16 * 1024
 
 
@@ -25,7 +27,8 @@ def copy(pools: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor
     first, second = flat[0], flat[-1]
     chunk = CHUNK_BYTES // first.element_size()
     chunks = [triton.cdiv(pool.shape[2], chunk) for pool in flat]
-    _copy[(sum(chunks), first.shape[0], sources.shape[0])](
+    launch(
+        _copy, (sum(chunks), first.shape[0], sources.shape[0]),
         first, second, sources, targets, first.stride(0), first.stride(1), second.stride(0), second.stride(1),
         first.shape[2], second.shape[2], FIRST_CHUNKS=chunks[0], CHUNK=chunk, num_warps=8,
     )  # fmt: skip

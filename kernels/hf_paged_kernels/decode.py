@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import launch
 from .tiles import LOG2E, Strides, block_ids, capped, check, load_tile, precision, token_offsets
 from .tuning import Tiling, decode_tiling
 
@@ -58,7 +59,8 @@ class Plan:
         """Plan a step over the tokens from starts [rows] (0 if None) to lengths [rows], both int32 on the device."""
         if lengths.shape != (self.rows,) or (starts is not None and starts.shape != lengths.shape):
             raise ValueError(f"Invalid shape of lengths or starts: expected [{self.rows}], got {list(lengths.shape)}")
-        _plan[(self.rows,)](
+        launch(
+            _plan, (self.rows,),
             lengths, lengths if starts is None else starts, self.pieces, self.count, self.rows, self.heads, self.target,
             TILE=self.tiling.block_n, WINDOW=self.window or 0, HAS_START=starts is not None,
             ROWS=triton.next_power_of_2(self.rows), num_warps=4,
@@ -94,7 +96,8 @@ def decode(
     group = plan.query_heads // plan.heads
     padded = triton.next_power_of_2(plan.value_dim)
     several = triton.next_power_of_2(group) * padded
-    _decode[(plan.heads, plan.most)](
+    launch(
+        _decode, (plan.heads, plan.most),
         query, keys, values, table, plan.pieces, plan.count, plan.done, plan.partial, plan.weight, out,
         query if sinks is None else sinks, query if slopes is None else slopes,
         (plan.key_dim**-0.5 if scale is None else scale) * LOG2E.value,

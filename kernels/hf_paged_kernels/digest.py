@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import launch
+
 GOLDEN = -7046029254386353131
 """2^64 divided by the golden ratio, an odd number, as a signed one: what a word is multiplied with depends on where it stands."""
 
@@ -25,11 +27,11 @@ def digest(pieces: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
     count = end - begin + last - other
     out = torch.empty(count, dtype=torch.int64, device=pieces.device)
     if count:
-        _digest[(count,)](pieces, out, pieces.shape[1], begin, end - begin, other, GOLDEN=GOLDEN, BLOCK=2048, num_warps=8)
+        launch(_digest, (count,), pieces, out, pieces.shape[1], begin, end - begin, other, GOLDEN=GOLDEN, BLOCK=2048, num_warps=8)
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces", "begin", "first", "other"])
 def _digest(PIECES, OUT, pieces, begin, first, other, GOLDEN: tl.constexpr, BLOCK: tl.constexpr):
     """OUT[p] = sum of DATA[i * step] * ((i * GOLDEN) | 1): a program for each chosen piece.
 

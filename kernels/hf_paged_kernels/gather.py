@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import launch
+
 TILE = 4096
 
 
@@ -31,7 +33,8 @@ def gather(data: torch.Tensor, table: torch.Tensor, starts: torch.Tensor | None,
         return out
     dims = triton.next_power_of_2(dim)
     at_once = max(1, TILE // dims)
-    _gather[(triton.cdiv(columns - first, at_once), heads, rows)](
+    launch(
+        _gather, (triton.cdiv(columns - first, at_once), heads, rows),
         data, table, table if starts is None else starts, out, first, columns, width, table.stride(0),
         DATA_BLOCK=data.stride(0), DATA_TOKEN=data.stride(1), DATA_HEAD=data.stride(2), HEADS=heads, DIM=dim, DIMS=dims, PAGE=page,
         HAS_START=starts is not None, AT_ONCE=at_once, num_warps=4,

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import launch
+
 WIDEST = 16384
 TILE = 1024
 
@@ -108,13 +110,14 @@ def _launch(
     n = x.shape[-1]
     padded = triton.next_power_of_2(n)
     at_once = max(1, TILE // padded)
-    _norm[(triton.cdiv(found.count, at_once),)](
+    launch(
+        _norm, (triton.cdiv(found.count, at_once),),
         x, residual if add else x, weight, total if add else out, out, eps, found.count, found.inner, *found.strides,
         N=n, PADDED=padded, AT_ONCE=at_once, ADD=add, CENTERED=centered, num_warps=min(16, at_once * padded // 256),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["eps", "count"])
+@triton.jit(do_not_specialize=["eps", "count", "inner"])
 def _norm(
     X, RESIDUAL, WEIGHT, TOTAL, OUT, eps, count, inner,
     x_outer, x_inner, residual_outer, residual_inner, total_outer, total_inner, out_outer, out_inner,

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import launch
 from .tiles import LOG2E, Strides, block_ids, capped, check, load_tile, precision, token_offsets
 from .tuning import Tiling, prefill_tiling
 
@@ -94,7 +95,8 @@ def prefill(
     else:
         tiling = tiling or _tiling(query, keys, values, most_queries)
         grid = (triton.cdiv(most_queries, tiling.block_m // triton.next_power_of_2(group)), heads, rows)
-    _prefill[grid](
+    launch(
+        _prefill, grid,
         query, keys, values, table, borders, lengths, lengths if starts is None else starts, out,
         query if sinks is None else sinks, query if slopes is None else slopes, lengths if spans is None else spans.tiles,
         (key_dim**-0.5 if scale is None else scale) * LOG2E.value,

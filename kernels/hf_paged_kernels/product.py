@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import launch
 from .tuning import Strip
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -32,10 +33,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, st
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if n == 0:
         return out
-    _product[(triton.cdiv(n, strip.block_n),)](
+    launch(
+        _product, (triton.cdiv(n, strip.block_n),),
         x, weight, weight if bias is None else bias, out, rows, n, k, x.stride(0),
         BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=strip.block_n, BLOCK_K=strip.block_k, WHOLE=k % strip.block_k == 0,
-        BIAS=bias is not None, UPCAST=not x.is_cuda, num_warps=strip.warps, num_stages=strip.stages,
+        BIAS=bias is not None, UPCAST=x.device.type == "cpu", num_warps=strip.warps, num_stages=strip.stages,
     )  # fmt: skip
     return out
 

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import launch
+
 TILE = 512
 
 
@@ -93,7 +95,8 @@ def _launch(
     halves, value_dims = triton.next_power_of_2(half), triton.next_power_of_2(value_dim)
     at_once, values_at_once = max(1, TILE // halves), max(1, 2 * TILE // value_dims)
     q_tiles, k_tiles = triton.cdiv(query_heads, at_once), triton.cdiv(heads, at_once)
-    _rotary[(rows * new, q_tiles + k_tiles + (triton.cdiv(heads, values_at_once) if write else 0))](
+    launch(
+        _rotary, (rows * new, q_tiles + k_tiles + (triton.cdiv(heads, values_at_once) if write else 0)),
         q, k, v, cos, sin, q_out, keys, values, slots, new, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), sin.stride(0) if sin.shape[0] > 1 else 0, sin.stride(1),
         KEY_BLOCK=keys.stride(0), KEY_TOKEN=keys.stride(1), KEY_HEAD=keys.stride(2),
@@ -105,7 +108,7 @@ def _launch(
     return q_out.transpose(1, 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["new"])
 def _rotary(
     Q, K, V, COS, SIN, Q_OUT, KEYS, VALUES, SLOTS, new, q_row, q_head, q_new, k_row, k_head, k_new, v_row, v_head, v_new,
     cos_row, cos_new, sin_row, sin_new,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from .launching import launch
 from .norm import Lines
 
 TILE = 1024
@@ -33,14 +34,15 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu") ->
     n = gate.shape[-1]
     if found.count * n == 0:
         return out
-    _swiglu[(found.count, triton.cdiv(n, TILE))](
+    launch(
+        _swiglu, (found.count, triton.cdiv(n, TILE)),
         out, gate, up, found.inner, *found.strides,
-        N=n, TILE=TILE, GELU=activation == "gelu_tanh", EXACT=gate.is_cuda, num_warps=4,
+        N=n, TILE=TILE, GELU=activation == "gelu_tanh", EXACT=gate.device.type != "cpu", num_warps=4,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inner"])
 def _swiglu(
     OUT, GATE, UP, inner, out_outer, out_inner, gate_outer, gate_inner, up_outer, up_inner,
     N: tl.constexpr, TILE: tl.constexpr, GELU: tl.constexpr, EXACT: tl.constexpr,

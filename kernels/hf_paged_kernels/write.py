@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import launch
+
 
 def write(new_keys: torch.Tensor, new_values: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
     """Write token j of row i to slot slots[i * new + j]; slot -1 writes nothing.
@@ -28,7 +30,8 @@ def write(new_keys: torch.Tensor, new_values: torch.Tensor, keys: torch.Tensor, 
     at_once = max(1, 4096 // max(key_dims, value_dims))
     if pairs == 0:
         return
-    _write[(triton.cdiv(pairs, at_once),)](
+    launch(
+        _write, (triton.cdiv(pairs, at_once),),
         new_keys, new_values, keys, values, slots, pairs, new, *new_keys.stride()[:3], *new_values.stride()[:3],
         KEY_BLOCK=keys.stride(0), KEY_TOKEN=keys.stride(1), KEY_HEAD=keys.stride(2),
         VALUE_BLOCK=values.stride(0), VALUE_TOKEN=values.stride(1), VALUE_HEAD=values.stride(2),
@@ -37,7 +40,7 @@ def write(new_keys: torch.Tensor, new_values: torch.Tensor, keys: torch.Tensor, 
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["new"])
 def _write(
     NEW_K, NEW_V, K, V, SLOTS, pairs, new, k_row, k_head, k_new, v_row, v_head, v_new,
     KEY_BLOCK: tl.constexpr, KEY_TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr,

@@ -1,0 +1,43 @@
+"""How a kernel is launched, or compiled without being launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.runtime import driver
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """kernel[grid](*arguments, **constants), whose first argument is a tensor; nothing is computed if that is one without data ("meta").
+
+    Then the kernel is compiled for the current CUDA device, in the specialisation that tensors with data of these shapes would meet.
+    """
+    if arguments[0].is_meta:
+        _compile(kernel, arguments, constants)
+    else:
+        kernel[grid](*arguments, **constants)
+
+
+def _compile(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Have the binary in Triton's memory, and the C code that launches it in Triton's cache on the disk.
+
+    Nothing is loaded on a device: whoever launches the kernel first does that, in its own thread.
+    """
+    if not isinstance(kernel, triton.JITFunction):
+        return  # the interpreter's, which needs nothing
+    made = kernel.warmup(*arguments, grid=(1,), **constants)
+    if getattr(made, "module", made) is None:  # nobody has launched it yet
+        driver.active.launcher_cls(made.src, made.metadata)
+
+
+def find_driver() -> None:
+    """Have Triton's driver, which a C compiler makes once on a machine."""
+    driver.active.get_current_target()
+
+
+def know_triton() -> None:
+    """Have the digest of Triton itself, which every cached kernel is found by; that takes a moment, once in a process."""
+    digest = getattr(triton.runtime.cache, "triton_key", None)
+    if digest is not None:  # elsewhere in other versions, which then takes that moment when the first kernel is compiled
+        digest()

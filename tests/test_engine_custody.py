@@ -1,0 +1,351 @@
+"""Who may have changed the model: after other people's code every step looks, in the engine's own loop one now and then (C24)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME, build
+from tape import record
+from test_engine_exact import PROMPTS, alone, answers
+from test_engine_trouble import Does
+
+from hf_paged.engine import Engine
+from hf_paged.engine.custody import SECONDS, STEPS, Custody, Spoiled
+from hf_paged.engine.weights import Weights
+from hf_paged.integration.capture import RECORDERS
+from hf_paged.integration.lookout import Lookout
+
+LONG = {"max_new_tokens": 40, "do_sample": False}
+CHANGED = "weights have changed"
+
+
+@pytest.fixture(autouse=True)
+def _tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+
+
+@pytest.fixture
+def model() -> Any:
+    return build(BY_NAME["llama"])
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "ahead"])
+def engine(model: Any, request: pytest.FixtureRequest) -> Engine:
+    """An engine that counts its steps only, not the time they take."""
+    made = Engine(model, block_size=16, num_blocks=40, max_batch_tokens=64, max_batch_sequences=4, run_ahead=request.param)
+    made._custody._clock = lambda: 0.0
+    return made
+
+
+def warm(engine: Engine) -> None:
+    """Have the steps of one and of two rows captured, and trusted."""
+    for prompts in ([PROMPTS[0]], PROMPTS[:2]):
+        engine.generate(prompts, max_new_tokens=8, do_sample=False)
+    assert engine.stats()["graphs"]["replayed"]
+
+
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is looked at from now on; the list grows."""
+    seen: list[str] = []
+
+    def watch(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, *args: (seen.append(name), inner(self, *args))[1])
+
+    watch(Weights, "touched")
+    watch(Lookout, "unchanged")
+    return seen
+
+
+def meanwhile(engine: Engine, step: int, act: Callable[[], None]) -> None:
+    """Do something with that step from now on, as another thread would: nobody tells the engine."""
+    run, left = engine._runner.run, [step]
+
+    def watched(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            act()
+        return run(*args)
+
+    engine._runner.run = watched  # type: ignore[method-assign]
+
+
+def rewrite(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1.0)
+
+
+# ---- the rule
+
+
+def test_when_somebody_has_to_look() -> None:
+    now = [0.0]
+    custody = Custody(clock=lambda: now[0])
+    assert custody.due
+    custody.seen()
+    for step in range(STEPS):
+        assert not custody.due
+        custody.trust(lambda: ["memory"])
+        assert custody.unseen == step + 1
+    assert custody.due
+    custody.seen()
+    assert not custody.due
+    now[0] = SECONDS
+    assert custody.due
+    custody.seen()
+    custody.lend()
+    assert custody.due
+
+
+def test_memory_is_kept_while_steps_go_unseen() -> None:
+    custody, made = Custody(), []
+
+    def memory() -> list[object]:
+        made.append(torch.zeros(1))
+        return [made[-1]]
+
+    custody.seen()
+    custody.trust(memory)
+    custody.trust(memory)
+    assert len(made) == 1
+    kept = weakref.ref(made.pop())
+    custody.seen()
+    assert kept() is not None
+    custody.let_go()
+    assert kept() is None
+    assert custody.due
+
+
+# ---- how often
+
+
+def test_steps_by_hand_look_each_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm(engine)
+    handle = engine.submit(PROMPTS[0], **LONG)
+    engine.step()
+    seen = looks(monkeypatch)
+    for step in range(1, 20):
+        engine.step()
+        assert seen.count("touched") == seen.count("unchanged") == step
+    handle.cancel()
+
+
+def test_the_own_loop_looks_now_and_then(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After so many steps, and before something ends."""
+    warm(engine)
+    handle = engine.submit(PROMPTS[0], **LONG)
+    engine.step()
+    seen, before = looks(monkeypatch), engine.stats()["steps"]
+    handle.result()
+    steps = engine.stats()["steps"] - before
+    assert steps > 2 * STEPS
+    assert steps // (STEPS + 1) <= seen.count("touched") <= steps // STEPS + 3
+    assert answers(handle.result()) == alone(engine.model, PROMPTS[0], **LONG)
+
+
+def test_whoever_is_let_in_finds_a_model_that_was_looked_at(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm(engine)
+    seen, adopt = looks(monkeypatch), engine._scheduler._adopt
+    entered: list[int] = []
+
+    def watched(*args: Any) -> int:
+        entered.append(len(seen))
+        return adopt(*args)
+
+    monkeypatch.setattr(engine._scheduler, "_adopt", watched)
+    first = engine.submit(PROMPTS[0], **LONG)
+    for _ in range(3):
+        engine.step()
+    late: list[Any] = []
+
+    def come() -> None:
+        seen.clear()
+        late.append(engine.submit(PROMPTS[1], **LONG))
+
+    meanwhile(engine, 5, come)
+    first.result()
+    assert entered == [0, 1]  # of the first it was looked at closely, for nobody ran
+    assert answers(late[0].result()) == alone(engine.model, PROMPTS[1], **LONG)
+
+
+def test_nobody_waits_for_a_look_at_those_who_cannot_be_let_in(engine: Engine) -> None:
+    """A queue in front of a full engine is no reason to look in every step."""
+    scheduler = engine._scheduler
+    handles = [engine.submit(PROMPTS[0], **LONG) for _ in range(5)]
+    assert scheduler.may_admit
+    for _ in range(3):
+        engine.step()
+    assert (len(scheduler.waiting), scheduler.may_admit) == (1, False)
+    while scheduler.waiting:
+        assert not scheduler.may_admit or scheduler.crew.complete() or len(scheduler.running) < 4
+        engine.step()
+    assert len(scheduler.running) == 1
+    handles[4].cancel()
+
+
+# ---- what is found
+
+
+@pytest.mark.parametrize("step", [3, 35])
+def test_weights_that_another_thread_changes_without_pause(engine: Engine, step: int) -> None:
+    """Nobody gets an answer that may be of both; who had not begun is answered by the new ones."""
+    warm(engine)
+    running = [engine.submit(prompt, **LONG) for prompt in PROMPTS[:2]]
+    for _ in range(3):
+        engine.step()
+    meanwhile(engine, step, lambda: rewrite(engine.model))
+    with pytest.raises(Spoiled, match=rf"{CHANGED} while 2 requests were computed.*engine.pause\(\)"):
+        running[0].result()
+    for handle in running:
+        output = handle.result()
+        assert (output.finish_reason, type(output.error)) == ("error", Spoiled)
+    engine.check()
+    assert engine.stats()["blocks"]["full"]["held"] == 0
+    assert engine._custody._kept == ()
+    (output,) = engine.generate([PROMPTS[0]], **LONG)
+    assert output.cached_tokens == 0
+    assert answers(output) == alone(engine.model, PROMPTS[0], **LONG)
+
+
+def test_who_was_in_the_queue_is_answered_by_the_new_weights(engine: Engine) -> None:
+    warm(engine)
+    handles = [engine.submit(prompt, **LONG) for prompt in PROMPTS[:5]]
+    meanwhile(engine, 30, lambda: rewrite(engine.model))
+    with pytest.raises(Spoiled):
+        handles[0].result()
+    assert answers(handles[4].result()) == alone(engine.model, PROMPTS[4], **LONG)
+    assert [handle.result().finish_reason for handle in handles] == ["error"] * 4 + ["length"]
+
+
+def test_pause_finds_what_was_changed_before_it(engine: Engine) -> None:
+    """It does not raise: whoever calls it late learns from the answers."""
+    warm(engine)
+    handle = engine.submit(PROMPTS[0], **LONG)
+
+    for _ in range(3):
+        engine.step()
+    for _ in range(4):
+        engine._advance()  # a row of steps, as a thread takes them
+    assert engine._custody.unseen == 3
+    rewrite(engine.model)
+    engine.pause()
+    engine.resume()
+    assert type(handle.result().error) is Spoiled
+
+
+def test_between_two_loops_a_change_costs_nobody_his_answer(engine: Engine) -> None:
+    """Whoever drives may change the weights when he is back: an error first, then pause() makes it good, to the token."""
+    warm(engine)
+    short = engine.submit(PROMPTS[1], max_new_tokens=20, do_sample=False)
+    handle = engine.submit(PROMPTS[0], **LONG)
+    short.result()
+    rewrite(engine.model)
+    with pytest.raises(RuntimeError, match=f"{CHANGED} under 1 running") as raised:
+        handle.result()
+    assert type(raised.value) is RuntimeError
+    engine.pause()
+    said = list(handle._job.streams[0].tokens)
+    engine.resume()
+    rest = {**LONG, "max_new_tokens": 40 - len(said)}
+    (tokens,) = answers(handle.result())
+    assert len(said) >= 18
+    assert tokens == said + alone(engine.model, PROMPTS[0] + said, **rest)[0]
+
+
+@pytest.mark.parametrize("at", [10, 25])
+def test_a_criterion_that_changes_the_weights(engine: Engine, at: int) -> None:
+    """What runs in a step on the driver's own thread is seen in the next one, as it always was."""
+    warm(engine)
+    left = [at]
+
+    def change() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            rewrite(engine.model)
+
+    neighbour = engine.submit(PROMPTS[0], **LONG)
+    engine.submit(PROMPTS[1], **LONG, stopping_criteria=[Does(change)])
+    with pytest.raises(RuntimeError, match=f"{CHANGED} under 2 running") as raised:
+        neighbour.result()
+    assert type(raised.value) is RuntimeError
+    engine.close()
+
+
+def test_settings_that_another_thread_changes(engine: Engine) -> None:
+    """Like weights: who was running ends, with what it had said on the model of before, and who comes next is answered by that of now."""
+    warm(engine)
+    old = alone(engine.model, PROMPTS[0], **LONG)[0]
+    handle = engine.submit(PROMPTS[0], **LONG)
+    for _ in range(3):
+        engine.step()
+
+    def change() -> None:
+        for layer in engine.model.model.layers:
+            layer.self_attn.scaling = 3.0
+
+    meanwhile(engine, 5, change)
+    with pytest.raises(Spoiled):
+        handle.result()
+    said = handle.result().sequences[0].token_ids
+    assert 3 < len(said) <= 8 + STEPS
+    assert said[:6] == old[:6]
+    (output,) = engine.generate([PROMPTS[0]], **LONG)
+    assert answers(output) == alone(engine.model, PROMPTS[0], **LONG)
+    assert answers(output) != [old]
+
+
+def test_a_tensor_that_another_thread_replaces_stays_where_graphs_read_it(engine: Engine) -> None:
+    """A captured step reads memory, and that is nobody else's until the next look."""
+    warm(engine)
+    handle = engine.submit(PROMPTS[0], **LONG)
+    for _ in range(3):
+        engine.step()
+    rope, kept = engine.model.model.rotary_emb, []
+
+    def replace() -> None:
+        memory = rope.inv_freq.untyped_storage().data_ptr()
+        rope.inv_freq = rope.inv_freq.clone()
+        kept.append(memory in [each.data_ptr() for each in engine._custody._kept])  # type: ignore[attr-defined]
+
+    meanwhile(engine, 5, replace)
+    expected = alone(engine.model, PROMPTS[0], **LONG)
+    assert answers(handle.result()) == expected
+    assert kept == [True]
+    assert engine._custody._kept == ()
+
+
+def test_a_step_of_another_state_is_not_replayed_without_a_look(engine: Engine) -> None:
+    """Steps are captured at different times: that one of them was looked at says nothing about another."""
+    warm(engine)
+    handle = engine.submit(PROMPTS[0], **LONG)
+    for _ in range(3):
+        engine.step()
+    decoding = engine._runner.decoding
+    assert decoding is not None
+    before = decoding.counts["replayed"]
+    for layer in engine.model.model.layers:
+        layer.self_attn.scaling = 3.0
+    decoding._state()  # as whoever captures another step asks
+    engine._custody.seen()
+    engine._advance()
+    assert engine._custody.unseen == 1
+    assert decoding.counts["replayed"] == before
+    handle.cancel()
+
+
+def test_a_thread_that_stops_lets_go(model: Any) -> None:
+    with Engine(model, block_size=16, num_blocks=40) as engine:
+        engine._custody._clock = lambda: 0.0
+        warm(engine)
+        engine.start()
+        handle = engine.submit(PROMPTS[0], **LONG)
+        next(iter(handle))
+        engine.stop()
+        assert engine._custody.due
+        assert (engine._custody.unseen, engine._custody._kept) == (0, ())
+        assert answers(handle.result()) == alone(model, PROMPTS[0], **LONG)
