@@ -32,7 +32,7 @@ class EngineConfig:
     has, within a share of the host's free memory, allocated when they are needed.
     admission: "watermark" lets in whoever finds room now, "future" whoever has room to its end as far as answers can be foreseen: fewer
     preemptions.
-    kernels: "torch", "triton" or "auto" (Triton on a CUDA device).
+    kernels: "torch", "triton", "native" (the C++ op of CPUs) or "auto": Triton on a CUDA device, on a CPU the C++ op if it is built.
 
     graphs: whether steps in which everybody takes one token are captured in CUDA graphs and replayed.
     run_ahead: whether a step is launched before the host has heard which tokens the last one chose, but for those of requests that need

@@ -72,8 +72,8 @@ class _Step:
     """[most sequences]: the rows whose logits are wanted; None if all are."""
     batches: dict[Kind, StaticBatch]
     state: ModelState
-    pools: tuple[int, ...]
-    """Where the pools lay."""
+    pools: tuple[Any, ...]
+    """Where the pools lay, and of what."""
     spans: bool
     """Whether chunks of prompts are spans."""
     logits: torch.Tensor
@@ -218,11 +218,11 @@ class Decoding:
             return "rows"
         return "spans" if kernels or pairs <= MOST_IN_TORCH else None
 
-    def _pools(self) -> tuple[int, ...]:
-        return tuple(data.data_ptr() for group in self.runner.pools.groups.values() for data in group.tensors)
+    def _pools(self) -> tuple[Any, ...]:
+        return tuple((data.data_ptr(), data.dtype) for group in self.runner.pools.groups.values() for data in group.tensors)
 
     def look(self) -> None:
-        """See whether the model is still the one that the steps were captured over."""
+        """See whether the model is still the one that the steps were captured over: they read the memory that it had then."""
         if self._steps and any(not self._is_of(step, self._state()) for step in self._steps.values()):
             self.forget()
 

@@ -205,6 +205,8 @@ class Engine(Front):
         if not running:
             if self._weights.changed():
                 self.pools.forget()
+                if self._runner.decoding is not None:
+                    self._runner.decoding.look()
         elif self._custody.due or self._scheduler.may_admit:
             with self._mending() if self._custody.unseen else nullcontext():
                 self._weights.require_untouched(running)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class Pools:
         counts = Counter(kinds)
         counts.update([CROSS] * cross)  # the last of them
         self.config, self.layers, self.cross_layers = config, kinds, cross
+        self._model, self._dtype = weakref.ref(model), getattr(model, "dtype", None)
         self.memory = memory_of(model)
         pages = config.pages()
         self.options = _OwnPages(pages.block_size, None, None, pages.kernels, False, engine=next(_engines))
@@ -152,8 +154,11 @@ class Pools:
     # ---- what is there
 
     def forget(self) -> None:
-        """Drop what is cached: it was computed with other weights."""
+        """Drop what is cached: it was computed with other weights, which may be of another dtype now."""
+        before, self._dtype = self._dtype, getattr(self._model(), "dtype", None)
         for group in self.groups.values():
+            if self._dtype != before:
+                group.look_anew()
             group.pool.forget()
 
     def free(self) -> None:

@@ -19,7 +19,7 @@ class Settings:
     """What the modules of a model were set to when this was made, to see whether somebody has changed it since.
 
     The very objects are compared, so a look costs little; only where they are others they are asked what they say. Left out are modules
-    with buffers, which may note in a forward how long it was (rotary positions), what generate() sets on the model itself, and hooks.
+    with buffers, which may note in a forward how long it was (rotary positions), and whose code runs: hooks, and a `forward` that was set.
     """
 
     def __init__(self, model: nn.Module, restless: Collection[tuple[type, str]] = ()) -> None:
@@ -71,11 +71,7 @@ class Settings:
 
     def _names(self, kind: type, own: dict[str, Any]) -> tuple[str, ...]:
         """What is looked at of a module's own dict."""
-        return tuple(
-            name
-            for name in own
-            if name not in INTERNAL and (own is not self.model.__dict__ or name != "forward") and (kind, name) not in self.restless
-        )
+        return tuple(name for name in own if name not in INTERNAL and name != "forward" and (kind, name) not in self.restless)
 
     def _same(self) -> bool:
         return self._sizes == self._counts() and all(map(is_, self._objects(), self._kept))

@@ -76,6 +76,14 @@ class Group:
         self._place[layer] = (layout, self._count[layout])
         self._count[layout] += 1
 
+    def look_anew(self) -> None:
+        """Whatever the layers looked like, they may look otherwise from now on; only while nobody holds any blocks."""
+        if self.pool.held:
+            raise ValueError(f"{self.pool.held} blocks are held; their layers cannot look otherwise")
+        self.give_back()
+        self._place.clear()
+        self._count.clear()
+
     def store(self, layer: int) -> tuple[Store, int]:
         """The store that layer number `layer` lives in, allocated when first needed, and its place there."""
         layout, index = self._place[layer]
