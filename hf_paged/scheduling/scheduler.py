@@ -379,11 +379,13 @@ class Scheduler:
         if not self.prefix_caching:
             return
         full, first = end // self.shelves[0].pool.block_size, len(sequence.tables[0].digests)
+        exchanged = False
         for table in sequence.tables:
             if len(table.digests) < full:
                 first = min(first, len(table.digests))
-                commit(table, sequence.tokens[:end], sequence.group.request.extra, self.verify)
-        self.crew.renamed(sequence, first)
+                exchanged |= commit(table, sequence.tokens, sequence.group.request.extra, self.verify, until=end)
+        if exchanged:
+            self.crew.renamed(sequence, first)
 
     # ---- the audit
 
