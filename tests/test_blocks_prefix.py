@@ -229,6 +229,21 @@ def test_c22_only_full_blocks_of_known_tokens_are_named():
     assert table.digests[2] == chain(chain(chain(ROOT, PROMPT[:4]), PROMPT[4:8]), [*PROMPT[8:], 1])
 
 
+def test_c22_tokens_beyond_those_that_are_there_are_not_looked_at():
+    """C22: of a sequence that runs ahead the last tokens are not known; the answer says whether another block is named now."""
+    pool = BlockPool(8, 4)
+    first, second = committed(pool, PROMPT), Table(pool)
+    second.append(11)
+    assert not commit(second, [*PROMPT[:4], -1, -1], until=3)
+    assert second.digests == []
+    assert commit(second, [*PROMPT[:4], *[-1] * 7], until=7)
+    assert (second.digests, second.blocks[0]) == (first.digests[:1], first.blocks[0])
+    third = Table(pool)
+    third.append(4)
+    assert not commit(third, [7, 7, 7, 7], until=4)
+    pool.check()
+
+
 def test_c22_a_cropped_block_that_is_written_again_loses_its_name():
     """C14, C22: written in place, it no longer holds what its name says; until then it does."""
     pool = BlockPool(8, 4)

@@ -15,11 +15,7 @@ def chain(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
     `extra` carries what changes K and V for the same tokens (adapter, weights, salt: contract C24). It is keyed in by
     its length, so no choice of tokens can imitate another choice of extras.
     """
-    digest = blake2b(parent, digest_size=DIGEST_BYTES)
-    digest.update(len(extra).to_bytes(8, "little"))
-    digest.update(extra)
-    digest.update(array("q", tokens).tobytes())
-    return digest.digest()
+    return blake2b(parent + len(extra).to_bytes(8, "little") + extra + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 def seat(parent: bytes, extra: bytes = b"") -> bytes:

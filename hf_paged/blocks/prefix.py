@@ -83,9 +83,12 @@ def adopt(table: Table, found: Match) -> None:
     table.stamp, table.epoch = pool.tick(), pool.epoch
 
 
-def commit(table: Table, tokens: Sequence[int], extra: bytes = b"", verify: bool = False, exchange: bool = True) -> None:
-    """Name every full block of `table`; `tokens` are the sequence's tokens from its first.
+def commit(
+    table: Table, tokens: Sequence[int], extra: bytes = b"", verify: bool = False, exchange: bool = True, until: int | None = None
+) -> bool:
+    """Name every full block of `table`; `tokens` are the sequence's tokens from its first, of which the first `until` are there.
 
+    The answer is whether it names other blocks now.
     Call it only once the forward that filled the blocks has succeeded (C22) and no launched step names them. A
     private block whose content is cached under another id is exchanged for that one, unless told not to (C17). With `verify` the tokens are
     kept, to be compared, and to let others begin with a part of a block. Naming ends at the first
@@ -93,21 +96,24 @@ def commit(table: Table, tokens: Sequence[int], extra: bytes = b"", verify: bool
     a content that it was not computed from (C24, C25).
     """
     size = table.pool.block_size
-    full = min(len(tokens), table.length) // size
+    full = min(len(tokens) if until is None else until, len(tokens), table.length) // size
+    exchanged = False
     parent = table.digests[-1] if table.digests else ROOT
     for index in range(len(table.digests), full if table.epoch == table.pool.epoch else 0):
-        content = tuple(tokens[index * size : (index + 1) * size])
+        content = tokens[index * size : (index + 1) * size]
         behind = seat(parent, extra) if verify else b""
         parent = chain(parent, content, extra)
         place = index - table.released
         if place >= 0:
             block = table.blocks[place]
-            bearer = table.pool.publish(block, parent, (index + 1) * size, content if verify else (), behind)
+            bearer = table.pool.publish(block, parent, (index + 1) * size, tuple(content) if verify else (), behind)
             if bearer is None:
-                return
+                break
             if exchange and bearer != block and table.pool.references(block) == 1:
                 _exchange(table, place, bearer)
+                exchanged = True
         table.digests.append(parent)
+    return exchanged
 
 
 def _exchange(table: Table, place: int, bearer: int) -> None:

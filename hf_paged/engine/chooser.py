@@ -148,7 +148,7 @@ def _dealt(picks: Sequence[Pick], found: list[Any]) -> dict[Job, list[Any]]:
 
 
 def together(picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of plain jobs, one behind the other, and whether their logits have NaN among them.
+    """The tokens of plain jobs, one behind the other, and whether their logits have NaN among them; then it is some token that there is.
 
     One argmax for all that are greedy, one cut and one draw for all that are sampled. Nobody waits for the device.
     """
@@ -161,6 +161,7 @@ def together(picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor,
         places = upload([place for place, each in enumerate(sampled) if each], logits.device)
         tokens[places] = _drawn(drawn, scores[places], cut=True)
         broken |= tokens >= scores.shape[1]  # a temperature so low that all is infinite
+        tokens.clamp_(max=scores.shape[1] - 1)
     return tokens, broken
 
 

@@ -53,16 +53,15 @@ class Flight:
 
     def _board(self, picks: Sequence[Pick], logits: torch.Tensor) -> None:
         tokens, broken = self._choose(picks, logits)
-        told = torch.where(broken, UNKNOWN, tokens)
-        self.tokens = told.clamp(min=0)  # until the host hears of it, a row of NaN goes on with some token that there is
-        heard = [told]
+        self.tokens = tokens  # until the host hears of it, a row of NaN goes on with some token that there is
+        heard = [torch.where(broken, UNKNOWN, tokens)]
         noted = [pick.job.asked.favourites is not None for pick in picks for _ in pick.rows]
         if any(noted):
             rows = [row for pick in picks for row in pick.rows]
             places = [len(self._crew) + place for place, wanted in enumerate(noted) if wanted]
             most = max(pick.job.asked.favourites or 0 for pick in picks)
-            whose = upload([rows[place - len(self._crew)] for place in places], told.device)
-            heard.append(numbers_of(logits[whose].log_softmax(-1), self.tokens[upload(places, told.device)], most))
+            whose = upload([rows[place - len(self._crew)] for place in places], tokens.device)
+            heard.append(numbers_of(logits[whose].log_softmax(-1), self.tokens[upload(places, tokens.device)], most))
         self._download = Download(heard)
         place = len(self._crew)
         for pick in picks:
@@ -73,7 +72,7 @@ class Flight:
             place += len(sequences)
 
     def _choose(self, picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [sequences], and which logits have NaN among them."""
+        """Tokens [sequences] of the vocabulary, and which logits have NaN among them."""
         if self.roster is None or self.plan.stride is None:
             return together(picks, logits)
         own = self.roster.choose(logits[: len(self._crew)], self.plan.stride)
@@ -124,7 +123,7 @@ class Flight:
         scheduler.confirm(self.plan, self.failed)
         tokens: list[int] = self._heard[0] if self._heard else []
         notes = iter(self._heard[1] if len(self._heard) > 1 else [])
-        self._seats += self._hear(tokens)
+        self._seats += self._hear(tokens, scheduler)
         failed: dict[Job, Exception] = {}
         for job, position, places in self._seats:
             group, favourites = job.group, job.asked.favourites
@@ -144,10 +143,10 @@ class Flight:
                 failed[job] = error
         return failed
 
-    def _hear(self, tokens: list[int]) -> list[_Seats]:
+    def _hear(self, tokens: list[int], scheduler: Scheduler) -> list[_Seats]:
         """Tell the crew; the answer is who of it has to be looked at."""
         stride, roster = self.plan.stride, self.roster
         if roster is None or stride is None:
             return []
-        odd = roster.hear(stride, tokens[: len(self._crew)])
+        odd = roster.hear(stride, tokens[: len(self._crew)], scheduler.crew.stands(stride))
         return [_Seats(roster.jobs[place], stride.starts[place] + stride.step + 1, [(self._crew[place], place)]) for place in odd]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from operator import attrgetter
+from collections import deque
+from collections.abc import Iterable, Mapping
+from itertools import repeat
 
 import torch
 
@@ -11,8 +12,6 @@ from ..memory.upload import upload
 from ..scheduling import UNKNOWN, Group, Sequence, Stride
 from .job import Job
 from .sampling import Warp, best, draw, warp
-
-_place_of = attrgetter("place")
 
 
 class Roster:
@@ -23,8 +22,8 @@ class Roster:
         self.sequences = sequences
         self.jobs = [jobs[sequence.group] for sequence in sequences]
         self._rows = [sequence.tokens for sequence in sequences]
-        self._say = [job.streams[0].so_far.append for job in self.jobs]
-        self._news = [job.news for job in self.jobs]
+        self._said = [job.streams[0].so_far for job in self.jobs]
+        self._readers = [job.news.readers for job in self.jobs]
         self._ends = [job.asked.ends for job in self.jobs]
         self._any_end = frozenset[int]().union(*set(self._ends))
         self._drawn = [place for place, job in enumerate(self.jobs) if job.asked.sampled]
@@ -45,35 +44,43 @@ class Roster:
             else:
                 tokens[places] = drawn
             broken |= tokens >= logits.shape[1]  # a temperature so low that all is infinite
+            tokens.clamp_(max=logits.shape[1] - 1)
         return tokens, broken
 
     def depart(self) -> None:
         """Everybody has a next token, whichever it is."""
-        for row in self._rows:
-            row.append(UNKNOWN)
+        _exhaust(map(list.append, self._rows, repeat(UNKNOWN)))
 
     def ends(self, stride: Stride, tokens: list[int]) -> bool:
         """Whether anybody ends with the token that he got in a stride."""
         return bool(stride.last) or bool(self._who_stopped(tokens))
 
-    def hear(self, stride: Stride, tokens: list[int]) -> list[int]:
+    def hear(self, stride: Stride, tokens: list[int], whole: bool) -> list[int]:
         """Give everybody who goes on the token that he got in a stride. The answer is the places of all others: who ends with it, has no
-        token, or has left the crew since."""
+        token, or has left the crew since. whole: whether surely nobody has."""
         odd = {*stride.last, *self._who_stopped(tokens)}
-        if None in map(_place_of, self.sequences):
+        if not whole:
             odd.update([place for place, sequence in enumerate(self.sequences) if sequence.place is None])
-        position = stride.step + 1
+        rows, said, position = self._rows, self._said, stride.step + 1
+        positions = [start + position for start in stride.starts]
+        if odd:
+            here = [place for place in range(len(rows)) if place not in odd]
+            rows, said = [rows[place] for place in here], [said[place] for place in here]
+            positions, tokens = [positions[place] for place in here], [tokens[place] for place in here]
         # All that is left to be done for every row in every step: two numbers are written down.
-        for place, (row, start, say, token) in enumerate(zip(self._rows, stride.starts, self._say, tokens, strict=True)):
-            if place not in odd:
-                row[start + position] = token
-                say(token)
-        for news in self._news:
-            if news.readers:
-                news.tell()
+        _exhaust(map(list.__setitem__, rows, positions, tokens))
+        _exhaust(map(list.append, said, tokens))
+        if any(self._readers):
+            for job in self.jobs:
+                job.news.tell()
         return sorted(odd)
 
     def _who_stopped(self, tokens: list[int]) -> list[int]:
         if UNKNOWN not in tokens and self._any_end.isdisjoint(tokens):
             return []
         return [place for place, (token, ends) in enumerate(zip(tokens, self._ends, strict=True)) if token == UNKNOWN or token in ends]
+
+
+def _exhaust(calls: Iterable[None]) -> None:
+    """Make calls that answer nothing."""
+    deque(calls, maxlen=0)

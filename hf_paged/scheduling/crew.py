@@ -121,6 +121,10 @@ class Crew:
         """Who is as long as he may become, and takes no further step."""
         return [sequence for sequence in self._ends.get(self.steps, ()) if sequence.group.complete]
 
+    def stands(self, stride: Stride) -> bool:
+        """Whether nobody has joined or left since a stride."""
+        return self._as_it_is is not None and self._as_it_is[0] is stride.sequences
+
     def _end_of(self, sequence: Sequence) -> int:
         """The number of the step that a member does not take any more: with the one before it gets its last token."""
         assert sequence.place is not None

@@ -378,12 +378,12 @@ class Scheduler:
         """Let others find the full blocks of the first `end` tokens of a sequence."""
         if not self.prefix_caching:
             return
-        full, first = end // self.shelves[0].pool.block_size, len(sequence.tables[0].digests)
-        for table in sequence.tables:
-            if len(table.digests) < full:
-                first = min(first, len(table.digests))
-                commit(table, sequence.tokens[:end], sequence.group.request.extra, self.verify)
-        self.crew.renamed(sequence, first)
+        tokens, extra, full = sequence.tokens, sequence.group.request.extra, end // self.shelves[0].pool.block_size
+        behind = [table for table in sequence.tables if len(table.digests) < full]
+        first = min([len(table.digests) for table in behind], default=0)
+        exchanged = [commit(table, tokens, extra, self.verify, until=end) for table in behind]
+        if any(exchanged):
+            self.crew.renamed(sequence, first)
 
     # ---- the audit
 
