@@ -244,21 +244,59 @@ def test_an_engine_that_is_dropped_gives_its_pools_back(model: Any) -> None:
 # ---- one model, trained and served
 
 
-def test_training_between_requests(model: Any, engine: Engine) -> None:
-    """An optimizer step, requests, another one, requests: no stale hit (C24)."""
+@pytest.mark.parametrize("keep", [False, True])
+def test_training_between_requests(model: Any, keep: bool) -> None:
+    """An optimizer step, requests, another one, requests: no stale hit (C24), and the pools go or stay as asked."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     before = None
-    for _ in range(2):
-        outputs = engine.generate([PROMPTS[3]] * 2, **GREEDY)
-        assert [output.cached_tokens for output in outputs] == [0, 28]
-        assert [answers(output) for output in outputs] == [alone(model, PROMPTS[3], **GREEDY)] * 2
-        assert answers(outputs[0]) != before
-        before = answers(outputs[0])
-        model.train()
-        ids = torch.tensor([PROMPTS[1]])
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        model.eval()
+    with Engine(model, block_size=4, num_blocks=60, keep_pools=keep) as engine:
+        for _ in range(2):
+            outputs = engine.generate([PROMPTS[3]] * 2, **GREEDY)
+            assert [output.cached_tokens for output in outputs] == [0, 28]
+            assert [answers(output) for output in outputs] == [alone(model, PROMPTS[3], **GREEDY)] * 2
+            assert answers(outputs[0]) != before
+            before = answers(outputs[0])
+            model.train()
+            ids = torch.tensor([PROMPTS[1]])
+            model(input_ids=ids, labels=ids).loss.backward()
+            assert bool(engine.stats()["blocks"]["full"]["bytes"]) is keep
+            optimizer.step()
+            model.eval()
+        hf_paged.release(model)
+        assert not engine.stats()["blocks"]["full"]["bytes"]
+
+
+def test_a_fused_optimizer_steps_under_requests(model: Any, engine: Engine) -> None:
+    """C24: it writes where torch does not count; an optimizer of somebody else's parameters is nobody's business."""
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))], lr=0.1, fused=True)
+    other.param_groups[0]["params"][0].grad = torch.ones(3, dtype=torch.float32, device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    ids = torch.tensor([PROMPTS[1]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    engine.submit(PROMPTS[3], max_new_tokens=40, do_sample=False)
+    for _ in range(4):
+        engine.step()
+    other.step()
+    engine.step()
+    optimizer.step()
+    late = engine.submit(PROMPTS[3], **GREEDY)
+    with pytest.raises(RuntimeError, match="changed under 1 running"):
+        engine.step()
+    engine.pause()
+    engine.resume()
+    assert answers(late.result()) == alone(model, PROMPTS[3], **GREEDY)
+
+
+def test_nobody_listens_to_optimizers_for_an_engine_that_is_gone(model: Any) -> None:
+    from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+
+    before = len(hooks)
+    engine = Engine(model, block_size=4, num_blocks=60)
+    assert len(hooks) == before + 1
+    engine.close()
+    del engine
+    gc.collect()
+    assert len(hooks) == before
 
 
 def _rows_exchanged(model: Any) -> None:

@@ -32,6 +32,8 @@ class EngineConfig:
     has, within a share of the host's free memory, allocated when they are needed.
     admission: "watermark" lets in whoever finds room now, "future" whoever has room to its end as far as answers can be foreseen: fewer
     preemptions.
+    keep_pools: whether the pools stay when the model trains between requests, with the steps captured over them; else the first training
+    forward takes their memory and the next request allocates them again. What is cached is forgotten either way if weights change.
     kernels: "torch", "triton", "native" (the C++ op of CPUs) or "auto": Triton on a CUDA device, on a CPU the C++ op if it is built.
 
     graphs: whether steps in which everybody takes one token are captured in CUDA graphs and replayed.
@@ -55,6 +57,7 @@ class EngineConfig:
     preemption: str = "auto"
     admission: str = "watermark"
     host_blocks: int | None = None
+    keep_pools: bool = False
     kernels: str = "auto"
     compile: bool = False
     graphs: bool = True
@@ -70,7 +73,7 @@ class EngineConfig:
         if self.admission not in ADMISSIONS:
             raise ValueError(f"admission={self.admission!r} is not one of {sorted(ADMISSIONS)}")
         self._check_host_blocks()
-        for name in ("prefix_caching", "check_hits", "compile", "graphs", "run_ahead"):
+        for name in ("prefix_caching", "check_hits", "keep_pools", "compile", "graphs", "run_ahead"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "run_ahead" and value is None):
                 raise TypeError(f"{name} must be True or False, got {value!r}")

@@ -66,6 +66,8 @@ class Pools:
         self.groups: dict[Kind, Group] = {
             kind: self.memory.group(kind, self.options, count, count / counts.total()) for kind, count in counts.items()
         }
+        for group in self.groups.values():
+            group.kept = config.keep_pools
 
     @property
     def shelves(self) -> tuple[Shelf, ...]:

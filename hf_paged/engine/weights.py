@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..integration.identity import identity_of
 from ..memory import PLAIN_TENSORS, Unreadable
@@ -26,11 +29,16 @@ class Weights:
     def __init__(self, model: nn.Module, custody: Custody, settings: Settings) -> None:
         self._model, self._custody, self._settings = model, custody, settings
         self._unreadable = False
+        self._stepped = False
+        """Whether an optimizer has taken a step on them: fused ones write without torch's counting it."""
+        hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
+        weakref.finalize(self, hook.remove).atexit = False
         self._look()
 
     def touched(self) -> bool:
-        """Whether a parameter was written or replaced in the way that torch counts, or a setting is another. Cheap, for every step."""
-        return self._names != _names(self._holders) or self._settings.changed()
+        """Whether a parameter was written by an optimizer, written or replaced in the way that torch counts, or a setting is another.
+        Cheap, for every step."""
+        return self._stepped or self._names != _names(self._holders) or self._settings.changed()
 
     def require_untouched(self, running: int) -> None:
         """Raise if they were, under so many requests: Spoiled if steps were taken meanwhile, else nothing is lost yet."""
@@ -60,11 +68,16 @@ class Weights:
         self._custody.seen()
         return self._state is None or self._state != before
 
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has taken a step, on whatever."""
+        own = set(self._names[0])
+        self._stepped |= any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
     def _look(self) -> None:
         # Modules' own dicts: a parameter that is replaced is seen, and nothing is walked in every step.
         self._holders = [module._parameters.values() for module in self._model.modules() if module._parameters]
         self._buffers = [module._buffers.values() for module in self._model.modules() if module._buffers]
-        self._names = _names(self._holders)
+        self._names, self._stepped = _names(self._holders), False
         if self._settings.changed():
             self._settings = Settings(self._model, self._settings.restless)
         identity = identity_of(self._model)
@@ -78,6 +91,12 @@ class Weights:
             if not self._unreadable:
                 logger.info("no request shares prefixes with those before an idle engine: %s", reason)
             self._unreadable = True
+
+
+def _note_step(whose: weakref.ref[Weights], optimizer: torch.optim.Optimizer, *_: object) -> None:
+    weights = whose()
+    if weights is not None:
+        weights.note_step(optimizer)
 
 
 def _names(holders: Iterable[Iterable[nn.Parameter | None]]) -> tuple[list[int], ...]:

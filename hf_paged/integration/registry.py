@@ -74,7 +74,7 @@ def before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     if model.training and torch.is_grad_enabled():
         memory = _memories.get(model)
         if memory is not None and memory.bytes:
-            memory.release()
+            memory.release(training=True)
     sequences = getattr(kwargs.get("past_key_values"), "sequences", None)
     if sequences is not None and sequences.starts is not None and kwargs.get("attention_mask") is None:
         raise ValueError("this cache holds rows of different lengths; pass the attention_mask that it was begun with")

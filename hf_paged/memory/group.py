@@ -51,6 +51,8 @@ class Group:
         self._stores: dict[Layout, Store] = {}
         self.host: HostBlocks | None = None
         """Where its blocks may wait outside the device, for whoever swaps."""
+        self.kept = False
+        """Whether it stays where it is when the model trains."""
 
     # ---- layers and their stores
 
@@ -346,11 +348,11 @@ class Memory:
     def bytes(self) -> int:
         return sum(group.bytes for group in self.groups.values())
 
-    def release(self) -> int:
-        """Give back the tensors of every idle group and answer with the number of their bytes."""
+    def release(self, training: bool = False) -> int:
+        """Give back the tensors of every idle group and answer with the number of their bytes. If it is for training, some stay."""
         with self.lock:
             self.drain()
-            idle = [group for group in self.groups.values() if not group.pool.held]
+            idle = [group for group in self.groups.values() if not group.pool.held and not (training and group.kept)]
             freed = sum(group.bytes for group in idle)
             for group in idle:
                 group.give_back()
