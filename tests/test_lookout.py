@@ -35,6 +35,11 @@ def _attributes_changed_places(model: Any, patch: pytest.MonkeyPatch) -> None:
     layer(model).mlp.other = 1
 
 
+def _key_became_another(model: Any, patch: pytest.MonkeyPatch) -> None:
+    named = layer(model).mlp.named
+    named["two"] = named.pop("one")
+
+
 def _buffer_became_none(model: Any, patch: pytest.MonkeyPatch) -> None:
     model.model.rotary_emb.inv_freq = None
 
@@ -44,6 +49,11 @@ SHARPER: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "a tensor moved": lambda model, patch: setattr(layer(model).mlp.shift, "data", torch.tensor(2.0)),
     "in a list": lambda model, patch: layer(model).mlp.several.append(3),
     "in a dict": lambda model, patch: layer(model).mlp.named.update(one=2),
+    "a key for another": _key_became_another,
+    "another in a list": lambda model, patch: layer(model).mlp.several.__setitem__(0, 2),
+    "in a list in a dict": lambda model, patch: layer(model).mlp.nested["list"].append(3),
+    "another in a list in a dict": lambda model, patch: layer(model).mlp.nested["list"].__setitem__(0, 2),
+    "a tensor in a dict moved": lambda model, patch: setattr(layer(model).mlp.nested["tensor"], "data", torch.tensor(2.0)),
     "another class": lambda model, patch: setattr(layer(model).mlp, "__class__", type("Other", (type(layer(model).mlp),), {})),
     "what a function encloses": _closure,
     "a name that was torch's": _shadow,
@@ -64,6 +74,7 @@ def prepared(model: Any, patch: pytest.MonkeyPatch) -> Any:
     mlp = layer(model).mlp
     patch.setattr(type(mlp), "factor_of", factor_of, raising=False)
     mlp.helper, mlp.scale, mlp.shift, mlp.several, mlp.named = SimpleNamespace(factor=2), 2.0, torch.tensor(1.0), [1], {"one": 1}
+    mlp.nested = {"list": [1, 2], "tensor": torch.tensor(1.0)}
     return model
 
 

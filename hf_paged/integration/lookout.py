@@ -53,17 +53,25 @@ class Lookout:
         self._lengths = list(map(len, self._filled))
         self._views = [own[part].values() for own in owns for part in TENSORS if own[part]]
         self._pointers = _pointers(self._views)
-        self._holders = [own[part] for own in owns for part in ("_modules", *HOOKS) if own[part]]
-        self._held = list(_contents(self._holders))
+        self._holders = [own[part].values() for own in owns for part in ("_modules", *HOOKS) if own[part]]
+        self._held = list(chain.from_iterable(self._holders))
         self._configs = list({id(own["config"]): own["config"] for own in owns if "config" in own}.values())
         self._settings = _settings(self._configs)
         # What has contents of its own that are part of the state; of anything else it is enough that it is there.
         facts = {id(value): (value, fact_of(value)) for value in self._values if type(value) not in PLAIN}
         told = [(value, fact) for value, fact in facts.values() if type(fact) is not Same]
         objects = [value for value, _ in told if hasattr(value, "__dict__") and not isinstance(value, (*CONTAINERS, torch.Tensor))]
-        self._facts = [(value, fact) for value, fact in told if not any(value is each for each in objects)]
-        self._insides = list(map(vars, objects))
-        self._within, self._sizes_within = list(_contents(self._insides)), list(map(len, self._insides))
+        inside = list(_containers([value for value, _ in told]))
+        kept = {id(each) for each in (*objects, *inside)}
+        self._facts = [(value, fact) for value, fact in told if id(value) not in kept]
+        self._lists = [each for each in inside if not isinstance(each, dict)]
+        self._listed = list(chain.from_iterable(self._lists))
+        self._insides = [*(each for each in inside if isinstance(each, dict)), *map(vars, objects)]
+        self._keys = list(chain.from_iterable(self._insides))
+        self._views_within = [each.values() for each in self._insides]
+        self._within = list(chain.from_iterable(self._views_within))
+        self._sizes_within = list(map(len, chain(self._insides, self._lists)))
+        self._facts += [(each, fact_of(each)) for each in (*self._within, *self._listed) if isinstance(each, torch.Tensor)]
         self._code = _Code(dict.fromkeys(self._types))
 
     def _names(self, module: nn.Module) -> tuple[str, ...]:
@@ -91,10 +99,12 @@ class Lookout:
             and list(map(_parts_of, owns)) == self._parts
             and not any(self._empty)
             and list(map(len, self._filled)) == self._lengths
-            and _same(self._held, _contents(self._holders))
+            and _same(self._held, chain.from_iterable(self._holders))
             and _pointers(self._views) == self._pointers
-            and list(map(len, self._insides)) == self._sizes_within
-            and _same(self._within, _contents(self._insides))
+            and list(map(len, chain(self._insides, self._lists))) == self._sizes_within
+            and _same(self._within, chain.from_iterable(self._views_within))
+            and _same(self._listed, chain.from_iterable(self._lists))
+            and _same(self._keys, chain.from_iterable(self._insides))
             and all(fact_of(value) == fact for value, fact in self._facts)
             and _settings(self._configs) == self._settings
             and self._code.unchanged()
@@ -135,6 +145,14 @@ class _Code:
 def _same(before: Iterable[Any], now: Iterable[Any]) -> bool:
     """Whether these are as many objects as those, and the very same."""
     return all(map(is_, before, now))
+
+
+def _containers(values: Iterable[Any], depth: int = 0) -> Iterator[Any]:
+    """The lists and dicts among values, and those in them, as deep as `fact_of` looks."""
+    for value in values:
+        if depth < 2 and isinstance(value, CONTAINERS):
+            yield value
+            yield from _containers(value.values() if isinstance(value, dict) else value, depth + 1)
 
 
 def _contents(dicts: Iterable[Any]) -> Iterator[Any]:
