@@ -45,7 +45,7 @@ class Peer(ABC):
 
 
 class Ours(Peer):
-    """`hf_paged.Engine`, driven by hand."""
+    """`hf_paged.Engine`, its steps taken in a row as by its own thread."""
 
     name = "hf_paged"
 
@@ -58,7 +58,7 @@ class Ours(Peer):
         begin = time.monotonic()
         due = [begin] * len(asks) if arrivals is None else [begin + arrival for arrival in arrivals]
         handles: list[Any] = []
-        with waits(self._device) as waited:
+        with waits(self._device) as waited, engine._driving():
             while len(handles) < len(asks) or engine._jobs:
                 while len(handles) < len(asks) and due[len(handles)] <= time.monotonic():
                     ask = asks[len(handles)]
@@ -67,7 +67,7 @@ class Ours(Peer):
                     time.sleep(max(0.0, due[len(handles)] - time.monotonic()))
                     continue
                 start, slept = time.perf_counter(), sum(waited)
-                engine.step()
+                engine._advance()
                 busy.append(time.perf_counter() - start - (sum(waited) - slept))
                 waited[:] = [sum(waited)]
                 if len(busy) % 32 == 0:
