@@ -49,7 +49,7 @@ def stop_at(request: Request, index: int) -> int:
 
 def beam_step(values: list[int]) -> tuple[list[int], list[int]]:
     """Where each beam comes from, and its token."""
-    order = [hash((value, "beam")) for value in values]
+    order = [hash((value, VOCABULARY)) for value in values]  # of numbers: the same in every process
     sources = [order[i] % len(values) for i in range(len(values))]
     return sources, [next_token(values[source], i) for i, source in enumerate(sources)]
 
@@ -110,6 +110,7 @@ class Simulated:
         return cls([BlockPool(total, size) for _ in windows], windows, Limits(tokens, sequences, watermark), **options)
 
     def submit(self, request: Request, beams: bool = False) -> Group:
+        assert request.number not in self.requests, f"a request number {request.number} has been here before"
         group = self.scheduler.submit(request)
         self.groups = [other for other in self.groups if other.status is not Status.FINISHED] + [group]
         self.requests[request.number] = request

@@ -53,7 +53,7 @@ def walk(world: Simulated, rng: random.Random, moves: int, audit: int = 1) -> No
         alive = [group for group in world.groups if group.status is not Status.FINISHED]
         if move == "submit" and len(alive) < 12:
             try:
-                world.submit(one_request(rng, number), beams=rng.random() < 0.4)
+                world.submit(one_request(rng, len(world.requests)), beams=rng.random() < 0.4)
             except Infeasible:
                 continue
         elif move == "abort" and alive:
