@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +14,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from .embeddings import checked, names_of
 from .encoding import Source
+from .media import Media, marks_of, taken
 from .options import Options, ends_of
+from .prompts import known, opened, prompt_tokens, words_of
 from .sampling import Warp, warp_of
 
 EXPECTED = {
@@ -33,7 +34,7 @@ PASSED_ON = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt
 PROMPTS = ("inputs_embeds", "input_features", "decoder_input_ids")
 """Keywords that are a prompt or a part of one, beside the prompt itself."""
 KEY = os.urandom(16)
-"""What the names of embeddings are made with in this process."""
+"""What the names of embeddings and of pictures are made with in this process."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Asked:
     """A request, read and checked.
 
     prompt: what the books know of it, a number for each position. ids: what processors and criteria see of it: the same, or of a
-    prompt of embeddings [tokens, hidden] the ids that were given beside them, if any were. source: what an encoder is given; prompt and
-    ids are then what its decoder begins with. max_length: of a sequence in the books.
+    prompt of embeddings [tokens, hidden] the ids that were given beside them, if any were. media: what is put in the place of some of the
+    ids. source: what an encoder is given; prompt and ids are then what its decoder begins with. max_length: of a sequence in the books.
     processors and criteria: what is not done for the whole batch at once; criteria without those about length and ends of sequence.
     warp: how scores are cut before a draw, if the processors do nothing else.
     """
@@ -50,6 +51,7 @@ class Asked:
     prompt: tuple[int, ...]
     ids: tuple[int, ...]
     embeds: torch.Tensor | None
+    media: Media | None
     source: Source | None
     config: Any
     processors: LogitsProcessorList
@@ -92,7 +94,19 @@ class Asked:
 
     def seen(self, tokens: list[int]) -> list[int]:
         """The tokens of a sequence in the books as processors and criteria see them."""
-        return tokens if self.embeds is None else [*self.ids, *tokens[len(self.prompt) :]]
+        return tokens if self.prompt is self.ids else [*self.ids, *tokens[len(self.prompt) :]]
+
+    @property
+    def of_ids(self) -> bool:
+        """Whether the rows of its decoder are token ids and nothing else."""
+        return self.embeds is None and self.media is None and self.source is None
+
+    def vectors(self, start: int, count: int) -> torch.Tensor | None:
+        """[n, hidden]: what the first n of so many tokens from `start` on are instead of ids; None if they are ids."""
+        embeds = self.embeds
+        if self.media is not None and self.media.concerns(start, count):
+            embeds = self.media.made
+        return embeds[start : start + count] if embeds is not None and start < len(embeds) else None
 
     @property
     def mends(self) -> bool:
@@ -115,48 +129,6 @@ def check_model(model: Any) -> None:
     model._prepare_generation_config(None)
 
 
-def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The token ids of a text, of chat messages, or of ids in a list or tensor."""
-    if isinstance(prompt, str) or (isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping)):
-        if tokenizer is None:
-            raise ValueError(
-                f"a prompt of {type(prompt).__name__} needs a tokenizer; give one to Engine(model, tokenizer), or pass token ids"
-            )
-        if isinstance(prompt, str):
-            ids = tokenizer(prompt)["input_ids"]
-        else:
-            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
-    elif isinstance(prompt, torch.Tensor):
-        ids = prompt.tolist()
-    else:
-        ids = prompt
-    if isinstance(ids, Sequence) and len(ids) == 1 and isinstance(ids[0], Sequence):
-        ids = ids[0]
-    if not isinstance(ids, Sequence) or isinstance(prompt, bytes) or not _are_ids(ids):
-        raise TypeError(f"a prompt is a text, chat messages or the token ids of one sequence, got {_short(prompt)}")
-    if not ids:
-        raise ValueError("the prompt is empty; give it at least one token")
-    return tuple(ids)
-
-
-def _are_ids(ids: Sequence[Any]) -> bool:
-    kinds = set(map(type, ids))
-    return kinds == {int} or all(issubclass(kind, int) and kind is not bool for kind in kinds)
-
-
-def _known(tokens: tuple[int, ...], module: Any) -> tuple[int, ...]:
-    """Token ids that the module has embeddings for: on a CUDA device any other would be the end of the process's device."""
-    try:
-        table = module.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return tokens
-    rows = getattr(table, "num_embeddings", None) or getattr(getattr(table, "weight", None), "shape", (None,))[0]
-    if rows is not None and tokens and not 0 <= min(tokens) <= max(tokens) < rows:
-        wrong = next(token for token in tokens if not 0 <= token < rows)
-        raise ValueError(f"the prompt has the token id {wrong} and {type(module).__name__} knows those from 0 to {rows - 1}")
-    return tokens
-
-
 class Given(NamedTuple):
     """A prompt: the ids that processors see, what the model is given as `name`, and what comes of it."""
 
@@ -164,7 +136,15 @@ class Given(NamedTuple):
     name: str
     inputs: torch.Tensor
     embeds: torch.Tensor | None = None
+    media: Media | None = None
     source: Source | None = None
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        """What the books know the prompt by."""
+        if self.media is not None:
+            return self.media.names
+        return self.tokens if self.embeds is None else names_of(self.embeds, KEY)
 
 
 def read(
@@ -178,11 +158,15 @@ def read(
     options: Options,
 ) -> Asked:
     """Read a request as generate() would on that prompt alone; what the engine does not do is refused by name."""
+    prompt, shown = opened(model, tokenizer, prompt, keywords)
+    tokenizer, shown = words_of(tokenizer), taken(model, _beside(keywords, shown))
     parts = {name: keywords.pop(name, None) for name in PROMPTS if name == "inputs_embeds" or model.config.is_encoder_decoder}
     extras = {name: keywords.pop(name, None) for name in (*PASSED_ON, "logits_processor", "stopping_criteria")}
     defaults, config, own_ends = options.read(model, generation_config, keywords)
     given = (_for_encoder if model.config.is_encoder_decoder else _for_decoder)(model, tokenizer, prompt, config, **parts)
-    tokens, embeds = given.tokens, given.embeds
+    if shown:
+        given = _showing(model, given, shown)
+    tokens = given.tokens
     config, device = _with_lengths(model, config, defaults, given), model.device
     processors = model._get_logits_processor(
         config,
@@ -198,11 +182,12 @@ def read(
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
     others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
     plain = warp_of(processors) if config.do_sample else (None if processors else Warp())
-    names = tokens if embeds is None else names_of(embeds, KEY)
+    names = given.names
     return Asked(
         names,
         tokens,
-        embeds,
+        given.embeds,
+        given.media,
         given.source,
         config,
         processors,
@@ -215,6 +200,22 @@ def read(
     )
 
 
+def _beside(keywords: dict[str, Any], shown: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a request with what its processor has made to be shown."""
+    twice = sorted(name for name in shown if keywords.get(name) is not None)
+    if twice:
+        raise ValueError(f"the prompt shows something and so do {twice}; give one of them")
+    keywords.update(shown)
+    return keywords
+
+
+def _showing(model: Any, given: Given, shown: dict[str, Any]) -> Given:
+    """A prompt of ids in the place of some of which something is put."""
+    if given.embeds is not None:
+        raise ValueError(f"{sorted(shown)} are put in the place of token ids, got a prompt of embeddings; give one of them")
+    return given._replace(media=Media(shown, given.tokens, marks_of(model.config), KEY))
+
+
 def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_embeds: Any) -> Given:
     """A prompt's ids, and its embeddings if it is made of those. A tensor of numbers with a point is embeddings, too."""
     if isinstance(prompt, torch.Tensor) and prompt.is_floating_point():
@@ -224,7 +225,7 @@ def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_em
     if inputs_embeds is None:
         if prompt is None:
             raise ValueError("a request needs a prompt, or inputs_embeds")
-        tokens = _known(prompt_tokens(prompt, tokenizer), model)
+        tokens = known(prompt_tokens(prompt, tokenizer), model)
         return Given(tokens, "input_ids", torch.tensor([tokens], device=model.device))
     tokens = () if prompt is None else prompt_tokens(prompt, tokenizer)
     embeds = checked(model, inputs_embeds, tokens)
@@ -241,7 +242,7 @@ def _for_encoder(
     if name == "input_ids":
         if prompt is None:
             raise ValueError("a request needs a prompt")
-        ids = _known(prompt_tokens(prompt, tokenizer), model.get_encoder())
+        ids = known(prompt_tokens(prompt, tokenizer), model.get_encoder())
         inputs = torch.tensor([ids], device=model.device)
     else:
         if prompt is not None or not isinstance(input_features, torch.Tensor):
@@ -255,7 +256,7 @@ def _for_encoder(
     )
     start = config._decoder_start_token_tensor.cpu()
     found, _ = model._prepare_decoder_input_ids_for_generation(1, name, begin, start, torch.device("cpu"))
-    begun = _known(tuple(found[0].tolist()), model.get_decoder())
+    begun = known(tuple(found[0].tolist()), model.get_decoder())
     return Given(begun, name, inputs, source=Source(inputs, ids))
 
 
@@ -291,8 +292,3 @@ def _favourites(logprobs: int | bool | None, model: Any) -> int | None:
 def is_about_time(criterion: Any) -> bool:
     """Whether a criterion ends a request for its length in seconds."""
     return isinstance(criterion, MaxTimeCriteria)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"

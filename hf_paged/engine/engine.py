@@ -17,6 +17,7 @@ from .custody import Spoiled
 from .encoding import Source
 from .front import Front
 from .job import Job
+from .media import Media
 from .output import FinishReason, Output
 from .pools import Pools
 from .preemption import Preemption
@@ -104,9 +105,11 @@ class Engine(Front):
         assert self._runner.encoder is not None
         return self._runner.encoder.length(source)
 
-    def _require_embeddings(self) -> None:
+    def _require_vectors(self, media: Media | None) -> None:
         if self._runner.why_no_embeddings is not None:
             raise ValueError(f"{self._runner.why_no_embeddings}; give token ids, or use generate()")
+        if media is not None:
+            self._runner.merger.require(media)
 
     def _take_in(self) -> None:
         if self._stepping:
@@ -189,6 +192,7 @@ class Engine(Front):
             for group in self._scheduler.preempted:
                 if group.swapped:
                     self._scheduler.begin_again(group)
+            self._steps.forget()
             self._paused = True
 
     def resume(self) -> None:
@@ -205,6 +209,7 @@ class Engine(Front):
         if not running:
             if self._weights.changed():
                 self.pools.forget()
+                self._steps.forget()
                 if self._runner.decoding is not None:
                     self._runner.decoding.look()
         elif self._custody.due or self._scheduler.may_admit:

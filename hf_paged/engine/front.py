@@ -22,8 +22,10 @@ from .custody import Custody, Spoiled
 from .encoding import Source
 from .handle import Handle
 from .job import Job
+from .media import Media
 from .options import Options
 from .output import FinishReason, Increment, Output
+from .prompts import words_of
 from .turns import Turns
 
 LONG_WORK = 3.0
@@ -38,7 +40,7 @@ class Front(ABC):
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.processor, self.tokenizer = model, tokenizer, words_of(tokenizer)
         self._lock = Turns()
         self._closed = self._closing = self._paused = self._stepping = False
         self._numbers = itertools.count()
@@ -75,10 +77,10 @@ class Front(ABC):
         finish_reason "refused" and the numbers in its error.
         """
         keywords = generate_keywords | {"inputs_embeds": inputs_embeds}
-        asked = read(self.model, self.tokenizer, prompt, generation_config, keywords, seed, logprobs, self._options)
+        asked = read(self.model, self.processor, prompt, generation_config, keywords, seed, logprobs, self._options)
         self._require_open()
-        if asked.embeds is not None:
-            self._require_embeddings()
+        if asked.embeds is not None or asked.media is not None:
+            self._require_vectors(asked.media)
         job = Job(asked, None, self.tokenizer)
         source = 0 if asked.source is None else self._source_length(asked.source)
         extra = extra_key(salt)
@@ -286,8 +288,8 @@ class Front(ABC):
         """How many tokens the encoder makes of an input."""
 
     @abstractmethod
-    def _require_embeddings(self) -> None:
-        """Raise unless the model takes embeddings for token ids."""
+    def _require_vectors(self, media: Media | None) -> None:
+        """Raise unless the model takes embeddings for token ids, and what is shown in the place of some."""
 
     @abstractmethod
     def _take_in(self) -> None:

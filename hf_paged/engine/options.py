@@ -9,9 +9,8 @@ import torch
 from transformers import GenerationConfig
 
 from .fields import check_counts, check_fields
+from .media import SHOWN
 
-MEDIA = frozenset({"pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "input_features", "input_values", "images"})
-"""Keywords that bring pictures or recordings."""
 LENGTH = "max_new_tokens"
 PLAIN = frozenset({bool, int, float, str, type(None)})
 
@@ -84,8 +83,9 @@ def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
     else:
         config, unknown = model._prepare_generation_config(generation_config, **keywords)
     unknown = {name for name, value in unknown.items() if value is not None} - {"output_attentions", "output_hidden_states"}
-    if unknown & MEDIA:
-        raise ValueError(f"the engine does not take pictures or recordings ({sorted(unknown & MEDIA)}); use generate()")
+    shown = sorted(name for name in unknown if SHOWN.search(name))
+    if shown:
+        raise ValueError(f"the engine does not take pictures or recordings ({shown}) for {type(model).__name__}; use generate()")
     if unknown:
         raise ValueError(
             f"the engine does not take {sorted(unknown)}; what a request may say are generate()'s options, seed, logprobs, ..."

@@ -75,9 +75,7 @@ class Pieces(Sequence[Piece]):
         asked = self._given.get(sequence.group) if self._given else None
         if asked is None:
             return made
-        embeds = asked.embeds
-        own = embeds[start : start + count] if embeds is not None and start < len(embeds) else None
-        return made._replace(embeds=own, source=asked.source)
+        return made._replace(embeds=asked.vectors(start, count), source=asked.source)
 
     def ids(self, device: torch.device) -> torch.Tensor:
         """The tokens [crew] of the stride on a device: from the last step's if the host has not heard of them."""

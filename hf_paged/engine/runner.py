@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ from .cache import StepCache
 from .custody import Custody
 from .decoding import Decoding
 from .encoding import Encoder, Source
+from .media import Media
+from .merging import Merger
 from .pieces import Piece, Pieces, merged
 from .pools import Pools
 from .support import Unservable, longest
@@ -67,6 +69,8 @@ class Runner:
         self.takes_embeddings = "inputs_embeds" in parameters
         self.why_no_embeddings: str | None = None
         """Why a prompt cannot be embeddings; None if it can."""
+        self.merger = Merger(self)
+        """Its way from pictures and recordings to embeddings."""
         self._trial_source: Source | None = None
         self._warming: Warming | None = None
         """What compiles kernels while the model is tried out."""
@@ -98,6 +102,12 @@ class Runner:
             self.custody.lend()
             rows = [logits for piece in pieces for logits in self._row(piece, latest)]
             return torch.cat(rows or [torch.empty(0, 0, dtype=torch.float32, device=self.device)])
+
+    def show(self, media: Media) -> None:
+        """Have the model look at a prompt's pictures. Its attention is its own here."""
+        self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
+        self.custody.lend()
+        self.merger.run(media)
 
     def look(self) -> None:
         """See whether the captured steps are still of the model as it is."""
@@ -170,14 +180,14 @@ class Runner:
         ids = self.ids(pieces, latest)[None]
         if all(piece.embeds is None for piece in pieces):
             return {"input_ids": ids}
-        rows, place = self._embedded(ids.clamp(min=0)), 0
+        rows, place = self.embedded(ids.clamp(min=0)), 0
         for piece in pieces:
             if piece.embeds is not None:
                 rows[0, place : place + len(piece.embeds)] = piece.embeds
             place += len(piece.tokens)
         return {"inputs_embeds": rows}
 
-    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """The model's own embeddings [1, tokens, hidden] of ids [1, tokens]."""
         found: torch.Tensor = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
         return found
@@ -285,7 +295,7 @@ class Runner:
         for row in rows:
             with torch.no_grad():
                 ids = torch.tensor([row], device=self.device)
-                arguments: dict[str, Any] = {"inputs_embeds": self._embedded(ids)} if embedded else {"input_ids": ids}
+                arguments: dict[str, Any] = {"inputs_embeds": self.embedded(ids)} if embedded else {"input_ids": ids}
                 if self.encoder is not None and self._trial_source is not None:
                     source = self._trial_source
                     arguments = {self.encoder.input_name: source.inputs, "decoder_input_ids": ids}
@@ -294,13 +304,25 @@ class Runner:
                 last.append(self.model(**arguments, use_cache=False, return_dict=True).logits[0, -1].to(torch.float32))
         return torch.stack(last)
 
+    def logits_of(self, embeds: torch.Tensor, count: int) -> torch.Tensor:
+        """The logits [count, vocabulary] after the last of these embeddings [1, tokens, hidden], by the model as it is."""
+        arguments: dict[str, Any] = {"logits_to_keep": count} if self.keeps_some else {}
+        if self._takes_positions:
+            arguments["position_ids"] = torch.arange(embeds.shape[1], device=self.device)[None]
+        answer = self.model(inputs_embeds=embeds, **arguments, use_cache=False, return_dict=True)
+        logits: torch.Tensor = answer.logits[0, -count:]
+        return logits.to(torch.float32)
+
     def _apart(self, rows: list[list[int]], right: torch.Tensor, found: torch.Tensor) -> float | None:
         """How far logits after `rows` are from the right ones, if that is more than rounding."""
-        dtype = next(self.model.parameters()).dtype
-        far = _distance(right, found)
+        return self.far(right, found, lambda: self._moved(rows, right))
+
+    def far(self, right: torch.Tensor, found: torch.Tensor, moved: Callable[[], float]) -> float | None:
+        """How far logits are from the right ones, if that is more than rounding; `moved` finds out what rounding does to them."""
+        dtype, far = next(self.model.parameters()).dtype, distance(right, found)
         if far <= CLOSE.get(dtype, CLOSE_IN_HALF):
             return None
-        rounding = dtype not in CLOSE and far <= MOST_IN_HALF and far <= ROUNDINGS * self._moved(rows, right)
+        rounding = dtype not in CLOSE and far <= MOST_IN_HALF and far <= ROUNDINGS * moved()
         return None if rounding else far
 
     def _moved(self, rows: list[list[int]], right: torch.Tensor) -> float:
@@ -311,15 +333,18 @@ class Runner:
         """
         chance = torch.Generator(self.device).manual_seed(0)
 
-        def shaken(module: nn.Module, inputs: Any, embeddings: torch.Tensor) -> torch.Tensor:
-            off = torch.rand(embeddings.shape, generator=chance, device=embeddings.device, dtype=torch.float32) * 2 - 1
-            return (embeddings * (1 + off * torch.finfo(embeddings.dtype).eps / 2)).to(embeddings.dtype)
+        def shake(module: nn.Module, inputs: Any, embeddings: torch.Tensor) -> torch.Tensor:
+            return shaken(embeddings, chance)
 
-        hook = self.model.get_input_embeddings().register_forward_hook(shaken)  # type: ignore[operator]
+        hook = self.model.get_input_embeddings().register_forward_hook(shake)  # type: ignore[operator]
         try:
-            return _distance(right, self._without_cache(rows))
+            return distance(right, self._without_cache(rows))
         finally:
             hook.remove()
+
+    def moved(self, right: torch.Tensor, embeds: torch.Tensor, count: int) -> float:
+        """The same for the last `count` logits after embeddings [1, tokens, hidden]."""
+        return distance(right, self.logits_of(shaken(embeds, torch.Generator(self.device).manual_seed(0)), count))
 
     def _trial(self, rows: list[list[int]], form: Form, cuts: list[list[int]]) -> torch.Tensor:
         """The logits [rows, vocabulary] after the last of the steps that take row i up to cuts[step][i] tokens."""
@@ -349,5 +374,12 @@ class Runner:
         return logits
 
 
-def _distance(right: torch.Tensor, found: torch.Tensor) -> float:
+def shaken(embeddings: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
+    """Embeddings, each off by what rounding may do to it."""
+    off = torch.rand(embeddings.shape, generator=chance, device=embeddings.device, dtype=torch.float32) * 2 - 1
+    return (embeddings * (1 + off * torch.finfo(embeddings.dtype).eps / 2)).to(embeddings.dtype)
+
+
+def distance(right: torch.Tensor, found: torch.Tensor) -> float:
+    """How far logits are from the right ones, as a share of their size."""
     return float((right - found).norm() / right.norm().clamp(min=1e-12))

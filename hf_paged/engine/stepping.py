@@ -14,6 +14,7 @@ from .chooser import Choice, Pick
 from .custody import Spoiled
 from .flight import Flight
 from .job import Job
+from .media import Media
 from .output import FinishReason, Output
 from .pieces import Latest, Pieces
 from .pools import Pools
@@ -69,7 +70,7 @@ class Steps:
         """A request is in the scheduler's books."""
         assert job.group is not None
         self.jobs[job.group] = job
-        if job.asked.embeds is not None or job.asked.source is not None:
+        if not job.asked.of_ids:
             self._given[job.group] = job.asked
 
     def go_on(self) -> list[Output]:
@@ -132,6 +133,7 @@ class Steps:
         be of two models.
         """
         self.flight = self._roster = None
+        self.forget()
         spoiled = isinstance(error, Spoiled)
         for job in self.jobs.values():
             job.go_back()
@@ -181,7 +183,31 @@ class Steps:
     def _run(self, plan: Plan) -> torch.Tensor:
         """Compute the rows of a plan: the logits [rows, vocabulary] of those that somebody waits for."""
         latest = Latest() if self.flight is None else self.flight.latest
-        return self.runner.run(Pieces(plan, latest, self._given), latest.tokens)
+        shown = self._show(plan) if self._given else []
+        logits = self.runner.run(Pieces(plan, latest, self._given), latest.tokens)
+        for media in shown:
+            media.made = None
+        return logits
+
+    def _show(self, plan: Plan) -> list[Media]:
+        """Have the model look at the pictures of prompts whose turn it is; the answer is those with which it is done after this step."""
+        done = []
+        for sequence, start, count, _ in plan.others:
+            asked = self._given.get(sequence.group)
+            media = None if asked is None else asked.media
+            if media is None or not media.concerns(start, count):
+                continue
+            if media.made is None:
+                self.runner.show(media)
+            if start + count >= media.place.stop:
+                done.append(media)
+        return done
+
+    def forget(self) -> None:
+        """What was made of pictures, by the weights of then, is made again."""
+        for asked in self._given.values():
+            if asked.media is not None:
+                asked.media.made = None
 
     def _picks(self, rows: Rows[Row], first: int = 0) -> list[Pick]:
         """The jobs that are due, with the places of their sequences' logits, which begin with number `first`."""
@@ -202,6 +228,8 @@ class Steps:
         self._given.pop(group, None)
         if job.asked.source is not None:
             job.asked.source.made = None
+        if job.asked.media is not None:
+            job.asked.media.made = None
         if self.recorder is not None:
             self.recorder.ended(group.request.number, output.finish_reason)
         return output

@@ -1,0 +1,162 @@
+"""Prompts with pictures or recordings become embeddings: those that the model's own forward hands its decoder."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Cache, GenerationConfig
+
+from ..integration.identity import INTERNAL
+from .media import Media
+from .support import Unservable
+
+if TYPE_CHECKING:
+    from .runner import Runner
+
+TOKENS = ("input_ids", "inputs_embeds")
+NEW = 3
+"""So many tokens of the first prompt of a kind are computed by generate(), too."""
+PLAIN = (bool, int, float, str, type(None))
+
+
+class _Enough(BaseException):
+    """The decoder's turn has come, and it is not wanted."""
+
+
+class Merger:
+    """A model's way from a prompt with pictures to the embeddings of it, of whatever kind the model is.
+
+    generate() is begun on the prompt, and stopped where it calls the decoder. What it would have handed over must be what it hands over
+    for text, except for the embeddings, and these are of the prompt's own tokens wherever nothing is put; else the model does more with
+    pictures than the engine knows, and the request ends with that word. The first prompt of a kind is also held to the first tokens of
+    generate() itself.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._model: Any = runner.model
+        self._held: set[frozenset[str]] = set()
+        self.why_not: dict[frozenset[str], str] = {}
+        """What was found to be more than the engine knows, by what was shown."""
+
+    def require(self, media: Media) -> None:
+        """Raise if prompts of this kind are known not to be for the engine."""
+        if media.kind in self.why_not:
+            raise ValueError(self.why_not[media.kind])
+
+    def run(self, media: Media) -> None:
+        """Make a prompt's embeddings; they are kept with it."""
+        try:
+            with torch.no_grad(), _as_before(self._model):
+                media.made = self._made(media)
+        except Unservable as reason:
+            self.why_not[media.kind] = str(reason)
+            raise
+
+    def _made(self, media: Media) -> torch.Tensor:
+        name, device = type(self._model).__name__, self._runner.device
+        shown, plain = self._handed(list(media.ids), _on(media.inputs, device)), self._handed(media.plain, {})
+        others = self._others(media, shown, plain)
+        if others:
+            raise Unservable(f"{name} gives its decoder {others} of their own beside {sorted(media.kind)}; use generate()")
+        merged = shown.get("inputs_embeds")
+        if not isinstance(merged, torch.Tensor):
+            raise Unservable(f"{name} gives its decoder no embeddings for {sorted(media.kind)}; use generate()")
+        own = self._runner.embedded(torch.tensor([media.plain], device=device))
+        if merged.shape != own.shape:
+            raise ValueError(f"{name} made embeddings {list(merged.shape)} of a prompt with {list(own.shape)}; use its processor")
+        merged, (first, last) = merged.to(own), (media.place.start, media.place.stop)
+        if not (torch.equal(merged[:, :first], own[:, :first]) and torch.equal(merged[:, last:], own[:, last:])):
+            raise Unservable(f"{name} gives its decoder other embeddings of text beside {sorted(media.kind)}; use generate()")
+        if media.kind not in self._held:
+            self._hold(media, merged)
+            self._held.add(media.kind)
+        return merged[0]
+
+    def _generate(self, ids: list[int], inputs: Mapping[str, Any], **options: Any) -> Any:
+        """generate() as it is, on ids [tokens], greedily and with nothing of what the model's own config asks for."""
+        model = copy.copy(self._model)  # the same modules
+        model.generation_config = GenerationConfig()
+        rows = torch.tensor([ids], device=self._runner.device)
+        mask = torch.ones_like(rows)
+        return model.generate(input_ids=rows, attention_mask=mask, **inputs, do_sample=False, return_dict_in_generate=True, **options)
+
+    def _handed(self, ids: list[int], inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with which generate() calls the decoder first."""
+        decoder, found = self._model.get_decoder(), {}
+        names = inspect.signature(decoder.forward)
+
+        def stop(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            found.update(dict(zip(names.parameters, args, strict=False)) | keywords)
+            raise _Enough
+
+        hook = decoder.register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            self._generate(ids, inputs, max_new_tokens=1)
+        except _Enough:
+            return found
+        finally:
+            hook.remove()
+        raise Unservable(f"{type(self._model).__name__} does not call its decoder, {type(decoder).__name__}; use generate()")
+
+    def _others(self, media: Media, shown: Mapping[str, Any], plain: Mapping[str, Any]) -> list[str]:
+        """What else is another for the decoder beside pictures. What is only passed on to it, and it has no name for, is not."""
+        known = inspect.signature(self._model.get_decoder().forward).parameters
+        names = [name for name in {**shown, **plain} if name not in TOKENS and (name in known or name not in media.inputs)]
+        return [name for name in names if not _same(shown.get(name), plain.get(name))]
+
+    def _hold(self, media: Media, merged: torch.Tensor) -> None:
+        """Raise unless the embeddings [1, tokens, hidden] lead to the first logits of generate() on this prompt."""
+        runner = self._runner
+        answer = self._generate(list(media.ids), _on(media.inputs, runner.device), max_new_tokens=NEW, output_logits=True)
+        right = torch.cat([logits[:1] for logits in answer.logits]).to(torch.float32)
+        embeds = torch.cat([merged, runner.embedded(answer.sequences[:1, -NEW:-1])], 1)
+        far = runner.far(right, runner.logits_of(embeds, NEW), lambda: runner.moved(right, embeds, NEW))
+        if far is not None:
+            name = type(self._model).__name__
+            raise Unservable(
+                f"{name} answers otherwise to {sorted(media.kind)} than to what it makes of them (by {far:.1e}); use generate()"
+            )
+
+
+def _on(inputs: Any, device: torch.device) -> Any:
+    """What is shown, on a device."""
+    if isinstance(inputs, dict):
+        return {name: _on(value, device) for name, value in inputs.items()}
+    if isinstance(inputs, (list, tuple)):
+        return type(inputs)(_on(each, device) for each in inputs)
+    return inputs.to(device) if isinstance(inputs, torch.Tensor) else inputs
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two arguments say the same; of caches whether they are of one kind, both being new."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one is other or isinstance(one, Cache) or (isinstance(one, PLAIN) and bool(one == other))
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """What a forward notes on the modules is taken back: it is about one prompt, and others run beside it."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for own, kept in before:
+            for name in [name for name in own if name not in INTERNAL and own[name] is not kept.get(name, before)]:
+                if name in kept:
+                    own[name] = kept[name]
+                else:
+                    del own[name]
