@@ -183,7 +183,7 @@ def test_what_cannot_be_is_refused(model: Any) -> None:
             ({"inputs_embeds": embeds, "prompt": [5, 6]}, "2 token ids and 5 embeddings"),
             ({"inputs_embeds": embeds, "prompt": embeds}, "give one of them"),
             ({"inputs_embeds": embeds, "max_length": 5}, "leaves none to generate"),
-            ({"prompt": [5, 6], "pixel_values": embeds}, "pictures or recordings.*pixel_values"),
+            ({"prompt": [5, 6], "pixel_values": embeds}, r"LlamaForCausalLM takes no \['pixel_values'\]"),
         ):
             with pytest.raises((TypeError, ValueError), match=error):
                 engine.submit(**arguments)

@@ -204,5 +204,7 @@ class Job:
             error=error or self.trouble,
         )
         self.group = None
+        if self.asked.media is not None:
+            self.asked.media.drop()
         self.news.end()
         return self.output

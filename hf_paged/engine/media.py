@@ -49,6 +49,10 @@ class Media:
         """Whether so many tokens of the prompt from `start` on are more than their ids."""
         return start < self.place.stop and start + count > self.place.start
 
+    def drop(self) -> None:
+        """Nobody computes the prompt any more: the pictures go, whoever keeps its answer."""
+        self.made, self.inputs = None, {}
+
     @property
     def plain(self) -> list[int]:
         """The prompt with some other token in the places where something is put."""

@@ -228,8 +228,6 @@ class Steps:
         self._given.pop(group, None)
         if job.asked.source is not None:
             job.asked.source.made = None
-        if job.asked.media is not None:
-            job.asked.media.made = None
         if self.recorder is not None:
             self.recorder.ended(group.request.number, output.finish_reason)
         return output

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..integration.hooks import KINDS, only_looks_on
 from ..integration.identity import identity_of
 from ..memory import PLAIN_TENSORS, Unreadable
 from .custody import Custody, Spoiled
@@ -83,8 +84,9 @@ class Weights:
         identity = identity_of(self._model)
         try:
             glance = identity.begin(self._model, self._model.forward)
-            # Torch numbers hooks, and gives no number twice.
-            hooks = [(*own["_forward_pre_hooks"], *own["_forward_hooks"]) for own in map(vars, glance.survey.hooked)]
+            # Torch numbers hooks, and gives no number twice. Transformers' own, which collect hidden states, come with the first picture.
+            named = chain.from_iterable(vars(module)[kind].items() for module in glance.survey.hooked for kind in KINDS)
+            hooks = [number for number, hook in named if not only_looks_on(hook)]
             self._state: Any = identity.number(glance), hooks
         except Unreadable as reason:
             self._state = None

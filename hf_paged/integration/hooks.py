@@ -81,7 +81,12 @@ def _version(tensor: torch.Tensor) -> int | None:
 def _is_harmless(hook: object) -> bool:
     """Whether a hook is known to change nothing, or nothing but what it says: peft's tells a layer each row's adapter."""
     named = isinstance(hook, partial) and set(hook.keywords) == {"adapter_names"}
-    return named or str(getattr(hook, "__module__", "")).startswith(HARMLESS)
+    return named or only_looks_on(hook)
+
+
+def only_looks_on(hook: object) -> bool:
+    """Whether a hook is one of those that never change anything, whoever is computed."""
+    return str(getattr(hook, "__module__", "")).startswith(HARMLESS)
 
 
 def adapters_of_rows(modules: Sequence[nn.Module], rows: int) -> list[str] | None:
