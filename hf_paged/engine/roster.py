@@ -10,8 +10,9 @@ import torch
 
 from ..memory.upload import upload
 from ..scheduling import UNKNOWN, Group, Sequence, Stride
+from .answers import Answer
 from .job import Job
-from .sampling import Warp, best, draw, warp
+from .sampling import Warp, best, draw, mend, warp
 
 
 class Roster:
@@ -30,22 +31,21 @@ class Roster:
         self._seeds = [self.jobs[place].asked.seed for place in self._drawn]
         self._warps = [self.jobs[place].asked.warp or Warp() for place in self._drawn]
 
-    def choose(self, logits: torch.Tensor, stride: Stride) -> tuple[torch.Tensor, torch.Tensor]:
-        """The crew's next tokens by logits [crew, vocabulary], and whether they have NaN among them. Nobody waits for the device."""
-        tokens, broken = best(logits)
+    def choose(self, answer: Answer, stride: Stride) -> torch.Tensor:
+        """The crew's next tokens, whose logits come first in an answer, and what the host is told of them: [2, crew], as `best` says it.
+        Nobody waits for the device."""
+        crew = len(self.jobs)
+        logits = answer.logits[:crew]
+        chosen = best(logits) if answer.best is None else answer.best[:, :crew].clone()  # the next replay writes over it
         if self._drawn:
-            every = len(self._drawn) == len(self.jobs)
+            every = len(self._drawn) == crew
             places = None if every else upload(self._drawn, logits.device)
             indices = [self.sequences[place].index for place in self._drawn]
             positions = [stride.starts[place] + stride.step + 1 for place in self._drawn]
             drawn = draw(warp(logits if places is None else logits[places], self._warps), self._seeds, indices, positions)
-            if places is None:
-                tokens = drawn
-            else:
-                tokens[places] = drawn
-            broken |= tokens >= logits.shape[1]  # a temperature so low that all is infinite
-            tokens.clamp_(max=logits.shape[1] - 1)
-        return tokens, broken
+            chosen[0, slice(None) if places is None else places] = drawn
+            chosen = mend(chosen, logits.shape[1])
+        return chosen
 
     def depart(self) -> None:
         """Everybody has a next token, whichever it is."""
