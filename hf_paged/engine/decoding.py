@@ -364,7 +364,7 @@ class Decoding:
 
     def _forward(self, step: _Step, fusion: Fusion, lengths: LengthsOnDevice | None) -> None:
         """What is captured: the step of all rows, each at its own position, and the logits of those that are wanted."""
-        with fused(fusion), lengths_on_device(self.runner.model, lengths):
+        with self.runner.plugged(), fused(fusion), lengths_on_device(self.runner.model, lengths):
             self._run(step)
 
     def _run(self, step: _Step) -> None:

@@ -26,7 +26,7 @@ class Roster:
         self._said = [job.streams[0].so_far for job in self.jobs]
         self._readers = [job.news.readers for job in self.jobs]
         self._ends = [job.asked.ends for job in self.jobs]
-        self._any_end = frozenset[int]().union(*set(self._ends))
+        self._any_end = frozenset([UNKNOWN]).union(*set(self._ends))
         self._drawn = [place for place, job in enumerate(self.jobs) if job.asked.sampled]
         self._seeds = [self.jobs[place].asked.seed for place in self._drawn]
         self._warps = [self.jobs[place].asked.warp or Warp() for place in self._drawn]
@@ -68,7 +68,8 @@ class Roster:
             rows, said = [rows[place] for place in here], [said[place] for place in here]
             positions, tokens = [positions[place] for place in here], [tokens[place] for place in here]
         # All that is left to be done for every row in every step: two numbers are written down.
-        _exhaust(map(list.__setitem__, rows, positions, tokens))
+        for row, place, token in zip(rows, positions, tokens, strict=True):
+            row[place] = token
         _exhaust(map(list.append, said, tokens))
         if any(self._readers):
             for job in self.jobs:
@@ -76,7 +77,7 @@ class Roster:
         return sorted(odd)
 
     def _who_stopped(self, tokens: list[int]) -> list[int]:
-        if UNKNOWN not in tokens and self._any_end.isdisjoint(tokens):
+        if self._any_end.isdisjoint(tokens):
             return []
         return [place for place, (token, ends) in enumerate(zip(tokens, self._ends, strict=True)) if token == UNKNOWN or token in ends]
 

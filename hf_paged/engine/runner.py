@@ -92,12 +92,12 @@ class Runner:
 
         latest: the tokens that the last step chose, if there are pieces that follow them.
         """
-        self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
         with self.pools.memory.lock, torch.no_grad():
             decoding = self.decoding if self.why_rows is None else None
             replayed = None if decoding is None else decoding.run(pieces, latest)
             if replayed is not None:
                 return replayed
+            self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
             with self.plugged():
                 logits = self.flat(pieces, latest) if self.why_rows is None else self._one_by_one(pieces, latest)
                 if decoding is not None:

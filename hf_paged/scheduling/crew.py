@@ -168,7 +168,7 @@ class Crew:
         for sheet, table, now in zip(self.sheets, sequence.tables, self._now, strict=True):
             table.stamp = now
             table.blocks.append(table.pool.take(table.blocks[-1] + 1 if table.blocks else NOWHERE))
-            sheet.put(sequence.place, table, table.end - 1)
+            sheet.add(sequence.place, table)
 
     def renamed(self, sequence: Sequence, first: int) -> None:
         """A member's tables name other blocks from their block `first` on."""
