@@ -110,7 +110,7 @@ def test_hooks_are_called(llama: Any) -> None:
 def test_a_replay_that_differs_is_never_trusted(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(step: Any, pool: Any, device: torch.device) -> Any:
         replay, answer = record(step, pool, device)
-        return lambda: (replay(), decoding(engine)._logits.mul_(2)), answer
+        return lambda: (replay(), decoding(engine)._answer.logits.mul_(2)), answer
 
     monkeypatch.setitem(RECORDERS, "cpu", wrong)
     with Engine(llama, block_size=4) as engine:
@@ -166,8 +166,8 @@ def test_all_graphs_answer_in_one_place(llama: Any, monkeypatch: pytest.MonkeyPa
         engine.generate(PROMPTS * 3, **GREEDY)
         steps = decoding(engine)._steps.values()
         assert len(steps) > 3
-        assert len({step.logits.data_ptr() for step in steps}) == 1
-        assert max(len(step.logits) for step in steps) == 5
+        assert len({step.answer.logits.data_ptr() for step in steps}) == 1
+        assert max(len(step.answer.logits) for step in steps) == 5
 
 
 @pytest.mark.parametrize("error", [RuntimeError("device"), torch.OutOfMemoryError("full"), IndexError("list")])

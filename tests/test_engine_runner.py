@@ -41,8 +41,8 @@ def test_rows_of_a_step_are_strangers() -> None:
         for table in of_row:
             append([table], [count])
 
-    assert tried.run(pieces(done, [0, 0, 0])).shape == (0, model.config.vocab_size)
-    logits = tried.run(pieces([len(prompt) for prompt in prompts], done))
+    assert tried.run(pieces(done, [0, 0, 0])).logits.shape == (0, model.config.vocab_size)
+    logits = tried.run(pieces([len(prompt) for prompt in prompts], done)).logits
     for prompt, found in zip(prompts, logits, strict=True):
         torch.testing.assert_close(found, model(torch.tensor([prompt])).logits[0, -1], atol=2e-4, rtol=2e-4)
     for of_row in tables:

@@ -463,7 +463,7 @@ def test_ranks_say_what_their_tables_say(spans: bool) -> None:
         starts.append(table.length - 1 - 9)
     one, other = (StaticSpans(12, 9, 17, 4, 1, CPU) if spans else static_batch(12, 1, 4) for _ in range(2))
     one.spread(tables, [1] * 6 + [3])
-    other.spread(tables[5:], [1, 3], Ranks(sheet, starts, 9))
+    other.spread(tables[5:], [1, 3], Ranks(sheet, starts, 9, max(starts) + 9))
     assert one.tokens.tolist() == other.tokens.tolist()
     assert one.tokens.tolist()[:7] == [*(table.length - 1 for table in tables[:6]), tables[6].length - 3]
     if isinstance(one, StaticSpans) and isinstance(other, StaticSpans):

@@ -7,6 +7,8 @@ from hashlib import blake2b
 DIGEST_BYTES = 32
 ROOT = bytes(DIGEST_BYTES)
 """The parent of a sequence's first block."""
+NO_EXTRA = bytes(8)
+"""The length of extras that are not there."""
 
 
 def chain(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
@@ -15,7 +17,8 @@ def chain(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
     `extra` carries what changes K and V for the same tokens (adapter, weights, salt: contract C24). It is keyed in by
     its length, so no choice of tokens can imitate another choice of extras.
     """
-    return blake2b(parent + len(extra).to_bytes(8, "little") + extra + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
+    key = parent + len(extra).to_bytes(8, "little") + extra if extra else parent + NO_EXTRA
+    return blake2b(key + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 def seat(parent: bytes, extra: bytes = b"") -> bytes:

@@ -116,16 +116,18 @@ class BlockPool:
 
     def take(self, near: int = NOWHERE) -> int:
         """Hand out one block with one reference: `near` if it is free, else the lowest free one, else an evicted one."""
-        if 0 <= near < self.total and self._state[near] == FREE:
+        state = self._state
+        if 0 <= near < len(state) and state[near] == FREE:
             block = near
         elif self.free:
-            block = self._lowest_free = self._state.find(FREE, self._lowest_free)
+            block = self._lowest_free = state.find(FREE, self._lowest_free)
         else:
             block = self._evict()
-        self._state[block] = HELD
+        state[block] = HELD
         self._references[block] = 1
         self._held += 1
-        self.peak_held = max(self.peak_held, self._held)
+        if self._held > self.peak_held:
+            self.peak_held = self._held
         return block
 
     def take_several(self, count: int, near: int = NOWHERE) -> list[int]:

@@ -26,6 +26,12 @@ class Sheet:
         first = max(first, table.released)
         self.ids[row * self.width + first : row * self.width + table.end] = array("i", table.blocks[first - table.released :])
 
+    def add(self, row: int, table: Table) -> None:
+        """Write down the last block of a table, which is new."""
+        end = table.end
+        self._fit(row, end)
+        self.ids[row * self.width + end - 1] = table.blocks[-1]
+
     def move(self, source: int, target: int) -> None:
         """Have row `target` be what row `source` is."""
         self.ids[target * self.width : (target + 1) * self.width] = self.ids[source * self.width : (source + 1) * self.width]

@@ -14,7 +14,7 @@ from .beams import BeamSearch, BeamStep, Contender, Continuations, step
 from .contest import Contest, apart
 from .job import Job
 from .output import TokenLogprob
-from .sampling import Warp, best, draw, warp
+from .sampling import Warp, best, draw, mend, warp
 
 
 class Pick(NamedTuple):
@@ -45,8 +45,7 @@ class Choice:
         self._own = [pick for pick in picks if not pick.job.plain and pick.job not in compared]
         tensors = []
         if self._plain:
-            chosen, broken = together(self._plain, logits)
-            tensors.append(torch.where(broken, UNKNOWN, chosen))
+            tensors.append(together(self._plain, logits)[1])
         if self._own:
             tensors.append(logits[upload([row for pick in self._own for row in pick.rows], logits.device)].amax(1).isnan())
         self._download = Download([*tensors, *[tensor for _, contest in self._contests for tensor in contest.tensors]])
@@ -147,22 +146,22 @@ def _dealt(picks: Sequence[Pick], found: list[Any]) -> dict[Job, list[Any]]:
     return {pick.job: list(islice(each, len(pick.rows))) for pick in picks}
 
 
-def together(picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of plain jobs, one behind the other, and whether their logits have NaN among them; then it is some token that there is.
+def together(picks: Sequence[Pick], logits: torch.Tensor) -> torch.Tensor:
+    """The tokens of plain jobs, one behind the other, and what the host is told of them: UNKNOWN where the logits have NaN among them, and
+    some token stands for it: [2, sequences].
 
     One argmax for all that are greedy, one cut and one draw for all that are sampled. Nobody waits for the device.
     """
     rows = [row for pick in picks for row in pick.rows]
     scores = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
-    tokens, broken = best(scores)
+    chosen = best(scores)
     drawn = [pick for pick in picks if pick.job.asked.sampled]
     if drawn:
         sampled = [pick.job.asked.sampled for pick in picks for _ in pick.rows]
         places = upload([place for place, each in enumerate(sampled) if each], logits.device)
-        tokens[places] = _drawn(drawn, scores[places], cut=True)
-        broken |= tokens >= scores.shape[1]  # a temperature so low that all is infinite
-        tokens.clamp_(max=scores.shape[1] - 1)
-    return tokens, broken
+        chosen[0, places] = _drawn(drawn, scores[places], cut=True)
+        chosen = mend(chosen, scores.shape[1])
+    return chosen
 
 
 def _drawn(picks: Sequence[Pick], scores: torch.Tensor, cut: bool) -> torch.Tensor:

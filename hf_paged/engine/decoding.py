@@ -28,6 +28,7 @@ from ..integration.products import lay_side_by_side
 from ..integration.state import ModelState
 from ..memory import Group, Kind, Ranks, StaticBatch, StaticSpans, is_out_of_memory
 from ..memory.upload import upload
+from .answers import Answer, place_for
 from .pieces import Piece, Pieces, split
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ class _Step:
     """Where the pools lay, and of what."""
     spans: bool
     """Whether chunks of prompts are spans."""
-    logits: torch.Tensor
-    """[wanted rows, vocabulary] in fp32, the same memory for all graphs: the next replay writes over it."""
+    answer: Answer
+    """Of the wanted rows, the same memory for all graphs: the next replay writes over it."""
     replay: Callable[[], None] = lambda: None
     agreed: int = 0
     compiled: bool = False
@@ -99,7 +100,9 @@ class Decoding:
         self._rehearsed: dict[Form, LengthsOnDevice | None] = {}
         """Of which forms a step may be captured, and what for the model's counting."""
         self._pool: Any = None
-        self._logits: torch.Tensor | None = None
+        self._most = bucket_of(runner.pools.config.limits().sequences)
+        """Rows whose logits may be wanted in one step."""
+        self._answer: Answer | None = None
         self._lookout: Lookout | None = None
         """What was last seen of the model; it keeps what it saw until it is asked again."""
 
@@ -115,8 +118,8 @@ class Decoding:
             with self.runner.pools.memory.lock:
                 lay_side_by_side(self.runner.model, run)
 
-    def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor | None:
-        """The logits [wanted pieces, vocabulary] in fp32; None if no trusted graph has them. The next run writes over them."""
+    def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> Answer | None:
+        """The answer for the wanted pieces; None if no trusted graph has it. The next run writes over it."""
         shape = self._shape(pieces)
         step = self._fitting(shape) if shape is not None else None
         if step is None:
@@ -132,7 +135,7 @@ class Decoding:
             return None
         self.counts["replayed"] += 1
         _, others = split(pieces)
-        return step.logits[: len(pieces) - len(others) + sum([piece.wanted for piece in others])]
+        return step.answer.first(len(pieces) - len(others) + sum([piece.wanted for piece in others]))
 
     def _fitting(self, shape: Shape) -> _Step | None:
         """The trusted graph for a shape: its own, or as long as that costs less than a capture, the next larger one."""
@@ -191,12 +194,13 @@ class Decoding:
         if self.runner.device.type not in RECORDERS or not pieces or any(piece.embeds is not None for piece in others):
             return None
         groups = self.runner.pools.groups.values()
-        if not all(group.devices for group in groups) or len(pieces) > self._most:
+        if len(pieces) > self._most or not all(group.stores for group in groups):
             return None  # the pools were given back, and come again with this step
         kernels = all(group.captured_ops.kernels is not None for group in groups)
-        form, blocks = self._form(others, kernels), max([table.end for piece in others for table in piece.tables], default=0)
+        form = self._form(others, kernels) if others else "single"
         if form is None:
             return None
+        blocks = max([table.end for piece in others for table in piece.tables], default=0)
         if stride is not None:
             blocks = max(blocks, self.runner.pools.shelves[0].pool.blocks_for(stride.longest))
         rows = bucket_of(len(pieces) - len(others) + sum([len(piece.tokens) for piece in others]), 8 if form == "single" else 4)
@@ -240,8 +244,9 @@ class Decoding:
 
     def _state(self) -> ModelState:
         model = self.runner.model
-        if self._lookout is None or not self._lookout.unchanged(model.forward):
-            self._lookout = Lookout(model, model.forward)
+        with self.runner.plugged():
+            if self._lookout is None or not self._lookout.unchanged(model.forward):
+                self._lookout = Lookout(model, model.forward)
         return self._lookout.state
 
     # ---- one step
@@ -255,7 +260,7 @@ class Decoding:
             others = [others[i] for i in order]
         counts = [len(piece.tokens) for piece in others]
         for place, batch in enumerate(step.batches.values()):
-            ranks = None if stride is None else Ranks(stride.sheets[place], stride.starts, stride.step)
+            ranks = None if stride is None else Ranks(stride.sheets[place], stride.starts, stride.step, stride.most + stride.step)
             batch.spread([piece.tables[place] for piece in others], counts, ranks)
         if isinstance(pieces, Pieces) and crew:
             step.ids[:crew, 0].copy_(pieces.ids(step.ids.device))
@@ -273,7 +278,7 @@ class Decoding:
         self._load(step, pieces, latest)
         step.replay()
         dtype = next(self.runner.model.parameters()).dtype
-        same = agree(step.logits[: len(logits)].to(dtype), logits.to(dtype))
+        same = agree(step.answer.logits[: len(logits)].to(dtype), logits.to(dtype))
         step.agreed += same
         return same
 
@@ -292,8 +297,10 @@ class Decoding:
         with torch.inference_mode(False):
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
             places = torch.zeros(self._most, dtype=torch.long, device=device) if mixed else None
-        answers = self._answers(vocabulary)[: self._most if mixed else rows]
-        step = _Step(ids, places, batches, self._state(), self._pools(), shape.form == "spans", answers)
+        if self._answer is None or self._answer.logits.shape[1] != vocabulary:
+            self._answer = place_for(self._most, vocabulary, device)
+        answer = self._answer.first(self._most if mixed else rows)
+        step = _Step(ids, places, batches, self._state(), self._pools(), shape.form == "spans", answer)
         if not step.state.steady:
             raise NotCapturable("somebody's hooks run in the model")
         fusion = Fusion(model, next(iter(groups.values())).captured_ops.kernels)
@@ -325,7 +332,11 @@ class Decoding:
             return
         model, lengths = self.runner.model, LengthsOnDevice()
         stores = [data for group in self.runner.pools.groups.values() for data in group.tensors]
-        static = [step.ids, step.logits, *(tensor for batch in step.batches.values() for tensor in batch.tensors)]
+        static = [
+            step.ids,
+            *(each for each in step.answer if each is not None),
+            *(tensor for batch in step.batches.values() for tensor in batch.tensors),
+        ]
         static += [] if step.places is None else [step.places]
         with Rehearsal(self.runner.device, [*model.parameters(), *model.buffers(), *static, *stores]):
             self._forward(step, fusion, lengths)
@@ -351,21 +362,9 @@ class Decoding:
         arguments = width, group.pool.block_size, width, group.device, group.kind.window
         return StaticSpans(rows, self._most, *arguments) if form == "spans" else StaticBatch(rows, 1, *arguments)
 
-    @property
-    def _most(self) -> int:
-        """Rows whose logits may be wanted in one step."""
-        return bucket_of(self.runner.pools.config.limits().sequences)
-
-    def _answers(self, vocabulary: int) -> torch.Tensor:
-        """Where all graphs answer [most sequences, vocabulary]: one runs at a time, and whoever reads it comes before the next."""
-        if self._logits is None or self._logits.shape[1] != vocabulary:
-            with torch.inference_mode(False):
-                self._logits = torch.empty(self._most, vocabulary, dtype=torch.float32, device=self.runner.device)
-        return self._logits
-
     def _forward(self, step: _Step, fusion: Fusion, lengths: LengthsOnDevice | None) -> None:
         """What is captured: the step of all rows, each at its own position, and the logits of those that are wanted."""
-        with fused(fusion), lengths_on_device(self.runner.model, lengths):
+        with self.runner.plugged(), fused(fusion), lengths_on_device(self.runner.model, lengths):
             self._run(step)
 
     def _run(self, step: _Step) -> None:
@@ -382,7 +381,7 @@ class Decoding:
                 arguments["logits_to_keep"] = 1  # type: ignore[assignment]  # a number among tensors
             answer = runner.model(**arguments, past_key_values=runner.cache, use_cache=True, return_dict=True)
             logits: torch.Tensor = answer.logits[:, -1]
-            step.logits.copy_(logits if step.places is None else logits.index_select(0, step.places))
+            step.answer.enter(logits if step.places is None else logits.index_select(0, step.places))
         finally:
             running.reset(token)
             sequences.static = None

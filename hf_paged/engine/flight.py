@@ -11,6 +11,7 @@ import torch
 from ..memory.upload import Download, upload
 from ..scheduling import UNKNOWN, Group, Plan, Scheduler, Status
 from ..scheduling import Sequence as Row
+from .answers import Answer
 from .chooser import NoToken, Pick, note_of, numbers_of, together
 from .job import Job
 from .pieces import Latest
@@ -33,11 +34,11 @@ class Flight:
         plan: Plan,
         failed: Collection[Group],
         picks: Sequence[Pick],
-        logits: torch.Tensor,
+        answer: Answer,
         begin: float = 0.0,
         roster: Roster | None = None,
     ) -> None:
-        self.plan, self.failed, self.device, self.roster = plan, failed, logits.device, roster
+        self.plan, self.failed, self.device, self.roster = plan, failed, answer.logits.device, roster
         self.begin = begin
         """When the host began to launch it."""
         self.tokens: torch.Tensor | None = None
@@ -49,19 +50,19 @@ class Flight:
         self._heard: list[list[Any]] = []
         """The same on the host."""
         if picks or self._crew:
-            self._board(picks, logits)
+            self._board(picks, answer)
 
-    def _board(self, picks: Sequence[Pick], logits: torch.Tensor) -> None:
-        tokens, broken = self._choose(picks, logits)
+    def _board(self, picks: Sequence[Pick], answer: Answer) -> None:
+        tokens, told = self._choose(picks, answer)
         self.tokens = tokens  # until the host hears of it, a row of NaN goes on with some token that there is
-        heard = [torch.where(broken, UNKNOWN, tokens)]
+        heard = [told]
         noted = [pick.job.asked.favourites is not None for pick in picks for _ in pick.rows]
         if any(noted):
             rows = [row for pick in picks for row in pick.rows]
             places = [len(self._crew) + place for place, wanted in enumerate(noted) if wanted]
             most = max(pick.job.asked.favourites or 0 for pick in picks)
             whose = upload([rows[place - len(self._crew)] for place in places], tokens.device)
-            heard.append(numbers_of(logits[whose].log_softmax(-1), self.tokens[upload(places, tokens.device)], most))
+            heard.append(numbers_of(answer.logits[whose].log_softmax(-1), self.tokens[upload(places, tokens.device)], most))
         self._download = Download(heard)
         place = len(self._crew)
         for pick in picks:
@@ -71,15 +72,12 @@ class Flight:
             self._seats.append(_Seats(pick.job, len(sequences[0].tokens), seats))
             place += len(sequences)
 
-    def _choose(self, picks: Sequence[Pick], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [sequences] of the vocabulary, and which logits have NaN among them."""
+    def _choose(self, picks: Sequence[Pick], answer: Answer) -> torch.Tensor:
+        """Tokens of the vocabulary, and what the host is told of them: [2, sequences], as `best` says it."""
         if self.roster is None or self.plan.stride is None:
-            return together(picks, logits)
-        own = self.roster.choose(logits[: len(self._crew)], self.plan.stride)
-        if not picks:
-            return own
-        tokens, broken = (torch.cat(both) for both in zip(own, together(picks, logits), strict=True))
-        return tokens, broken
+            return together(picks, answer.logits)
+        own = self.roster.choose(answer, self.plan.stride)
+        return torch.cat([own, together(picks, answer.logits)], 1) if picks else own
 
     @cached_property
     def places(self) -> dict[Row, int]:

@@ -10,8 +10,9 @@ import torch
 
 from ..memory.upload import upload
 from ..scheduling import UNKNOWN, Group, Sequence, Stride
+from .answers import Answer
 from .job import Job
-from .sampling import Warp, best, draw, warp
+from .sampling import Warp, best, draw, mend, warp
 
 
 class Roster:
@@ -25,27 +26,26 @@ class Roster:
         self._said = [job.streams[0].so_far for job in self.jobs]
         self._readers = [job.news.readers for job in self.jobs]
         self._ends = [job.asked.ends for job in self.jobs]
-        self._any_end = frozenset[int]().union(*set(self._ends))
+        self._any_end = frozenset([UNKNOWN]).union(*set(self._ends))
         self._drawn = [place for place, job in enumerate(self.jobs) if job.asked.sampled]
         self._seeds = [self.jobs[place].asked.seed for place in self._drawn]
         self._warps = [self.jobs[place].asked.warp or Warp() for place in self._drawn]
 
-    def choose(self, logits: torch.Tensor, stride: Stride) -> tuple[torch.Tensor, torch.Tensor]:
-        """The crew's next tokens by logits [crew, vocabulary], and whether they have NaN among them. Nobody waits for the device."""
-        tokens, broken = best(logits)
+    def choose(self, answer: Answer, stride: Stride) -> torch.Tensor:
+        """The crew's next tokens, whose logits come first in an answer, and what the host is told of them: [2, crew], as `best` says it.
+        Nobody waits for the device."""
+        crew = len(self.jobs)
+        logits = answer.logits[:crew]
+        chosen = best(logits) if answer.best is None else answer.best[:, :crew].clone()  # the next replay writes over it
         if self._drawn:
-            every = len(self._drawn) == len(self.jobs)
+            every = len(self._drawn) == crew
             places = None if every else upload(self._drawn, logits.device)
             indices = [self.sequences[place].index for place in self._drawn]
             positions = [stride.starts[place] + stride.step + 1 for place in self._drawn]
             drawn = draw(warp(logits if places is None else logits[places], self._warps), self._seeds, indices, positions)
-            if places is None:
-                tokens = drawn
-            else:
-                tokens[places] = drawn
-            broken |= tokens >= logits.shape[1]  # a temperature so low that all is infinite
-            tokens.clamp_(max=logits.shape[1] - 1)
-        return tokens, broken
+            chosen[0, slice(None) if places is None else places] = drawn
+            chosen = mend(chosen, logits.shape[1])
+        return chosen
 
     def depart(self) -> None:
         """Everybody has a next token, whichever it is."""
@@ -68,7 +68,8 @@ class Roster:
             rows, said = [rows[place] for place in here], [said[place] for place in here]
             positions, tokens = [positions[place] for place in here], [tokens[place] for place in here]
         # All that is left to be done for every row in every step: two numbers are written down.
-        _exhaust(map(list.__setitem__, rows, positions, tokens))
+        for row, place, token in zip(rows, positions, tokens, strict=True):
+            row[place] = token
         _exhaust(map(list.append, said, tokens))
         if any(self._readers):
             for job in self.jobs:
@@ -76,7 +77,7 @@ class Roster:
         return sorted(odd)
 
     def _who_stopped(self, tokens: list[int]) -> list[int]:
-        if UNKNOWN not in tokens and self._any_end.isdisjoint(tokens):
+        if self._any_end.isdisjoint(tokens):
             return []
         return [place for place, (token, ends) in enumerate(zip(tokens, self._ends, strict=True)) if token == UNKNOWN or token in ends]
 

@@ -19,6 +19,7 @@ from ..memory import Batch, FlatBatch, Kind
 from ..memory.group import is_out_of_memory
 from ..memory.upload import upload
 from ..memory.warming import Warming
+from .answers import Answer
 from .cache import StepCache
 from .custody import Custody
 from .decoding import Decoding
@@ -90,18 +91,22 @@ class Runner:
         """How the model takes the rows of a step."""
         return "flat" if self.why_rows is None else "rows"
 
-    def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None = None) -> torch.Tensor:
-        """The logits [wanted pieces, vocabulary] that follow the last token of each piece that is wanted, in fp32.
+    def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None = None) -> Answer:
+        """What follows the last token of each piece that is wanted, from a captured step if there is one.
 
         latest: the tokens that the last step chose, if there are pieces that follow them.
         """
-        self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
-        with self.pools.memory.lock, self._plugged(), torch.no_grad():
-            if self.form == "flat":
-                return self._quickly(pieces, latest)
-            self.custody.lend()
-            rows = [logits for piece in pieces for logits in self._row(piece, latest)]
-            return torch.cat(rows or [torch.empty(0, 0, dtype=torch.float32, device=self.device)])
+        with self.pools.memory.lock, torch.no_grad():
+            decoding = self.decoding if self.why_rows is None else None
+            replayed = None if decoding is None else decoding.run(pieces, latest)
+            if replayed is not None:
+                return replayed
+            self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
+            with self.plugged():
+                logits = self.flat(pieces, latest) if self.why_rows is None else self._one_by_one(pieces, latest)
+                if decoding is not None:
+                    decoding.learn(pieces, latest, logits)
+                return Answer(logits)
 
     def show(self, media: Media) -> None:
         """Have the model look at a prompt's pictures. Its attention is its own here."""
@@ -112,19 +117,8 @@ class Runner:
     def look(self) -> None:
         """See whether the captured steps are still of the model as it is."""
         if self.decoding is not None:
-            with self.pools.memory.lock, self._plugged():
+            with self.pools.memory.lock:
                 self.decoding.look()
-
-    def _quickly(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
-        """From a captured step if there is one."""
-        if self.decoding is None:
-            return self.flat(pieces, latest)
-        replayed = self.decoding.run(pieces, latest)
-        if replayed is not None:
-            return replayed
-        logits = self.flat(pieces, latest)
-        self.decoding.learn(pieces, latest, logits)
-        return logits
 
     def ids(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
         """The tokens of the pieces, one behind the other, on the device: those that the host has not heard of from the device itself."""
@@ -151,6 +145,11 @@ class Runner:
         borders = next(iter(batches.values())).borders
         last = [border - 1 for border, piece in zip(borders[1:], pieces, strict=True) if piece.wanted]
         return self._forward(self._inputs(pieces, latest), positions, last, flat=True)
+
+    def _one_by_one(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
+        self.custody.lend()
+        rows = [logits for piece in pieces for logits in self._row(piece, latest)]
+        return torch.cat(rows or [torch.empty(0, 0, dtype=torch.float32, device=self.device)])
 
     def _row(self, piece: Piece, latest: torch.Tensor | None) -> Iterator[torch.Tensor]:
         count = len(piece.tokens)
@@ -214,7 +213,7 @@ class Runner:
         return kept
 
     @contextmanager
-    def _plugged(self) -> Iterator[None]:
+    def plugged(self) -> Iterator[None]:
         """The decoder's attention is ours, as in a paged generate()."""
         switch(self.configs, NAME)
         try:
@@ -364,7 +363,7 @@ class Runner:
                         cross = 0 if first or source is None or self.encoder is None else self.encoder.length(source)
                         append([table], [cross if group.kind == CROSS else end - first])
                     pieces.append(Piece(row[first:end], first, of_row, True, source=source))
-                logits = self.run(pieces)
+                logits = self.run(pieces).logits
                 begin = ends
         finally:
             self.why_rows = kept

@@ -9,6 +9,7 @@ import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..memory.upload import upload
+from ..scheduling import UNKNOWN
 from .numbers import uniform
 
 
@@ -35,10 +36,11 @@ def warp_of(processors: Sequence[Any]) -> Warp | None:
     return Warp(**{_FIELD_OF[type(processor)]: getattr(processor, _FIELD_OF[type(processor)]) for processor in processors})
 
 
-def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens [rows] with the best scores [rows, vocabulary], and which rows have NaN among them."""
+def best(scores: torch.Tensor) -> torch.Tensor:
+    """The tokens with the best scores [rows, vocabulary], and the same with UNKNOWN where there is NaN among them: [2, rows]."""
     tokens = scores.argmax(-1)
-    return tokens, scores.gather(1, tokens[:, None])[:, 0].isnan()  # to torch NaN is the largest number
+    broken = scores.gather(1, tokens[:, None])[:, 0].isnan()  # to torch NaN is the largest number
+    return torch.stack([tokens, tokens.masked_fill(broken, UNKNOWN)])
 
 
 def warp(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
@@ -77,3 +79,11 @@ def draw(scores: torch.Tensor, seeds: Sequence[int], indices: Sequence[int], pos
     chances = scores.softmax(-1).double().cumsum(-1)
     at = uniform(*keys)[:, None] * chances[:, -1:]
     return torch.searchsorted(chances, at, right=True).squeeze(1)
+
+
+def mend(chosen: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Tokens as `best` tells of them [2, rows], some of them drawn since: what is no token of the vocabulary, as where a temperature
+    is so low that all is infinite, is one, and UNKNOWN to the host."""
+    tokens, told = chosen
+    told = torch.where(told < 0, told, tokens).masked_fill(tokens >= vocabulary, UNKNOWN)
+    return torch.stack([tokens.clamp(max=vocabulary - 1), told])

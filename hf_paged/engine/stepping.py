@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..scheduling import Group, Plan, Row, Scheduler, Status, Stride
+from .answers import Answer
 from .asking import Asked
 from .chooser import Choice, Pick
 from .custody import Spoiled
@@ -26,13 +27,13 @@ from .weights import Weights
 
 
 class _Computed(NamedTuple):
-    """What came of a plan: who failed and why, the logits [rows, vocabulary] of the rows that somebody waits for, and these rows.
+    """What came of a plan: who failed and why, the answer for the rows that somebody waits for, and these rows.
 
-    With a roster the first of the logits are those of its sequences, which are not among the rows.
+    With a roster the first of it is for its sequences, which are not among the rows.
     """
 
     failed: dict[Group, Exception]
-    logits: torch.Tensor
+    answer: Answer
     rows: list[Row]
     roster: Roster | None = None
 
@@ -88,14 +89,14 @@ class Steps:
             timing = self.jobs[group].timing
             timing.started = timing.started or time.monotonic()
         begin = time.perf_counter()
-        failed, logits, rows, roster = self._compute(plan)
+        failed, answer, rows, roster = self._compute(plan)
         self.scheduler.launch(plan, failed)
         picks, flight = self._picks(rows, 0 if roster is None else len(roster.sequences)), self.flight
         late = [pick for pick in picks if self.ahead and pick.job.plain]
-        self.flight = Flight(plan, failed, late, logits, begin, roster)
+        self.flight = Flight(plan, failed, late, answer, begin, roster)
         self.flight.depart(self.scheduler)
         picks = [pick for pick in picks if not (self.ahead and pick.job.plain)]
-        choice = Choice(picks, logits)
+        choice = Choice(picks, answer.logits)
         ended += self._settle(flight) if self.ahead else self.land()
         if picks:
             self.look()
@@ -152,14 +153,14 @@ class Steps:
         """Carry out a plan behind its swaps."""
         self.pools.copy(plan.copies)
         try:
-            logits = self._run(plan)
+            answer = self._run(plan)
         except Exception as error:
             if len(plan.groups) == 1:
                 return _Computed({plan.groups[0]: error}, _nothing(), [])
             # One of them broke the forward of all: each is tried by itself, on the same blocks.
             return self._compute_apart(plan)
         roster = None if plan.stride is None else self._roster_of(plan.stride)
-        return _Computed({}, logits, [row for row in (plan.rows if roster is None else plan.others) if row.samples], roster)
+        return _Computed({}, answer, [row for row in (plan.rows if roster is None else plan.others) if row.samples], roster)
 
     def _compute_apart(self, plan: Plan) -> _Computed:
         failed: dict[Group, Exception] = {}
@@ -171,17 +172,17 @@ class Steps:
             except Exception as error:
                 failed[group] = error
                 continue
-            logits.append(found.clone())  # the next run may write over them
+            logits.append(found.logits.clone())  # the next run may write over them
             rows += [row for row in own if row.samples]
-        return _Computed(failed, torch.cat(logits) if rows else _nothing(), rows)
+        return _Computed(failed, Answer(torch.cat(logits)) if rows else _nothing(), rows)
 
     def _roster_of(self, stride: Stride) -> Roster:
         if self._roster is None or self._roster.sequences is not stride.sequences:
             self._roster = Roster(stride.sequences, self.jobs)
         return self._roster
 
-    def _run(self, plan: Plan) -> torch.Tensor:
-        """Compute the rows of a plan: the logits [rows, vocabulary] of those that somebody waits for."""
+    def _run(self, plan: Plan) -> Answer:
+        """Compute the rows of a plan: the answer for those that somebody waits for."""
         latest = Latest() if self.flight is None else self.flight.latest
         shown = self._show(plan) if self._given else []
         logits = self.runner.run(Pieces(plan, latest, self._given), latest.tokens)
@@ -244,6 +245,6 @@ def _is_over(job: Job) -> bool:
     return job.group is not None and job.group.status is Status.FINISHED
 
 
-def _nothing() -> torch.Tensor:
-    """The logits of nobody."""
-    return torch.empty(0, 0, dtype=torch.float32, device="cpu")
+def _nothing() -> Answer:
+    """The answer for nobody."""
+    return Answer(torch.empty(0, 0, dtype=torch.float32, device="cpu"))

@@ -20,18 +20,19 @@ LONGS = 4
 
 
 class Ranks(NamedTuple):
-    """Rows of one token each that stand on a sheet: row i of it has starts[i] + step tokens before this one."""
+    """Rows of one token each that stand on a sheet: row i of it has starts[i] + step tokens before this one, none more than `most`."""
 
     sheet: Sheet
     starts: array[int]
     step: int
+    most: int
 
     def enter(self, tokens: Any, blocks: Any, block_size: int) -> int:
         """Write into numpy's arrays the tokens before this one [rows or more] and the blocks [rows or more, width]; how many rows it is."""
         rows = len(self.starts)
         tokens[:rows] = torch.frombuffer(self.starts, dtype=torch.int32).numpy() + self.step
         standing = torch.frombuffer(self.sheet.ids, dtype=torch.int32).numpy().reshape(self.sheet.height, self.sheet.width)
-        width = int(tokens[:rows].max()) // block_size + 1
+        width = self.most // block_size + 1
         blocks[:rows, :width] = standing[:rows, :width]
         return rows
 
@@ -70,6 +71,7 @@ class StaticBatch:
             pinned = device.type == "cuda"
             self._staging = [torch.zeros(sum(self._sizes), dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(BUFFERS)]
             self._take(self._data.split(self._sizes))
+        self._views = [[part.numpy() for part in buffer.split(self._sizes)] for buffer in self._staging]
         self._events: list[torch.cuda.Event | None] = [None] * BUFFERS
         self._turn = 0
 
@@ -119,14 +121,14 @@ class StaticBatch:
             row += count
         self._send()
 
-    def _stage(self) -> tuple[Any, ...]:
-        """A buffer that the device has read already, in parts: no row is there yet."""
+    def _stage(self) -> list[Any]:
+        """A buffer that the device has read already, in parts, as numpy's arrays: no row is there yet."""
         self._turn = (self._turn + 1) % BUFFERS
         event = self._events[self._turn]
         if event is not None:
             event.synchronize()  # two uploads ago: long done
-        parts = tuple(part.numpy() for part in self._staging[self._turn].split(self._sizes))
-        parts[2][:] = -1
+        parts = self._views[self._turn]
+        parts[2].fill(-1)
         return parts
 
     def _send(self) -> None:

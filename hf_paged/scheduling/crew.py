@@ -16,13 +16,14 @@ class Stride(NamedTuple):
     """A step of the crew: one token of each, whose slots are in the tables already.
 
     sequences: the crew by places, the same object as long as nobody joins or leaves. starts: where each had come to before the crew's
-    first step. step: how many steps it has taken; member i computes its token number starts[i] + step. sheets: for every shelf the
-    crew's tables, as they are until the next step is planned. filled: whose block is full after it, and at how many tokens. last: the
-    places of those who may get one more token and no other.
+    first step, none of them further than `most`. step: how many steps it has taken; member i computes its token number
+    starts[i] + step. sheets: for every shelf the crew's tables, as they are until the next step is planned. filled: whose block is full
+    after it, and at how many tokens. last: the places of those who may get one more token and no other.
     """
 
     sequences: tuple[Sequence, ...]
     starts: array[int]
+    most: int
     step: int
     sheets: tuple[Sheet, ...]
     filled: tuple[tuple[Sequence, int], ...]
@@ -31,7 +32,7 @@ class Stride(NamedTuple):
     @property
     def longest(self) -> int:
         """The tokens of the longest with this step's."""
-        return max(self.starts) + self.step + 1
+        return self.most + self.step + 1
 
 
 class Crew:
@@ -61,7 +62,7 @@ class Crew:
         self._ends: dict[int, dict[Sequence, None]] = {}
         """By the number of a step: who is complete before it, if nothing happens to him meanwhile."""
         self._now: Rows[int] = [0 for _ in self.shelves]
-        self._as_it_is: tuple[tuple[Sequence, ...], array[int]] | None = None
+        self._as_it_is: tuple[tuple[Sequence, ...], array[int], int] | None = None
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -155,11 +156,11 @@ class Crew:
                 table.length += 1
         self.steps += 1
         if self._as_it_is is None:
-            self._as_it_is = tuple(self.sequences), self._starts[:]
-        sequences, starts = self._as_it_is
+            self._as_it_is = tuple(self.sequences), self._starts[:], max(self._starts)
+        sequences, starts, most = self._as_it_is
         filled = tuple([(each, each.tables[0].length) for each in self._full[self.steps % self._size]])
         last = tuple([each.place for each in self._ends.get(self.steps, ()) if each.place is not None])
-        return Stride(sequences, starts, self.steps - 1, self.sheets, filled, last)
+        return Stride(sequences, starts, most, self.steps - 1, self.sheets, filled, last)
 
     def _extend(self, sequence: Sequence) -> None:
         """A new block for a sequence whose blocks are full."""
@@ -167,7 +168,7 @@ class Crew:
         for sheet, table, now in zip(self.sheets, sequence.tables, self._now, strict=True):
             table.stamp = now
             table.blocks.append(table.pool.take(table.blocks[-1] + 1 if table.blocks else NOWHERE))
-            sheet.put(sequence.place, table, table.end - 1)
+            sheet.add(sequence.place, table)
 
     def renamed(self, sequence: Sequence, first: int) -> None:
         """A member's tables name other blocks from their block `first` on."""

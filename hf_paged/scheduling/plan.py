@@ -68,7 +68,7 @@ class Plan:
         """All rows, the stride's first. Made when somebody asks for them: most steps are carried out without."""
         if self.stride is None:
             return self.others
-        sequences, starts, step, *_ = self.stride
+        sequences, starts, step = self.stride.sequences, self.stride.starts, self.stride.step
         return *(Row(each, start + step, 1, (each,)) for each, start in zip(sequences, starts, strict=True)), *self.others
 
     @property

@@ -376,14 +376,13 @@ class Scheduler:
 
     def _name(self, sequence: Sequence, end: int) -> None:
         """Let others find the full blocks of the first `end` tokens of a sequence."""
-        if not self.prefix_caching:
-            return
-        tokens, extra, full = sequence.tokens, sequence.group.request.extra, end // self.shelves[0].pool.block_size
-        behind = [table for table in sequence.tables if len(table.digests) < full]
-        first = min([len(table.digests) for table in behind], default=0)
-        exchanged = [commit(table, tokens, extra, self.verify, until=end) for table in behind]
-        if any(exchanged):
-            self.crew.renamed(sequence, first)
+        exchanged = full = end // self.shelves[0].pool.block_size
+        for table in sequence.tables if self.prefix_caching else ():
+            named = len(table.digests)
+            if named < full and commit(table, sequence.tokens, sequence.group.request.extra, self.verify, until=end):
+                exchanged = min(exchanged, named)
+        if exchanged < full:
+            self.crew.renamed(sequence, exchanged)
 
     # ---- the audit
 
