@@ -164,9 +164,8 @@ def read(
     extras = {name: keywords.pop(name, None) for name in (*PASSED_ON, "logits_processor", "stopping_criteria")}
     defaults, config, own_ends = options.read(model, generation_config, keywords)
     given = (_for_encoder if model.config.is_encoder_decoder else _for_decoder)(model, tokenizer, prompt, config, **parts)
-    if shown:
-        given = _showing(model, given, shown)
-    tokens = given.tokens
+    given = _showing(model, given, shown)
+    tokens, names = given.tokens, given.names
     config, device = _with_lengths(model, config, defaults, given), model.device
     processors = model._get_logits_processor(
         config,
@@ -182,7 +181,6 @@ def read(
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
     others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
     plain = warp_of(processors) if config.do_sample else (None if processors else Warp())
-    names = given.names
     return Asked(
         names,
         tokens,
@@ -210,7 +208,9 @@ def _beside(keywords: dict[str, Any], shown: dict[str, Any]) -> dict[str, Any]:
 
 
 def _showing(model: Any, given: Given, shown: dict[str, Any]) -> Given:
-    """A prompt of ids in the place of some of which something is put."""
+    """A prompt of ids in the place of some of which something is put, if anything is shown."""
+    if not shown:
+        return given
     if given.embeds is not None:
         raise ValueError(f"{sorted(shown)} are put in the place of token ids, got a prompt of embeddings; give one of them")
     return given._replace(media=Media(shown, given.tokens, marks_of(model.config), KEY))

@@ -94,7 +94,7 @@ def _kept(name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_kept(name, each) for each in value)
     if type(value).__module__ == "numpy":
-        value = torch.as_tensor(value)
+        value = torch.as_tensor(value, device="cpu")
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -28,13 +28,13 @@ def words_of(tokenizer: Any) -> Any:
 
 def opened(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str, Any]) -> Read:
     """A prompt whose ids may be among the keywords, as a processor answers, or are the processor's to make."""
-    ids, mask = keywords.pop("input_ids", None), keywords.pop("attention_mask", None)
+    ids = keywords.pop("input_ids", None)
     if ids is not None:
         if prompt is not None:
             raise ValueError("the prompt and input_ids are both token ids; give one of them")
-        prompt = ids
-    if mask is not None and not bool(torch.as_tensor(mask).all()):
-        raise ValueError("the attention_mask hides some of the prompt; give one prompt a request, without padding")
+        prompt, mask = ids, keywords.pop("attention_mask", None)
+        if mask is not None and not bool(torch.as_tensor(mask, device="cpu").all()):
+            raise ValueError("the attention_mask hides some of the prompt; give one prompt a request, without padding")
     raw = {name: keywords.pop(name) for name in RAW if keywords.get(name) is not None}
     text, chat = isinstance(prompt, str), _is_chat(prompt)
     if not isinstance(tokenizer, ProcessorMixin):
