@@ -1,8 +1,9 @@
-"""How the engine takes every causal and encoder-decoder architecture in transformers: in one flat row, row by row, or not at all.
+"""How the engine takes every generating architecture in transformers: in one flat row, row by row, or not at all.
 
-    python scripts/engine_models.py [--seconds 60] [--kinds causal seq2seq audio] [family ...] > docs/engine_models.md
+    python scripts/engine_models.py [--seconds 60] [--kinds causal seq2seq image audio] [family ...] > docs/engine_models.md
 
 One Markdown row per family, on a tiny random model: greedy and beams of several prompts at once against generate() on each alone.
+Prompts for models with eyes or ears have a picture or a recording in them; "texts only" is who is served without these.
 Whisper's own generate() is not tried, GenerationMixin's is.
 `=` the same tokens, `~` rounding (the same in float64), `X` others. Exit code 1 if there is any X, or an engine that fails.
 """
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import sweep_models  # finds the packages of this tree, and runs a family in a process of its own
 import torch
 import transformers as tf
+from pictures import with_pictures, with_recordings
 from tiny import build, mappings
 
 from hf_paged import Engine
@@ -28,7 +30,9 @@ from hf_paged.engine import Unservable
 PROMPTS = [torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (3, 14, 9)]
 WAYS = {"greedy": {"do_sample": False}, "beams": {"num_beams": 3, "do_sample": False}}
 OPTIONS = {"block_size": 4, "num_blocks": 60, "max_batch_tokens": 11, "max_batch_sequences": 8}
-TITLES = {"causal": "Decoders", "seq2seq": "Encoder-decoders", "audio": "Encoder-decoders for recordings"}
+TITLES = {"causal": "Decoders", "seq2seq": "Encoder-decoders", "image": "Models for pictures", "audio": "Models for recordings"}
+SHOW = {"image": with_pictures, "audio": with_recordings}
+Request = dict[str, Any]
 
 
 def run_family(kind: str, config_class: type, modes: list[str]) -> dict[str, Any]:
@@ -37,8 +41,6 @@ def run_family(kind: str, config_class: type, modes: list[str]) -> dict[str, Any
         model = build(kind, config_class)
     except Exception as error:
         return {"form": "not built", "remark": f"{type(error).__name__}: {error}"}
-    if kind != "causal" and not model.config.is_encoder_decoder:
-        return {"form": "no encoder-decoder"}
     try:
         with Engine(model, **OPTIONS) as engine:
             form, why = engine.stats()["form"], engine.why_rows or ""
@@ -46,50 +48,81 @@ def run_family(kind: str, config_class: type, modes: list[str]) -> dict[str, Any
         return {"form": "refused", "remark": str(reason)}
     except Exception:
         return {"form": "fails", "remark": traceback.format_exc().strip().splitlines()[-1]}
+    try:
+        requests = _requests(kind, model)
+    except Exception as error:
+        return {"form": "not tried", "remark": f"{type(error).__name__}: {error}"}
+    if requests is None:
+        return {"form": "not tried", "remark": "nobody here knows how to show it anything"}
+    refusal = next((str(each) for each in _errors(model, requests) if "use generate()" in str(each)), "")
+    if refusal and kind in SHOW:
+        form, why, requests = "texts only", refusal, [{"prompt": prompt} for prompt in PROMPTS]
+    if kind == "image" and model.config.is_encoder_decoder:
+        form = "texts only"
     marks, remarks = "", [why] if why else []
     for name, way in WAYS.items():
-        mark, remark = _compare(model, way)
+        mark, remark = _compare(model, requests, way)
         marks += mark
         remarks += [f"{name}: {remark}"] if remark else []
     return {"form": form, "marks": marks, "remark": "; ".join(remarks)}
 
 
-def _compare(model: Any, way: dict[str, Any]) -> tuple[str, str]:
+def _compare(model: Any, requests: list[Request], way: dict[str, Any]) -> tuple[str, str]:
     """The mark of one way, and what stands against it."""
     try:
-        right = [_right(model, request, way) for request in _requests(model)]
+        right = [_right(model, request, way) for request in requests]
     except Exception as error:
         return "-", f"stock cannot: {error}"
-    found = _answers(model, way)
+    found = _answers(model, requests, way)
     if found == right:
         return "=", ""
     model.double()
-    right = [_right(model, request, way) for request in _requests(model)]
-    same = _answers(model, way) == right
+    wide = [{name: _double(value) for name, value in request.items()} for request in requests]
+    right = [_right(model, request, way) for request in wide]
+    same = _answers(model, wide, way) == right
     model.float()
     return ("~", "") if same else ("X", str(found)[:200])
 
 
-def _requests(model: Any) -> list[dict[str, Any]]:
-    """What each of several requests is about."""
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _requests(kind: str, model: Any) -> list[Request] | None:
+    """What each of several requests is about; None if nobody knows how to show the model anything."""
+    if kind in SHOW and not model.config.is_encoder_decoder:
+        shown = SHOW[kind](model, rows=1)
+        others = [(1.0, 0.0), (0.5, 0.1), (-1.0, 0.0)]
+        return shown and [{name: value * a + b if value.is_floating_point() else value for name, value in shown.items()} for a, b in others]
     if model.main_input_name != "input_features":
         return [{"prompt": prompt} for prompt in PROMPTS]
     shape = (1, model.config.num_mel_bins, 2 * model.config.max_source_positions)
     return [{"input_features": torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(model.dtype)} for seed in range(3)]
 
 
-def _right(model: Any, request: dict[str, Any], way: dict[str, Any]) -> list[int]:
+def _right(model: Any, request: Request, way: dict[str, Any]) -> list[int]:
     """The new tokens of generate() on one of them alone."""
+    if "input_ids" in request:
+        shown: list[int] = model.generate(**request, max_new_tokens=8, **way)[0, request["input_ids"].shape[1] :].tolist()
+        return shown
     inputs = torch.tensor([request["prompt"]]) if "prompt" in request else request["input_features"]
     begin = 1 if model.config.is_encoder_decoder else inputs.shape[1]
     answer: list[int] = tf.GenerationMixin.generate(model, inputs, max_new_tokens=8, **way)[0, begin:].tolist()
     return answer
 
 
-def _answers(model: Any, way: dict[str, Any]) -> list[Any]:
-    options = {**OPTIONS, "num_blocks": 300} if model.main_input_name == "input_features" else OPTIONS
-    with Engine(model, **options) as engine:
-        handles = [engine.submit(**request, max_new_tokens=8, **way) for request in _requests(model)]
+def _errors(model: Any, requests: list[Request]) -> list[Any]:
+    with Engine(model, **_room(model)) as engine:
+        return [engine.submit(**request, max_new_tokens=1).result().error for request in requests[:1]]
+
+
+def _room(model: Any) -> dict[str, Any]:
+    return {**OPTIONS, "num_blocks": 300} if model.main_input_name == "input_features" else OPTIONS
+
+
+def _answers(model: Any, requests: list[Request], way: dict[str, Any]) -> list[Any]:
+    with Engine(model, **_room(model)) as engine:
+        handles = [engine.submit(**request, max_new_tokens=8, **way) for request in requests]
         outputs = [handle.result() for handle in handles]
         engine.check()
         return [str(output.error) if output.error else output.sequences[0].token_ids for output in outputs]
@@ -115,8 +148,6 @@ def main() -> int:
             child = sweep_models.in_child(kind, config_class, options)
             found = sweep_models.finish(*child, kind, config_class.model_type, options.seconds)
             form = found.get("form", "fails")
-            if form == "no encoder-decoder":
-                continue
             remark = " ".join((found.get("remark") or found.get("unbuilt") or "").split()).replace("|", "/")[:200]
             print(f"| {config_class.model_type} | {form} | {found.get('marks', '')} | {remark} |", flush=True)
             totals[form] += 1
