@@ -26,7 +26,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams": {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "do_sample": False},
     "early": {"max_new_tokens": 9, "num_beams": 3, "early_stopping": "never", "eos_token_id": [2, 9, 30, 41, 60, 77], "do_sample": False},
 }
-FORMS = {"llava": "flat", "llava_next": "flat", "idefics3": "flat", "mistral3": "flat", "internvl": "flat", "llama4": "rows"}
+FORMS = {
+    "llava": "flat",
+    "llava_next": "flat",
+    "idefics3": "flat",
+    "mistral3": "flat",
+    "internvl": "flat",
+    "llama4": "rows",
+    "qwen2_vl": "flat",
+}
 BEFORE, AFTER = [5, 6, 7, 8, 9], [20, 21, 22]
 PLACES = 16
 """So many tokens stand for a picture of the small Llava."""
@@ -91,6 +99,7 @@ def test_families(name: str) -> None:
     """In chunks, recomputed, beside texts in the same steps; row by row where the model cannot do otherwise."""
     model = build("audio", config_class("audio", name)) if name == "qwen3_asr" else kept(name)
     given = one_each(name)
+    expected = [right(model, each, **GREEDY) for each in given], [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
     with small(model) as engine:
         handles = [engine.submit(**each, **GREEDY) for each in given]
         others = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:2]]
@@ -98,8 +107,8 @@ def test_families(name: str) -> None:
             engine.step()
         engine.pause()
         engine.resume()
-        assert [answers(handle.result()) for handle in handles] == [right(model, each, **GREEDY) for each in given]
-        assert [answers(handle.result()) for handle in others] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
+        found = [answers(handle.result()) for handle in handles], [answers(handle.result()) for handle in others]
+        assert found == expected
         assert handles[0].result().preemptions == 1
         assert engine.stats()["form"] == FORMS.get(name, "flat")
         engine.check()
@@ -316,9 +325,7 @@ def test_a_failure_is_the_requests_own(model: Any, monkeypatch: pytest.MonkeyPat
         engine.check()
 
 
-@pytest.mark.parametrize(
-    ("name", "others"), [("gemma3", "'attention_mask'"), ("qwen2_vl", "'position_ids'"), ("qwen3_vl", "'visual_pos_masks'")]
-)
+@pytest.mark.parametrize(("name", "others"), [("gemma3", "'attention_mask'"), ("qwen3_vl", "'visual_pos_masks'")])
 def test_models_that_do_more_with_pictures(name: str, others: str) -> None:
     """Found where the decoder is called, and told by name; texts beside it are served, and so is another kind of prompt."""
     model = kept(name)
@@ -333,6 +340,65 @@ def test_models_that_do_more_with_pictures(name: str, others: str) -> None:
         with pytest.raises(ValueError, match=others):
             engine.submit(**other, **GREEDY)
         assert [answers(handle.result()) for handle in texts] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
+        engine.check()
+
+
+def stands(*seeds: int, before: list[int] = BEFORE, after: list[int] = AFTER) -> dict[str, torch.Tensor]:
+    """A prompt around pictures for Qwen2-VL, in which tokens stand on three axes and those behind a picture closer than their number."""
+    config = kept("qwen2_vl").config
+    begin, mark = config.vision_start_token_id, config.image_token_id
+    ids = torch.tensor([[*before, *[begin, *[mark] * 8, 11] * len(seeds), *after]])
+    patches = [torch.rand(32, 3 * 2 * 8 * 8, generator=torch.Generator().manual_seed(seed)) * 2 - 1 for seed in seeds]
+    said = {"image_grid_thw": torch.tensor([[1, 8, 4]] * len(seeds)), "mm_token_type_ids": (ids == mark).long()}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.cat(patches), **said}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_that_stand_elsewhere(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several axes, in chunks, behind hits that leave nothing to look at, recomputed and beside others whose tokens stand as ever."""
+    model, inputs, seen = kept("qwen2_vl"), stands(1, 2), []
+    expected = [right(model, stands(1, 2, after=after), **WAYS[way]) for after in (AFTER, AFTER, [33, 34], [])]
+    texts = [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
+    with small(model, num_blocks=120, max_batch_tokens=17, max_batch_sequences=16) as engine:
+        show = engine._runner.show
+        monkeypatch.setattr(engine._runner, "show", lambda media: seen.append(media) or show(media))
+        others = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:2]]
+        handles = [engine.submit(**inputs, **WAYS[way])]
+        for _ in range(3):
+            engine.step()
+        handles += [engine.submit(**stands(1, 2, after=after), **WAYS[way]) for after in (AFTER, [33, 34], [])]
+        for _ in range(7):
+            engine.step()
+        engine.pause()
+        engine.resume()
+        assert [answers(handle.result()) for handle in handles] == expected
+        assert [answers(each.result()) for each in others] == texts
+        assert len(seen) > 2
+        seen.clear()
+        again = engine.submit(**inputs, **WAYS[way]).result()
+        assert again.cached_tokens == 24
+        assert not seen
+        assert answers(again) == expected[0]
+        engine.check()
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_few_blocks_for_tokens_that_stand_elsewhere(preemption: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C29, C30: and they stand there when they come back; no captured step takes them, all others are captured as ever."""
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    model, options = kept("qwen2_vl"), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    expected = [right(model, stands(seed), **options) for seed in (1, 2, 3)]
+    texts = [alone(model, prompt, **options) for prompt in PROMPTS[:2]]
+    with small(model, num_blocks=20, preemption=preemption, run_ahead=True) as engine:
+        handles = [engine.submit(**stands(seed), **options) for seed in (1, 2, 3)]
+        others = [engine.submit(prompt, **options) for prompt in PROMPTS[:2]]
+        assert [answers(handle.result()) for handle in handles] == expected
+        assert [answers(handle.result()) for handle in others] == texts
+        assert engine.stats()["preemptions"] > 0
+        assert (engine.stats()["swapped_in"] > 0) == (preemption == "swap")
+        alike = [engine.submit(prompt, **options) for prompt in PROMPTS[:2]]
+        assert [answers(handle.result()) for handle in alike] == texts
+        assert engine.stats()["graphs"]["replayed"] > 3
         engine.check()
 
 

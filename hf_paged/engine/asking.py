@@ -84,8 +84,9 @@ class Asked:
 
     @property
     def steady(self) -> bool:
-        """Whether its next token is chosen with everybody's, and all that is to be asked about it is whether it is the last one."""
-        return self.warp is not None and not self.criteria and self.favourites is None
+        """Whether its next token is chosen with everybody's and stands where all would expect it, and may only be the last one."""
+        moved = self.media is not None and self.media.shift
+        return self.warp is not None and not self.criteria and self.favourites is None and not moved
 
     @property
     def told(self) -> tuple[int, ...]:

@@ -191,7 +191,7 @@ class Decoding:
 
     def _shape(self, pieces: Sequence[Piece]) -> Shape | None:
         stride, others = split(pieces)
-        if self.runner.device.type not in RECORDERS or not pieces or any(piece.embeds is not None for piece in others):
+        if self.runner.device.type not in RECORDERS or not pieces or not all(piece.of_ids for piece in others):
             return None
         groups = self.runner.pools.groups.values()
         if len(pieces) > self._most or not all(group.stores for group in groups):

@@ -34,11 +34,15 @@ class Media:
         self.marks = frozenset(marks).intersection(ids) or frozenset(ids)
         places = [place for place, token in enumerate(ids) if token in self.marks]
         self.place = slice(places[0], places[-1] + 1)
-        content = _digest(self.inputs, key)
+        self.content = content = _digest(self.inputs, key)
         named = {mark: _name(content, mark, key) for mark in self.marks}
         self.names = tuple(named.get(token, token) for token in ids)
         self.made: torch.Tensor | None = None
         """[tokens, hidden]: the embeddings of the whole prompt."""
+        self.positions: torch.Tensor | None = None
+        """[axes, tokens] on the host: where the prompt's tokens stand, if that is not one behind the other."""
+        self.shift: tuple[int, ...] | None = None
+        """How far behind their number tokens behind the prompt stand on every axis: nothing if they do not, None while nobody knows."""
 
     @property
     def kind(self) -> frozenset[str]:
@@ -49,9 +53,20 @@ class Media:
         """Whether so many tokens of the prompt from `start` on are more than their ids."""
         return start < self.place.stop and start + count > self.place.start
 
+    def where(self, start: int, count: int) -> torch.Tensor | None:
+        """[axes, count]: where so many tokens of a sequence from `start` on stand; None if that is one behind the other."""
+        if not self.shift or start + count <= self.place.start:
+            return None
+        found = torch.arange(start, start + count, device="cpu") + torch.tensor(self.shift, device="cpu")[:, None]
+        if start < self.place.stop:
+            assert self.positions is not None
+            own = self.positions[:, start : start + count]
+            found[:, : own.shape[1]] = own
+        return found
+
     def drop(self) -> None:
         """Nobody computes the prompt any more: the pictures go, whoever keeps its answer."""
-        self.made, self.inputs = None, {}
+        self.made, self.positions, self.inputs = None, None, {}
 
     @property
     def plain(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
     from .runner import Runner
 
 TOKENS = ("input_ids", "inputs_embeds")
+POSITIONS = "position_ids"
 NEW = 3
 """So many tokens of the first prompt of a kind are computed by generate(), too."""
+MOST = 4096
+"""Of so many prompts it is known how far they move what follows."""
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -44,11 +48,18 @@ class Merger:
         self._held: set[frozenset[str]] = set()
         self.why_not: dict[frozenset[str], str] = {}
         """What was found to be more than the engine knows, by what was shown."""
+        self._shifts: OrderedDict[tuple[bytes, tuple[int, ...]], tuple[int, ...]] = OrderedDict()
+        """How far tokens behind a prompt are moved, for those that were looked at last."""
 
     def require(self, media: Media) -> None:
         """Raise if prompts of this kind are known not to be for the engine."""
         if media.kind in self.why_not:
             raise ValueError(self.why_not[media.kind])
+        self.recall(media)
+
+    def recall(self, media: Media) -> None:
+        """Tell a prompt how far it moves what follows, if one with this content was looked at."""
+        media.shift = self._shifts.get((media.content, media.ids))
 
     def run(self, media: Media) -> None:
         """Make a prompt's embeddings; they are kept with it."""
@@ -62,6 +73,7 @@ class Merger:
     def _made(self, media: Media) -> torch.Tensor:
         name, device = type(self._model).__name__, self._runner.device
         shown, plain = self._handed(list(media.ids), _on(media.inputs, device)), self._handed(media.plain, {})
+        media.positions, media.shift = moved(media, shown.get(POSITIONS), plain.get(POSITIONS))
         others = self._others(media, shown, plain)
         if others:
             raise Unservable(f"{name} gives its decoder {others} of their own beside {sorted(media.kind)}; use generate()")
@@ -77,6 +89,9 @@ class Merger:
         if media.kind not in self._held:
             self._hold(media, merged)
             self._held.add(media.kind)
+        self._shifts[media.content, media.ids] = media.shift
+        if len(self._shifts) > MOST:
+            self._shifts.popitem(last=False)
         return merged[0]
 
     def _generate(self, ids: list[int], inputs: Mapping[str, Any], **options: Any) -> Any:
@@ -109,6 +124,8 @@ class Merger:
         """What else is another for the decoder beside pictures. What is only passed on to it, and it has no name for, is not."""
         known = inspect.signature(self._model.get_decoder().forward).parameters
         names = [name for name in {**shown, **plain} if name not in TOKENS and (name in known or name not in media.inputs)]
+        if media.shift:
+            names.remove(POSITIONS)
         return [name for name in names if not _same(shown.get(name), plain.get(name))]
 
     def _hold(self, media: Media, merged: torch.Tensor) -> None:
@@ -117,7 +134,8 @@ class Merger:
         answer = self._generate(list(media.ids), _on(media.inputs, runner.device), max_new_tokens=NEW, output_logits=True)
         right = torch.cat([logits[:1] for logits in answer.logits]).to(torch.float32)
         embeds = torch.cat([merged, runner.embedded(answer.sequences[:1, -NEW:-1])], 1)
-        far = runner.far(right, runner.logits_of(embeds, NEW), lambda: runner.moved(right, embeds, NEW))
+        where = media.where(0, embeds.shape[1])
+        far = runner.far(right, runner.logits_of(embeds, NEW, where), lambda: runner.moved(right, embeds, where))
         if far is not None:
             name = type(self._model).__name__
             raise Unservable(
@@ -132,6 +150,25 @@ def _on(inputs: Any, device: torch.device) -> Any:
     if isinstance(inputs, (list, tuple)):
         return type(inputs)(_on(each, device) for each in inputs)
     return inputs.to(device) if isinstance(inputs, torch.Tensor) else inputs
+
+
+def moved(media: Media, shown: Any, plain: Any) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+    """Where tokens stand on several axes [axes, tokens] beside pictures, and how far those behind the prompt are moved on each.
+
+    Nothing if they stand as in text, or in a way that is none of this: text before the pictures as ever, text behind them one behind
+    the other, moved.
+    """
+    if not (isinstance(shown, torch.Tensor) and isinstance(plain, torch.Tensor)) or shown.ndim != 3 or shown.shape != plain.shape:
+        return None, ()
+    here, text = shown[:, 0].cpu(), plain[:, 0].cpu()
+    if torch.equal(here, text) or not torch.equal(text, torch.arange(text.shape[1], device="cpu").expand_as(text)):
+        return None, ()
+    off = here - text
+    if off[:, : media.place.start].any() or not torch.equal(
+        off[:, media.place.stop :], off[:, -1:].expand(-1, len(media.ids) - media.place.stop)
+    ):
+        return None, ()
+    return here, tuple(off[:, -1].tolist())
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -30,6 +30,18 @@ class Piece(NamedTuple):
     """[n, hidden]: what the first n of its tokens are instead of ids."""
     source: Source | None = None
     """What its decoder attends to, if the model has an encoder."""
+    where: torch.Tensor | None = None
+    """[axes, tokens] on the host: where its tokens stand, if that is not one behind the other."""
+
+    @property
+    def of_ids(self) -> bool:
+        """Whether its tokens are ids and nothing else, one behind the other."""
+        return self.embeds is None and self.where is None
+
+    @property
+    def positions(self) -> range:
+        """The numbers of its tokens in its sequence."""
+        return range(self.start, self.start + len(self.tokens))
 
 
 class Latest(NamedTuple):
@@ -75,7 +87,8 @@ class Pieces(Sequence[Piece]):
         asked = self._given.get(sequence.group) if self._given else None
         if asked is None:
             return made
-        return made._replace(embeds=asked.vectors(start, count), source=asked.source)
+        where = None if asked.media is None else asked.media.where(start, count)
+        return made._replace(embeds=asked.vectors(start, count), source=asked.source, where=where)
 
     def ids(self, device: torch.device) -> torch.Tensor:
         """The tokens [crew] of the stride on a device: from the last step's if the host has not heard of them."""
@@ -96,6 +109,15 @@ def merged(told: list[int], places: list[int], latest: torch.Tensor) -> torch.Te
     """Tokens on the device of `latest` [sequences]: those told, or from their places there where these are not -1."""
     ids, found = upload([told, places], latest.device)
     return torch.where(found < 0, ids, latest[found.clamp(min=0)])
+
+
+def placed(pieces: Sequence[Piece]) -> torch.Tensor | None:
+    """[axes, 1, tokens]: where the tokens of all pieces stand, one behind the other; None if their numbers say that."""
+    axes = max((len(piece.where) for piece in pieces if piece.where is not None), default=0)
+    if not axes:
+        return None
+    plain = (torch.tensor(piece.positions, device="cpu").expand(axes, -1) if piece.where is None else piece.where for piece in pieces)
+    return torch.cat(list(plain), 1)[:, None]
 
 
 def split(pieces: Sequence[Piece]) -> tuple[Stride | None, Sequence[Piece]]:

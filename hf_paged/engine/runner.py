@@ -26,7 +26,7 @@ from .decoding import Decoding
 from .encoding import Encoder, Source
 from .media import Media
 from .merging import Merger
-from .pieces import Piece, Pieces, merged
+from .pieces import Piece, Pieces, merged, placed
 from .pools import Pools
 from .support import Unservable, longest
 from .warming import warming, without_plans
@@ -141,10 +141,9 @@ class Runner:
         counts = [len(piece.tokens) for piece in pieces]
         batches = {kind: FlatBatch([piece.tables[i] for piece in pieces], counts) for i, kind in enumerate(self.pools.groups)}
         self.cache.begin(batches)
-        positions = [position for piece in pieces for position in range(piece.start, piece.start + len(piece.tokens))]
         borders = next(iter(batches.values())).borders
         last = [border - 1 for border, piece in zip(borders[1:], pieces, strict=True) if piece.wanted]
-        return self._forward(self._inputs(pieces, latest), positions, last, flat=True)
+        return self._forward(pieces, self._inputs(pieces, latest), last, flat=True)
 
     def _one_by_one(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
         self.custody.lend()
@@ -159,7 +158,7 @@ class Runner:
         if piece.source is not None:
             inputs = self._behind_encoder(piece, inputs["input_ids"], batches)
         self.cache.begin(batches, past=piece.start)
-        logits = self._forward(inputs, list(range(piece.start, length)), [count - 1] if piece.wanted else [], flat=False)
+        logits = self._forward([piece], inputs, [count - 1] if piece.wanted else [], flat=False)
         if piece.wanted:
             yield logits
 
@@ -191,13 +190,14 @@ class Runner:
         found: torch.Tensor = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
         return found
 
-    def _forward(self, inputs: Mapping[str, Any], positions: list[int], last: list[int], flat: bool) -> torch.Tensor:
-        """One forward over a row of tokens: the logits [len(last), vocabulary] at the places `last`."""
+    def _forward(self, pieces: Sequence[Piece], inputs: Mapping[str, Any], last: list[int], flat: bool) -> torch.Tensor:
+        """One forward over the tokens of pieces in a row: the logits [len(last), vocabulary] at the places `last`."""
         arguments: dict[str, Any] = {"past_key_values": self.cache, **inputs}
+        positions, moved = [position for piece in pieces for position in piece.positions], placed(pieces)
         count = len(positions)
         numbers = upload([*positions, *(last or [count - 1])], self.device)  # together: a transfer costs more than what it carries
         if self._takes_positions:
-            arguments["position_ids"] = numbers[None, :count]
+            arguments["position_ids"] = numbers[None, :count] if moved is None else moved.to(self.device)
         places = numbers[count:]
         if self.keeps_some:
             arguments["logits_to_keep"] = places
@@ -303,11 +303,15 @@ class Runner:
                 last.append(self.model(**arguments, use_cache=False, return_dict=True).logits[0, -1].to(torch.float32))
         return torch.stack(last)
 
-    def logits_of(self, embeds: torch.Tensor, count: int) -> torch.Tensor:
-        """The logits [count, vocabulary] after the last of these embeddings [1, tokens, hidden], by the model as it is."""
+    def logits_of(self, embeds: torch.Tensor, count: int, where: torch.Tensor | None) -> torch.Tensor:
+        """The logits [count, vocabulary] after the last of these embeddings [1, tokens, hidden], by the model as it is.
+
+        where [axes, tokens]: where they stand, if not one behind the other.
+        """
         arguments: dict[str, Any] = {"logits_to_keep": count} if self.keeps_some else {}
         if self._takes_positions:
-            arguments["position_ids"] = torch.arange(embeds.shape[1], device=self.device)[None]
+            plain = torch.arange(embeds.shape[1], device=self.device)[None]
+            arguments["position_ids"] = plain if where is None else where[:, None].to(self.device)
         answer = self.model(inputs_embeds=embeds, **arguments, use_cache=False, return_dict=True)
         logits: torch.Tensor = answer.logits[0, -count:]
         return logits.to(torch.float32)
@@ -341,9 +345,9 @@ class Runner:
         finally:
             hook.remove()
 
-    def moved(self, right: torch.Tensor, embeds: torch.Tensor, count: int) -> float:
-        """The same for the last `count` logits after embeddings [1, tokens, hidden]."""
-        return distance(right, self.logits_of(shaken(embeds, torch.Generator(self.device).manual_seed(0)), count))
+    def moved(self, right: torch.Tensor, embeds: torch.Tensor, where: torch.Tensor | None) -> float:
+        """The same for logits after embeddings [1, tokens, hidden]."""
+        return distance(right, self.logits_of(shaken(embeds, torch.Generator(self.device).manual_seed(0)), len(right), where))
 
     def _trial(self, rows: list[list[int]], form: Form, cuts: list[list[int]]) -> torch.Tensor:
         """The logits [rows, vocabulary] after the last of the steps that take row i up to cuts[step][i] tokens."""

@@ -196,11 +196,15 @@ class Steps:
         for sequence, start, count, _ in plan.others:
             asked = self._given.get(sequence.group)
             media = None if asked is None else asked.media
-            if media is None or not media.concerns(start, count):
+            if media is None:
                 continue
-            if media.made is None:
+            if media.shift is None:
+                self.runner.merger.recall(media)  # by now somebody else may have brought the same
+            if media.made is None and (media.shift is None or media.concerns(start, count)):
                 self.runner.show(media)
-            if start + count >= media.place.stop:
+            if media.shift:
+                sequence.group.scatter()
+            if media.made is not None and start + count >= media.place.stop:
                 done.append(media)
         return done
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..blocks import ROOT, Table, chain
@@ -109,6 +109,11 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.request.number}, {self.status.value}, {self.sequences})"
+
+    def scatter(self) -> None:
+        """Its tokens turn out to stand where they are not expected: its rows are asked for one by one."""
+        if self.request.steady:
+            self.request = replace(self.request, steady=False)
 
     @property
     def leader(self) -> Sequence:
