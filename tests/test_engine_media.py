@@ -325,27 +325,30 @@ def test_a_failure_is_the_requests_own(model: Any, monkeypatch: pytest.MonkeyPat
         engine.check()
 
 
-@pytest.mark.parametrize(("name", "others"), [("gemma3", "'attention_mask'"), ("qwen3_vl", "'visual_pos_masks'")])
-def test_models_that_do_more_with_pictures(name: str, others: str) -> None:
-    """Found where the decoder is called, and told by name; texts beside it are served, and so is another kind of prompt."""
-    model = kept(name)
-    shown, other = one_each(name)
+def test_a_model_that_does_more_with_pictures() -> None:
+    """Found where the decoder is called, and told by name; texts beside it are served, and so are pictures that it takes as they come."""
+    model = kept("gemma3")
+    shown, other = one_each("gemma3")
+    plain = {name: value for name, value in shown.items() if name != "token_type_ids"}
+    expected = [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]], right(model, plain, **GREEDY)
     with small(model) as engine:
         texts = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:2]]
         engine.step()
         output = engine.submit(**shown, **GREEDY).result()
         assert output.finish_reason == "error"
-        assert others in str(output.error)
+        assert "gives its decoder ['attention_mask']" in str(output.error)
         assert "use generate()" in str(output.error)
-        with pytest.raises(ValueError, match=others):
+        with pytest.raises(ValueError, match="attention_mask"):
             engine.submit(**other, **GREEDY)
-        assert [answers(handle.result()) for handle in texts] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
+        assert [answers(handle.result()) for handle in texts] == expected[0]
+        assert answers(engine.submit(**plain, **GREEDY).result()) == expected[1]
         engine.check()
 
 
-def stands(*seeds: int, before: list[int] = BEFORE, after: list[int] = AFTER) -> dict[str, torch.Tensor]:
-    """A prompt around pictures for Qwen2-VL, in which tokens stand on three axes and those behind a picture closer than their number."""
-    config = kept("qwen2_vl").config
+def stands(name: str, *seeds: int, before: list[int] = BEFORE, after: list[int] = AFTER) -> dict[str, torch.Tensor]:
+    """A prompt around pictures for Qwen-VL: tokens stand on three axes, those behind a picture closer than their number. Qwen3-VL's
+    first layers are given something for a picture's tokens, too."""
+    config = kept(name).config
     begin, mark = config.vision_start_token_id, config.image_token_id
     ids = torch.tensor([[*before, *[begin, *[mark] * 8, 11] * len(seeds), *after]])
     patches = [torch.rand(32, 3 * 2 * 8 * 8, generator=torch.Generator().manual_seed(seed)) * 2 - 1 for seed in seeds]
@@ -353,11 +356,12 @@ def stands(*seeds: int, before: list[int] = BEFORE, after: list[int] = AFTER) ->
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.cat(patches), **said}
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_that_stand_elsewhere(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_stand_elsewhere(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On several axes, in chunks, behind hits that leave nothing to look at, recomputed and beside others whose tokens stand as ever."""
-    model, inputs, seen = kept("qwen2_vl"), stands(1, 2), []
-    expected = [right(model, stands(1, 2, after=after), **WAYS[way]) for after in (AFTER, AFTER, [33, 34], [])]
+    model, inputs, seen = kept(name), stands(name, 1, 2), []
+    expected = [right(model, stands(name, 1, 2, after=after), **WAYS[way]) for after in (AFTER, AFTER, [33, 34], [])]
     texts = [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
     with small(model, num_blocks=120, max_batch_tokens=17, max_batch_sequences=16) as engine:
         show = engine._runner.show
@@ -366,7 +370,7 @@ def test_tokens_that_stand_elsewhere(way: str, monkeypatch: pytest.MonkeyPatch) 
         handles = [engine.submit(**inputs, **WAYS[way])]
         for _ in range(3):
             engine.step()
-        handles += [engine.submit(**stands(1, 2, after=after), **WAYS[way]) for after in (AFTER, [33, 34], [])]
+        handles += [engine.submit(**stands(name, 1, 2, after=after), **WAYS[way]) for after in (AFTER, [33, 34], [])]
         for _ in range(7):
             engine.step()
         engine.pause()
@@ -382,15 +386,15 @@ def test_tokens_that_stand_elsewhere(way: str, monkeypatch: pytest.MonkeyPatch) 
         engine.check()
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_few_blocks_for_tokens_that_stand_elsewhere(preemption: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "preemption"), [("qwen2_vl", "swap"), ("qwen3_vl", "recompute")])
+def test_few_blocks_for_tokens_that_stand_elsewhere(name: str, preemption: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """C29, C30: and they stand there when they come back; no captured step takes them, all others are captured as ever."""
     monkeypatch.setitem(RECORDERS, "cpu", record)
-    model, options = kept("qwen2_vl"), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
-    expected = [right(model, stands(seed), **options) for seed in (1, 2, 3)]
+    model, options = kept(name), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    expected = [right(model, stands(name, seed), **options) for seed in (1, 2, 3)]
     texts = [alone(model, prompt, **options) for prompt in PROMPTS[:2]]
     with small(model, num_blocks=20, preemption=preemption, run_ahead=True) as engine:
-        handles = [engine.submit(**stands(seed), **options) for seed in (1, 2, 3)]
+        handles = [engine.submit(**stands(name, seed), **options) for seed in (1, 2, 3)]
         others = [engine.submit(prompt, **options) for prompt in PROMPTS[:2]]
         assert [answers(handle.result()) for handle in handles] == expected
         assert [answers(handle.result()) for handle in others] == texts

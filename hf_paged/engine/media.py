@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .beside import Beside
+
 SHOWN = re.compile(r"pixel_values|^(audio_)?input_(features|values)$|^image_patches$|^flattened_patches$|^(images?|videos?|audios?)$")
 """Keywords that bring pictures or recordings; others of the model's forward say something about them."""
 OURS = frozenset(
@@ -39,6 +41,8 @@ class Media:
         self.names = tuple(named.get(token, token) for token in ids)
         self.made: torch.Tensor | None = None
         """[tokens, hidden]: the embeddings of the whole prompt."""
+        self.beside: Beside | None = None
+        """What some of its tokens are given beside the embeddings, as long as these are kept."""
         self.positions: torch.Tensor | None = None
         """[axes, tokens] on the host: where the prompt's tokens stand, if that is not one behind the other."""
         self.shift: tuple[int, ...] | None = None
@@ -64,9 +68,18 @@ class Media:
             found[:, : own.shape[1]] = own
         return found
 
+    def near(self, start: int, count: int) -> Beside | None:
+        """What some of so many tokens of a sequence from `start` on are given beside their embeddings."""
+        return None if self.beside is None or not self.concerns(start, count) else self.beside.part(start, count)
+
+    def forget(self) -> None:
+        """What was made is not needed, or not right, any more."""
+        self.made = self.beside = None
+
     def drop(self) -> None:
         """Nobody computes the prompt any more: the pictures go, whoever keeps its answer."""
-        self.made, self.positions, self.inputs = None, None, {}
+        self.forget()
+        self.positions, self.inputs = None, {}
 
     @property
     def plain(self) -> list[int]:

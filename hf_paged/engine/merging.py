@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Cache, GenerationConfig
 
 from ..integration.identity import INTERNAL
+from .beside import beside_of, given, joined
 from .media import Media
 from .support import Unservable
 
@@ -75,7 +76,8 @@ class Merger:
         shown, plain = self._handed(list(media.ids), _on(media.inputs, device)), self._handed(media.plain, {})
         media.positions, media.shift = moved(media, shown.get(POSITIONS), plain.get(POSITIONS))
         others = self._others(media, shown, plain)
-        if others:
+        media.beside = beside_of({each: shown.get(each) for each in others}, len(media.ids))
+        if others and (media.beside is None or any(plain.get(each) is not None for each in others)):
             raise Unservable(f"{name} gives its decoder {others} of their own beside {sorted(media.kind)}; use generate()")
         merged = shown.get("inputs_embeds")
         if not isinstance(merged, torch.Tensor):
@@ -134,8 +136,10 @@ class Merger:
         answer = self._generate(list(media.ids), _on(media.inputs, runner.device), max_new_tokens=NEW, output_logits=True)
         right = torch.cat([logits[:1] for logits in answer.logits]).to(torch.float32)
         embeds = torch.cat([merged, runner.embedded(answer.sequences[:1, -NEW:-1])], 1)
-        where = media.where(0, embeds.shape[1])
-        far = runner.far(right, runner.logits_of(embeds, NEW, where), lambda: runner.moved(right, embeds, where))
+        count = embeds.shape[1]
+        where, beside = media.where(0, count), joined([media.near(0, count)], [count])
+        with given(self._model, beside):
+            far = runner.far(right, runner.logits_of(embeds, NEW, where), lambda: runner.moved(right, embeds, where))
         if far is not None:
             name = type(self._model).__name__
             raise Unservable(

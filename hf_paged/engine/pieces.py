@@ -13,6 +13,7 @@ from ..memory.upload import upload
 from ..scheduling import UNKNOWN, Group, Plan, Stride
 from ..scheduling import Sequence as Tokens
 from .asking import Asked
+from .beside import Beside
 from .encoding import Source
 
 
@@ -32,6 +33,8 @@ class Piece(NamedTuple):
     """What its decoder attends to, if the model has an encoder."""
     where: torch.Tensor | None = None
     """[axes, tokens] on the host: where its tokens stand, if that is not one behind the other."""
+    beside: Beside | None = None
+    """What its decoder is given for some of them beside embeddings."""
 
     @property
     def of_ids(self) -> bool:
@@ -87,8 +90,9 @@ class Pieces(Sequence[Piece]):
         asked = self._given.get(sequence.group) if self._given else None
         if asked is None:
             return made
-        where = None if asked.media is None else asked.media.where(start, count)
-        return made._replace(embeds=asked.vectors(start, count), source=asked.source, where=where)
+        if asked.media is not None:
+            made = made._replace(where=asked.media.where(start, count), beside=asked.media.near(start, count))
+        return made._replace(embeds=asked.vectors(start, count), source=asked.source)
 
     def ids(self, device: torch.device) -> torch.Tensor:
         """The tokens [crew] of the stride on a device: from the last step's if the host has not heard of them."""

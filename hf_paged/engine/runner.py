@@ -20,6 +20,7 @@ from ..memory.group import is_out_of_memory
 from ..memory.upload import upload
 from ..memory.warming import Warming
 from .answers import Answer
+from .beside import given, joined
 from .cache import StepCache
 from .custody import Custody
 from .decoding import Decoding
@@ -193,7 +194,8 @@ class Runner:
     def _forward(self, pieces: Sequence[Piece], inputs: Mapping[str, Any], last: list[int], flat: bool) -> torch.Tensor:
         """One forward over the tokens of pieces in a row: the logits [len(last), vocabulary] at the places `last`."""
         arguments: dict[str, Any] = {"past_key_values": self.cache, **inputs}
-        positions, moved = [position for piece in pieces for position in piece.positions], placed(pieces)
+        tokens, moved = [piece.positions for piece in pieces], placed(pieces)
+        positions = [position for piece in tokens for position in piece]
         count = len(positions)
         numbers = upload([*positions, *(last or [count - 1])], self.device)  # together: a transfer costs more than what it carries
         if self._takes_positions:
@@ -201,9 +203,10 @@ class Runner:
         places = numbers[count:]
         if self.keeps_some:
             arguments["logits_to_keep"] = places
-        token = running.set(Forward(self.cache, flat=flat))
+        token, beside = running.set(Forward(self.cache, flat=flat)), joined([piece.beside for piece in pieces], [*map(len, tokens)])
         try:
-            answer = self.model(**arguments, use_cache=True, return_dict=True)
+            with given(self.model, beside):
+                answer = self.model(**arguments, use_cache=True, return_dict=True)
         finally:
             running.reset(token)
         if answer.past_key_values is not arguments["past_key_values"]:
@@ -312,6 +315,8 @@ class Runner:
         if self._takes_positions:
             plain = torch.arange(embeds.shape[1], device=self.device)[None]
             arguments["position_ids"] = plain if where is None else where[:, None].to(self.device)
+        if where is not None:  # tokens that stand side by side must not look like several sequences in a row
+            arguments["attention_mask"] = torch.ones(embeds.shape[:2], dtype=torch.long, device=self.device)
         answer = self.model(inputs_embeds=embeds, **arguments, use_cache=False, return_dict=True)
         logits: torch.Tensor = answer.logits[0, -count:]
         return logits.to(torch.float32)

@@ -187,7 +187,7 @@ class Steps:
         shown = self._show(plan) if self._given else []
         logits = self.runner.run(Pieces(plan, latest, self._given), latest.tokens)
         for media in shown:
-            media.made = None
+            media.forget()
         return logits
 
     def _show(self, plan: Plan) -> list[Media]:
@@ -212,7 +212,7 @@ class Steps:
         """What was made of pictures, by the weights of then, is made again."""
         for asked in self._given.values():
             if asked.media is not None:
-                asked.media.made = None
+                asked.media.forget()
 
     def _picks(self, rows: Rows[Row], first: int = 0) -> list[Pick]:
         """The jobs that are due, with the places of their sequences' logits, which begin with number `first`."""
