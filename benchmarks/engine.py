@@ -323,7 +323,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=0, help="requests before anything is timed; as many as are timed if left out")
     parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 16.0], help="requests a second, of the section load")
     parser.add_argument("--shared", type=int, default=1024, help="tokens in common, of the section shared")
-    parser.add_argument("--peers", nargs="+", choices=["hf_paged", "transformers", "vllm"], help="all that are installed, if left out")
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        choices=["hf_paged", "transformers", "transformers, compiled", "vllm"],
+        help="all that are installed, if left out",
+    )
     return parser.parse_args()
 
 

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from traces import Ask
@@ -133,6 +133,7 @@ class Stock(Peer):
     """transformers' continuous batching, as it chooses by itself."""
 
     name = "transformers"
+    options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, model: Any, at_once: int) -> None:
         from transformers import ContinuousBatchingConfig
@@ -140,7 +141,7 @@ class Stock(Peer):
         self.model = model
         config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=16)
         kept = {} if model.device.type == "cuda" else {"num_blocks": 64, "max_batch_tokens": 2048}  # it asks the device for its memory
-        options = ContinuousBatchingConfig(max_requests_per_batch=at_once, **kept)
+        options = ContinuousBatchingConfig(max_requests_per_batch=at_once, **kept, **self.options)
         self._context = model.continuous_batching_context_manager(config, continuous_batching_config=options)
         self._manager = self._context.__enter__()
 
@@ -171,6 +172,13 @@ class Stock(Peer):
     def close(self) -> None:
         self._context.__exit__(None, None, None)
         gc.collect()
+
+
+class StockCompiled(Stock):
+    """The same with CUDA graphs and compiled steps."""
+
+    name = "transformers, compiled"
+    options: ClassVar[dict[str, Any]] = {"use_cuda_graph": True, "default_compile_level": 1}
 
 
 class Vllm(Peer):
@@ -205,6 +213,8 @@ class Vllm(Peer):
 def peers() -> dict[str, Any]:
     """Those that are installed."""
     found: dict[str, Any] = {"hf_paged": Ours, "transformers": Stock}
+    if torch.cuda.is_available():
+        found[StockCompiled.name] = StockCompiled
     if importlib.util.find_spec("vllm") is not None:
         found["vllm"] = Vllm
     return found

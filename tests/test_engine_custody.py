@@ -145,6 +145,8 @@ def test_the_own_loop_looks_now_and_then(engine: Engine, monkeypatch: pytest.Mon
     steps = engine.stats()["steps"] - before
     assert steps > 2 * STEPS
     assert steps // (STEPS + 1) <= seen.count("touched") <= steps // STEPS + 3
+    assert len(engine._runner.decoding._steps) > 1  # type: ignore[union-attr]
+    assert seen.count("unchanged") == seen.count("touched")  # once for all captured steps
     assert answers(handle.result()) == alone(engine.model, PROMPTS[0], **LONG)
 
 

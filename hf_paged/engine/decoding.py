@@ -227,7 +227,8 @@ class Decoding:
 
     def look(self) -> None:
         """See whether the model is still the one that the steps were captured over: they read the memory that it had then."""
-        if self._steps and any(not self._is_of(step, self._state()) for step in self._steps.values()):
+        state = self._state() if self._steps else None
+        if state is not None and not all(self._is_of(step, state) for step in self._steps.values()):
             self.forget()
 
     def _stands(self, step: _Step) -> bool:
