@@ -128,7 +128,7 @@ class Merger:
         names = [name for name in {**shown, **plain} if name not in TOKENS and (name in known or name not in media.inputs)]
         if media.shift:
             names.remove(POSITIONS)
-        return [name for name in names if not _same(shown.get(name), plain.get(name))]
+        return [name for name in names if not same(shown.get(name), plain.get(name))]
 
     def _hold(self, media: Media, merged: torch.Tensor) -> None:
         """Raise unless the embeddings [1, tokens, hidden] lead to the first logits of generate() on this prompt."""
@@ -175,16 +175,16 @@ def moved(media: Media, shown: Any, plain: Any) -> tuple[torch.Tensor | None, tu
     return here, tuple(off[:, -1].tolist())
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Whether two arguments say the same; of caches whether they are of one kind, both being new."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     return one is other or isinstance(one, Cache) or (isinstance(one, PLAIN) and bool(one == other))
 
 
