@@ -424,6 +424,21 @@ def test_what_only_the_answer_shows(model: Any, monkeypatch: pytest.MonkeyPatch)
             engine.submit(**asks(2), **GREEDY)
 
 
+def test_a_prompt_that_is_as_long_as_the_model_is_made_for(model: Any) -> None:
+    """Nothing stands where the model has no place, not even what is only tried."""
+    inputs = asks(1, after=[5 + i % 60 for i in range(233)])
+    assert inputs["input_ids"].shape[1] == 255
+    expected = right(model, inputs, max_new_tokens=1)
+    furthest: list[int] = []
+    note = model.get_decoder().register_forward_pre_hook(
+        lambda _, __, given: furthest.append(int(given["position_ids"].max())), with_kwargs=True
+    )
+    with note, small(model, num_blocks=90) as engine:
+        furthest.clear()
+        assert answers(engine.submit(**inputs, max_new_tokens=1).result()) == expected
+        assert max(furthest) == 255 - 1
+
+
 def test_what_a_picture_leaves_behind(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a forward with a picture notes on its modules is taken back: others' steps would see it."""
     language = model.model

@@ -16,7 +16,7 @@ from transformers import Cache, GenerationConfig
 from ..integration.identity import INTERNAL
 from .beside import beside_of, given, joined
 from .media import Media
-from .support import Unservable
+from .support import Unservable, longest
 
 if TYPE_CHECKING:
     from .runner import Runner
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TOKENS = ("input_ids", "inputs_embeds")
 POSITIONS = "position_ids"
 NEW = 3
-"""So many tokens of the first prompt of a kind are computed by generate(), too."""
+"""So many tokens of the first prompt of a kind are computed by generate(), too, if the model is made for that many."""
 MOST = 4096
 """Of so many prompts it is known how far they move what follows."""
 PLAIN = (bool, int, float, str, type(None))
@@ -133,13 +133,15 @@ class Merger:
     def _hold(self, media: Media, merged: torch.Tensor) -> None:
         """Raise unless the embeddings [1, tokens, hidden] lead to the first logits of generate() on this prompt."""
         runner = self._runner
-        answer = self._generate(list(media.ids), _on(media.inputs, runner.device), max_new_tokens=NEW, output_logits=True)
+        room = (longest(self._model) or len(media.ids) + NEW) - len(media.ids)
+        new = max(1, min(NEW, room))
+        answer = self._generate(list(media.ids), _on(media.inputs, runner.device), max_new_tokens=new, output_logits=True)
         right = torch.cat([logits[:1] for logits in answer.logits]).to(torch.float32)
-        embeds = torch.cat([merged, runner.embedded(answer.sequences[:1, -NEW:-1])], 1)
+        embeds = torch.cat([merged, runner.embedded(answer.sequences[:1, -new:-1])], 1)
         count = embeds.shape[1]
         where, beside = media.where(0, count), joined([media.near(0, count)], [count])
         with given(self._model, beside):
-            far = runner.far(right, runner.logits_of(embeds, NEW, where), lambda: runner.moved(right, embeds, where))
+            far = runner.far(right, runner.logits_of(embeds, new, where), lambda: runner.moved(right, embeds, where))
         if far is not None:
             name = type(self._model).__name__
             raise Unservable(
