@@ -50,11 +50,12 @@ def test_requests_come_and_go_over_one_graph(llama: Any) -> None:
     assert [answers(output) for output in outputs] == [alone(llama, prompt, **GREEDY) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(("worth", "rows"), [(1000, {3}), (4, {2, 3})])
-def test_a_larger_graph_stands_in(worth: int, rows: set[int], llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one of three has ended the graph of three goes on with two, until it has computed enough rows for nobody."""
+@pytest.mark.parametrize(("worth", "spare", "rows"), [(1000, 2, {3}), (1000, 1, {1, 3}), (4, 2, {1, 2, 3})])
+def test_a_larger_graph_stands_in(worth: int, spare: int, rows: set[int], llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of three has ended the graph of three goes on with two, and with one, until it has computed enough rows for nobody."""
     monkeypatch.setattr("hf_paged.engine.decoding.WORTH", worth)
-    lengths = [6, 24, 24]
+    monkeypatch.setattr("hf_paged.engine.decoding.SPARE", spare)
+    lengths = [6, 18, 30]
     with Engine(llama, block_size=4, max_batch_sequences=3, max_batch_tokens=64) as engine:
         for _ in range(2):
             asked = [{"max_new_tokens": new, "min_new_tokens": new, "do_sample": False} for new in lengths]

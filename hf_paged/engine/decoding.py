@@ -38,9 +38,9 @@ logger = logging.getLogger("hf_paged")
 
 AFTER = 2
 """A step of so many rows is captured when it comes for this time."""
-ROOM, WORTH = 1.5, 5_000
-"""How many times the rows of a step a graph may have to stand in for its own, and as long as it has computed fewer rows for nobody: so
-many cost about what a capture does (8B, H200)."""
+SPARE, WORTH = 512, 5_000
+"""How many rows more than a step a graph may have to stand in for its own, and as long as it has computed fewer rows for nobody. Of an 8B
+model on an H200 512 cost less than launching a step one operation at a time, 5,000 about what a capture does."""
 WIDTHS = [64 * 8**i for i in range(8)]
 """Blocks of a row in the tables of graphs."""
 MOST_PAIRS = 2**17
@@ -148,7 +148,7 @@ class Decoding:
         rows, width, form = shape
         fits = [
             known for known, step in self._steps.items()
-            if step.agreed >= AGREE and rows <= known.rows <= ROOM * rows and width <= known.width
+            if step.agreed >= AGREE and rows <= known.rows <= rows + SPARE and width <= known.width
             and FORMS.index(form) <= FORMS.index(known.form)
         ]  # fmt: skip
         if not fits:

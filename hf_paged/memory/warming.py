@@ -24,8 +24,9 @@ logger = logging.getLogger("hf_paged")
 
 MOST_THREADS = 16
 META = torch.device("meta")
-PROMPT, WRITTEN = 133, 385
-"""Tokens of a prompt, and those behind which a sequence decodes: enough for the tiles of long ones, a multiple of nothing."""
+PROMPT, SHORT, WRITTEN = 133, 3, 385
+"""Tokens of a prompt, of one that has the tiles of short ones, and those behind which a sequence decodes: enough for the tiles of long
+ones, a multiple of nothing."""
 PIECES = 100
 Job = Callable[[], object]
 
@@ -80,6 +81,7 @@ class Attention(NamedTuple):
     def jobs(self, ops: TritonOps, rows: int, width: int, captured: bool) -> Iterator[Job]:
         """What prompts and decoding need, and if `captured` steps of `rows` rows with tables of `width` blocks. The longest come first."""
         yield partial(self._attend, ops, lambda: self._flat(PROMPT, PROMPT))
+        yield partial(self._attend, ops, lambda: self._flat(SHORT, SHORT))
         yield partial(self._decode, ops, rows, width, captured)
         yield partial(self._write, ops, PROMPT)
         yield partial(self._write, ops, 1)
