@@ -325,6 +325,32 @@ def test_a_failure_is_the_requests_own(model: Any, monkeypatch: pytest.MonkeyPat
         engine.check()
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_captured_steps_are_told_where_tokens_stand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs from before the first picture go; later ones take both kinds of sequences, in any place of a step, and chunks of both."""
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    model, options = kept(name), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    given = [stands(name, 1), stands(name, 2, 3), stands(name, 4, after=[7 + i for i in range(30)])]
+    expected = [right(model, each, **options) for each in given], [alone(model, prompt, **options) for prompt in PROMPTS[:3]]
+    with small(model, num_blocks=90) as engine:
+
+        def replayed() -> int:
+            return int(engine.stats()["graphs"].get("replayed", 0))
+
+        assert answers(engine.submit(PROMPTS[0], **options).result()) == expected[1][0]
+        assert replayed() > 3
+        assert answers(engine.submit(**given[0], **options).result()) == expected[0][0]
+        before = replayed()
+        assert answers(engine.submit(**given[0], **options).result()) == expected[0][0]
+        assert replayed() - before > 12, "a sequence by itself whose tokens stand elsewhere"
+        before = replayed()
+        handles = [each for i in range(3) for each in (engine.submit(PROMPTS[i], **options), engine.submit(**given[i], **options))]
+        found = [answers(handle.result()) for handle in handles]
+        assert (found[1::2], found[::2]) == expected
+        assert replayed() - before > 12
+        engine.check()
+
+
 def test_a_model_that_does_more_with_pictures() -> None:
     """Found where the decoder is called, and told by name; texts beside it are served, and so are pictures that it takes as they come."""
     model = kept("gemma3")
@@ -388,7 +414,7 @@ def test_tokens_that_stand_elsewhere(name: str, way: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("name", "preemption"), [("qwen2_vl", "swap"), ("qwen3_vl", "recompute")])
 def test_few_blocks_for_tokens_that_stand_elsewhere(name: str, preemption: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C29, C30: and they stand there when they come back; no captured step takes them, all others are captured as ever."""
+    """C29, C30: and they stand there when they come back, in captured steps and others."""
     monkeypatch.setitem(RECORDERS, "cpu", record)
     model, options = kept(name), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     expected = [right(model, stands(name, seed), **options) for seed in (1, 2, 3)]

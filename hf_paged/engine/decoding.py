@@ -79,6 +79,8 @@ class _Step:
     """Whether chunks of prompts are spans."""
     answer: Answer
     """Of the wanted rows, the same memory for all graphs: the next replay writes over it."""
+    shift: torch.Tensor | None = None
+    """[rows]: how far tokens stand behind their number, where any may."""
     replay: Callable[[], None] = lambda: None
     agreed: int = 0
     compiled: bool = False
@@ -93,6 +95,8 @@ class Decoding:
         self.reasons: dict[Shape, str] = {}
         """Why steps of a shape are not captured."""
         self.compilation = Compilation() if runner.pools.config.compile else None
+        self.moves = False
+        """Whether tokens may stand elsewhere than their number says, and captured steps are told where."""
         self._steps: dict[Shape, _Step] = {}
         self._seen: Counter[Shape] = Counter()
         self._idle: Counter[Shape] = Counter()
@@ -267,6 +271,9 @@ class Decoding:
             step.ids[:crew, 0].copy_(pieces.ids(step.ids.device))
         if others:
             step.ids[crew : crew + sum(counts), 0].copy_(self.runner.ids(others, latest))
+        if step.shift is not None:
+            shifts = [0] * crew + [piece.shift or 0 for piece in others for _ in piece.tokens]
+            step.shift[: len(shifts)].copy_(upload(shifts, step.shift.device))
         if step.places is not None:
             ends = dict(zip(order, zip(accumulate(counts), others, strict=True), strict=True))
             last = [*range(crew), *(crew + ends[i][0] - 1 for i in range(len(others)) if ends[i][1].wanted)]
@@ -298,10 +305,11 @@ class Decoding:
         with torch.inference_mode(False):
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
             places = torch.zeros(self._most, dtype=torch.long, device=device) if mixed else None
+            shift = torch.zeros(rows, dtype=torch.long, device=device) if self.moves else None
         if self._answer is None or self._answer.logits.shape[1] != vocabulary:
             self._answer = place_for(self._most, vocabulary, device)
         answer = self._answer.first(self._most if mixed else rows)
-        step = _Step(ids, places, batches, self._state(), self._pools(), shape.form == "spans", answer)
+        step = _Step(ids, places, batches, self._state(), self._pools(), shape.form == "spans", answer, shift)
         if not step.state.steady:
             raise NotCapturable("somebody's hooks run in the model")
         fusion = Fusion(model, next(iter(groups.values())).captured_ops.kernels)
@@ -338,7 +346,7 @@ class Decoding:
             *(each for each in step.answer if each is not None),
             *(tensor for batch in step.batches.values() for tensor in batch.tensors),
         ]
-        static += [] if step.places is None else [step.places]
+        static += [each for each in (step.places, step.shift) if each is not None]
         with Rehearsal(self.runner.device, [*model.parameters(), *model.buffers(), *static, *stores]):
             self._forward(step, fusion, lengths)
         self._rehearsed[form] = lengths if lengths.met else None
@@ -377,7 +385,8 @@ class Decoding:
             for kind, batch in step.batches.items():
                 batch.begin(runner.pools.groups[kind].captured_ops)
             seen = next(iter(step.batches.values())).seen
-            arguments = {"input_ids": step.ids, "position_ids": (seen.long() - 1).clamp(min=0)[:, None]}
+            positions = seen.long() - 1 if step.shift is None else seen.long() - 1 + step.shift
+            arguments = {"input_ids": step.ids, "position_ids": positions.clamp(min=0)[:, None]}
             if runner.keeps_some:
                 arguments["logits_to_keep"] = 1  # type: ignore[assignment]  # a number among tensors
             answer = runner.model(**arguments, past_key_values=runner.cache, use_cache=True, return_dict=True)

@@ -47,6 +47,8 @@ class Media:
         """[axes, tokens] on the host: where the prompt's tokens stand, if that is not one behind the other."""
         self.shift: tuple[int, ...] | None = None
         """How far behind their number tokens behind the prompt stand on every axis: nothing if they do not, None while nobody knows."""
+        self.alike = False
+        """Whether the last axis says that for all that matter to the model."""
 
     @property
     def kind(self) -> frozenset[str]:
@@ -67,6 +69,12 @@ class Media:
             own = self.positions[:, start : start + count]
             found[:, : own.shape[1]] = own
         return found
+
+    def moved_by(self, start: int) -> int | None:
+        """How far tokens from `start` on stand behind their number, if one number is known to say it."""
+        if not self.shift or not self.alike or start < self.place.stop:
+            return None
+        return self.shift[-1]
 
     def near(self, start: int, count: int) -> Beside | None:
         """What some of so many tokens of a sequence from `start` on are given beside their embeddings."""

@@ -47,6 +47,8 @@ class Merger:
         self._runner = runner
         self._model: Any = runner.model
         self._held: set[frozenset[str]] = set()
+        self._alike: set[frozenset[str]] = set()
+        """Kinds behind which the last axis says where tokens stand, whatever the others say."""
         self.why_not: dict[frozenset[str], str] = {}
         """What was found to be more than the engine knows, by what was shown."""
         self._shifts: OrderedDict[tuple[bytes, tuple[int, ...]], tuple[int, ...]] = OrderedDict()
@@ -61,6 +63,7 @@ class Merger:
     def recall(self, media: Media) -> None:
         """Tell a prompt how far it moves what follows, if one with this content was looked at."""
         media.shift = self._shifts.get((media.content, media.ids))
+        media.alike = media.kind in self._alike
 
     def run(self, media: Media) -> None:
         """Make a prompt's embeddings; they are kept with it."""
@@ -91,6 +94,7 @@ class Merger:
         if media.kind not in self._held:
             self._hold(media, merged)
             self._held.add(media.kind)
+        media.alike = media.kind in self._alike
         self._shifts[media.content, media.ids] = media.shift
         if len(self._shifts) > MOST:
             self._shifts.popitem(last=False)
@@ -142,6 +146,11 @@ class Merger:
         where, beside = media.where(0, count), joined([media.near(0, count)], [count])
         with given(self._model, beside):
             far = runner.far(right, runner.logits_of(embeds, new, where), lambda: runner.moved(right, embeds, where))
+            behind = count - media.place.stop
+            if far is None and where is not None and behind and media.shift is not None and len(set(media.shift[1:])) == 1:
+                where[:, media.place.stop :] = where[-1:, media.place.stop :].clone()
+                if runner.far(right, runner.logits_of(embeds, new, where), lambda: 0.0) is None:
+                    self._alike.add(media.kind)
         if far is not None:
             name = type(self._model).__name__
             raise Unservable(

@@ -33,13 +33,15 @@ class Piece(NamedTuple):
     """What its decoder attends to, if the model has an encoder."""
     where: torch.Tensor | None = None
     """[axes, tokens] on the host: where its tokens stand, if that is not one behind the other."""
+    shift: int | None = 0
+    """How far they stand behind their number, if one number says it."""
     beside: Beside | None = None
     """What its decoder is given for some of them beside embeddings."""
 
     @property
     def of_ids(self) -> bool:
-        """Whether its tokens are ids and nothing else, one behind the other."""
-        return self.embeds is None and self.where is None
+        """Whether its tokens are ids and nothing else, and one number says where they stand."""
+        return self.embeds is None and self.shift is not None
 
     @property
     def positions(self) -> range:
@@ -91,7 +93,8 @@ class Pieces(Sequence[Piece]):
         if asked is None:
             return made
         if asked.media is not None:
-            made = made._replace(where=asked.media.where(start, count), beside=asked.media.near(start, count))
+            media, where = asked.media, asked.media.where(start, count)
+            made = made._replace(where=where, shift=media.moved_by(start) if where is not None else 0, beside=media.near(start, count))
         return made._replace(embeds=asked.vectors(start, count), source=asked.source)
 
     def ids(self, device: torch.device) -> torch.Tensor:

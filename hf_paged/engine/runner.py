@@ -114,6 +114,9 @@ class Runner:
         self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
         self.custody.lend()
         self.merger.run(media)
+        if media.shift and self.decoding is not None and not self.decoding.moves:
+            self.decoding.moves = True
+            self.decoding.forget()
 
     def look(self) -> None:
         """See whether the captured steps are still of the model as it is."""
