@@ -38,9 +38,9 @@ class Merger:
     """A model's way from a prompt with pictures to the embeddings of it, of whatever kind the model is.
 
     generate() is begun on the prompt, and stopped where it calls the decoder. What it would have handed over must be what it hands over
-    for text, except for the embeddings, and these are of the prompt's own tokens wherever nothing is put; else the model does more with
-    pictures than the engine knows, and the request ends with that word. The first prompt of a kind is also held to the first tokens of
-    generate() itself.
+    for text, except for the embeddings, which are of the prompt's own tokens wherever nothing is put, where tokens stand (`moved`), and
+    features for tokens (`beside_of`); else the model does more with pictures than the engine knows, and the request ends with that word.
+    The first prompt of a kind is also held to the first tokens of generate() itself.
     """
 
     def __init__(self, runner: Runner) -> None:
