@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from families import BY_NAME, build
+from pictures import with_pictures
 from test_engine_exact import PROMPTS
+from tiny import build as build_shown
+from tiny import config_class
 
 from hf_paged.engine import Engine
 
@@ -73,6 +76,26 @@ def test_swapped_while_the_next_step_is_planned(name: str, dtype: torch.dtype) -
         logits = one_forward(model, output.prompt_token_ids, sequence.token_ids)
         chosen = logits.gather(1, torch.tensor(sequence.token_ids, device=DEVICE)[:, None])[:, 0]
         assert float((logits.amax(-1) - chosen).max()) <= bound_of(logits, dtype)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl"])
+def test_pictures(name: str) -> None:
+    """C23: shown twice in chunks, and then from what is kept of them, tokens on several axes and features of later layers among them; in
+    float32 generate()'s tokens. The steps behind them come from graphs where there are any."""
+    model = build_shown("image", config_class("image", name))
+    given = with_pictures(model, rows=1)
+    assert given is not None
+    model.to(DEVICE)
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    shown = [given, {key: value * 0.5 + 0.1 if value.is_floating_point() else value for key, value in given.items()}]
+    here = [{key: value.to(DEVICE) for key, value in each.items()} for each in shown]
+    expected = [model.generate(**each, **options)[0, each["input_ids"].shape[1] :].tolist() for each in here]
+    with Engine(model, **OPTIONS) as engine:
+        for _ in range(3):
+            handles = [engine.submit(**each, **options) for each in shown]
+            assert [handle.result().sequences[0].token_ids for handle in handles] == expected
+        engine.check()
+        assert (engine.stats()["graphs"].get("replayed", 0) > 10) == (DEVICE == "cuda"), engine._runner.decoding.reasons  # type: ignore[union-attr]
 
 
 def assert_swapped(engine: Engine) -> None:
