@@ -104,6 +104,19 @@ def test_increments_are_the_answer(stories: Engine) -> None:
             assert all(len(increment.token_ids) == 1 for increment in increments)
 
 
+def test_whoever_leaves_a_loop_finds_the_rest_later(engine: Engine) -> None:
+    """Steps bring an increment for each of three answers at once: a loop that ends after the first of them has taken no other."""
+    handle = engine.submit(PROMPTS[3], do_sample=True, num_return_sequences=3, max_new_tokens=6, min_new_tokens=6, seed=1)
+    found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for loops in range(4):
+        for increment in handle:
+            found[increment.index] += increment.token_ids
+            if loops < 3:
+                break
+    assert list(found.values()) == [sequence.token_ids for sequence in handle.result().sequences]
+    assert handle.read() == []
+
+
 def test_outputs_say_what_happened(engine: Engine) -> None:
     handle = engine.submit(PROMPTS[3], **GREEDY)
     assert "0 tokens so far" in repr(handle)

@@ -65,15 +65,25 @@ class Handle:
     def read(self) -> list[Increment]:
         """What is new since the last time somebody looked, without waiting for more: for those who drive the engine by hand."""
         increments = self._job.news.take()
-        if self._job.trouble is not None and not self.done:
-            self._desk.cancel(self._job)  # its tokenizer cannot read it: it ends, as the error that this is
+        self._see_to_trouble()
         return increments
 
+    def _read_one(self) -> Increment | None:
+        """The first of what is new: whoever leaves a loop after it has not taken what comes behind it."""
+        increment = self._job.news.next()
+        self._see_to_trouble()
+        return increment
+
+    def _see_to_trouble(self) -> None:
+        if self._job.trouble is not None and not self.done:
+            self._desk.cancel(self._job)  # its tokenizer cannot read it: it ends, as the error that this is
+
     def __iter__(self) -> Iterator[Increment]:
-        """What is new since the last time somebody looked, to the end of the request."""
+        """What is new since the last time somebody looked, to the end of the request. Whoever leaves the loop may go on with another."""
         while True:
             over = self.done  # looked at first: the last increment comes before the output
-            yield from self.read()
+            while (increment := self._read_one()) is not None:
+                yield increment
             if over:
                 return
             if not self.done:
@@ -91,7 +101,7 @@ class Handle:
         """As __iter__, in a coroutine."""
         while True:
             over = self.done
-            for increment in self.read():
+            while (increment := self._read_one()) is not None:
                 yield increment
             if over:
                 return

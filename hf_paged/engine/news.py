@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -20,13 +21,15 @@ class News:
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
         self._reading = threading.Lock()
+        self._made: deque[Increment] = deque()
+        """Increments that were made, and that nobody has taken yet."""
         self.readers: list[Wake] = []
         """Those who want to know of every increment."""
         self._waiters: list[Wake] = []
         """Those who want the end only."""
 
     def __bool__(self) -> bool:
-        return any(stream.unread for stream in self._streams)
+        return bool(self._made) or any(stream.unread for stream in self._streams)
 
     def tell(self) -> None:
         """There is an increment."""
@@ -42,8 +45,21 @@ class News:
     def take(self) -> list[Increment]:
         """What nobody has read yet: the first of every answer, then the second of every one, as they were made."""
         with self._reading:
-            rounds = zip_longest(*(stream.take() for stream in self._streams))
-        return [increment for each in rounds for increment in each if increment is not None]
+            self._make()
+            increments = list(self._made)
+            self._made.clear()
+        return increments
+
+    def next(self) -> Increment | None:
+        """The first of what nobody has read yet. Whoever stops after it leaves the others to whoever asks next."""
+        with self._reading:
+            if not self._made:
+                self._make()
+            return self._made.popleft() if self._made else None
+
+    def _make(self) -> None:
+        rounds = zip_longest(*(stream.take() for stream in self._streams))
+        self._made.extend(increment for each in rounds for increment in each if increment is not None)
 
     @contextmanager
     def waking(self, wake: Wake, each: bool) -> Iterator[None]:
