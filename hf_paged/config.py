@@ -88,4 +88,4 @@ class CacheConfig:
 
 def _check_number(name: str, value: object, kind: type | tuple[type, ...]) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be {'an int' if kind is int else 'a number'}, got {value!r}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -21,6 +24,7 @@ from hf_paged import demo
 from hf_paged.engine import Engine, EngineConfig, Unservable
 from hf_paged.integration.capture import RECORDERS
 from hf_paged.integration.identity import Identity
+from hf_paged.integration.registry import memory_of
 from hf_paged.memory import Unreadable
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -57,11 +61,62 @@ def test_text_chat_and_ids(stories: Engine) -> None:
         ([5, 96], "token id 96 .* from 0 to 95"),
         ([-1, 5], "token id -1 .* from 0 to 95"),
         (None, "needs a prompt"),
+        ({"input_ids": [5, 6]}, 'give its "input_ids"'),
+        (np.array([[5, 6], [7, 8]]), "one sequence"),
+        (np.array([True, False]), "one sequence"),
+        (np.array(5), "one sequence"),
     ],
 )
 def test_other_prompts_are_refused(engine: Engine, prompt: Any, error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=error):
         engine.submit(prompt)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_new_tokens": "5"}, "max_new_tokens='5' is not a whole number"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 is not a number of at least 1"),
+        ({"logprobs": "many"}, "logprobs='many' is not True or a number"),
+        ({"seed": 1.5}, "seed=1.5 is not an int"),
+        ({"logits_processor": lambda ids, scores: scores}, "logits_processor is a list of callables, got function"),
+        ({"logits_processor": [5]}, "logits_processor is a list of callables, and int 5 in it"),
+        ({"stopping_criteria": [None]}, "stopping_criteria is a list of callables, and NoneType None in it"),
+    ],
+)
+def test_other_options_are_refused(engine: Engine, options: dict[str, Any], error: str) -> None:
+    """With what was got, in `submit`: nothing of it is in the engine."""
+    with pytest.raises((TypeError, ValueError), match=error):
+        engine.submit(PROMPTS[0], **options)
+    assert engine.stats()["waiting"] == 0
+
+
+def test_numbers_of_numpy(engine: Engine) -> None:
+    """Prompts and seeds come out of arrays, too."""
+    drawn = {"do_sample": True, "max_new_tokens": 8}
+    expected = answers(engine.generate([PROMPTS[1]], seed=3, **drawn)[0])
+    ids = np.array(PROMPTS[1])
+    for prompt in (ids, ids[None], list(ids)):
+        output = engine.generate([prompt], seed=np.int64(3), **drawn)[0]
+        assert answers(output) == expected
+        assert [type(token) for token in output.prompt_token_ids] == [int] * len(ids)
+
+
+@pytest.mark.parametrize("prompts", ["text", b"text", {"prompt": [5, 6]}, None, 5])
+def test_a_list_of_prompts_is_a_list(engine: Engine, prompts: Any) -> None:
+    """A text would be taken apart, and a dict be its keys."""
+    with pytest.raises(TypeError, match=f"takes a list of prompts, got {type(prompts).__name__}"):
+        engine.generate(prompts, **GREEDY)
+
+
+def test_nobody_copies_an_engine(engine: Engine) -> None:
+    """Nor a handle; what it answers with can be copied."""
+    handle = engine.submit(PROMPTS[0], **GREEDY)
+    for thing, error in ((engine, "an engine .* cannot be pickled or copied"), (handle, "a handle .* cannot be pickled or copied")):
+        for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+            with pytest.raises(TypeError, match=error):
+                copied(thing)
+    assert answers(pickle.loads(pickle.dumps(handle.result()))) == alone(engine.model, PROMPTS[0], **GREEDY)
 
 
 @pytest.mark.parametrize("priority", ["high", None, float("nan"), 1.5])
@@ -208,14 +263,28 @@ def test_a_seed_settles_the_draws(engine: Engine) -> None:
         ({"run_ahead": "no"}, TypeError, "run_ahead must be True or False"),
         ({"watermark": "0.01"}, TypeError, "watermark must be a number"),
         ({"kernels": "cuda"}, ValueError, "kernels='cuda'"),
+        ({"policy": ["fcfs"]}, ValueError, r"policy=\['fcfs'\]"),
+        ({"admission": []}, ValueError, r"admission=\[\]"),
+        ({"num_blocks": 4.5}, TypeError, "num_blocks must be an int"),
+        (
+            {"num_blocks": 10**12},
+            hf_paged.OutOfBlocks,
+            "num_blocks=1000000000000 of 16 tokens take [0-9]* bytes on cpu, and [0-9]* are free",
+        ),
+        ({"host_blocks": 10**12}, hf_paged.OutOfBlocks, "no memory for host_blocks=1000000000000"),
+        ({"memory_fraction": 1e-13}, hf_paged.OutOfBlocks, "less than one block of [0-9]* bytes"),
+        ({"tokenizer": EngineConfig()}, TypeError, "a tokenizer has decode.., got EngineConfig"),
         ({"config": {"block_size": 4}}, TypeError, "EngineConfig"),
         ({"config": EngineConfig(), "block_size": 4}, ValueError, "give one of them"),
     ],
 )
 def test_options_are_checked(model: Any, options: dict[str, Any], error: type[Exception], match: str) -> None:
-    """What is not there yet says so; nothing is ignored."""
+    """What is not there yet says so; nothing is ignored, and nothing stays behind."""
     with pytest.raises(error, match=match):
         Engine(model, **options)
+    gc.collect()
+    memory_of(model).drain()
+    assert not memory_of(model).groups
 
 
 def test_the_engine_chooses_well_alone(model: Any) -> None:

@@ -36,6 +36,13 @@ def test_bytes_of_a_block() -> None:
     assert group.block_bytes == 819_200
 
 
+def test_books_that_the_host_cannot_keep(llama: Any) -> None:
+    """More blocks than there is memory for the books of: an error at once, and the call's neighbours do not notice."""
+    with pytest.raises(hf_paged.OutOfBlocks, match="the books of 1000000000000 blocks do not fit"):
+        llama.generate(torch.tensor([[5, 6]]), max_new_tokens=2, cache_implementation="paged", cache_config={"num_blocks": 10**12})
+    assert llama.generate(torch.tensor([[5, 6]]), max_new_tokens=2, cache_implementation="paged").shape == (1, 4)
+
+
 def test_one_allocation_for_layers_of_one_layout() -> None:
     """C5: keys and values of all layers of a group are one buffer."""
     _, group = make(layers=3, num_blocks=4)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from .embeddings import checked, names_of
 from .encoding import Source
 from .media import Media, marks_of, taken
 from .options import Options, ends_of
-from .prompts import known, opened, prompt_tokens, words_of
+from .prompts import known, opened, prompt_tokens, short, words_of
 from .sampling import Warp, warp_of
 
 EXPECTED = {
@@ -130,6 +132,17 @@ def check_model(model: Any) -> None:
     model._prepare_generation_config(None)
 
 
+def _callables(name: str, given: Any) -> list[Any]:
+    """The functions that a user hands over as a list."""
+    if given is not None and not isinstance(given, Iterable):
+        raise TypeError(f"{name} is a list of callables, got {short(given)}; put it into a list")
+    found = list(given or [])
+    wrong = [each for each in found if not callable(each)]
+    if wrong:
+        raise TypeError(f"{name} is a list of callables, and {short(wrong[0])} in it is none")
+    return found
+
+
 class Given(NamedTuple):
     """A prompt: the ids that processors see, what the model is given as `name`, and what comes of it."""
 
@@ -172,13 +185,14 @@ def read(
         config,
         input_ids_seq_length=len(tokens),
         encoder_input_ids=given.inputs,
-        logits_processor=LogitsProcessorList(extras["logits_processor"] or []),
+        logits_processor=LogitsProcessorList(_callables("logits_processor", extras["logits_processor"])),
         device=device,
         model_kwargs={},
         **{name: extras[name] for name in PASSED_ON},
     )
-    criteria = model._get_stopping_criteria(config, StoppingCriteriaList(extras["stopping_criteria"] or []), tokenizer=tokenizer)
-    brought = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
+    brought = StoppingCriteriaList(_callables("stopping_criteria", extras["stopping_criteria"]))
+    criteria = model._get_stopping_criteria(config, brought, tokenizer=tokenizer)
+    at_tokens = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
     others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
     plain = warp_of(processors) if config.do_sample else (None if processors else Warp())
@@ -191,7 +205,7 @@ def read(
         config,
         processors,
         others,
-        own_ends.union(*(ends_of(tensor) for tensor in brought if tensor is not config._eos_token_tensor)),
+        own_ends.union(*(ends_of(tensor) for tensor in at_tokens if tensor is not config._eos_token_tensor)),
         min(lengths) - len(tokens) + len(names),
         _seed(seed),
         _favourites(logprobs, model),
@@ -274,20 +288,19 @@ def _seed(seed: int | None) -> int:
     """The request's seed; without one from torch's generator, so that torch.manual_seed settles it."""
     if seed is None:
         return int(torch.randint(2**62, (), device="cpu"))
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed!r} is not an int from 0 to 2**63 - 1")
-    return seed
+    return int(seed)
 
 
 def _favourites(logprobs: int | bool | None, model: Any) -> int | None:
     """How many favourites are reported beside each token's logprob; None if nobody asked for any of it."""
     if logprobs is None or logprobs is False:
         return None
-    count = int(logprobs is not True and logprobs)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    if not isinstance(logprobs, int) or not 0 <= count <= vocabulary:
+    count, vocabulary = 0 if logprobs is True else logprobs, model.config.get_text_config(decoder=True).vocab_size
+    if not isinstance(count, Integral) or not 0 <= count <= vocabulary:
         raise ValueError(f"logprobs={logprobs!r} is not True or a number of favourites from 0 to {vocabulary}")
-    return count
+    return int(count)
 
 
 def is_about_time(criterion: Any) -> bool:

@@ -66,11 +66,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self.pages()
         self.limits()
-        if self.policy not in POLICIES:
+        if not isinstance(self.policy, str) or self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r} is not one of {sorted(POLICIES)}")
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ValueError(f"preemption={self.preemption!r} is not one of 'auto', 'recompute', 'swap'")
-        if self.admission not in ADMISSIONS:
+        if not isinstance(self.admission, str) or self.admission not in ADMISSIONS:
             raise ValueError(f"admission={self.admission!r} is not one of {sorted(ADMISSIONS)}")
         self._check_host_blocks()
         for name in ("prefix_caching", "check_hits", "keep_pools", "compile", "graphs", "run_ahead"):

@@ -50,6 +50,8 @@ class Engine(Front):
         check_model(self.model)
         self._longest, self._longest_source = longest(self.model), longest_source(self.model)
         self.pools = Pools(self.model, self.config)
+        # Finalizers run in the middle of anything, so this one only notes that the pools are nobody's.
+        weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
         self._runner = Runner(self.model, self.pools)
         self._require_eval()
         settings = Settings(self.model)
@@ -72,8 +74,6 @@ class Engine(Front):
         self._steps = Steps(self.pools, self._runner, self._weights, self._scheduler, self._jobs, self._preemption, ahead)
         self._aside: list[Output] = []
         """What ended between two steps."""
-        # Finalizers run in the middle of anything, so this one only notes that the pools are nobody's.
-        weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
 
     def __repr__(self) -> str:
         return f"Engine({type(self.model).__name__}, form={self._runner.form!r}, requests={len(self._jobs)})"

@@ -91,16 +91,19 @@ COUNTS = ("max_length", "max_new_tokens", "num_beams", "num_return_sequences")
 def check_counts(config: Any) -> None:
     """Raise unless what is counted is a whole number of at least one: half a token would be counted otherwise here than there."""
     for name in COUNTS:
-        value = getattr(config, name, None)
-        if value is None:
-            continue
-        try:
-            count = operator.index(value)
-        except TypeError as error:
-            raise TypeError(f"{name}={value!r} is not a whole number") from error
-        if count < 1:
-            raise ValueError(f"{name}={value!r} is not a number of at least 1")
-        setattr(config, name, count)
+        if getattr(config, name, None) is not None:
+            setattr(config, name, counted(name, getattr(config, name)))
+
+
+def counted(name: str, value: Any) -> int:
+    """The whole number of at least one that an option is."""
+    try:
+        count = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name}={value!r} is not a whole number") from error
+    if count < 1:
+        raise ValueError(f"{name}={value!r} is not a number of at least 1")
+    return count
 
 
 def check_fields(config: Any) -> None:

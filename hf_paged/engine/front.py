@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 
@@ -40,7 +40,12 @@ class Front(ABC):
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.processor, self.tokenizer = model, tokenizer, words_of(tokenizer)
+        words = words_of(tokenizer)
+        if words is not None and not callable(getattr(words, "decode", None)):
+            raise TypeError(
+                f"a tokenizer has decode(), got {type(tokenizer).__name__}; give options by name, and no tokenizer if there is none"
+            )
+        self.model, self.processor, self.tokenizer = model, tokenizer, words
         self._lock = Turns()
         self._closed = self._closing = self._paused = self._stepping = False
         self._numbers = itertools.count()
@@ -49,6 +54,9 @@ class Front(ABC):
         self._thread: Background | None = None
         self._starting = threading.Lock()
         self._options = Options()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("an engine lives in its model's pools and cannot be pickled or copied; make another one for the other model")
 
     # ---- requests
 
@@ -310,6 +318,8 @@ class Front(ABC):
 
 def _each(prompts: Iterable[Any]) -> list[Any]:
     """A list of prompts; a single one would be taken apart."""
-    if isinstance(prompts, str):
-        raise TypeError("generate() takes a list of prompts; for one of them write engine.generate([prompt])")
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise TypeError(
+            f"generate() takes a list of prompts, got {type(prompts).__name__}; for one of them write engine.generate([prompt])"
+        )
     return list(prompts)

@@ -38,6 +38,9 @@ class Handle:
         state = "done" if self.done else f"{sum(len(stream.tokens) for stream in self._job.streams)} tokens so far"
         return f"Handle({state})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a handle belongs to its engine and cannot be pickled or copied; its result() can")
+
     @property
     def number(self) -> int | None:
         """Which request it is in the order of arrival, as a trace names it; None if it was refused."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig
 
-from .fields import check_counts, check_fields
+from .fields import COUNTS, check_counts, check_fields, counted
 from .media import SHOWN
 
 LENGTH = "max_new_tokens"
@@ -75,6 +75,9 @@ def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
         return all(value is None for value in (keywords.get(name), getattr(generation_config, name, None), getattr(own, name)))
 
     defaults = left_open("max_length"), left_open("min_length")
+    for name in set(COUNTS) & keywords.keys():
+        if keywords[name] is not None:
+            counted(name, keywords[name])  # transformers' own checks come with the completion, in other words
     # The engine has its own pages: the word is no news to it.
     if generation_config is None:
         # As transformers goes about it, but for a look at what the model's own config says about generation (`check_model`).

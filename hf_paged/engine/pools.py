@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import weakref
@@ -90,21 +91,48 @@ class Pools:
         totals = [
             self._blocks(kind, group, (longest_source if kind == CROSS else longest) or LONGEST) for kind, group in self.groups.items()
         ]
+        for group in self.groups.values():
+            group.give_back()  # what the trial has left
+        self._require_room(totals)
         for group, total in zip(self.groups.values(), totals, strict=True):
             group.resize(total)
         if self.config.preemption != "recompute" and self.config.host_blocks != 0:
             self._make_host()
 
+    def _require_room(self, totals: Sequence[int]) -> None:
+        """Raise if so many blocks of every group are none, or more than there is memory for: books of them alone may be too much."""
+        need: Counter[torch.device] = Counter()
+        for group, total in zip(self.groups.values(), totals, strict=True):
+            for layout, layers in group.layouts.items():
+                need[layout.device] += total * self.config.block_size * layers * layout.token_bytes
+            if total < 1:
+                raise OutOfBlocks(
+                    f"the memory that the engine may take is less than one block of {group.block_bytes} bytes (the {group.kind.name} "
+                    f"layers); raise memory_fraction, lower block_size={self.config.block_size}, or free some"
+                )
+        if self.config.num_blocks is None:
+            return
+        for device, wanted in need.items():
+            if wanted > free_bytes(device):
+                gc.collect()  # engines and caches that nobody holds any more
+                self.memory.drain()
+            if wanted > (free := free_bytes(device)):
+                raise OutOfBlocks(
+                    f"num_blocks={self.config.num_blocks} of {self.config.block_size} tokens take {wanted} bytes on {device}, and {free} "
+                    "are free; lower it, or leave it out"
+                )
+
     def _make_host(self) -> None:
         """Let blocks wait on the host: what the options say, now; else as many as are ever held here, when they are needed."""
         wanted = self.config.host_blocks
         for group in self.groups.values():
-            affordable = int(SHARE_OF_HOST * group.share * free_bytes(torch.device("cpu"))) // group.block_bytes
+            free = free_bytes(torch.device("cpu"))
+            affordable = int(SHARE_OF_HOST * group.share * free) // group.block_bytes
+            if wanted is not None and wanted * group.block_bytes > free:
+                raise _no_host(wanted, group)
             group.host = HostBlocks(group, min(group.pool.total, affordable) if wanted is None else wanted)
             if wanted is not None and not group.host.reserve(wanted):
-                raise OutOfBlocks(
-                    f"the host has no memory for host_blocks={wanted} of {group.block_bytes} bytes (the {group.kind.name} layers); lower it"
-                )
+                raise _no_host(wanted, group)
             logger.info("up to %d blocks of the %s layers may wait on the host", group.host.most, group.kind.name)
 
     def _blocks(self, kind: Kind, group: Group, longest: int) -> int:
@@ -202,6 +230,12 @@ class Pools:
             for kind, group in self.groups.items()
             if group.host is not None
         }
+
+
+def _no_host(wanted: int, group: Group) -> OutOfBlocks:
+    return OutOfBlocks(
+        f"the host has no memory for host_blocks={wanted} of {group.block_bytes} bytes (the {group.kind.name} layers); lower it"
+    )
 
 
 def name_of(kind: Kind) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -65,17 +66,19 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
             ids = tokenizer(prompt)["input_ids"]
         else:
             ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
-    elif isinstance(prompt, torch.Tensor):
+    elif hasattr(prompt, "tolist"):  # a tensor, or numpy's array
         ids = prompt.tolist()
     else:
         ids = prompt
     if isinstance(ids, Sequence) and len(ids) == 1 and isinstance(ids[0], Sequence):
         ids = ids[0]
-    if not isinstance(ids, Sequence) or isinstance(prompt, bytes) or not _are_ids(ids):
-        raise TypeError(f"a prompt is a text, chat messages or the token ids of one sequence, got {short(prompt)}")
-    if not ids:
+    found = _ids_of(ids)
+    if found is None:
+        hint = '; give its "input_ids"' if isinstance(prompt, Mapping) and "input_ids" in prompt else ""
+        raise TypeError(f"a prompt is a text, chat messages or the token ids of one sequence, got {short(prompt)}{hint}")
+    if not found:
         raise ValueError("the prompt is empty; give it at least one token")
-    return tuple(ids)
+    return found
 
 
 def known(tokens: tuple[int, ...], module: Any) -> tuple[int, ...]:
@@ -108,9 +111,14 @@ def _shows(messages: Any) -> bool:
     return any(part.get("type", "text") not in SAID for part in parts)
 
 
-def _are_ids(ids: Sequence[Any]) -> bool:
+def _ids_of(ids: object) -> tuple[int, ...] | None:
+    """Whole numbers as token ids, Python's or numpy's; None if they are something else."""
+    if not isinstance(ids, Sequence) or isinstance(ids, bytes):
+        return None
     kinds = set(map(type, ids))
-    return kinds == {int} or all(issubclass(kind, int) and kind is not bool for kind in kinds)
+    if kinds <= {int}:
+        return tuple(ids)
+    return tuple(map(int, ids)) if all(issubclass(kind, Integral) and not issubclass(kind, bool) for kind in kinds) else None
 
 
 def _as_computed(model: Any, value: Any) -> Any:

@@ -3,6 +3,11 @@
 import psutil  # type: ignore[import-untyped]  # comes with accelerate, without stubs
 import torch
 
+from ..blocks import OutOfBlocks
+
+BYTES_OF_BOOKS = 20
+"""What the books of a pool take of the host's memory for a block, at least."""
+
 
 def free_bytes(device: torch.device) -> int:
     """Bytes that an allocation on `device` could get now, the allocator's own reserve included."""
@@ -10,3 +15,11 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(psutil.virtual_memory().available)
+
+
+def require_room_for_books(blocks: int) -> int:
+    """The number of blocks, if the host has memory to keep books of so many; else asking for them would be the process's end."""
+    free = free_bytes(torch.device("cpu"))
+    if blocks * BYTES_OF_BOOKS > free:
+        raise OutOfBlocks(f"the books of {blocks} blocks do not fit into the host's memory ({free} bytes are free); lower num_blocks")
+    return blocks

@@ -13,7 +13,7 @@ import torch
 
 from ..blocks import BlockPool, Copy, OutOfBlocks
 from ..config import CacheConfig
-from .budget import free_bytes
+from .budget import free_bytes, require_room_for_books
 from .host import HostBlocks
 from .plain import Ops
 from .store import Layout, Store
@@ -44,7 +44,7 @@ class Group:
 
     def __init__(self, memory: Memory, kind: Kind, config: CacheConfig, layers: int, share: float) -> None:
         self.memory, self.kind, self.config, self.share = memory, kind, config, share
-        self.pool = BlockPool(config.num_blocks or 0, config.block_size)
+        self.pool = BlockPool(require_room_for_books(config.num_blocks or 0), config.block_size)
         self._expected_layers = layers
         self._place: dict[int, tuple[Layout, int]] = {}
         self._count: Counter[Layout] = Counter()
