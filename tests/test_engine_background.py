@@ -367,3 +367,15 @@ def test_a_lock_that_goes_round() -> None:
         assert not turns.mine
     over.set()
     join(threads)
+
+
+def test_a_process_that_was_forked_waits_for_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork leaves the thread behind: whoever waits there is told so. The process that has the thread does not notice."""
+    engine.pause()  # nobody computes it meanwhile
+    handle = engine.submit(PROMPTS[1], **GREEDY)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("hf_paged.engine.background.os.getpid", lambda: -1)
+        with pytest.raises(RuntimeError, match=r"from which this one was forked; make an engine here"):
+            handle.result(timeout=GUARD)
+    engine.resume()
+    assert answers(handle.result(timeout=GUARD)) == alone(engine.model, PROMPTS[1], **GREEDY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ class Background:
         self._halted = False
         self._listeners: list[Wake] = []
         """Everybody who waits: all are woken when the thread ends."""
-        self.over = False
+        self._over, self._process = False, os.getpid()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="hf_paged engine", daemon=True)
         atexit.register(self.stop)
@@ -48,6 +49,15 @@ class Background:
     def own(self) -> bool:
         """Whether this is the thread that asks."""
         return threading.current_thread() is self._thread
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, or never was in this process: a fork leaves all threads behind."""
+        return self._over or self._forked
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
 
     def wake(self) -> None:
         """There is something to do."""
@@ -81,7 +91,7 @@ class Background:
         except BaseException as error:  # an interrupt from within a processor, too: somebody must hear of it
             self.error = error
         finally:
-            self.over = True
+            self._over = True
             atexit.unregister(self.stop)
             for wake in self._listeners.copy():
                 wake()
@@ -132,3 +142,5 @@ class Background:
     def _raise_trouble(self, job: Job) -> None:
         if self.error is not None and job.output is None:
             raise RuntimeError(f"the engine's thread has stopped: {self.error}; start() goes on, if that is over") from self.error
+        if self._forked and job.output is None:
+            raise RuntimeError(f"the engine's thread is in process {self._process}, from which this one was forked; make an engine here")
