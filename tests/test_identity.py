@@ -7,6 +7,7 @@ is keyed by tokens alone must get it wrong: otherwise the case would prove nothi
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from test_reuse import ask, continued, words
 import hf_paged
 from hf_paged.integration import hooks, identity, keys
 from hf_paged.integration.identity import identity_of
+from hf_paged.memory.fingerprint import Shelf
 
 PROMPT = words(1, 45)
 Change = Callable[[Any], None]
@@ -582,3 +584,52 @@ def test_a_kept_cache_that_outlives_a_change_is_private(llama: Any) -> None:
     second = llama.generate(longer, attention_mask=torch.ones_like(longer), **call)
     assert hf_paged.stats(llama).reasons["the model has changed since the cache was begun"] == 1
     assert scored(llama, continued(second, second.shape[1], 3))[0] == second.shape[1] + 3
+
+
+# ---- several who look at once
+
+
+def test_looks_that_overlap(llama: Any) -> None:
+    """Who has begun to look before somebody else noted what the weights hold finds the same state, and no error."""
+    own = identity_of(llama)
+    first, second = own.begin(llama, llama.forward), own.begin(llama, llama.forward)
+    state = own.number(second)
+    assert own.number(first) == state
+    early = own.begin(llama, llama.forward)
+    with torch.no_grad():
+        llama.lm_head.weight.mul_(2)
+    late = own.begin(llama, llama.forward)
+    changed = own.number(late)
+    assert changed != state
+    assert own.number(early) == changed == own.number(own.begin(llama, llama.forward))
+
+
+def test_one_thread_looks_at_a_time(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines on one model look whenever they are idle, each in its own thread."""
+    own = identity_of(llama)
+    state = own.number(own.begin(llama, llama.forward))
+    read, inside, most, found = Shelf.read, [0], [0], []
+    others: list[threading.Thread] = []
+    came = threading.Event()
+
+    def look() -> None:
+        found.append(own.number(own.begin(llama, llama.forward)))
+
+    def watched(shelf: Shelf, ranges: list[tuple[int, int]]) -> Any:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        if others:
+            came.set()
+        else:
+            others.append(threading.Thread(target=look))
+            others[0].start()
+            came.wait(0.2)  # whoever does not wait outside comes in here
+        answer = read(shelf, ranges)
+        inside[0] -= 1
+        return answer
+
+    monkeypatch.setattr(Shelf, "read", watched)
+    look()
+    others[0].join()
+    assert found == [state, state]
+    assert most[0] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
@@ -151,16 +152,19 @@ class Glance(NamedTuple):
     survey: Survey
     readings: list[Reading] | None
     """None if the host saw a change already, so that nothing was left to compare."""
+    contents: Contents | None
+    """What they are to be compared with."""
 
 
 class Identity:
     """Numbers for the states of one model. A number is never used for two contents of its weights.
 
     Settings (which adapters are on, their scales, a config's entries) may come back and have their number again. Weights that
-    changed, in whatever way, never do.
+    changed, in whatever way, never do. Several threads may look at once: engines on one model, calls of generate().
     """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self.secret = os.urandom(32)
         """What only this process knows: nobody can work out names of blocks beforehand."""
         self.changes = 0
@@ -183,13 +187,22 @@ class Identity:
 
     def begin(self, model: nn.Module, forward: Callable[..., Any]) -> Glance:
         """Begin to look at the model; raises Unreadable if that cannot be done."""
-        survey = Survey.of(model, forward)
+        with self._lock:
+            return self._look(Survey.of(model, forward))
+
+    def _look(self, survey: Survey) -> Glance:
         if self._tags is None or self._contents is None or not self._tags.fit(survey.tensors):
-            return Glance(survey, None)
-        return Glance(survey, self._contents.look(survey.tensors))
+            return Glance(survey, None, self._contents)
+        return Glance(survey, self._contents.look(survey.tensors), self._contents)
 
     def number(self, glance: Glance) -> int:
         """The number of the state that was looked at."""
+        with self._lock:
+            return self._number(glance)
+
+    def _number(self, glance: Glance) -> int:
+        if glance.contents is not self._contents:
+            glance = self._look(glance.survey)  # somebody else has noted what the weights hold since
         if glance.readings is None or self._contents is None or not self._contents.same(glance.readings):
             self._renew(glance.survey)
         for i, (survey, changes, number) in enumerate(self._states):
@@ -205,11 +218,12 @@ class Identity:
 
     def still(self, survey: Survey, number: int, moves: int) -> bool:
         """Whether the host sees no change since the model was found in the state `number`, nor has seen one since `moves`."""
-        last, changes, known = self._states[-1]
-        return (
-            known == number and moves == self.moves and changes == self.changes and self._tags is not None
-            and survey.facts == last.facts and last.valid and self._tags.fit(survey.tensors)
-        )  # fmt: skip
+        with self._lock:
+            last, changes, known = self._states[-1]
+            return (
+                known == number and moves == self.moves and changes == self.changes and self._tags is not None
+                and survey.facts == last.facts and last.valid and self._tags.fit(survey.tensors)
+            )  # fmt: skip
 
     def _renew(self, survey: Survey) -> None:
         """The weights are others than they were: note what they hold now."""
@@ -220,10 +234,12 @@ class Identity:
 
 
 _identities: weakref.WeakKeyDictionary[nn.Module, Identity] = weakref.WeakKeyDictionary()
+_beginning = threading.RLock()
 
 
 def identity_of(model: nn.Module) -> Identity:
     """The model's identity, begun when first asked for."""
-    if model not in _identities:
-        _identities[model] = Identity()
-    return _identities[model]
+    with _beginning:
+        if model not in _identities:
+            _identities[model] = Identity()
+        return _identities[model]
