@@ -54,7 +54,8 @@ class Engine(Front):
         weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
         self._runner = Runner(self.model, self.pools)
         self._require_eval()
-        settings = Settings(self.model)
+        with self.pools.memory.lock:
+            settings = Settings(self.model)
         self._runner.try_out()
         self.pools.settle(self._longest, self._longest_source)
         self._preemption = Preemption(self.pools, self.config.preemption)
@@ -70,7 +71,8 @@ class Engine(Front):
         self._jobs: dict[Group, Job] = {}
         ahead = self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
         self._custody = self._runner.custody
-        self._weights = Weights(self.model, self._custody, settings.after_forwards())
+        with self.pools.memory.lock:
+            self._weights = Weights(self.model, self._custody, settings.after_forwards())
         self._steps = Steps(self.pools, self._runner, self._weights, self._scheduler, self._jobs, self._preemption, ahead)
         self._aside: list[Output] = []
         """What ended between two steps."""
@@ -152,7 +154,8 @@ class Engine(Front):
             self._steps.flight = None  # it has nothing but tokens too many
             return ended
         self._require_eval()
-        self._look()
+        with self.pools.memory.lock:  # nobody else is in the middle of a forward then
+            self._look()
         with self._mending():
             return ended + self._steps.go_on()
 

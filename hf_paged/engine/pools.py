@@ -80,22 +80,23 @@ class Pools:
 
     def lend(self, tokens: int) -> None:
         """Have blocks for a trial of two sequences of `tokens` tokens."""
-        for group in self.groups.values():
-            group.resize(2 * (group.pool.blocks_for(tokens) + 1))
+        with self.memory.lock:
+            for group in self.groups.values():
+                group.resize(2 * (group.pool.blocks_for(tokens) + 1))
 
     def settle(self, longest: int | None, longest_source: int | None = None) -> None:
         """Take what the options say, or what the most sequences of the longest length need, within a share of the memory.
 
         After a trial, which has shown what a block is made of. longest_source: the most that an encoder makes.
         """
-        totals = [
-            self._blocks(kind, group, (longest_source if kind == CROSS else longest) or LONGEST) for kind, group in self.groups.items()
-        ]
-        for group in self.groups.values():
-            group.give_back()  # what the trial has left
-        self._require_room(totals)
-        for group, total in zip(self.groups.values(), totals, strict=True):
-            group.resize(total)
+        lengths = [(longest_source if kind == CROSS else longest) or LONGEST for kind in self.groups]
+        with self.memory.lock:
+            totals = [self._blocks(kind, group, length) for (kind, group), length in zip(self.groups.items(), lengths, strict=True)]
+            for group in self.groups.values():
+                group.give_back()  # what the trial has left
+            self._require_room(totals)
+            for group, total in zip(self.groups.values(), totals, strict=True):
+                group.resize(total)
         if self.config.preemption != "recompute" and self.config.host_blocks != 0:
             self._make_host()
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ..integration.identity import INTERNAL
-from ..integration.state import fact_of, modules_of
+from ..integration.identity import INTERNAL, OURS
+from ..integration.state import Same, fact_of, modules_of
+from ..integration.switch import original_implementation
 
 CONTAINERS = (list, tuple, set, frozenset, dict)
 
@@ -71,7 +72,8 @@ class Settings:
 
     def _names(self, kind: type, own: dict[str, Any]) -> tuple[str, ...]:
         """What is looked at of a module's own dict."""
-        return tuple(name for name in own if name not in INTERNAL and name != "forward" and (kind, name) not in self.restless)
+        # All names at once: a generate() in another thread may set a forward this very moment.
+        return tuple([name for name in list(own) if name not in INTERNAL and name != "forward" and (kind, name) not in self.restless])
 
     def _same(self) -> bool:
         return self._sizes == self._counts() and all(map(is_, self._objects(), self._kept))
@@ -86,5 +88,13 @@ class Settings:
 
     def _facts(self) -> tuple[list[list[tuple[str, Any]]], list[list[int]]]:
         """What the settings of each module say, and which its parts are."""
-        said = [[(name, fact_of(own[name])) for name in self._names(kind, own)] for kind, own in self._owns]
+        said = [[(name, _fact_of(own[name])) for name in self._names(kind, own)] for kind, own in self._owns]
         return said, [list(map(id, part.values())) for part in self._parts]
+
+
+def _fact_of(value: Any) -> Any:
+    """What a setting says; of a config not which attention it has while a step runs, perhaps in another thread."""
+    own = getattr(value, "__dict__", None)
+    if not own or OURS.isdisjoint(own):
+        return fact_of(value)
+    return Same(value), original_implementation(value), fact_of({name: part for name, part in own.copy().items() if name not in OURS})
