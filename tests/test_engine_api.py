@@ -172,6 +172,19 @@ def test_whoever_leaves_a_loop_finds_the_rest_later(engine: Engine) -> None:
     assert handle.read() == []
 
 
+def test_an_answer_that_ends_before_its_first_token_says_so(engine: Engine) -> None:
+    """Whoever iterates hears of every end, and once."""
+    for steps in range(2):
+        handle = engine.submit(PROMPTS[3], do_sample=True, num_return_sequences=2, max_new_tokens=6, seed=1)
+        for _ in range(steps):
+            engine.step()
+        handle.cancel()
+        assert [(each.index, each.token_ids, each.text, each.finish_reason) for each in handle] == [
+            (i, [], None, "abort") for i in range(2)
+        ]
+        assert list(handle) == []
+
+
 def test_outputs_say_what_happened(engine: Engine) -> None:
     handle = engine.submit(PROMPTS[3], **GREEDY)
     assert "0 tokens so far" in repr(handle)

@@ -187,6 +187,32 @@ def test_equal_prompts_are_computed_once() -> None:
     assert all(answers(output) == expected for output in [*first, again])
 
 
+def by_depth_alone(parent: bytes, tokens: Any, extra: bytes = b"") -> bytes:
+    """A name that says where a block stands and nothing of what it holds."""
+    return bytes(31) + bytes([parent[-1] + 1])
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_names_that_collide_hand_out_nothing(preemption: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C25: with check_hits tokens are compared wherever a name leads to a block; without it the answers are wrong here."""
+    for where in ("blocks.prefix", "blocks.trail", "scheduling.sequence"):
+        monkeypatch.setattr(f"hf_paged.{where}.chain", by_depth_alone)
+    model = _model("llama")
+    expected = [alone(model, prompt, max_new_tokens=14, do_sample=False) for prompt in PROMPTS]
+
+    def asked(check: bool) -> list[list[list[int]]]:
+        with Engine(model, block_size=4, num_blocks=19, max_batch_sequences=4, check_hits=check, preemption=preemption) as engine:
+            handles = [engine.submit(prompt, max_new_tokens=14, do_sample=False) for prompt in PROMPTS * 2]
+            while not all(handle.done for handle in handles):
+                engine.step()
+                engine.check()
+            assert not check or engine.stats()["swapped_in" if preemption == "swap" else "preemptions"] > 0
+            return [answers(handle.result()) for handle in handles]
+
+    assert asked(check=True) == expected * 2
+    assert asked(check=False) != expected * 2
+
+
 def test_salts_and_an_engine_without_a_cache_share_nothing() -> None:
     """C24."""
     with Engine(_model("llama"), block_size=4, num_blocks=60) as engine:

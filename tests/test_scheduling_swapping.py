@@ -79,6 +79,21 @@ def test_what_is_still_here_is_not_brought_back() -> None:
     world.assert_empty()
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_name_that_collides_is_not_what_is_still_here(verify: bool) -> None:
+    """C25: with `verify` a block of other tokens under the same name is no block of the group's, and its own one travels."""
+    world = Simulated.of(total=20, size=4, tokens=32, host=20, verify=verify)
+    group = world.submit(Request(0, prompt(14), 20))
+    steps(world, 4)
+    pool, second = world.pools[0], group.leader.tables[0].blocks[1]
+    world.scheduler.preempt(group)
+    pool._names[second] = pool._names[second]._replace(tokens=(90, 91, 92, 93))  # somebody else's, by an unlikely chance
+    plan = world.scheduler.schedule()
+    assert plan.admitted == (group,)
+    assert len(plan.swaps.back[0]) == (2 if verify else 1)
+    assert (second in group.leader.tables[0].blocks) is not verify
+
+
 def test_what_comes_back_has_its_names_again() -> None:
     """Others took the room: the blocks come from the host, and are found by the next request when they are computed on."""
     world = Simulated.of(total=10, size=4, tokens=64, host=20)

@@ -122,3 +122,15 @@ def test_a_kept_cache_with_other_wishes_is_refused(llama: Any) -> None:
 def test_of_what_is_no_model(about: Any) -> None:
     with pytest.raises(TypeError, match="expected a model, got str"):
         about("a folder")
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2-window"])
+def test_pools_of_an_engine(name: str, checked: bool) -> None:
+    """They count what requests found when they were let in, each of them once however long it waited, for every kind of layer."""
+    model = build(BY_NAME[name])
+    with hf_paged.Engine(model, block_size=4, num_blocks=40, max_batch_sequences=1, max_batch_tokens=9, check_hits=checked) as engine:
+        prompts = [words(1, 26)[0].tolist()] * 3
+        engine.generate(prompts, max_new_tokens=3, min_new_tokens=3)
+        assert (engine.stats()["hits"], engine.stats()["misses"]) == (12, 6)
+        assert [(pool.hits, pool.misses) for pool in hf_paged.stats(model).pools] == [(12, 6)] * len(engine.stats()["blocks"])

@@ -49,12 +49,18 @@ def match(pool: BlockPool, tokens: Sequence[int], extra: bytes = b"", verify: bo
     return found
 
 
-def known(pool: BlockPool, names: Sequence[bytes]) -> list[int]:
-    """The blocks of the leading names that the pool knows. It looks and counts nothing."""
+def known(pool: BlockPool, names: Sequence[bytes], tokens: Sequence[int] | None = None) -> list[int]:
+    """The blocks of the leading names that the pool knows. It looks and counts nothing.
+
+    With `tokens`, which the names are of, those of the blocks are compared with them (C25).
+    """
     blocks: list[int] = []
-    for name in names:
+    for place, name in enumerate(names):
         block = pool.lookup(name)
         if block is None:
+            break
+        begin = place * pool.block_size
+        if tokens is not None and pool.published_tokens(block) != tuple(tokens[begin : begin + pool.block_size]):
             break
         blocks.append(block)
     return blocks

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Literal
 
-from ..blocks import Match, adopt, append, commit, known, match, reorder
+from ..blocks import Match, adopt, append, commit, known, reorder
 from ..blocks.pool import expect
 from .admission import Bid, Moment, Verdict, why_infeasible
 from .audit import check_groups, check_shelves
@@ -324,10 +324,7 @@ class Scheduler:
         if not self.prefix_caching:
             return [Match([], []) for _ in self.shelves]
         names = group.names()
-        blocks = [known(shelf.pool, names) for shelf in self.shelves]
-        if self.verify:
-            tokens = group.leader.tokens[: group.common]
-            blocks = [match(shelf.pool, tokens, group.request.extra, verify=True).blocks for shelf in self.shelves]
+        blocks = [known(shelf.pool, names, group.leader.tokens if self.verify else None) for shelf in self.shelves]
         hits = min(map(len, blocks))
         if hits < len(names) and self._promised[names[hits]]:
             return None
@@ -370,8 +367,10 @@ class Scheduler:
             group.cached_tokens = leader.computed
         hits = len(found[0].blocks)
         if self.prefix_caching:
-            self.counts["hits"] += hits
-            self.counts["misses"] += len(group.names()) - hits
+            misses = len(group.names()) - hits
+            self.counts.update(hits=hits, misses=misses)
+            for shelf in self.shelves:
+                shelf.pool.counts.update(hits=hits, misses=misses)
         return hits
 
     def _name(self, sequence: Sequence, end: int) -> None:
