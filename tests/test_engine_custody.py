@@ -80,6 +80,12 @@ def rewrite(model: Any) -> None:
             parameter.mul_(-1.0)
 
 
+def written(model: Any) -> None:
+    """Torch counts it as a change, and all tokens stay what they are."""
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.0)
+
+
 # ---- the rule
 
 
@@ -212,6 +218,37 @@ def test_weights_that_another_thread_changes_without_pause(engine: Engine, step:
     (output,) = engine.generate([PROMPTS[0]], **LONG)
     assert output.cached_tokens == 0
     assert answers(output) == alone(engine.model, PROMPTS[0], **LONG)
+
+
+KINDS = {
+    "alone": {"do_sample": False},
+    "samples": {"do_sample": True, "seed": 5, "num_return_sequences": 2},
+    "told about": {"do_sample": False, "logprobs": 1},
+}
+
+
+@pytest.mark.parametrize("ends", ["length", "stop"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_ends_before_somebody_has_looked(engine: Engine, kind: str, ends: str) -> None:
+    """Weights that were changed a few steps before an end are found there, however it comes: by its length, or by a token."""
+    options: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 0, "eos_token_id": None, **KINDS[kind]}
+    asked = PROMPTS[:1] * 2  # the steps of it are captured, and trusted
+    (output, _) = engine.generate(asked, **options)
+    if ends == "stop":
+        # A token that the answer has near its end and not before.
+        said = output.sequences[0].token_ids
+        options |= {"eos_token_id": next(token for place, token in enumerate(said) if place > 6 and token not in said[:place])}
+        options |= {"max_new_tokens": 30}
+    for _ in range(3):
+        engine.generate(asked, **options)
+    handle = engine.submit(PROMPTS[0], **options)
+    for _ in range(3):
+        engine.step()
+    meanwhile(engine, 3, lambda: written(engine.model))
+    with pytest.raises(RuntimeError, match=CHANGED):
+        handle.result()
+    assert not handle.done or type(handle.result().error) is Spoiled
+    handle.cancel()
 
 
 def test_who_was_in_the_queue_is_answered_by_the_new_weights(engine: Engine) -> None:

@@ -27,7 +27,9 @@ def test_whoever_decodes_joins_and_the_last_one_takes_the_place_of_who_leaves() 
     assert not plan.others
     assert [(row.start, row.count) for row in plan.rows] == [(3, 1), (4, 1), (5, 1), (6, 1)]
     assert world.step().stride.sequences is plan.stride.sequences  # type: ignore[union-attr]  # nobody came or went
+    assert world.scheduler.crew.stands(plan.stride)
     world.scheduler.abort(groups[1])
+    assert not world.scheduler.crew.stands(plan.stride)
     world.scheduler.check()
     assert places(world) == {0: 0, 3: 1, 2: 2}
     assert world.step().stride.sequences is not plan.stride.sequences  # type: ignore[union-attr]
