@@ -300,6 +300,21 @@ def test_options_are_checked(model: Any, options: dict[str, Any], error: type[Ex
     assert not memory_of(model).groups
 
 
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (lambda llama: None, "expected a model, got NoneType"),
+        (lambda llama: "name", "expected a model, got str"),
+        (lambda llama: llama.model, "LlamaModel cannot generate"),
+        (lambda llama: torch.nn.Linear(2, 2), "Linear cannot generate"),
+        (torch.compile, "give the engine the model itself, and compile=True"),
+    ],
+)
+def test_what_is_no_model_to_serve(llama: Any, made: Callable[[Any], Any], match: str) -> None:
+    with pytest.raises((TypeError, Unservable), match=match):
+        Engine(made(llama))
+
+
 def test_the_engine_chooses_well_alone(model: Any) -> None:
     """Enough blocks for the most sequences of the model's longest length, within a share of the memory."""
     with hf_paged.Engine(model) as engine:

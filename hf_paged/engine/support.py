@@ -18,6 +18,8 @@ class Unservable(ValueError):
 def check_servable(model: Any, outer: Any) -> None:
     """Raise unless the model is one whose sequences can run side by side. `outer` is what the user holds, perhaps peft's wrapper."""
     name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise Unservable("this is what torch.compile() makes of a model; give the engine the model itself, and compile=True")
     if not issubclass(type(model), GenerationMixin):
         raise Unservable(f"{name} cannot generate; the engine needs a model with a language modeling head")
     if getattr(model, "_is_stateful", False):
