@@ -1,7 +1,8 @@
-"""Blocks of one token: nothing is ever unused, and prompts lie side by side (contract C37, C38)."""
+"""Blocks of one token: nothing is ever unused, prompts lie side by side, and the host knows every id (contract C37, C38, C39)."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from simulated import Simulated
 
 from hf_paged.blocks import Table
 from hf_paged.engine import Engine
-from hf_paged.scheduling import Request
+from hf_paged.scheduling import Request, Status
 
 PROMPTS = [torch.randint(5, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (30, 3, 17, 9, 12, 1)]
 
@@ -90,3 +91,29 @@ def test_a_prompt_in_chunks_lies_in_one_run() -> None:
         barrier.free()
     world.run()
     world.assert_answered()
+
+
+@pytest.mark.parametrize("host", [None, 40])
+@pytest.mark.parametrize("window", [None, 5])
+def test_who_plans_the_same_steps_knows_every_id(window: int | None, host: int | None) -> None:
+    """C39, the host's side: which blocks a token gets depends on the steps so far and on nothing else, whoever works them out."""
+    worlds = [Simulated.of(total=60, size=1, window=window, tokens=12, sequences=5, host=host) for _ in range(2)]
+    chances = [random.Random(7) for _ in worlds]
+    for number in range(300):
+        for world, chance in zip(worlds, chances, strict=True):
+            alive = [group for group in world.groups if group.status is not Status.FINISHED]
+            if len(alive) < 8:
+                prompt = tuple(chance.randrange(3) for _ in range(chance.randrange(1, 18)))
+                world.submit(
+                    Request(number, prompt, len(prompt) + chance.randrange(1, 15), chance.choice([1, 1, 3])), chance.random() < 0.3
+                )
+            if chance.random() < 0.1 and alive:
+                world.scheduler.abort(chance.choice(alive))
+            if chance.random() < 0.1 and world.scheduler.running:
+                world.scheduler.preempt(chance.choice(world.scheduler.running), swap=chance.random() < 0.7)
+            world.step()
+        one, other = ([[table.blocks for table in each.tables] for group in world.groups for each in group.sequences] for world in worlds)
+        assert one == other
+        assert [pool.states() for pool in worlds[0].pools] == [pool.states() for pool in worlds[1].pools]
+    assert worlds[0].scheduler.counts == worlds[1].scheduler.counts
+    assert worlds[0].scheduler.counts["preemptions"] > 20
