@@ -72,6 +72,7 @@ KINDS: list[dict[str, Any]] = [
     {"do_sample": True, "temperature": 1.3},
     {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "top_p": 0.9},
     {"do_sample": True, "num_return_sequences": 2, "min_p": 0.05, "repetition_penalty": 1.2, "eos_token_id": [2, 9, 30, 41, 60, 77]},
+    {"do_sample": False, "repetition_penalty": 1.4},
     {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
     {"num_beams": 2, "do_sample": False, "early_stopping": True, "eos_token_id": [2, 9, 30, 41, 60, 77]},
 ]

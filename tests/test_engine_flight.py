@@ -79,8 +79,10 @@ KINDS: list[dict[str, Any]] = [
     {"do_sample": False, "eos_token_id": ENDS},
     {"do_sample": True, "temperature": 1.3},
     {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "eos_token_id": ENDS},
+    {"do_sample": False, "repetition_penalty": 1.4},
+    {"do_sample": True, "num_return_sequences": 2, "repetition_penalty": 1.2},
 ]
-SLOW: list[dict[str, Any]] = [{"do_sample": False, "repetition_penalty": 1.4}, {"num_beams": 3}]
+SLOW: list[dict[str, Any]] = [{"do_sample": False, "no_repeat_ngram_size": 2}, {"num_beams": 3}]
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("llama", 20), ("qwen2-window", 20)])
@@ -115,7 +117,7 @@ def test_a_step_ahead_changes_no_token(name: str, blocks: int, graphs: bool, see
         assert sum(blind) > 10
 
 
-@pytest.mark.parametrize("kind", [{"num_beams": 3}, {"repetition_penalty": 1.4}])
+@pytest.mark.parametrize("kind", [{"num_beams": 3}, {"no_repeat_ngram_size": 2}])
 def test_who_needs_the_host_holds_nobody_back(engine: Engine, kind: dict[str, Any]) -> None:
     """Beams and processors are heard of at once; whoever runs beside them is launched blind all the same."""
     blind = launched(engine)

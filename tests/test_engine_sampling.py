@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,11 +19,12 @@ from transformers.generation.logits_process import (
 )
 
 from hf_paged.engine.numbers import gumbel, uniform
-from hf_paged.engine.sampling import Warp, draw, warp, warp_of
+from hf_paged.engine.sampling import Warp, draw, penalised, warp, warp_of
 
 VOCABULARY = 40
 warps = st.builds(
     Warp,
+    repetition=st.sampled_from([1.0, 1.3, 0.8]),
     temperature=st.sampled_from([1.0, 0.7, 2.5]),
     top_k=st.sampled_from([0, 1, 5, 39, 400]),
     top_p=st.sampled_from([1.0, 0.9, 0.3, 1e-4]),
@@ -30,8 +33,10 @@ warps = st.builds(
 
 
 def stock(wanted: Warp) -> LogitsProcessorList:
-    """The same cuts by transformers, as generate() makes them."""
+    """The same by transformers, as generate() makes them."""
     made = LogitsProcessorList()
+    if wanted.repetition != 1:
+        made.append(RepetitionPenaltyLogitsProcessor(wanted.repetition))
     if wanted.temperature != 1:
         made.append(TemperatureLogitsWarper(wanted.temperature))
     if wanted.top_k:
@@ -50,22 +55,30 @@ def test_rows_are_cut_as_transformers_cuts_them(rows: list[Warp], seed: int) -> 
     torch.manual_seed(seed)
     scores = torch.randn(len(rows), VOCABULARY) * 3
     scores[:, 7] = scores[:, 3]  # a tie
-    together = warp(scores, rows)
+    ids = torch.randint(0, VOCABULARY, (len(rows), 9))
+    seen = torch.zeros(len(rows), VOCABULARY, dtype=torch.bool).scatter(1, ids, True)
+    together = warp(penalised(scores, seen, [row.repetition for row in rows]), rows)
     for i, row in enumerate(rows):
         processors = stock(row)
-        assert warp_of(processors) == row
-        assert torch.equal(together[i : i + 1], processors(None, scores[i : i + 1].clone()))
+        assert warp_of(processors, sampled=True) == row
+        assert torch.equal(together[i : i + 1], processors(ids[i : i + 1], scores[i : i + 1].clone()))
 
 
 def test_other_processors_are_not_cuts() -> None:
     """Whatever warps do not say is left to the processors themselves."""
-    assert warp_of([]) == Warp()
-    assert warp_of([RepetitionPenaltyLogitsProcessor(1.2)]) is None
-    assert warp_of([TemperatureLogitsWarper(2.0), TypicalLogitsWarper(0.9)]) is None
-    assert warp_of([TopKLogitsWarper(5), TemperatureLogitsWarper(2.0)]) is None
-    assert warp_of([TopKLogitsWarper(5, filter_value=-5.0)]) is None
-    assert warp_of([TopPLogitsWarper(0.9, min_tokens_to_keep=2)]) is None
-    assert warp_of([TemperatureLogitsWarper(2.0), TemperatureLogitsWarper(2.0)]) is None
+    assert warp_of([], sampled=True) == warp_of([], sampled=False) == Warp()
+    assert warp_of([RepetitionPenaltyLogitsProcessor(1.2)], sampled=False) == Warp(repetition=1.2)
+    assert warp_of([RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)], sampled=False) is None
+    assert warp_of([TemperatureLogitsWarper(2.0)], sampled=False) is None
+    others: list[list[Any]] = [
+        [TemperatureLogitsWarper(2.0), TypicalLogitsWarper(0.9)],
+        [TopKLogitsWarper(5), TemperatureLogitsWarper(2.0)],
+        [TemperatureLogitsWarper(2.0), RepetitionPenaltyLogitsProcessor(1.2)],
+        [TopKLogitsWarper(5, filter_value=-5.0)],
+        [TopPLogitsWarper(0.9, min_tokens_to_keep=2)],
+        [TemperatureLogitsWarper(2.0), TemperatureLogitsWarper(2.0)],
+    ]
+    assert [warp_of(each, sampled=True) for each in others] == [None] * len(others)
 
 
 def test_draws_follow_the_scores() -> None:

@@ -47,7 +47,7 @@ class Asked:
     prompt of embeddings [tokens, hidden] the ids that were given beside them, if any were. media: what is put in the place of some of the
     ids. source: what an encoder is given; prompt and ids are then what its decoder begins with. max_length: of a sequence in the books.
     processors and criteria: what is not done for the whole batch at once; criteria without those about length and ends of sequence.
-    warp: how scores are cut before a draw, if the processors do nothing else.
+    warp: what the processors do to scores, if that is done for the whole batch at once.
     """
 
     prompt: tuple[int, ...]
@@ -195,7 +195,7 @@ def read(
     at_tokens = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
     others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
-    plain = warp_of(processors) if config.do_sample else (None if processors else Warp())
+    plain = warp_of(processors, sampled=bool(config.do_sample))
     return Asked(
         names,
         tokens,

@@ -14,6 +14,7 @@ from .beams import BeamSearch, BeamStep, Contender, Continuations, step
 from .contest import Contest, apart
 from .job import Job
 from .output import TokenLogprob
+from .repeats import Repeats
 from .sampling import Warp, best, draw, mend, warp
 
 
@@ -36,7 +37,7 @@ class Choice:
     they raise is their own request's end.
     """
 
-    def __init__(self, picks: Sequence[Pick], logits: torch.Tensor) -> None:
+    def __init__(self, picks: Sequence[Pick], logits: torch.Tensor, repeats: Repeats) -> None:
         self._picks, self._logits = picks, logits
         self._failed: dict[Job, Exception] = {}
         self._plain = [pick for pick in picks if pick.job.plain]
@@ -45,7 +46,7 @@ class Choice:
         self._own = [pick for pick in picks if not pick.job.plain and pick.job not in compared]
         tensors = []
         if self._plain:
-            tensors.append(together(self._plain, logits)[1])
+            tensors.append(together(self._plain, logits, repeats)[1])
         if self._own:
             tensors.append(logits[upload([row for pick in self._own for row in pick.rows], logits.device)].amax(1).isnan())
         self._download = Download([*tensors, *[tensor for _, contest in self._contests for tensor in contest.tensors]])
@@ -146,7 +147,7 @@ def _dealt(picks: Sequence[Pick], found: list[Any]) -> dict[Job, list[Any]]:
     return {pick.job: list(islice(each, len(pick.rows))) for pick in picks}
 
 
-def together(picks: Sequence[Pick], logits: torch.Tensor) -> torch.Tensor:
+def together(picks: Sequence[Pick], logits: torch.Tensor, repeats: Repeats) -> torch.Tensor:
     """The tokens of plain jobs, one behind the other, and what the host is told of them: UNKNOWN where the logits have NaN among them, and
     some token stands for it: [2, sequences].
 
@@ -154,6 +155,11 @@ def together(picks: Sequence[Pick], logits: torch.Tensor) -> torch.Tensor:
     """
     rows = [row for pick in picks for row in pick.rows]
     scores = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
+    owners = [(pick.job, sequence) for pick in picks if pick.job.group for sequence in pick.job.group.sequences]
+    paying = [place for place, (job, _) in enumerate(owners) if job.fined]
+    fined = repeats.fined(scores, paying, [owners[place] for place in paying]) if paying else None
+    if fined is not None:
+        scores = scores.index_copy(0, fined.rows, fined.scores)
     chosen = best(scores)
     drawn = [pick for pick in picks if pick.job.asked.sampled]
     if drawn:
@@ -161,6 +167,8 @@ def together(picks: Sequence[Pick], logits: torch.Tensor) -> torch.Tensor:
         places = upload([place for place, each in enumerate(sampled) if each], logits.device)
         chosen[0, places] = _drawn(drawn, scores[places], cut=True)
         chosen = mend(chosen, scores.shape[1])
+    if fined is not None:
+        repeats.note(fined, chosen[0])
     return chosen
 
 

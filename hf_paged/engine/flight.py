@@ -15,6 +15,7 @@ from .answers import Answer
 from .chooser import NoToken, Pick, note_of, numbers_of, together
 from .job import Job
 from .pieces import Latest
+from .repeats import Repeats
 from .roster import Roster
 
 
@@ -35,11 +36,12 @@ class Flight:
         failed: Collection[Group],
         picks: Sequence[Pick],
         answer: Answer,
+        repeats: Repeats,
         begin: float = 0.0,
         roster: Roster | None = None,
     ) -> None:
         self.plan, self.failed, self.device, self.roster = plan, failed, answer.logits.device, roster
-        self.begin = begin
+        self._repeats, self.begin = repeats, begin
         """When the host began to launch it."""
         self.tokens: torch.Tensor | None = None
         """[sequences]: those of the crew if it is told by a roster, then those of the picks."""
@@ -75,9 +77,9 @@ class Flight:
     def _choose(self, picks: Sequence[Pick], answer: Answer) -> torch.Tensor:
         """Tokens of the vocabulary, and what the host is told of them: [2, sequences], as `best` says it."""
         if self.roster is None or self.plan.stride is None:
-            return together(picks, answer.logits)
+            return together(picks, answer.logits, self._repeats)
         own = self.roster.choose(answer, self.plan.stride)
-        return torch.cat([own, together(picks, answer.logits)], 1) if picks else own
+        return torch.cat([own, together(picks, answer.logits, self._repeats)], 1) if picks else own
 
     @cached_property
     def places(self) -> dict[Row, int]:

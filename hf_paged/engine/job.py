@@ -35,6 +35,8 @@ class Job:
         """Its place in the order of arrival; a request that was refused has none."""
         self.output: Output | None = None
         self.cancelled = False
+        self.fined = asked.warp is not None and asked.warp.repetition != 1
+        """Whether repeating a token costs it something, with everybody's."""
         self.plain = asked.warp is not None
         """Whether its tokens are chosen with everybody's, in one go, and the host may hear of them later."""
 

@@ -12,6 +12,7 @@ from ..memory.upload import upload
 from ..scheduling import UNKNOWN, Group, Sequence, Stride
 from .answers import Answer
 from .job import Job
+from .repeats import Repeats
 from .sampling import Warp, best, draw, mend, warp
 
 
@@ -19,8 +20,8 @@ class Roster:
     """The jobs of a crew by its places. Each has one sequence, whose next token needs nothing but a cut and a draw, and which ends by a
     token or by its length."""
 
-    def __init__(self, sequences: tuple[Sequence, ...], jobs: Mapping[Group, Job]) -> None:
-        self.sequences = sequences
+    def __init__(self, sequences: tuple[Sequence, ...], jobs: Mapping[Group, Job], repeats: Repeats) -> None:
+        self.sequences, self._repeats = sequences, repeats
         self.jobs = [jobs[sequence.group] for sequence in sequences]
         self._rows = [sequence.tokens for sequence in sequences]
         self._said = [job.streams[0].so_far for job in self.jobs]
@@ -28,6 +29,7 @@ class Roster:
         self._ends = [job.asked.ends for job in self.jobs]
         self._any_end = frozenset([UNKNOWN]).union(*set(self._ends))
         self._drawn = [place for place, job in enumerate(self.jobs) if job.asked.sampled]
+        self._fined = [place for place, job in enumerate(self.jobs) if job.fined]
         self._seeds = [self.jobs[place].asked.seed for place in self._drawn]
         self._warps = [self.jobs[place].asked.warp or Warp() for place in self._drawn]
 
@@ -37,7 +39,12 @@ class Roster:
         crew = len(self.jobs)
         logits = answer.logits[:crew]
         chosen = best(logits) if answer.best is None else answer.best[:, :crew].clone()  # the next replay writes over it
+        fined = None
+        if self._fined:
+            fined = self._repeats.fined(logits, self._fined, [(self.jobs[place], self.sequences[place]) for place in self._fined])
+            chosen[:, fined.rows] = best(fined.scores)
         if self._drawn:
+            logits = logits if fined is None else logits.index_copy(0, fined.rows, fined.scores)
             every = len(self._drawn) == crew
             places = None if every else upload(self._drawn, logits.device)
             indices = [self.sequences[place].index for place in self._drawn]
@@ -45,6 +52,8 @@ class Roster:
             drawn = draw(warp(logits if places is None else logits[places], self._warps), self._seeds, indices, positions)
             chosen[0, slice(None) if places is None else places] = drawn
             chosen = mend(chosen, logits.shape[1])
+        if fined is not None:
+            self._repeats.note(fined, chosen[0])
         return chosen
 
     def depart(self) -> None:

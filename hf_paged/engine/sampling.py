@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from ..memory.upload import upload
 from ..scheduling import UNKNOWN
@@ -14,26 +20,44 @@ from .numbers import uniform
 
 
 class Warp(NamedTuple):
-    """How a row's scores are cut before a draw, in this order: as transformers' warpers do it, for all rows in one go."""
+    """How a row's scores are changed and cut before a choice, in this order: as transformers' processors do it, for all rows in one go."""
 
+    repetition: float = 1.0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
 
 
-_FIELD_OF = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p", MinPLogitsWarper: "min_p"}
+_FIELD_OF = {
+    RepetitionPenaltyLogitsProcessor: ("repetition", "penalty"),
+    TemperatureLogitsWarper: ("temperature", "temperature"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+    MinPLogitsWarper: ("min_p", "min_p"),
+}
+"""The field of each processor's number, and what the processor calls it."""
 
 
-def warp_of(processors: Sequence[Any]) -> Warp | None:
-    """What these processors do, if they are nothing but transformers' warpers in their order; else None."""
+def warp_of(processors: Sequence[Any], sampled: bool) -> Warp | None:
+    """What these processors do, if they are nothing but transformers' own in their order; else None. Cuts are for who draws."""
     kinds = [type(processor) for processor in processors]
-    if any(kind not in _FIELD_OF for kind in kinds) or kinds != sorted(set(kinds), key=list(_FIELD_OF).index):
+    known = list(_FIELD_OF) if sampled else [RepetitionPenaltyLogitsProcessor]
+    if any(kind not in known for kind in kinds) or kinds != sorted(set(kinds), key=known.index):
         return None
     for processor in processors:
         if getattr(processor, "filter_value", -torch.inf) != -torch.inf or getattr(processor, "min_tokens_to_keep", 1) != 1:
             return None
-    return Warp(**{_FIELD_OF[type(processor)]: getattr(processor, _FIELD_OF[type(processor)]) for processor in processors})
+        if getattr(processor, "prompt_ignore_length", None):
+            return None
+    fields = [(*_FIELD_OF[type(processor)], processor) for processor in processors]
+    return Warp(**{field: getattr(processor, name) for field, name, processor in fields})
+
+
+def penalised(scores: torch.Tensor, seen: torch.Tensor, penalties: Sequence[float]) -> torch.Tensor:
+    """Scores [rows, vocabulary] with each row's repetition penalty on the tokens that it has in it, which are `seen` [rows, vocabulary]."""
+    by = upload(penalties, scores.device, scores.dtype)[:, None]
+    return torch.where(seen, torch.where(scores < 0, scores * by, scores / by), scores)
 
 
 def best(scores: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from .pieces import Latest, Pieces
 from .pools import Pools
 from .preemption import Preemption
 from .recorder import Recorder
+from .repeats import Repeats
 from .roster import Roster
 from .runner import Runner
 from .weights import Weights
@@ -64,6 +65,7 @@ class Steps:
         """Requests whose rows are more than token ids."""
         self._roster: Roster | None = None
         """The crew's, as it was last."""
+        self._repeats = Repeats()
         self.recorder: Recorder | None = None
         """Who writes down what happens, if anybody does."""
 
@@ -93,10 +95,10 @@ class Steps:
         self.scheduler.launch(plan, failed)
         picks, flight = self._picks(rows, 0 if roster is None else len(roster.sequences)), self.flight
         late = [pick for pick in picks if self.ahead and pick.job.plain]
-        self.flight = Flight(plan, failed, late, answer, begin, roster)
+        self.flight = Flight(plan, failed, late, answer, self._repeats, begin, roster)
         self.flight.depart(self.scheduler)
         picks = [pick for pick in picks if not (self.ahead and pick.job.plain)]
-        choice = Choice(picks, answer.logits)
+        choice = Choice(picks, answer.logits, self._repeats)
         ended += self._settle(flight) if self.ahead else self.land()
         if picks:
             self.look()
@@ -135,6 +137,7 @@ class Steps:
         """
         self.flight = self._roster = None
         self.forget()
+        self._repeats.clear()
         spoiled = isinstance(error, Spoiled)
         for job in self.jobs.values():
             job.go_back()
@@ -178,7 +181,7 @@ class Steps:
 
     def _roster_of(self, stride: Stride) -> Roster:
         if self._roster is None or self._roster.sequences is not stride.sequences:
-            self._roster = Roster(stride.sequences, self.jobs)
+            self._roster = Roster(stride.sequences, self.jobs, self._repeats)
         return self._roster
 
     def _run(self, plan: Plan) -> Answer:
@@ -231,6 +234,7 @@ class Steps:
         output = job.close(reason, error)
         del self.jobs[group]  # not before there is an output: an interrupt may come in between
         self._given.pop(group, None)
+        self._repeats.drop(group)
         if job.asked.source is not None:
             job.asked.source.made = None
         if self.recorder is not None:

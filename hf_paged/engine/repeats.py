@@ -1,0 +1,92 @@
+"""What repeating a token costs, for all rows of a step at once: which tokens each sequence has in it, kept on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from typing import NamedTuple
+
+import torch
+
+from ..memory.upload import upload
+from ..scheduling import Group
+from ..scheduling import Sequence as Row
+from .job import Job
+from .sampling import penalised
+
+FIRST = 8
+"""Places for sequences that are made room for at first; later twice as many each time."""
+
+
+class Fined(NamedTuple):
+    """Rows of a step whose jobs pay for repetitions."""
+
+    rows: torch.Tensor
+    """[fined]: which of the step's rows they are."""
+    places: torch.Tensor
+    """[fined]: where it is kept what they have in them."""
+    scores: torch.Tensor
+    """[fined, vocabulary], with what repetitions cost."""
+
+
+class Repeats:
+    """The tokens that sequences have in them already, a line [vocabulary] of flags for each whose job pays for repeating one.
+
+    A line is made of the tokens that the host knows when the sequence's next one is chosen for the first time. From then on what is
+    chosen is noted on the device: the host may not have heard of it yet.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[Group, dict[int, int]] = {}
+        """By the number of the sequence in its group, which may be made of other objects after a preemption."""
+        self._free: list[int] = []
+        self._seen = torch.zeros(0, 0, dtype=torch.bool, device="cpu")
+        """[places, vocabulary]"""
+
+    def fined(self, scores: torch.Tensor, rows: Sequence[int], whose: Iterable[tuple[Job, Row]]) -> Fined:
+        """The given rows of scores [all rows, vocabulary], which belong to these, under each job's penalty."""
+        owners = list(whose)
+        self._fit(scores)
+        new = [owner for owner in owners if owner[1].index not in self._places.setdefault(owner[1].group, {})]
+        self._enter(new, scores.shape[1])
+        at, places = upload([list(rows), [self._places[row.group][row.index] for _, row in owners]], scores.device)
+        penalties = [1.0 if job.asked.warp is None else job.asked.warp.repetition for job, _ in owners]
+        return Fined(at, places, penalised(scores[at], self._seen[places], penalties))
+
+    def note(self, fined: Fined, tokens: torch.Tensor) -> None:
+        """Who was fined has got these tokens, among those of all rows."""
+        self._seen[fined.places, tokens[fined.rows]] = True
+
+    def drop(self, group: Group) -> None:
+        """A request has ended."""
+        self._free += self._places.pop(group, {}).values()
+
+    def clear(self) -> None:
+        """What was chosen last is not known: begin anew from what the host knows."""
+        for group in list(self._places):
+            self.drop(group)
+
+    def _fit(self, scores: torch.Tensor) -> None:
+        """Lie where the scores do, a line as long as theirs."""
+        if self._seen.device != scores.device or self._seen.shape[1] != scores.shape[1]:
+            self._places, self._free = {}, []
+            self._seen = torch.zeros(0, scores.shape[1], dtype=torch.bool, device=scores.device)
+
+    def _enter(self, owners: Sequence[tuple[Job, Row]], vocabulary: int) -> None:
+        """Make lines of the tokens that the host knows."""
+        if not owners:
+            return
+        while len(self._free) < len(owners):
+            before = len(self._seen)
+            self._seen = torch.cat([self._seen, self._seen.new_zeros(max(before, FIRST), vocabulary)])
+            self._free += range(before, len(self._seen))
+        lines: list[tuple[int, list[int]]] = []
+        for job, row in owners:
+            place = self._places[row.group][row.index] = self._free.pop()
+            # Whoever asks for ids beyond the scores has asked for nothing that could be repeated.
+            lines.append((place, [token for token in set(job.asked.seen(row.tokens)) if 0 <= token < vocabulary]))
+        places = list(chain.from_iterable(repeat(place, len(tokens)) for place, tokens in lines))
+        tokens = list(chain.from_iterable(tokens for _, tokens in lines))
+        self._seen[upload([place for place, _ in lines], self._seen.device)] = False
+        whose, which = upload([places, tokens], self._seen.device)
+        self._seen[whose, which] = True
