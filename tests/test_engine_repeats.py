@@ -10,6 +10,7 @@ import torch
 from families import BY_NAME, build
 from tape import record
 from test_engine_exact import PROMPTS, alone, answers
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_paged.engine import Engine
 from hf_paged.engine.repeats import FIRST, Repeats
@@ -95,3 +96,19 @@ def test_everybody_pays_his_own(ahead: bool, graphs: bool, monkeypatch: pytest.M
         assert [answers(handle.result()) for handle in handles] == expected
         assert engine.stats()["preemptions"]
         assert not engine._steps._repeats._places
+
+
+class Own(RepetitionPenaltyLogitsProcessor):
+    """The same as a user's processor, which is called with a request's own rows."""
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_draws_are_those_of_the_processor(samples: int) -> None:
+    """C35: in the crew and beside it, before the cuts."""
+    options = {"do_sample": True, "num_return_sequences": samples, "top_k": 20, "temperature": 1.3, "seed": 2, "max_new_tokens": 20}
+    with Engine(build(BY_NAME["llama"]), num_blocks=200) as engine:
+        for prompt in PROMPTS[:3]:
+            expected = engine.submit(prompt, logits_processor=[Own(1.7)], **options)
+            found = engine.submit(prompt, repetition_penalty=1.7, **options)
+            assert (expected._job.plain, found._job.plain) == (False, True)
+            assert answers(found.result()) == answers(expected.result()) != answers(engine.submit(prompt, **options).result())
