@@ -112,3 +112,15 @@ def test_draws_are_those_of_the_processor(samples: int) -> None:
             found = engine.submit(prompt, repetition_penalty=1.7, **options)
             assert (expected._job.plain, found._job.plain) == (False, True)
             assert answers(found.result()) == answers(expected.result()) != answers(engine.submit(prompt, **options).result())
+
+
+def test_whoever_drives_in_whatever_mode() -> None:
+    """What was begun in inference mode goes on outside it."""
+    options = {"do_sample": False, "repetition_penalty": 1.7, "max_new_tokens": 8}
+    model = build(BY_NAME["llama"])
+    with Engine(model, num_blocks=200) as engine:
+        handles = [engine.submit(prompt, **options) for prompt in PROMPTS[:3]]
+        with torch.inference_mode():
+            for _ in range(4):
+                engine.step()
+        assert [answers(handle.result()) for handle in handles] == [alone(model, prompt, **options) for prompt in PROMPTS[:3]]

@@ -70,7 +70,8 @@ class Repeats:
         """Lie where the scores do, a line as long as theirs."""
         if self._seen.device != scores.device or self._seen.shape[1] != scores.shape[1]:
             self._places, self._free = {}, []
-            self._seen = torch.zeros(0, scores.shape[1], dtype=torch.bool, device=scores.device)
+            with torch.inference_mode(False):  # whoever drives next may be in no such mode
+                self._seen = torch.zeros(0, scores.shape[1], dtype=torch.bool, device=scores.device)
 
     def _enter(self, owners: Sequence[tuple[Job, Row]], vocabulary: int) -> None:
         """Make lines of the tokens that the host knows."""
@@ -78,7 +79,8 @@ class Repeats:
             return
         while len(self._free) < len(owners):
             before = len(self._seen)
-            self._seen = torch.cat([self._seen, self._seen.new_zeros(max(before, FIRST), vocabulary)])
+            with torch.inference_mode(False):
+                self._seen = torch.cat([self._seen, self._seen.new_zeros(max(before, FIRST), vocabulary)])
             self._free += range(before, len(self._seen))
         lines: list[tuple[int, list[int]]] = []
         for job, row in owners:
