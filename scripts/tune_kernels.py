@@ -1,7 +1,6 @@
 """Time the tilings of the kernels on this GPU: what kernels/hf_paged_kernels/tuning.py is made from.
 
-python scripts/tune_kernels.py OUT.tsv [decode] [prefill] [products]; prints the best of every shape of benchmarks/paged_kernels.py, and
-of the products of a Llama 8B's layers, beside torch's own.
+python scripts/tune_kernels.py OUT.tsv [decode] [prefill]; prints the best of every shape of benchmarks/paged_kernels.py.
 """
 
 from __future__ import annotations
@@ -9,18 +8,15 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
-from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-from torch.nn.functional import linear
 
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("benchmarks", "kernels")]
-from paged_kernels import ROUND_BYTES, SHAPES, Prompt, Shape, Step, graph_time  # noqa: E402 (benchmarks/paged_kernels.py)
+from paged_kernels import SHAPES, Prompt, Shape, Step  # noqa: E402 (benchmarks/paged_kernels.py)
 
-import hf_paged_kernels as kernels  # noqa: E402 (found through the path above)
-from hf_paged_kernels.tuning import Strip, Tiling  # noqa: E402 (the same)
+from hf_paged_kernels.tuning import Tiling  # noqa: E402 (the same)
 
 GROUPED = [
     (16, 32, 1, 3), (16, 32, 1, 4), (16, 32, 1, 6), (16, 32, 2, 4), (16, 64, 2, 3), (16, 64, 2, 4), (16, 64, 4, 3), (16, 64, 4, 4),
@@ -35,14 +31,6 @@ PROMPTS = [
     Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 4), Tiling(128, 128, 8, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 3),
     Tiling(128, 64, 8, 2, registers=128), Tiling(128, 32, 8, 3, registers=128), Tiling(128, 32, 8, 4, registers=128),
     Tiling(64, 32, 4, 3, registers=168), Tiling(64, 64, 4, 2, registers=168),
-]  # fmt: skip
-WEIGHTS = {"q, k, v": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
-"""[n, k] of a layer's products."""
-ROWS = (1, 8, 16, 32, 64)
-STRIPS = [
-    Strip(16, 128, 4, 6), Strip(16, 256, 4, 3), Strip(16, 256, 4, 4), Strip(16, 256, 2, 4), Strip(16, 512, 4, 3), Strip(16, 512, 8, 3),
-    Strip(32, 128, 4, 4), Strip(32, 128, 4, 6), Strip(32, 256, 4, 3), Strip(32, 256, 8, 4), Strip(64, 128, 4, 4), Strip(64, 64, 4, 6),
-    Strip(64, 128, 8, 4), Strip(128, 64, 8, 4),
 ]  # fmt: skip
 
 
@@ -60,10 +48,7 @@ def compile_one(job: tuple) -> None:
     """Leave one kernel in Triton's cache on disk."""
     noise = torch.zeros(2**23, dtype=torch.bfloat16, device="cuda")
     try:
-        if job[0] == "product":
-            x = noise[: job[2] * 4096].view(job[2], 4096)
-            kernels.product(x, noise[: 512 * 4096].view(512, 4096), None, job[1])
-        elif job[0] == "prefill":
+        if job[0] == "prefill":
             Prompt(1, 64, noise).attend(job[1])
         else:
             _, query_heads, heads, page, base = job
@@ -80,29 +65,9 @@ def compile_all(jobs: list[tuple]) -> None:
     print(f"compiled {len(jobs)} kernels in {time.time() - begun:.0f} s", flush=True)
 
 
-def products(rows: int, noise: torch.Tensor) -> None:
-    """Microseconds of a layer's products for `rows` rows: torch's, and the best strips'."""
-    for name, (n, k) in WEIGHTS.items():
-        several = noise[: max(4, ROUND_BYTES // (2 * n * k)) * n * k].view(-1, n, k)
-        x = torch.randn(rows, k, device="cuda").bfloat16()
-        plain, results = graph_time([partial(linear, x, w) for w in several], 7), []
-        for strip in STRIPS:
-            try:
-                results.append((graph_time([partial(kernels.product, x, w, None, strip) for w in several], 7), strip))
-            except Exception as error:
-                print("cannot", strip, type(error).__name__, str(error)[:80])
-        results.sort()
-        best = " ".join(f"{micros:.1f}:{','.join(map(str, strip))}" for micros, strip in results[:5])
-        floor = 2 * n * k / 4.3e6
-        print(f"products of {rows} rows, {name} [{n}, {k}] | torch {plain:.1f}, at 4.3 TB/s {floor:.1f} | {best}", flush=True)
-        if results and results[0][0] < 0.97 * plain:
-            print(f"    ({rows}, {n}, {k}, {results[0][1]}),", flush=True)  # a line for the table PRODUCTS
-
-
 def main() -> None:
     what = sys.argv[2:] or ["decode", "prefill"]
     jobs = [("prefill", base) for base in PROMPTS] if "prefill" in what else []
-    jobs += [("product", strip, rows) for strip in STRIPS for rows in (16, 32, 64)] if "products" in what else []
     if "decode" in what:
         pages = {(s.query_heads, s.heads, s.block_size) for s in SHAPES}
         jobs += [("decode", *key, base) for key in sorted(pages) for base in (SINGLE if key[0] == key[1] else GROUPED)]
@@ -121,8 +86,6 @@ def main() -> None:
                 out.write(f"{shape.name}\t{micros:.2f}\t{tuple(tiling)}\n")
             best = " ".join(f"{micros:.1f}:{','.join(map(str, tiling))}" for micros, tiling in results[:5])
             print(f"{shape.name} bar {shape.bar} | {best}", flush=True)
-        for rows in ROWS if "products" in what else []:
-            products(rows, noise)
         for rows, length in ((1, 8192), (8, 2048)) if "prefill" in what else []:
             prompt, results = Prompt(rows, length, noise), []
             for base in PROMPTS:

@@ -15,6 +15,13 @@ def books(pool: BlockPool) -> tuple[int, int, int]:
     return pool.free, pool.held, pool.cached
 
 
+def lowest(pool: BlockPool, total: int, count: int) -> list[int]:
+    """Where C38 puts `count` blocks of one token: the lowest run of free ones, else the lowest free ones."""
+    free = [block for block in range(total) if not pool.references(block) and pool.lookup(name(block)) != block]
+    starts = [start for start in free if set(range(start, start + count)) <= set(free)]
+    return list(range(starts[0], starts[0] + count)) if starts else free[:count]
+
+
 # ---- sizes
 
 
@@ -188,41 +195,40 @@ def test_c38_a_prompt_gets_the_lowest_run_that_is_long_enough():
     for block in (1, 3, 4, 6, 7, 8, 10, 11):
         pool.drop(block)
     assert [pool.find_run(length) for length in (1, 2, 3, 4)] == [1, 3, 6, None]
-    assert pool.find_free(2) == [3, 4]
-    assert pool.find_free(3) == [6, 7, 8]
+    assert pool.take_several(2) == [3, 4]
+    assert pool.take_several(3) == [6, 7, 8]
 
 
 def test_c38_without_a_run_the_lowest_free_indices():
-    """C38: and None if more are asked than are free; nothing is taken by asking."""
+    """C38: and an error if more are asked than there are; asking for a run takes nothing."""
     pool = BlockPool(8, 1)
     for _ in range(8):
         pool.take()
     for block in (6, 1, 3, 4):
         pool.drop(block)
-    assert pool.find_free(4) == [1, 3, 4, 6]
-    assert pool.find_free(3) == [1, 3, 4]
-    assert pool.find_free(5) is None
-    assert pool.find_free(0) == []
     assert pool.find_run(0) is None
+    assert pool.find_run(3) is None
     assert books(pool) == (4, 4, 0)
+    assert pool.take_several(0) == []
+    assert pool.take_several(3) == [1, 3, 4]
+    assert pool.take_several(1) == [6]
+    with pytest.raises(OutOfBlocks):
+        pool.take_several(1)
 
 
 def test_c38_a_table_that_begins_there_takes_exactly_these():
-    """C38: find_free and take agree, in any state of the pool."""
+    """C38: an empty table's first tokens, in any state of the pool."""
     rng = random.Random(38)
     pool, tables = BlockPool(60, 1), []
     for _ in range(400):
         count = rng.randrange(1, 12)
-        found = pool.find_free(count)
-        if found is None:
-            assert count > pool.free
+        if count > pool.free:
             tables.pop(rng.randrange(len(tables))).free()
             continue
-        run = pool.find_run(count)
-        assert found == (list(range(run, run + count)) if run is not None else sorted(found))
-        table = Table(pool, near=found[0])
+        expected = lowest(pool, 60, count)
+        table = Table(pool)
         table.append(count)
-        assert table.blocks == found
+        assert table.blocks == expected
         tables.append(table)
         if rng.random() < 0.4:
             tables.pop(rng.randrange(len(tables))).free()
@@ -236,9 +242,9 @@ def test_c38_cached_blocks_are_not_part_of_a_run():
     pool.publish(blocks[1], name(1), 1)
     for block in blocks:
         pool.drop(block)
-    assert pool.find_free(2) == [2, 3]
-    assert pool.find_free(3) == [0, 2, 3]
-    assert pool.find_free(4) is None
+    assert pool.take_several(2) == [2, 3]
+    pool.drop_several([2, 3])
+    assert pool.take_several(3) == [0, 2, 3]
 
 
 # ---- names
@@ -471,7 +477,7 @@ def test_c38_several_tokens_go_where_all_of_them_can():
             continue
         free = [block for block in range(24) if not pool.references(block) and pool.lookup(name(block)) != block]
         there = list(range(near, near + count))
-        expected = there if set(there) <= set(free) else pool.find_free(count)
+        expected = there if set(there) <= set(free) else lowest(pool, 24, count)
         assert pool.take_several(count, near) == expected
 
 

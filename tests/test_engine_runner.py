@@ -12,8 +12,9 @@ from test_engine_exact import PROMPTS, alone, answers
 
 from hf_paged.blocks import Table, append
 from hf_paged.engine import Engine, EngineConfig, Unservable, runner
+from hf_paged.engine.pieces import Piece
 from hf_paged.engine.pools import Pools
-from hf_paged.engine.runner import Piece, Runner
+from hf_paged.engine.runner import Runner
 from hf_paged.memory.group import Group
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}

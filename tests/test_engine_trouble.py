@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers as tf
 from families import VOCABULARY
+from lookups import match
 from test_engine_exact import PROMPTS, alone, answers
 from transformers import LogitsProcessor, StoppingCriteria
 
-from hf_paged.blocks import extra_key, match
+from hf_paged.blocks import extra_key
 from hf_paged.engine import Engine, Unservable
 
 POISON = next(token for token in range(5, VOCABULARY) if not any(token in prompt for prompt in PROMPTS))

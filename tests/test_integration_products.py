@@ -12,7 +12,6 @@ from families import BY_NAME, VOCABULARY, build
 from torch import nn
 
 from hf_paged.integration.products import join_products, joined_of, lay_side_by_side
-from hf_paged.memory import ops
 
 IDS = torch.randint(5, VOCABULARY, (1, 5), generator=torch.Generator().manual_seed(3))
 
@@ -123,23 +122,6 @@ def test_one_operation(biased: bool, together: bool) -> None:
     called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert called.count("hf_paged.products.default") == 2
     assert not any("linear" in name for name in called)
-
-
-def test_few_rows_take_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it says so; everything else is torch's."""
-    given = []
-
-    def kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        given.append(list(x.shape))
-        return None if len(x) > 4 else torch.full((len(x), len(weight)), 7.0)
-
-    monkeypatch.setattr(ops, "_product_kernel", lambda device: kernel)
-    weight = torch.randn(3, 6)
-    assert torch.equal(ops.multiply(torch.randn(2, 2, 6), weight), torch.full((2, 2, 3), 7.0))
-    x = torch.randn(5, 1, 6)
-    assert torch.equal(ops.multiply(x, weight), x @ weight.T)
-    assert ops.multiply(torch.randn(0, 1, 6), weight).shape == (0, 1, 3)
-    assert given == [[4, 6], [5, 6]]
 
 
 def test_the_operation_as_torch_checks_it() -> None:

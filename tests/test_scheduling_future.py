@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,8 @@ from simulated import Simulated
 from test_scheduling_walk import one_request
 
 from hf_paged.blocks import BlockPool
-from hf_paged.scheduling import Future, History, Infeasible, Limits, Request, Scheduler, Shelf, Status, future_peak
+from hf_paged.scheduling import Future, History, Infeasible, Limits, Request, Scheduler, Shelf, Status
+from hf_paged.scheduling.future import Part, peak
 
 KNOWN = [(5, 4), (4, 3), (5, 3), (3, 2), (4, 2)]
 
@@ -24,6 +26,11 @@ def ignorant(world: Simulated) -> Simulated:
     """Every answer is taken to become as long as it may."""
     world.scheduler.admission.history = History(keep=0)
     return world
+
+
+def future_peak(sequences: Iterable[tuple[int, int]]) -> int:
+    """The peak of sequences of `used` tokens that get `remaining` more, one in each step."""
+    return peak(Part(left, 1, used) for used, left in sorted(sequences, key=lambda each: -each[1]))
 
 
 def test_the_worked_example() -> None:

@@ -7,7 +7,7 @@ from .digest import ROOT, chain, extra_key, seat
 from .evictor import Evictor
 from .move import distinct, move
 from .pool import BlockPool, OutOfBlocks
-from .prefix import Match, Partial, adopt, commit, known, match
+from .prefix import Match, Partial, adopt, commit, known
 from .sheet import Sheet
 from .siblings import Siblings
 from .table import Copy, Table, append, blocks_needed, reorder
@@ -36,7 +36,6 @@ __all__ = [
     "distinct",
     "extra_key",
     "known",
-    "match",
     "move",
     "reorder",
     "seat",

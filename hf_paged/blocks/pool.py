@@ -156,21 +156,6 @@ class BlockPool:
         start = self._state.find(bytes(length), self._lowest_free)
         return None if start < 0 or length == 0 else start
 
-    def find_free(self, count: int) -> list[int] | None:
-        """The blocks for a prompt that needs `count`: the lowest run if there is one, else the lowest free ones (C38).
-
-        None if more are asked than are free. Nothing is taken: a `Table` whose `near` is the first of them takes these.
-        """
-        if count > self.free:
-            return None
-        start = self.find_run(count)
-        if start is not None:
-            return list(range(start, start + count))
-        found: list[int] = []
-        for _ in range(count):
-            found.append(self._state.find(FREE, found[-1] + 1 if found else self._lowest_free))
-        return found
-
     def share(self, block: int) -> None:
         """Add a reference to a held block, or bring a cached one back into use."""
         if self._state[block] == CACHED:

@@ -27,28 +27,6 @@ class Match(NamedTuple):
     """A further block of which only the first tokens are the prompt's."""
 
 
-def match(pool: BlockPool, tokens: Sequence[int], extra: bytes = b"", verify: bool = False) -> Match:
-    """Walk the chain of `tokens` as far as the pool knows it.
-
-    At least one token is always left to compute: hits are capped at (L - 1) // B blocks (C21). With `verify` the
-    tokens themselves are compared on every hit (C25).
-    """
-    found = Match([], [])
-    size, parent = pool.block_size, ROOT
-    most = max(0, len(tokens) - 1) // size
-    for start in range(0, most * size, size):
-        content = tokens[start : start + size]
-        parent = chain(parent, content, extra)
-        block = pool.lookup(parent)
-        if block is None or (verify and pool.published_tokens(block) != tuple(content)):
-            break
-        found.blocks.append(block)
-        found.digests.append(parent)
-    pool.counts["hits"] += len(found.blocks)
-    pool.counts["misses"] += most - len(found.blocks)
-    return found
-
-
 def known(pool: BlockPool, names: Sequence[bytes], tokens: Sequence[int] | None = None) -> list[int]:
     """The blocks of the leading names that the pool knows. It looks and counts nothing.
 

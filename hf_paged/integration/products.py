@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from ..memory import is_out_of_memory, multiply
+from ..memory import is_out_of_memory
 
 
 @torch.library.custom_op("hf_paged::products", mutates_args=(), schema="(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
@@ -22,9 +22,9 @@ def _products(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.T
     """x [..., k] times each of the weights [n_i, k], plus their biases [n_i] if there are any: [..., sum of n_i]."""
     joined, bias = joined_of(weights), joined_of(biases) if biases else None
     if joined is not None and (bias is not None or not biases):
-        return multiply(x, joined, bias)
+        return linear(x, joined, bias)
     apart: list[torch.Tensor | None] = [*biases] if biases else [None] * len(weights)
-    return torch.cat([multiply(x, weight, bias) for weight, bias in zip(weights, apart, strict=True)], -1)
+    return torch.cat([linear(x, weight, bias) for weight, bias in zip(weights, apart, strict=True)], -1)
 
 
 @_products.register_fake

@@ -10,7 +10,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import linear
 
 from .batch import Batch
 from .flat import FlatBatch
@@ -334,32 +333,6 @@ def digester(device: torch.device) -> Callable[[torch.Tensor, list[tuple[int, in
             return numbers
 
     return digest
-
-
-def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., k] times weight [n, k], plus bias [n]: by the kernel for few rows where that is known to be faster, else by torch."""
-    kernel = _product_kernel(x.device)
-    made = None if kernel is None or not x.numel() else kernel(x.flatten(0, -2), weight, bias)
-    return linear(x, weight, bias) if made is None else made.view(*x.shape[:-1], len(weight))
-
-
-@cache
-def _product_kernel(device: torch.device) -> Callable[..., torch.Tensor | None] | None:
-    if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
-        return None
-    import hf_paged_kernels as kernels
-
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        if x.dtype not in (torch.bfloat16, torch.float16) or not weight.is_contiguous() or x.stride(-1) != 1:
-            return None
-        strip = kernels.product_strip(len(x), *weight.shape)
-        if strip is None:
-            return None
-        with on(device):
-            made: torch.Tensor = kernels.product(x, weight, bias, strip)
-            return made
-
-    return product
 
 
 def why_no_kernels(layout: Layout) -> str | None:

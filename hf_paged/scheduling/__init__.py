@@ -2,7 +2,7 @@
 
 from .admission import Verdict, judge, why_infeasible
 from .crew import Crew, Stride
-from .future import ADMISSIONS, Future, future_peak
+from .future import ADMISSIONS, Future
 from .history import History
 from .limits import Limits, Shelf
 from .plan import Plan, Row, Swaps
@@ -34,7 +34,6 @@ __all__ = [
     "Swaps",
     "Verdict",
     "Victim",
-    "future_peak",
     "judge",
     "never",
     "why_infeasible",

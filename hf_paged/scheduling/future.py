@@ -49,11 +49,6 @@ def peak(parts: Iterable[Part]) -> int:
     return most
 
 
-def future_peak(sequences: Iterable[tuple[int, int]]) -> int:
-    """C40 in its own words, for sequences of `used` tokens that get `remaining` more, one in each step."""
-    return peak(Part(remaining, 1, used) for used, remaining in sorted(sequences, key=lambda each: -each[1]))
-
-
 class _Entry:
     """What a group that runs, or would like to, is going to hold of every pool. Replaced as a whole whenever that changes.
 

@@ -12,10 +12,8 @@ from .gather import gather
 from .launching import find_driver, know_triton
 from .norm import add_rms_norm, rms_norm
 from .prefill import Spans, prefill
-from .product import product
 from .rotary import rotary, rotary_write
 from .swiglu import swiglu
-from .tuning import product_strip
 from .write import write
 
 __all__ = [
@@ -31,8 +29,6 @@ __all__ = [
     "gather",
     "know_triton",
     "prefill",
-    "product",
-    "product_strip",
     "rms_norm",
     "rotary",
     "rotary_write",

@@ -20,17 +20,6 @@ class Tiling(NamedTuple):
     """The most a thread may use, so that two programs fit on a multiprocessor (prefill only)."""
 
 
-class Strip(NamedTuple):
-    """How a product of few rows is cut."""
-
-    block_n: int
-    """Rows of the weight that one program takes."""
-    block_k: int
-    """Their elements of a tile."""
-    warps: int
-    stages: int
-
-
 SHARED_MEMORY = 200 * 1024
 
 
@@ -55,9 +44,6 @@ SINGLE = [
     (FOREVER, FOREVER, Tiling(64, 64, 4, 3, 2)),
 ]
 PROMPT = Tiling(128, 64, 8, 3)
-# Rows of a product up to, n and k of the weight [n, k] up to, and the strip or None for torch's own: the first line that fits.
-# Made with scripts/tune_kernels.py; without a line it is torch's.
-PRODUCTS: list[tuple[int, int, int, Strip | None]] = []
 
 
 def decode_tiling(group: int, token_bytes: int, rows: int, heads: int, mean_length: int) -> Tiling:
@@ -88,8 +74,3 @@ def fit(choice: Tiling, token_bytes: int, query_bytes: int = 0) -> Tiling:
         else:
             stages -= 1
     return choice._replace(block_n=block_n, stages=stages)
-
-
-def product_strip(rows: int, n: int, k: int) -> Strip | None:
-    """How the product of `rows` rows with a weight [n, k] is cut; None if torch's own is faster."""
-    return next((strip for *most, strip in PRODUCTS if rows <= most[0] and n <= most[1] and k <= most[2]), None)
