@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -133,11 +135,16 @@ def test_attention_over_latents(starts: list[int] | None, new: int) -> None:
         pages.ops.write(pages, keys, values)
         paged.keys, paged.values = torch.cat([paged.keys, keys], 2), torch.cat([paged.values, values], 2)
     query, turned = torch.randn(3, 6, new, 8), torch.randn(3, 6, new, 4)
-    seen = Seen(0, causal=True)
-    out = pages.ops.attend_latents(query, turned, pages, seen, scale=12**-0.5)
     both = torch.cat([query, turned], 3)
+
+    def attention(query: torch.Tensor, latents: torch.Tensor, rotary: torch.Tensor, mask: Any, scale: float) -> torch.Tensor:
+        out = reference.attend_latents(query[..., :8], query[..., 8:], latents, rotary, mask, scale)
+        return out.transpose(1, 2)
+
+    out = pages.ops.attend_latents(both, pages, Seen(0, causal=True), attention, 8, scale=12**-0.5)
     expected = formula(both, torch.cat([paged.keys, paged.values], 3), paged.keys, None, starts, None, None)
-    torch.testing.assert_close(out.transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
-    narrow = pages.ops.attend_latents(query, turned, pages, Seen(0, torch.ones(1, 1, new, 9, dtype=torch.bool)), scale=12**-0.5)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    everything = Seen(0, torch.ones(1, 1, new, 9, dtype=torch.bool))
+    narrow = pages.ops.attend_latents(both, pages, everything, attention, 8, scale=12**-0.5)
     if starts is None and new == 1:
         torch.testing.assert_close(narrow, out)

@@ -200,7 +200,8 @@ class Decoding:
         groups = self.runner.pools.groups.values()
         if len(pieces) > self._most or not all(group.stores for group in groups):
             return None  # the pools were given back, and come again with this step
-        kernels = all(group.captured_ops.kernels is not None for group in groups)
+        # Latents are read by plain torch, whatever the kernels are.
+        kernels = not self.runner.expanding and all(group.captured_ops.kernels is not None for group in groups)
         form = self._form(others, kernels) if others else "single"
         if form is None:
             return None

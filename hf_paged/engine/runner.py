@@ -12,6 +12,7 @@ from torch import nn
 
 from ..blocks import Table, append
 from ..integration.attention import NAME, Forward, running
+from ..integration.latents import defer_expansion, expanding_classes
 from ..integration.lazy import NotFlat
 from ..integration.slots import CROSS
 from ..integration.switch import decoder_configs, restore, switch
@@ -66,6 +67,8 @@ class Runner:
         self.decoding = Decoding(self) if pools.config.graphs else None
         """The captured steps, where they are wanted."""
         self.configs = decoder_configs(model)
+        self.expanding = expanding_classes(model)
+        """Attention classes that expand latents, which steps read unexpanded."""
         parameters = inspect.signature(model.forward).parameters
         self.keeps_some = "logits_to_keep" in parameters
         self.takes_embeddings = "inputs_embeds" in parameters
@@ -221,6 +224,7 @@ class Runner:
     @contextmanager
     def plugged(self) -> Iterator[None]:
         """The decoder's attention is ours, as in a paged generate()."""
+        defer_expansion(self.expanding)
         switch(self.configs, NAME)
         try:
             yield

@@ -185,18 +185,16 @@ def _attend_latents(
     if forward is None or forward.dense or more or not _plain(module, kwargs):
         return None
     batch = latents.pages.batch
-    if isinstance(batch, FlatBatch):
-        raise NotFlat("the attention reads latents")
     if isinstance(batch, StaticBatch) and batch.width * batch.block_size > WIDEST:
         raise NotCapturable("latents are read over all positions that the tables have")
-    weights, seen = key.expansion.weights(query), _seen(query, latents, mask, kwargs, forward)
-    if weights is None or seen is None:
+    seen = _seen(query, latents, mask, kwargs, forward)
+    if isinstance(batch, FlatBatch):
+        if seen is None or not seen.causal:
+            raise NotFlat("the attention mask says which token sees which")
+    elif seen is None or key.expansion.weights(query) is None:
         return None
-    of_keys, of_values = weights
-    plain, turned = query.split([of_keys.shape[1], query.shape[3] - of_keys.shape[1]], -1)
     scale = query.shape[3] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
-    out = latents.pages.ops.attend_latents(plain @ of_keys, turned, latents.pages, seen, scale=scale)
-    return (out @ of_values.transpose(1, 2)).transpose(1, 2).contiguous()
+    return key.expansion.attend(query, seen, scale)
 
 
 def _seen(query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any], forward: Forward) -> Seen | None:

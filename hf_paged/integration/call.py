@@ -15,7 +15,7 @@ from torch import nn
 from .attention import NAME
 from .cache import PagedCache
 from .forward import wrap
-from .latents import let_wait
+from .latents import defer_expansion, expanding_classes
 from .registry import memory_of
 from .support import warn
 from .switch import decoder_configs, restore, switch
@@ -27,11 +27,12 @@ class _Plug:
     def __init__(self, model: nn.Module) -> None:
         self.count = 0
         self.configs = decoder_configs(model)
-        let_wait(model)
+        self.expanding = expanding_classes(model)
         self.own: Callable[..., Any] | None = model.__dict__.get("forward")
         self.wrapper = wrap(model, model.forward, masks_known=bool(self.configs))
 
     def push_in(self, model: nn.Module) -> None:
+        defer_expansion(self.expanding)
         switch(self.configs, NAME)
         model.__dict__["forward"] = self.wrapper
 

@@ -16,7 +16,7 @@ from ..config import CacheConfig
 from .attention import NAME, paged_attention, paged_mask
 from .cache import PagedCache, paged_parts
 from .call import Call, current
-from .latents import let_be
+from .latents import restore_expansion
 from .registry import memories
 from .state import Watch, runs_foreign_code, watching
 from .support import warn, why_not
@@ -61,7 +61,7 @@ def uninstall() -> None:
     _originals.clear()
     for memory in memories():
         memory.captured.clear()
-    let_be()
+    restore_expansion()
 
 
 def installed() -> bool:

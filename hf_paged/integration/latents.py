@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..memory import Seen, reference
 from .fused import STANDS_FOR, reads_like
 from .lazy import LazyPages, LazyTensor
 
 METHOD = "expand_kv"
 _stocks: dict[type, Callable[..., Any]] = {}
-"""Classes of attention whose expansion waits, and their own way of doing it."""
+"""Classes of attention whose expansion is deferred, and their own method."""
+_lock = threading.RLock()
 
 
 class Expansion:
@@ -45,6 +48,39 @@ class Expansion:
         if self._made is None:
             self._made = self._expand(self.module, self.latents.dense(), self.turned.dense())
         return self._made[which]
+
+    def attend(self, query: torch.Tensor, seen: Seen, scale: float) -> torch.Tensor:
+        """Attention of query [rows, heads, new, key_dim] over the latents in the pages: [rows, new, heads, value_dim]."""
+        new = (self.latents.step_tokens, self.turned.step_tokens)
+        known = None if new[0] is None or new[1] is None else (new[0], new[1])
+        pages = self.latents.pages
+        return pages.ops.attend_latents(query, pages, seen, self._attend, self.module.v_head_dim, known, scale=scale)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        turned: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        causal: bool = False,
+        scale: float,
+    ) -> torch.Tensor:
+        """The same over latents [rows, 1, columns, rank] and rotary parts [rows, 1, columns, rope].
+
+        Few queries go to the latents as q (W c) = (q W) c; for many the latents are expanded.
+        """
+        weights = self.weights(query)
+        if weights is None:
+            keys, values = self._expand(self.module, latents, turned)
+            return reference.attend(query, keys, values, mask, causal=causal, scale=scale)
+        if causal:
+            new = query.shape[2]
+            mask = torch.ones(new, new, dtype=torch.bool, device=query.device).tril()[None, None]
+        of_keys, of_values = weights
+        plain, rotary = query.split([of_keys.shape[1], query.shape[3] - of_keys.shape[1]], -1)
+        out = reference.attend_latents(plain @ of_keys, rotary, latents, turned, mask, scale)
+        return (out @ of_values.transpose(1, 2)).transpose(1, 2).contiguous()
 
     def weights(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What makes keys [heads, nope, rank] and values [heads, value_dim, rank] of latents, where that may go to the queries.
@@ -86,23 +122,34 @@ class LazyExpanded(LazyTensor):
 # ---- the models' own expansion
 
 
-def let_wait(model: nn.Module) -> None:
-    """Make the expansions of the model's attention wait, wherever they are the ones that we know."""
+def expanding_classes(model: nn.Module) -> list[type]:
+    """The attention classes of a model that expand latents in the known way."""
     classes: set[Any] = {type(module) for module in model.modules()}
-    for cls in classes:
-        if cls not in _stocks and _is_known(cls):
-            _stocks[cls] = stock = getattr(cls, METHOD)
-            setattr(cls, METHOD, _waiting(stock))
+    with _lock:
+        return [cls for cls in classes if cls in _stocks or _is_known(cls)]
 
 
-def let_be() -> None:
-    """Give every class its own expansion back."""
-    for cls, stock in _stocks.items():
-        setattr(cls, METHOD, stock)
-    _stocks.clear()
+def defer_expansion(classes: Sequence[Any]) -> None:
+    """Let these classes hand latents in pages to the attention function unexpanded. Twice is once.
+
+    Latents that are ordinary tensors are expanded as ever, so other models of the class do not notice.
+    """
+    with _lock:
+        for cls in classes:
+            if cls not in _stocks:
+                _stocks[cls] = stock = getattr(cls, METHOD)
+                setattr(cls, METHOD, _deferring(stock))
 
 
-def _waiting(stock: Callable[..., Any]) -> Callable[..., Any]:
+def restore_expansion() -> None:
+    """Give every class its own expansion back. A running engine defers it again with its next step."""
+    with _lock:
+        for cls, stock in _stocks.items():
+            setattr(cls, METHOD, stock)
+        _stocks.clear()
+
+
+def _deferring(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> Any:
         if isinstance(kv_nope, LazyPages) and isinstance(k_rot, LazyPages):

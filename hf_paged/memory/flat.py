@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -138,21 +138,30 @@ def _slots(table: Table, first: int) -> list[int]:
 
 
 def attend_flat(
-    query: torch.Tensor, pages: Pages, window: int | None, new: tuple[torch.Tensor, torch.Tensor] | None, **options: Any
+    query: torch.Tensor,
+    pages: Pages,
+    window: int | None,
+    new: tuple[torch.Tensor, torch.Tensor] | None,
+    attention: Callable[..., torch.Tensor] = attend,
+    value_dim: int | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """Attention of query [1, query_heads, tokens, key_dim], each token over its own sequence: [1, tokens, query_heads, value_dim].
 
-    `new` are the step's own keys and values [1, heads, tokens, dim], if the caller still has them.
+    new: the step's own keys and values [1, heads, tokens, dim], if the caller still has them.
+    attention: computes it for some sequences of one length, with the arguments of `reference.attend`.
+    value_dim: the width of its answer, if that is not the width of the stored values.
     """
     batch = pages.batch
     assert isinstance(batch, FlatBatch)
     singles, spans = batch.parts(window, query.device)
     if singles is not None and singles.tokens is None:  # everybody decodes: the tokens are in their rows' order
-        return _attend_singles(query[0].transpose(0, 1), pages, singles, options)[None]
-    out = query.new_empty(query.shape[2], query.shape[1], pages.values.shape[2])
+        return _attend_singles(query[0].transpose(0, 1), pages, singles, attention, options)[None]
+    out = query.new_empty(query.shape[2], query.shape[1], value_dim or pages.values.shape[2])
     if singles is not None and singles.tokens is not None:
         tokens = query[0].index_select(1, singles.tokens).transpose(0, 1)
-        out.index_copy_(0, singles.tokens, _attend_singles(tokens, pages, singles, options).to(out.dtype))
+        answer = _attend_singles(tokens, pages, singles, attention, options)
+        out.index_copy_(0, singles.tokens, answer.to(out.dtype))
     for begin, end, slots, mask in spans:
         if slots is not None:
             keys, values = (_gather(data, slots, 1) for data in (pages.keys, pages.values))
@@ -162,14 +171,20 @@ def attend_flat(
             own = batch.written(query.device)[0][begin:end]
             keys, values = (_gather(data, own, 1) for data in (pages.keys, pages.values))
         causal = mask is None
-        out[begin:end] = attend(query[:, :, begin:end], keys, values, mask, causal=causal, **options)[0]
+        out[begin:end] = attention(query[:, :, begin:end], keys, values, mask, causal=causal, **options)[0]
     return out[None]
 
 
-def _attend_singles(tokens: torch.Tensor, pages: Pages, singles: _Singles, options: dict[str, Any]) -> torch.Tensor:
+def _attend_singles(
+    tokens: torch.Tensor,
+    pages: Pages,
+    singles: _Singles,
+    attention: Callable[..., torch.Tensor],
+    options: dict[str, Any],
+) -> torch.Tensor:
     """Attention of tokens [rows, query_heads, key_dim], each over its own row: [rows, query_heads, value_dim]."""
     keys, values = (_gather(data, singles.slots, tokens.shape[0]) for data in (pages.keys, pages.values))
-    return attend(tokens.unsqueeze(2), keys, values, singles.mask, **options)[:, 0]
+    return attention(tokens.unsqueeze(2), keys, values, singles.mask, **options)[:, 0]
 
 
 def _gather(data: torch.Tensor, slots: torch.Tensor, rows: int) -> torch.Tensor:

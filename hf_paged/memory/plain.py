@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -96,12 +96,25 @@ class Ops:
         mask = batch.visible(seen.first, seen.window, query.device) if seen.causal and not simply else seen.mask
         return reference.attend(query, keys, values, mask, causal=simply, scale=scale, softcap=softcap, sinks=sinks)
 
-    def attend_latents(self, query: torch.Tensor, turned: torch.Tensor, pages: Pages, seen: Seen, *, scale: float) -> torch.Tensor:
-        """Attention over one head of latents, which serve all heads of the query as keys and as values.
+    def attend_latents(
+        self,
+        query: torch.Tensor,
+        pages: Pages,
+        seen: Seen,
+        attention: Callable[..., torch.Tensor],
+        value_dim: int,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention of query [rows, query_heads, new, key_dim] over latents: [rows, new, query_heads, value_dim].
 
-        query [rows, query_heads, new, rank] meets the latents, turned [rows, query_heads, new, rope] the part with positions,
-        which lie in the pages as keys and values. The answer is [rows, query_heads, new, rank].
+        The pages hold one head of latents [rank] as keys and of rotary parts [rope] as values. `attention` computes
+        with these, gathered, and has the arguments of `reference.attend`.
         """
-        latents, positions = (self.gather(data, pages.batch, seen.first) for data in (pages.keys, pages.values))
-        mask = pages.batch.visible(seen.first, seen.window, query.device) if seen.causal else seen.mask
-        return reference.attend_latents(query, turned, latents, positions, mask, scale)
+        batch = pages.batch
+        if isinstance(batch, FlatBatch):
+            return attend_flat(query, pages, seen.window, new, attention, value_dim, scale=scale)
+        latents, positions = (self.gather(data, batch, seen.first) for data in (pages.keys, pages.values))
+        mask = batch.visible(seen.first, seen.window, query.device) if seen.causal else seen.mask
+        return attention(query, latents, positions, mask, scale=scale)
