@@ -11,7 +11,7 @@ PROMPT = list(range(100, 111))  # 11 tokens: two full blocks of four, and three 
 def committed(pool: BlockPool, tokens: list[int], extra: bytes = b"", verify: bool = False) -> Table:
     table = Table(pool)
     table.append(len(tokens))
-    commit(table, tokens, extra, verify)
+    commit(table, tokens, extra, keep_tokens=verify)
     return table
 
 
@@ -419,7 +419,7 @@ def test_c25_a_collision_is_not_adopted_and_names_nothing_behind_it():
     table = Table(pool)
     table.append(12)
     blocks = list(table.blocks)
-    commit(table, [*PROMPT, 0], verify=True)
+    commit(table, [*PROMPT, 0], keep_tokens=True)
     assert (table.blocks, table.digests) == (blocks, [])
     assert match(pool, [9, 9, 9, 9, *PROMPT[4:]], verify=True).blocks == []
     assert pool.lookup(chain(chain(ROOT, PROMPT[:4]), PROMPT[4:8])) is None

@@ -15,7 +15,7 @@ def left_behind(pool: BlockPool, tokens: list[int], extra: bytes = b"") -> Table
     """A sequence that was computed, named with its tail, and freed."""
     table = Table(pool)
     table.append(len(tokens))
-    commit(table, tokens, extra, verify=True)
+    commit(table, tokens, extra, keep_tokens=True)
     commit_tail(table, tokens, extra)
     table.free()
     return table
@@ -101,7 +101,7 @@ def test_c10_behind_a_window_only_what_it_shows_is_needed(window: int) -> None:
     pool = BlockPool(16, 4)
     table = Table(pool)
     table.append(20)
-    commit(table, TOKENS, verify=True)
+    commit(table, TOKENS, keep_tokens=True)
     blocks = list(table.blocks)
     table.free()
     first = max(0, 20 - window + 1) // 4
@@ -131,7 +131,7 @@ def test_c10_behind_a_part_of_a_block_the_window_shows_less(window: int, length:
     table.append(length)
     table.release_before(length - window + 1)
     tokens = TOKENS[:length]
-    commit(table, tokens, verify=True)
+    commit(table, tokens, keep_tokens=True)
     commit_tail(table, tokens)
     first = table.released
     table.free()
@@ -150,7 +150,7 @@ def test_a_gap_ends_it_where_everything_is_seen() -> None:
     pool = BlockPool(16, 4)
     table = Table(pool)
     table.append(20)
-    commit(table, TOKENS, verify=True)
+    commit(table, TOKENS, keep_tokens=True)
     pool.withdraw(table.blocks[2])
     assert reach(pool, TOKENS) == 8
 
@@ -223,7 +223,7 @@ def test_c22_a_tail_loses_its_name_when_it_is_written_on() -> None:
     pool = BlockPool(8, 4)
     table = Table(pool)
     table.append(6)
-    commit(table, TOKENS[:6], verify=True)
+    commit(table, TOKENS[:6], keep_tokens=True)
     commit_tail(table, TOKENS[:6])
     assert reach(pool, TOKENS, 20) == 6
     table.append(1)
@@ -242,7 +242,7 @@ def test_nothing_is_named_twice_or_without_its_beginning() -> None:
     first, second = Table(pool), Table(pool)
     append([first, second], [6, 6])
     for table in (first, second):
-        commit(table, TOKENS[:6], verify=True)
+        commit(table, TOKENS[:6], keep_tokens=True)
         commit_tail(table, TOKENS[:6])
     assert (second.blocks[0], second.blocks[1]) == (first.blocks[0], 3)
     unnamed = Table(pool)

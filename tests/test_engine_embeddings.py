@@ -133,7 +133,7 @@ def test_prefixes_are_shared_by_content(model: Any) -> None:
     nearly[3, 5] += 1e-6
     with small(model, num_blocks=100, check_hits=True) as engine:
         for embeds, ids, cached in (
-            (first, None, 0), (first.clone(), None, 28), (other, None, 0), (mixed, None, 16), (nearly, None, 0),
+            (first, None, 0), (first.clone(), None, 28), (other, None, 0), (mixed, None, 16), (nearly, None, 3),
             (first, PROMPTS[3], 28), (other, PROMPTS[3], 28),
         ):  # fmt: skip
             output = engine.submit(ids, inputs_embeds=embeds, **GREEDY).result()

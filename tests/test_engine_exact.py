@@ -196,7 +196,7 @@ def by_depth_alone(parent: bytes, tokens: Any, extra: bytes = b"") -> bytes:
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_names_that_collide_hand_out_nothing(preemption: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """C25: with check_hits tokens are compared wherever a name leads to a block; without it the answers are wrong here."""
-    for where in ("blocks.prefix", "blocks.trail", "scheduling.sequence"):
+    for where in ("blocks.prefix", "blocks.trail"):
         monkeypatch.setattr(f"hf_paged.{where}.chain", by_depth_alone)
     model = _model("llama")
     expected = [alone(model, prompt, max_new_tokens=14, do_sample=False) for prompt in PROMPTS]

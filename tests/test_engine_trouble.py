@@ -187,7 +187,9 @@ def test_a_fault_among_many_that_passes(model: Any, engine: Engine, monkeypatch:
     assert breaks.times == 0
     again = [engine.submit(prompt, **GREEDY).result() for prompt in PROMPTS]
     assert [answers(output) for output in again] == expected
-    assert [output.cached_tokens for output in again] == [(len(prompt) - 1) // 4 * 4 for prompt in PROMPTS]
+    for prompt, output in zip(PROMPTS, again, strict=True):
+        most = len(prompt) - 1
+        assert output.cached_tokens == (most if most % 4 != 1 else most - 1)  # one token is not worth a copy
     engine.check()
 
 

@@ -193,13 +193,39 @@ def test_a_prefix_is_computed_once() -> None:
     world = Simulated.of(total=20, size=4, tokens=32)
     world.submit(Request(0, prompt(12), 14))
     world.run()
-    assert world.pools[0].cached == 3
+    assert world.pools[0].cached == 4  # three full blocks, and the last one with one token in it
     world.computed = 0
     again = world.submit(Request(1, prompt(12), 14))
     world.run()
-    assert again.cached_tokens == 8  # 12 tokens fill 3 blocks, and one token is always computed
-    assert world.computed == 5
+    assert again.cached_tokens == 11  # one token is always computed
+    assert world.computed == 2
     world.assert_answered()
+
+
+@pytest.mark.parametrize("size", [1, 4, 16, 256])
+def test_a_prefix_is_found_to_the_token(size: int) -> None:
+    """C17, C21: a prompt that shares 1,000 tokens with an earlier one computes the rest, whatever the block size."""
+    world = Simulated.of(total=4096 // size, size=size, tokens=2048)
+    shared = prompt(1000)
+    world.submit(Request(0, (*shared, 7, 8, 9), 1020))
+    world.run()
+    groups = [world.submit(Request(1 + i, (*shared, 50 + i, 60), 1010)) for i in range(3)]
+    world.run()
+    assert [group.cached_tokens for group in groups] == [1000] * 3
+    world.assert_answered()
+    world.assert_empty()
+
+
+def test_partly_shared_blocks_in_a_full_pool() -> None:
+    """C15, C21: blocks that are copied in a step are not written in it, however few there are."""
+    world = Simulated.of(total=8, size=8, tokens=32, sequences=4)
+    world.submit(Request(0, prompt(20), 24))
+    world.run()
+    for number in range(1, 12):
+        world.submit(Request(number, (*prompt(10 + number % 7), 40 + number), 24))
+    world.run()
+    world.assert_answered()
+    world.assert_empty()
 
 
 def test_twins_in_flight_are_computed_once() -> None:

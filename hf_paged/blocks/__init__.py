@@ -7,11 +7,11 @@ from .digest import ROOT, chain, extra_key, seat
 from .evictor import Evictor
 from .move import distinct, move
 from .pool import BlockPool, OutOfBlocks
-from .prefix import Match, Partial, adopt, commit, known
+from .prefix import Match, Partial, adopt, commit
 from .sheet import Sheet
 from .siblings import Siblings
 from .table import Copy, Table, append, blocks_needed, reorder
-from .trail import Prompt, Trail, commit_tail, detach
+from .trail import Prompt, Trail, commit_tail, detach, reach_in_all
 
 __all__ = [
     "ROOT",
@@ -35,8 +35,8 @@ __all__ = [
     "detach",
     "distinct",
     "extra_key",
-    "known",
     "move",
+    "reach_in_all",
     "reorder",
     "seat",
 ]

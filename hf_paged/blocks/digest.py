@@ -22,8 +22,8 @@ def chain(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
 
 
 def seat(parent: bytes, extra: bytes = b"") -> bytes:
-    """The place behind the block named `parent`: all that stands there was computed behind the same tokens and extras."""
-    return chain(parent, (), extra)
+    """A key of all blocks that were computed behind the block named `parent`, with the same extras."""
+    return parent + extra
 
 
 def extra_key(*parts: object) -> bytes:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .digest import ROOT, chain, seat
-from .pool import BlockPool
 from .table import Table
 
 
@@ -26,22 +25,9 @@ class Match(NamedTuple):
     partial: Partial | None = None
     """A further block of which only the first tokens are the prompt's."""
 
-
-def known(pool: BlockPool, names: Sequence[bytes], tokens: Sequence[int] | None = None) -> list[int]:
-    """The blocks of the leading names that the pool knows. It looks and counts nothing.
-
-    With `tokens`, which the names are of, those of the blocks are compared with them (C25).
-    """
-    blocks: list[int] = []
-    for place, name in enumerate(names):
-        block = pool.lookup(name)
-        if block is None:
-            break
-        begin = place * pool.block_size
-        if tokens is not None and pool.published_tokens(block) != tuple(tokens[begin : begin + pool.block_size]):
-            break
-        blocks.append(block)
-    return blocks
+    def tokens(self, block_size: int) -> int:
+        """How many tokens it hands out."""
+        return len(self.digests) * block_size + (self.partial.tokens if self.partial else 0)
 
 
 def adopt(table: Table, found: Match) -> None:
@@ -63,19 +49,24 @@ def adopt(table: Table, found: Match) -> None:
     for block in blocks:
         pool.share(block)
     table.blocks, table.digests, table.released = blocks, list(found.digests), found.released
-    table.length = len(found.digests) * pool.block_size + (found.partial.tokens if found.partial else 0)
+    table.length = found.tokens(pool.block_size)
     table.stamp, table.epoch = pool.tick(), pool.epoch
 
 
 def commit(
-    table: Table, tokens: Sequence[int], extra: bytes = b"", verify: bool = False, exchange: bool = True, until: int | None = None
+    table: Table,
+    tokens: Sequence[int],
+    extra: bytes = b"",
+    keep_tokens: bool = False,
+    exchange: bool = True,
+    until: int | None = None,
 ) -> bool:
     """Name every full block of `table`; `tokens` are the sequence's tokens from its first, of which the first `until` are there.
 
     The answer is whether it names other blocks now.
     Call it only once the forward that filled the blocks has succeeded (C22) and no launched step names them. A
-    private block whose content is cached under another id is exchanged for that one, unless told not to (C17). With `verify` the tokens are
-    kept, to be compared, and to let others begin with a part of a block. Naming ends at the first
+    private block whose content is cached under another id is exchanged for that one, unless told not to (C17). With `keep_tokens` the
+    pool keeps the tokens, so that hits can be compared with them and a prompt can begin with a part of a block. Naming ends at the first
     block that cannot bear its name, and what rests on forgotten blocks gets none: no later block may be found behind
     a content that it was not computed from (C24, C25).
     """
@@ -85,12 +76,12 @@ def commit(
     parent = table.digests[-1] if table.digests else ROOT
     for index in range(len(table.digests), full if table.epoch == table.pool.epoch else 0):
         content = tokens[index * size : (index + 1) * size]
-        behind = seat(parent, extra) if verify else b""
+        behind = seat(parent, extra) if keep_tokens else b""
         parent = chain(parent, content, extra)
         place = index - table.released
         if place >= 0:
             block = table.blocks[place]
-            bearer = table.pool.publish(block, parent, (index + 1) * size, tuple(content) if verify else (), behind)
+            bearer = table.pool.publish(block, parent, (index + 1) * size, tuple(content) if keep_tokens else (), behind)
             if bearer is None:
                 break
             if exchange and bearer != block and table.pool.references(block) == 1:

@@ -95,9 +95,20 @@ class Trail:
         return Match(blocks, self.prompt.digests[:full], first, self._partial(full, tokens) if rest else None)
 
 
-def detach(tables: Sequence[Table]) -> list[Copy]:
+def reach_in_all(trails: Sequence[Trail], most: int) -> int:
+    """How many of the first `most` tokens every pool can hand out together."""
+    while True:
+        reached = min(trail.reach(most) for trail in trails)
+        if reached == most or not reached:
+            return reached
+        most = reached
+
+
+def detach(tables: Sequence[Table], drop: bool = True) -> list[Copy]:
     """Give tables one of their own for a last block that holds more than theirs, or that others name: they will write in it.
 
+    The answer is the copies to carry out. Without `drop` the tables' references to the sources stay, and the caller
+    drops them once the step is planned: until then no source can become a target (C15).
     Without room the last reader goes on in place, and the block is no longer found.
     """
     shared = [table for table in tables if table.length % table.pool.block_size and not _is_its_own(table)]
@@ -108,7 +119,7 @@ def detach(tables: Sequence[Table]) -> list[Copy]:
             copies.append(Copy(table.blocks[-1], table.pool.take(near)))
             table.blocks[-1] = copies[-1].target
             table.pool.counts["copies"] += 1
-    for table, copy in zip(shared, copies, strict=False):
+    for table, copy in zip(shared if drop else (), copies, strict=False):
         table.pool.drop(copy.source, table.stamp)
     return copies
 
@@ -118,13 +129,19 @@ def _is_its_own(table: Table) -> bool:
     return table.pool.references(last) == 1 and table.pool.covered(last) == table.length
 
 
-def commit_tail(table: Table, tokens: Sequence[int], extra: bytes = b"") -> None:
-    """Name the last block too, although it is not full: another prompt may go on from its tokens with a copy of it."""
-    size, pool = table.pool.block_size, table.pool
-    full, rest = divmod(min(len(tokens), table.length), size)
-    if not rest or len(tokens) < table.length or len(table.digests) != full or table.epoch != pool.epoch or not table.blocks:
+def commit_tail(table: Table, tokens: Sequence[int], extra: bytes = b"", until: int | None = None) -> None:
+    """Name the last block too, although it is not full: another prompt may go on from its tokens with a copy of it.
+
+    until: how many tokens of the table are computed; all of them if it is not given.
+    """
+    pool, end = table.pool, table.length if until is None else until
+    full, rest = divmod(end, pool.block_size)
+    place = full - table.released
+    if not rest or end > min(len(tokens), table.length) or not 0 <= place < len(table.blocks):
         return
-    parent, content = table.digests[-1] if full else ROOT, tuple(tokens[full * size : table.length])
+    if len(table.digests) != full or table.epoch != pool.epoch:
+        return
+    parent, content = table.digests[-1] if full else ROOT, tuple(tokens[full * pool.block_size : end])
     digest = chain(parent, content, extra)
     if pool.lookup(digest) is None:
-        pool.publish(table.blocks[-1], digest, table.length, content, seat(parent, extra))
+        pool.publish(table.blocks[place], digest, end, content, seat(parent, extra))

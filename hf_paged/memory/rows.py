@@ -271,7 +271,7 @@ class Rows:
             with self._whole():
                 for i, table in enumerate(self.tables):
                     own = tokens[i][self.starts[i] if self.starts is not None else 0 :]
-                    commit(table, own, extras[i], verify=True, exchange=exchange)
+                    commit(table, own, extras[i], keep_tokens=True, exchange=exchange)
                     commit_tail(table, own, extras[i])
             self._keep_lane(look_closely=True)
             self._changed()

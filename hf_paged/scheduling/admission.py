@@ -70,11 +70,17 @@ def headroom(group: Group, need: int, running: Rows[Group], shelf: int, chunk: i
 
 
 class Bid(NamedTuple):
-    """A group that asks to be let in. For every pool: the blocks of its beginning that are there, and what all its tokens need."""
+    """A group that asks to be let in.
+
+    blocks: for every pool the full blocks of its beginning that are there. needs: for every pool what all its tokens need.
+    sources: for every pool a block of which it copies a part, if there is one. cached: the tokens that it does not compute.
+    """
 
     group: Group
     blocks: Rows[list[int]]
     needs: Rows[int]
+    sources: Rows[int | None] = ()
+    cached: int = 0
 
 
 class Moment(NamedTuple):
@@ -105,8 +111,6 @@ class Watermark:
 
     def _judge(self, i: int, bid: Bid, moment: Moment) -> Verdict:
         shelf, chunk, (group, blocks, need) = self.shelves[i], self.limits.tokens, (bid.group, bid.blocks[i], bid.needs[i])
-        if shelf.window is not None and not group.swapped:
-            blocks = blocks[max(0, len(blocks) * shelf.pool.block_size - shelf.window + 1) // shelf.pool.block_size :]
         outstanding = sum(max(0, other.need(i, chunk) - other.held(i)) for other in self._behind)
         reserve = self.limits.reserve(shelf)
         if group.status is Status.PREEMPTED:
@@ -117,9 +121,15 @@ class Watermark:
             shelf.pool.available - outstanding,
             need,
             hits=min(len(blocks), need),
-            cached_hits=sum(1 for block in blocks if not shelf.pool.references(block)),
+            cached_hits=sum(1 for block in self._read(i, bid) if not shelf.pool.references(block)),
             reserve=reserve,
         )
+
+    @staticmethod
+    def _read(i: int, bid: Bid) -> list[int]:
+        """The blocks of a pool that the group is going to hold or to copy from."""
+        source = bid.sources[i] if bid.sources else None
+        return bid.blocks[i] if source is None else [*bid.blocks[i], source]
 
     def enter(self, bid: Bid, moment: Moment) -> None:
         """The group was let in, and is about to take the blocks that were found."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 
-from ..blocks import Copy, blocks_needed
+from ..blocks import BlockPool, Copy, Table, blocks_needed, detach
 from .crew import Stride
 from .limits import Shelf
 from .plan import Plan, Row, Swaps
@@ -25,9 +25,18 @@ class Draft:
         self.copies: list[list[Copy]] = [[] for _ in range(shelves)]
         self.admitted: list[Group] = []
         self.preempted: list[Group] = []
+        self._sources: list[tuple[BlockPool, int, int]] = []
+
+    def detach(self, i: int, table: Table) -> None:
+        """Give a table of shelf `i` its own copy of a last block that it shares. The source stays held until the step is planned."""
+        for copy in detach([table], drop=False):
+            self.copies[i].append(copy)
+            self._sources.append((table.pool, copy.source, table.stamp))
 
     def plan(self, swaps: Swaps) -> Plan:
         """The step as a value."""
+        for pool, source, stamp in self._sources:
+            pool.drop(source, stamp)
         copies = tuple(tuple(copies) for copies in self.copies)
         return Plan(tuple(self.rows), copies, swaps, tuple(self.admitted), tuple(self.preempted), self.stride)
 

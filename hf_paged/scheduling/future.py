@@ -150,7 +150,7 @@ class Future(Watermark):
             [block for block in blocks if shelf.pool.references(block)] if shelf.window is None else []
             for shelf, blocks in zip(self.shelves, bid.blocks, strict=True)
         ]
-        behind = group.leader.behind if group.swapped else group.common - len(bid.blocks[0]) * self.shelves[0].pool.block_size
+        behind = group.leader.behind if group.swapped else group.common - bid.cached
         settled = group.decoding or (group.common == group.length and behind <= moment.room)
         return self._entry(group, moment.step, settled, shared)
 

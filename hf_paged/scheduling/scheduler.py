@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from typing import Literal
 
-from ..blocks import Match, adopt, append, commit, known, reorder
+from ..blocks import Match, Trail, adopt, append, commit, commit_tail, reach_in_all, reorder
 from ..blocks.pool import expect
 from .admission import Bid, Moment, Verdict, why_infeasible
 from .audit import check_groups, check_shelves
@@ -19,7 +19,7 @@ from .limits import Limits, Shelf
 from .plan import Plan, Row
 from .policy import POLICIES
 from .promises import Promises
-from .sequence import Group, Request, Sequence, Status
+from .sequence import UNKNOWN, Group, Request, Sequence, Status
 from .swapping import Decide, Swapping, never
 
 Count = Literal[
@@ -102,6 +102,7 @@ class Scheduler:
         group = sequence.group
         self._dismiss(group)
         self.admission.finish(sequence)
+        self._name_tail(sequence)
         sequence.free()
         if len(group.sequences) == 1:
             self._leave(group)
@@ -305,7 +306,7 @@ class Scheduler:
                 return
             del queue[passed]
             self.admission.enter(bid, moment)
-            self._start(group, found)
+            self._start(draft, group, found)
             if self.shelves[0].pool.block_size == 1:
                 group.seek_runs()
             draft.admitted.append(group)
@@ -315,20 +316,21 @@ class Scheduler:
             self._take(draft, steps)
 
     def _find(self, group: Group) -> list[Match] | None:
-        """The blocks of the group's beginning that every pool has; None if somebody is computing the next one right now.
+        """What every pool has of the group's beginning, to the token; None if a twin is computing the next block right now.
 
-        Of a group on the host, those of its blocks that are here as well.
+        Of a group on the host, those of its blocks that are on the device as well.
         """
         if group.swapped:
             return [Match(list(set(self.swapping.there(group, i).values())), []) for i in range(len(self.shelves))]
         if not self.prefix_caching:
             return [Match([], []) for _ in self.shelves]
-        names = group.names()
-        blocks = [known(shelf.pool, names, group.leader.tokens if self.verify else None) for shelf in self.shelves]
-        hits = min(map(len, blocks))
-        if hits < len(names) and self._promised[names[hits]]:
+        prompt, names = group.prompt, group.names()
+        trails = [Trail(shelf.pool, prompt, shelf.window, self.verify) for shelf in self.shelves]
+        reached = reach_in_all(trails, group.common - 1)
+        full = reached // prompt.size
+        if full < len(names) and self._promised[names[full]]:
             return None
-        return [Match(each[:hits], names[:hits]) for each in blocks]
+        return [trail.take(reached) for trail in trails]
 
     @property
     def _taken(self) -> int:
@@ -341,15 +343,16 @@ class Scheduler:
     def _bid(self, group: Group, found: list[Match]) -> Bid:
         chunk, many = self.limits.tokens, range(len(self.shelves))
         needs = [self.swapping.need(group, i, chunk) if group.swapped else group.need(i, chunk) for i in many]
-        return Bid(group, [each.blocks for each in found], needs)
+        sources = [None if each.partial is None else each.partial.block for each in found]
+        return Bid(group, [each.blocks for each in found], needs, sources, found[0].tokens(self.shelves[0].pool.block_size))
 
-    def _start(self, group: Group, found: list[Match]) -> None:
+    def _start(self, draft: Draft, group: Group, found: list[Match]) -> None:
         if group.swapped:
             self.counts["swapped_in"] += 1
             self.counts["blocks_in"] += self.swapping.bring_back(group)
             computed = len(group.leader.tables[0].digests) if group.leader.computed < group.common else None
         else:
-            computed = self._adopt(group, found)
+            computed = self._adopt(draft, group, found)
         if self.prefix_caching and computed is not None:
             self._promised.make(group, group.names()[computed:])
         group.status = Status.RUNNING
@@ -357,31 +360,44 @@ class Scheduler:
         insort(self._others, group, key=self._key)
         self.counts["admissions"] += 1
 
-    def _adopt(self, group: Group, found: list[Match]) -> int:
-        """Let a group begin with what was found: how many of its blocks that is."""
+    def _adopt(self, draft: Draft, group: Group, found: list[Match]) -> int:
+        """Let a group begin with what was found: how many of its full blocks that is."""
         leader = group.leader
-        for table, each in zip(leader.tables, found, strict=True):
+        for i, (table, each) in enumerate(zip(leader.tables, found, strict=True)):
             adopt(table, each)
+            draft.detach(i, table)
         leader.computed = leader.tables[0].length
         if group.status is Status.WAITING:
             group.cached_tokens = leader.computed
-        hits = len(found[0].blocks)
+        full = len(found[0].digests)
         if self.prefix_caching:
-            misses = len(group.names()) - hits
+            hits = full + (found[0].partial is not None)
+            misses = max(0, len(group.names()) - hits)
             self.counts.update(hits=hits, misses=misses)
             for shelf in self.shelves:
                 shelf.pool.counts.update(hits=hits, misses=misses)
-        return hits
+        return full
 
     def _name(self, sequence: Sequence, end: int) -> None:
         """Let others find the full blocks of the first `end` tokens of a sequence."""
         exchanged = full = end // self.shelves[0].pool.block_size
         for table in sequence.tables if self.prefix_caching else ():
             named = len(table.digests)
-            if named < full and commit(table, sequence.tokens, sequence.group.request.extra, self.verify, until=end):
+            if named < full and commit(table, sequence.tokens, sequence.group.request.extra, keep_tokens=True, until=end):
                 exchanged = min(exchanged, named)
         if exchanged < full:
             self.crew.renamed(sequence, exchanged)
+
+    def _name_tail(self, sequence: Sequence) -> None:
+        """Let others find the last, partly filled block of a sequence that ends (C17). Its last token was never computed."""
+        if not self.prefix_caching:
+            return
+        tokens = sequence.tokens
+        known = len(tokens)
+        while known and tokens[known - 1] == UNKNOWN:
+            known -= 1
+        for table in sequence.tables:
+            commit_tail(table, tokens, sequence.group.request.extra, until=known - 1)
 
     # ---- the audit
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ..blocks import ROOT, Table, chain
+from ..blocks import Prompt, Table
 from ..blocks.pool import NOWHERE
 from .limits import Shelf
 
@@ -104,7 +104,7 @@ class Group:
         """How many tokens of the prompt were there already when it was first admitted."""
         self.promised: list[bytes] = []
         """Names of the blocks that it has still to compute and that others wait for."""
-        self._names: list[bytes] | None = None
+        self._prompt: Prompt | None = None
         self.gather()
 
     def __repr__(self) -> str:
@@ -149,7 +149,7 @@ class Group:
         """Begin again, unforked, with what the sequences have in common."""
         self.forked = len(self.sequences) == 1
         self.common = _common([sequence.tokens for sequence in self.sequences])
-        self._names = None
+        self._prompt = None
 
     def fork(self) -> None:
         """Give every sequence the leader's blocks; this never allocates and cannot fail (C13)."""
@@ -203,14 +203,18 @@ class Group:
             return len(self.leader.tables[shelf].blocks)
         return len({block for sequence in self.sequences for block in sequence.tables[shelf].blocks})
 
+    @property
+    def prompt(self) -> Prompt:
+        """What the leader computes for all sequences, with the digests of its full blocks."""
+        if self._prompt is None:
+            size = self.shelves[0].pool.block_size
+            self._prompt = Prompt(self.leader.tokens[: self.common], size, self.request.extra)
+        return self._prompt
+
     def names(self) -> list[bytes]:
-        """The digests of the full blocks that the leader computes, without the one that holds the last token (C21)."""
-        if self._names is None:
-            size, parent, self._names = self.shelves[0].pool.block_size, ROOT, []
-            for start in range(0, (self.common - 1) // size * size, size):
-                parent = chain(parent, self.leader.tokens[start : start + size], self.request.extra)
-                self._names.append(parent)
-        return self._names
+        """The digests of those full blocks, without the one that holds the last token (C21)."""
+        prompt = self.prompt
+        return prompt.digests[: (self.common - 1) // prompt.size]
 
 
 def blocks_of_group(shelf: Shelf, width: int, common: int, length: int, chunk: int) -> int:
