@@ -216,6 +216,20 @@ def test_a_prefix_is_found_to_the_token(size: int) -> None:
     world.assert_empty()
 
 
+def test_the_source_of_a_copy_is_not_taken_in_its_step() -> None:
+    """C15: two requests of one step copy parts of cached blocks, and the pool has room for one copy at a time."""
+    world = Simulated.of(total=3, size=4, tokens=32, sequences=4)
+    for number, beginning in enumerate(((1, 2, 3, 4), (5, 6, 7, 8))):
+        world.submit(Request(number, beginning, 5))
+    world.run()
+    assert (world.pools[0].cached, world.pools[0].free) == (2, 1)
+    groups = [world.submit(Request(2, (1, 2, 3, 9), 5)), world.submit(Request(3, (5, 6, 7, 9), 5))]
+    world.run()
+    assert [group.cached_tokens for group in groups] == [3, 3]
+    world.assert_answered()
+    world.assert_empty()
+
+
 def test_partly_shared_blocks_in_a_full_pool() -> None:
     """C15, C21: blocks that are copied in a step are not written in it, however few there are."""
     world = Simulated.of(total=8, size=8, tokens=32, sequences=4)
