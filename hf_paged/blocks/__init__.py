@@ -10,7 +10,7 @@ from .pool import BlockPool, OutOfBlocks
 from .prefix import Match, Partial, adopt, commit, known, match
 from .sheet import Sheet
 from .siblings import Siblings
-from .table import Copy, Table, append, blocks_needed, reorder
+from .table import Copy, Table, append, blocks_needed, check_sources, reorder
 from .trail import Prompt, Trail, commit_tail, detach
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "append",
     "blocks_needed",
     "chain",
+    "check_sources",
     "commit",
     "commit_tail",
     "detach",

@@ -37,7 +37,11 @@ class StepCache(DynamicCache):
         return both
 
     def begin(self, batches: Mapping[Kind, Batch], past: int = 0) -> None:
-        """Stand for another step."""
+        """Stand for another step, of one sequence behind `past` tokens or of several in one row.
+
+        Until it is updated a layer is initialized if there is a past: models ask that to know a prompt. Of several sequences some
+        may be at their prompt, so none of the layers is.
+        """
         self.batches, self.past = batches, past
         for layer in self.layers:
             layer.reset()
@@ -93,7 +97,9 @@ class StepLayer(PagedLayer):
         return kept + query_length, past - kept
 
     def reset(self) -> None:
-        self.columns, self.path, self.is_initialized = 0, "unused", False
+        self.columns = 0
+        self.path = "unused"
+        self.is_initialized = self.step.past > 0
 
 
 class CrossLayer(StepLayer):

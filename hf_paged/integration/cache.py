@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +16,14 @@ from .layer import PagedLayer, Path
 from .registry import base_model, memory_of
 from .reuse import Reuse
 from .slots import NO_CONTENT, Slot, slots_of
+
+
+class Mark(NamedTuple):
+    """Where a cache was before a step."""
+
+    columns: dict[Kind, int]
+    initialized: list[bool] | None
+    """Which paged layers were initialized; None where all rows held something."""
 
 
 class PagedCache(DynamicCache):
@@ -110,21 +118,34 @@ class PagedCache(DynamicCache):
         """Replace row i by row beam_idx[i]. Tables are forked, no tensor moves."""
         self.settle()
         self.sequences.reorder(beam_idx)
-        self._others("reorder_cache", beam_idx)
+        self._reorder_others(beam_idx)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Fork every row into `repeats` rows."""
+    def batch_repeat_interleave(self, repeats: int | torch.Tensor) -> None:
+        """Fork every row into `repeats` rows, or row i into repeats[i]."""
         self.settle()
-        self.sequences.unforked = repeats
-        self.spread()
+        rows = torch.arange(self.sequences.count, device="cpu")
+        if len(rows):
+            self._select(rows.repeat_interleave(repeats.cpu() if isinstance(repeats, torch.Tensor) else repeats))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`, in that order."""
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the rows `indices`, in that order: whatever picks rows of a tensor, negative numbers and masks included."""
         self.settle()
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().flatten()
-        self.sequences.select(indices.tolist())
-        self._others("batch_select_indices", indices)
+        rows = torch.arange(self.sequences.count, device="cpu")
+        if not len(rows):
+            return
+        picked = rows[indices.cpu() if isinstance(indices, torch.Tensor) else indices, ...]
+        if picked.ndim != 1:
+            raise IndexError(f"batch_select_indices got {indices!r}, expected a list of rows; a single row i is [i]")
+        self._select(picked)
+
+    def _select(self, index: torch.Tensor) -> None:
+        """Make row i what row index[i] was, in every layer. A cache that is left without rows is empty."""
+        if len(index):
+            self.sequences.select(index.tolist())
+        else:
+            self.sequences.free()
+        self._reorder_others(index)
+        self._follow_rows()
 
     def settle(self) -> None:
         """Pay what the rows are owed, in every layer."""
@@ -138,36 +159,54 @@ class PagedCache(DynamicCache):
         if repeats > 1:
             index = torch.arange(self.sequences.count, device="cpu").repeat_interleave(repeats)
             self.sequences.spread()
-            self._others("reorder_cache", index)
+            self._reorder_others(index)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last |tokens_to_remove| tokens; a positive number is the length to keep, as it once was."""
+        columns = self.sequences.columns
         count = int(tokens_to_remove)
-        count = max(0, self.sequences.columns - count) if count > 0 else -count
-        self.sequences.crop(count)
-        super().crop(-count)
+        count = max(0, columns - count) if count > 0 else -count
+        with self.sequences.changing_all():
+            self.sequences.check_past(min(count, columns))
+            super().crop(-count)
+            self.sequences.crop(min(count, columns))
+        self._follow_rows()
 
     def reset(self) -> None:
         """Give back every block and begin anew."""
         self.sequences.free()
-        for layer in self.layers:
-            layer.reset()
+        with self.sequences.changing_all():
+            for layer in self.layers:
+                layer.reset()
         if self.reuse is not None:
             self.reuse.leave()
             self.reuse = Reuse(self.sequences, self.config)
 
-    def _others(self, method: str, index: torch.Tensor) -> None:
+    def _reorder_others(self, index: torch.Tensor) -> None:
         """Do to what layers keep outside the pages what was done to the tables."""
-        for layer in self.layers:
-            getattr(layer, method)(index)
+        with self.sequences.changing_all():
+            for layer in self.layers:
+                layer.reorder_cache(index)  # type: ignore[arg-type]  # stock names the dtype
 
-    def roll_back(self, columns: dict[Kind, int]) -> None:
+    def _follow_rows(self) -> None:
+        for layer in self.paged_layers:
+            layer.follow()
+
+    def mark(self) -> Mark:
+        """Where the cache is before a step, for `roll_back`."""
+        columns = self.sequences.positions
+        begins = not all(columns.values())
+        return Mark(columns, [layer.is_initialized for layer in self.paged_layers] if begins else None)
+
+    def roll_back(self, mark: Mark) -> None:
         """Undo a step that failed halfway: every group back to where it was. What layers keep outside the pages stays."""
         for kind, rows in self.sequences.rows.items():
-            if rows.columns > columns[kind] and not rows.torn:
-                rows.crop(rows.columns - columns[kind])
-        for layer in self.paged_layers:
-            PagedLayer.crop(layer, 0)
+            if rows.columns > mark.columns[kind] and not rows.torn:
+                rows.crop(rows.columns - mark.columns[kind])
+        layers = self.paged_layers
+        for layer, initialized in zip(layers, mark.initialized or [True] * len(layers), strict=True):
+            layer.is_initialized &= initialized
+            layer.follow()
 
     def begin_at(self, columns: int) -> None:
         """Let the layers know that their rows began with `columns` columns that were there already."""
@@ -177,7 +216,8 @@ class PagedCache(DynamicCache):
     def follow(self) -> None:
         """Let the layers know what their rows have done without them: a replayed step passes them by."""
         for layer in self.paged_layers:
-            layer.columns, layer.path = self.sequences.rows[layer.kind].columns, "paged"
+            if layer.is_initialized:
+                layer.columns, layer.path = self.sequences.rows[layer.kind].columns, "paged"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """A fork: the same blocks under new tables, copied only where one of the two writes."""
@@ -189,9 +229,7 @@ class PagedCache(DynamicCache):
         twin.reuse = None if self.reuse is None else self.reuse.fork(twin.sequences)
         for mine, theirs in zip(self.layers, twin.layers, strict=True):
             if isinstance(mine, PagedLayer) and isinstance(theirs, PagedLayer):
-                theirs.columns, theirs.is_initialized, theirs.path = mine.columns, mine.is_initialized, mine.path
-                if mine.is_initialized:
-                    theirs.dtype, theirs.device = mine.dtype, mine.device
+                theirs.continue_from(mine)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:

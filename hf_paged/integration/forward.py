@@ -42,12 +42,12 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
             return _without_pages(original, args, kwargs)
         with parts[0].sequences.memory.lock:
             parts[0].sequences.memory.queue()
-            before = [part.sequences.positions for part in parts]
+            before = [part.mark() for part in parts]
             try:
                 return _run(model, original, arguments, parts, masks_known)
             except BaseException:
-                for part, columns in zip(parts, before, strict=True):
-                    part.roll_back(columns)
+                for part, mark in zip(parts, before, strict=True):
+                    part.roll_back(mark)
                 raise
 
     return forward

@@ -94,7 +94,7 @@ class Graphs:
         graph: Graph | None = self.memory.captured.get(key)
         if graph is None or not graph.trusted:
             return False
-        before = [part.sequences.positions for part in step.parts]
+        before = [part.mark() for part in step.parts]
         graph.advance(step)
         valid = key in self.memory.captured
         if valid:
@@ -103,8 +103,8 @@ class Graphs:
             graph.replay()
             valid = not check or (self._look(model, step), _facts(step)) == key
         if not valid:
-            for part, columns in zip(step.parts, before, strict=True):
-                part.roll_back(columns)
+            for part, mark in zip(step.parts, before, strict=True):
+                part.roll_back(mark)
             return False
         self.counts["replayed"] += 1
         for part in step.parts:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..memory import Kind, Pages, Sequences
+from ..memory import Kind, Pages, Rows, Sequences
 from .lazy import LazyPages, LazyRotated, as_dense
 from .lengths import DeviceNumber
 
@@ -23,7 +23,6 @@ class PagedLayer(DynamicLayer):
 
     is_compileable = False
     is_croppable = True
-    supports_early_init = False
     complete = True
     """Whether the pages hold all that the layer keeps."""
 
@@ -37,14 +36,25 @@ class PagedLayer(DynamicLayer):
         """How many columns this layer has seen; behind its rows only in the middle of a step."""
         self.path: Path = "unused"
         """How attention last read this layer: from the pages, or through a dense copy."""
+        self.widths: dict[str, tuple[int, int]] = {}
+        """Heads and width of "keys" and of "values", once the layer was initialized."""
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of the layer's kind."""
+        return self.sequences.rows[self.kind]
 
     def __repr__(self) -> str:
-        return f"PagedLayer({self.kind.name}, tokens={self.columns}, path={self.path})"
+        return f"{type(self).__name__}({self.kind.name}, tokens={self.columns}, path={self.path})"
 
     # ---- a step
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: memory is taken with the first token."""
+        """Note what keys [rows, heads, new, key_dim] and values look like; memory is taken with the first token."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        heads = key_states.shape[1]
+        self.widths = {"keys": (heads, key_states.shape[3]), "values": (heads, value_states.shape[3])}
+        self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys [rows, heads, new, key_dim] and values, and answer with all that the new tokens may look at."""
@@ -66,8 +76,8 @@ class PagedLayer(DynamicLayer):
             pages = self._pages()
             pages.ops.write(pages, key_states, value_states)
             self.columns = rows.columns
-        self.is_initialized = True
-        self.dtype, self.device = key_states.dtype, key_states.device
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
 
     def _captured(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +98,9 @@ class PagedLayer(DynamicLayer):
 
     def _lazy(self, pages: Pages, data: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
         batch, window = pages.batch, self.kind.window
-        kept = batch.columns if window is None else min(batch.columns, window - 1 + (0 if new is None else batch.new))
+        kept = batch.columns
+        if window is not None:
+            kept = min(kept, window - 1 + (self.rows.recorded if new is None else batch.new))
         shape = (batch.rows, data.shape[1], kept, data.shape[2])
         return LazyPages(shape, data.dtype, data.device, self, pages, data, new)
 
@@ -111,14 +123,22 @@ class PagedLayer(DynamicLayer):
         _only_none(value)
 
     def _stored(self, which: Literal["keys", "values"]) -> torch.Tensor | None:
-        if not self.is_initialized or not self.columns:
+        if not self.is_initialized:
             return None
+        if not self.columns:
+            return self._nothing(which)
         with self.sequences.memory.lock:
             if self.sequences.static is None:
                 self.sequences.flush()
                 self.sequences.rows[self.kind].require_whole()
             pages = self._pages()
             return self._lazy(pages, getattr(pages, which), None)
+
+    def _nothing(self, which: Literal["keys", "values"]) -> torch.Tensor:
+        """Keys or values of an empty layer: [rows, heads, 0, dim] where everything was cropped, [0] before the first token."""
+        rows = self.rows.count
+        heads, dim = self.widths[which]
+        return torch.empty((rows, heads, 0, dim) if rows else 0, dtype=self.dtype, device=self.device)
 
     @property
     def length(self) -> Any:
@@ -155,21 +175,69 @@ class PagedLayer(DynamicLayer):
     # ---- the cache does these for all layers at once
 
     def reset(self) -> None:
-        self.columns = 0
+        self._require_all("reset")
         self.is_initialized = False
+        self.follow()
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.columns = self.sequences.rows[self.kind].columns if self.columns else 0
+        self._require_all("crop")
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None: ...
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._require_all("reorder_cache")
 
-    def batch_repeat_interleave(self, repeats: int) -> None: ...
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._require_all("batch_repeat_interleave")
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None: ...
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._require_all("batch_select_indices")
+
+    def _require_all(self, method: str) -> None:
+        """Raise unless the cache changes all layers: one layer has no rows of its own to change."""
+        if not self.sequences.changes_all:
+            raise RuntimeError(
+                f"layers[{self.number}].{method}() cannot change one layer of a paged cache, whose layers share their rows; "
+                f"call {method}() of the cache"
+            )
+
+    def follow(self) -> None:
+        """Note what the rows have done without this layer, if it keeps anything."""
+        self.columns = self.rows.columns if self.is_initialized else 0
+
+    def continue_from(self, other: PagedLayer) -> None:
+        """Go on where a layer of another cache is, over a fork of its rows."""
+        self.columns = other.columns
+        self.path = other.path
+        self.widths = other.widths
+        self.is_initialized = other.is_initialized
+        if other.widths:
+            self.dtype = other.dtype
+            self.device = other.device
 
     def offload(self) -> None: ...
 
     def prefetch(self) -> None: ...
+
+
+class WindowLayer(PagedLayer, DynamicSlidingWindowLayer):
+    """A layer that attends to a window, with what stock's sliding layer lets its users read and set."""
+
+    @property
+    def _sliding_window_tensor(self) -> torch.Tensor:  # type: ignore[override]
+        """The window as a part of the cache's items: stock's DynamicCache rebuilds a sliding layer from it."""
+        return torch.tensor(self.sliding_window, dtype=torch.long, device=self.device if self.is_initialized else "cpu")
+
+    @property
+    def cumulative_length(self) -> int:  # type: ignore[override]
+        return self.get_seq_length()
+
+    @property
+    def record_past(self) -> bool:
+        """Whether what lies behind the window is kept until `crop`."""
+        return self.rows.keep_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.rows.keep_past = value
 
 
 def _only_none(value: object) -> None:

@@ -18,7 +18,7 @@ from .keys import PLACES, Fed, Origin, Private, why_never
 from .state import watching
 
 if TYPE_CHECKING:
-    from .cache import PagedCache
+    from .cache import Mark, PagedCache
 
 ANSWERS = frozenset({"logits", "past_key_values"})
 """What the answer to a part of a prompt may consist of."""
@@ -214,11 +214,11 @@ class Reuse:
             if state not in trust and self.spoiled is None and all(layer.path == "paged" for layer in cache.paged_layers):
                 trust[state] = "masks"
             return answer
-        before, starts = self.history.columns, self.sequences.starts
+        mark, starts = cache.mark(), self.sequences.starts
         with Found(self.sequences, prefix) as found:
             part = self._rest(cache, model, arguments, prefix, columns, compute)
             if part is not None:
-                self._take_back(cache, before, starts)
+                self._take_back(cache, mark, starts)
             answer = compute(arguments, True)
             if part is not None and self.spoiled is None:
                 same = found.agrees() and alike(answer.logits[:, -1], part.logits[:, -1])
@@ -227,9 +227,9 @@ class Reuse:
             self.spoil("a part of a prompt is not computed like the whole")
         return answer
 
-    def _take_back(self, cache: PagedCache, before: int, starts: list[int] | None) -> None:
+    def _take_back(self, cache: PagedCache, mark: Mark, starts: list[int] | None) -> None:
         """Go back to where a part of a prompt began."""
-        cache.roll_back(dict.fromkeys(self.sequences.rows, before))
+        cache.roll_back(mark)
         self.sequences.begin_at(starts)
 
     def _why_whole(self, model: Any, arguments: Mapping[str, Any], dense: bool) -> str | None:
@@ -250,6 +250,7 @@ class Reuse:
     def _rest(self, cache: PagedCache, model: nn.Module, arguments: dict[str, Any], prefix: Prefix, columns: int, compute: Compute) -> Any:
         """Let the rows begin with the prefix and compute the rest; None if that does not stand for the whole."""
         sequences, before, starts = self.sequences, self.history.columns, self.sequences.starts
+        mark = cache.mark()
         given = {name: arguments[name] for name in PLACES if arguments.get(name) is not None}
         cut = {name: value[:, prefix.columns - before :].contiguous() for name, value in given.items()}
         begin_with(sequences, prefix, columns - prefix.columns)
@@ -260,7 +261,7 @@ class Reuse:
             return answer
         # The answer ought to be longer, or the cached part was computed without the hook: all of it, as if nothing had been found.
         identity_of(model).answers_in_part &= not short
-        self._take_back(cache, before, starts)
+        self._take_back(cache, mark, starts)
         return None
 
     def _count(self, prompts: list[Prompt], prefix: Prefix | None, before: int, columns: int) -> None:
