@@ -63,6 +63,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
                            "index_topk_blocks": 2, "index_local_blocks": 1},
     "mistral_large4_text": {"kv_source_layers": [0, 1, 1]},
     "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 64},
+    "molmo2_adapter": {"vision_feature_layer": [0, 1], "text_hidden_size": 32},
     "muse_glimmer": {"projection_hidden_size": 32},
     "muse_spark_audio": {"num_hidden_layers": 4},
     "nemotron_h_omni": {"vision_config.video_temporal_patch_size": 2},
