@@ -89,7 +89,5 @@ def test_encoder_decoders(name: str, ids: torch.Tensor) -> None:
     with torch.no_grad():
         for parameter in helper.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    paged = assert_same(
-        model, input_ids=ids[:1], assistant_model=helper, max_new_tokens=14, do_sample=False, return_dict_in_generate=True
-    )
+    paged = assert_same(model, input_ids=ids[:1], assistant_model=helper, max_new_tokens=14, do_sample=False, return_dict_in_generate=True)
     assert set(paged.past_key_values.self_attention_cache.paths) == {"paged"}

@@ -14,6 +14,7 @@ from .attention import Forward, running
 from .cache import PagedCache, paged_parts
 from .graph import Step
 from .graphs import graphs_of
+from .outputs import asked_fields, layouts_of
 from .prompts import adapters_agree, adapters_of_unique_rows, keeps_another_cache, repeat_rows, unique_rows
 
 DENSE_OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -64,16 +65,38 @@ def _without_pages(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _run(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache], masks_known: bool) -> Any:
     copies = parts[0].sequences.unforked
-    if copies > 1:
-        rows = _rows(arguments)
-        kept = unique_rows(arguments, rows, copies) if _may_share(model, arguments, parts[0], rows) else None
-        if kept is not None:
+    if copies == 1:
+        return _paged(model, original, arguments, parts, masks_known)
+    rows = _rows(arguments)
+    kept = unique_rows(arguments, rows, copies) if _may_share(model, arguments, parts[0], rows) else None
+    asked = asked_fields(model, arguments)
+    layouts = layouts_of(model)
+    few = None
+    if kept is not None:
+        if layouts.can_repeat(asked):
             with adapters_of_unique_rows(model, rows, copies):
                 answer = _paged(model, original, kept, parts, masks_known)
-            return repeat_rows(answer, rows // copies, copies)
-        for part in parts:
-            part.spread()
-    return _paged(model, original, arguments, parts, masks_known)
+            return repeat_rows(answer, rows // copies, copies, layouts[asked])
+        if asked not in layouts and parts[0].sequences.columns == 0:
+            with adapters_of_unique_rows(model, rows, copies):
+                few = _without_cache(original, kept)
+    for part in parts:
+        part.spread()
+    answer = _paged(model, original, arguments, parts, masks_known)
+    if few is not None:
+        layouts.learn(asked, few, answer, rows // copies, copies)
+    return answer
+
+
+def _without_cache(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """The same prompt's answer by the model alone, or None if it cannot be computed twice."""
+    given = {name: value for name, value in arguments.items() if name != "past_key_values"}
+    if "use_cache" in given:
+        given["use_cache"] = False
+    try:
+        return _without_pages(original, (), given)
+    except Exception:  # the call itself shows what is wrong, if anything is
+        return None
 
 
 def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, rows: int) -> bool:
