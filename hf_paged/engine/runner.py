@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..blocks import Table, append
+from ..checking.ties import shaken
 from ..integration.attention import NAME, Forward, running
 from ..integration.lazy import NotFlat
 from ..integration.slots import CROSS
@@ -383,12 +384,6 @@ class Runner:
                 for table in of_row:
                     table.free()
         return logits
-
-
-def shaken(embeddings: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
-    """Embeddings, each off by what rounding may do to it."""
-    off = torch.rand(embeddings.shape, generator=chance, device=embeddings.device, dtype=torch.float32) * 2 - 1
-    return (embeddings * (1 + off * torch.finfo(embeddings.dtype).eps / 2)).to(embeddings.dtype)
 
 
 def distance(right: torch.Tensor, found: torch.Tensor) -> float:
