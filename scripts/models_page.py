@@ -126,8 +126,8 @@ the same. Which routers these are is tried out, with as many tokens as the promp
 | Switch Transformers: counts the tokens of each row | shared | refused where a sequence may be longer than `expert_capacity` |
 | code of others that names a capacity | row by row, if it counts beyond a row | refused, if it counts at all |
 
-The tiny NLLB-MoE and Switch of the tables above have no sparse layers; those of that test have nothing else. Steps of such models are
-not captured, and no prompt begins with another one's prefix.
+The tiny NLLB-MoE of the tables above has no sparse layers; the models of that test have nothing else. Steps of such models are not
+captured, and no prompt begins with another one's prefix.
 """
 
 

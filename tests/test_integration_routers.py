@@ -172,12 +172,15 @@ def test_a_decoder_of_another_s_code(ids: torch.Tensor) -> None:
         Engine(model, num_blocks=40)
 
 
-@pytest.mark.parametrize(("make", "served"), [(lambda: nllb(), True), (lambda: switch(64), False), (lambda: switch(600), True)])
+@pytest.mark.parametrize(("make", "served"), [
+    (lambda: nllb(), True), (lambda: nllb(moe_eval_capacity_token_fraction=0.5), False),
+    (lambda: nllb(second_expert_policy="random"), False), (lambda: switch(64), False), (lambda: switch(600), True),
+])  # fmt: skip
 def test_the_engine_serves_what_it_can_cut_and_join(make: Any, served: bool, prompts: dict[str, torch.Tensor]) -> None:
     """A prompt that is computed again after a preemption comes in one piece: Switch would count its tokens together then."""
     model = make()
     if not served:
-        with pytest.raises(Unservable, match=r"up to 512 of them"):
+        with pytest.raises(Unservable, match=r"up to (256|512) tokens"):
             Engine(model, num_blocks=40, max_batch_tokens=128, max_batch_sequences=4)
         return
     engine = Engine(model, num_blocks=40, max_batch_tokens=128, max_batch_sequences=4)

@@ -8,9 +8,8 @@ from typing import Any
 from transformers import GenerationMixin
 
 from ..integration.quantized import looks_around
-from ..integration.routers import WHY, routers_of
+from ..integration.routers import routers_of
 from ..integration.support import why_not
-
 
 UNBOUNDED = 512
 """Tokens of a sequence with which routers are tried if the model names no longest."""
@@ -50,8 +49,8 @@ def check_routers(model: Any, tokens: int) -> None:
     most = max(tokens, longest(model) or UNBOUNDED)
     if routers.modules and not (routers.known and routers.keep_tokens_apart(most)):
         raise Unservable(
-            f"{WHY} in {type(model).__name__}, and drops those beyond an expert's capacity: the answer to a request would depend on how "
-            f"its tokens come together, up to {most} of them; use generate(), or raise the capacity"
+            f"{type(model).__name__} has routers that drop tokens beyond an expert's capacity; the engine cuts and joins up to {most} tokens "
+            "otherwise than generate() does, which would change which are dropped; use generate(), or raise the capacity"
         )
 
 

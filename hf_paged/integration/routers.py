@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ class Routers:
     """The modules of a model's decoder that know a capacity, and what they were last called with."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = [module for module in _decoder(model).modules() if _has_capacity(type(module)) and _weighs(module)]
+        self.modules = [module for module in _decoder(model).modules() if _has_capacity(cast(Any, type(module))) and _weighs(module)]
         self.seen: dict[nn.Module, Seen] = {}
 
     @contextmanager
@@ -108,12 +108,13 @@ def _decoder(model: Any) -> nn.Module:
     """The part that the cache is for: an encoder runs once for each prompt, wherever its rows go."""
     if getattr(model.config, "is_encoder_decoder", False):
         found = model.get_decoder()
-        return found if isinstance(found, nn.Module) else model  # type: ignore[no-any-return]
-    return model  # type: ignore[no-any-return]
+        if isinstance(found, nn.Module):
+            return found
+    return cast(nn.Module, model)
 
 
 @cache
-def _has_capacity(kind: type) -> bool:
+def _has_capacity(kind: Any) -> bool:
     """Whether a class names a capacity in its code; comments and strings do not count."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
