@@ -8,6 +8,7 @@ Importing the package is enough: stock generate() then knows the word, in every 
 
 from . import trace
 from .blocks import OutOfBlocks
+from .checking import LogprobGap, Mismatch, RowMismatch, check_mismatch
 from .config import CacheConfig
 from .engine import Engine, EngineConfig
 from .integration.cache import PagedCache
@@ -17,8 +18,8 @@ from .integration.stats import Stats, stats
 from .integration.support import FallbackWarning
 
 __all__ = [
-    "CacheConfig", "Engine", "EngineConfig", "FallbackWarning", "OutOfBlocks", "PagedCache", "Stats",
-    "install", "installed", "invalidate", "release", "stats", "trace", "uninstall",
+    "CacheConfig", "Engine", "EngineConfig", "FallbackWarning", "LogprobGap", "Mismatch", "OutOfBlocks", "PagedCache", "RowMismatch",
+    "Stats", "check_mismatch", "install", "installed", "invalidate", "release", "stats", "trace", "uninstall",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

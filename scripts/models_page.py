@@ -104,12 +104,31 @@ def expected(rows: list[Row]) -> str:
 def page(run: Row, other: Row | None, device: Row | None = None) -> str:
     """docs/models.md."""
     rows = run["rows"]
-    parts = [HEAD.format(**run, **_totals(rows)), *(_table(kind, rows) for kind in TITLES), _not_run(rows), QUANTIZED]
+    parts = [HEAD.format(**run, **_totals(rows)), *(_table(kind, rows) for kind in TITLES), _not_run(rows), DEPENDENT, QUANTIZED]
     if other is not None:
         parts.append(_compared(run, other))
     if device is not None:
         parts.append(_on_device(device))
     return "\n".join(parts)
+
+
+DEPENDENT = """## Rows that are not independent
+
+`tests/test_integration_routers.py`: a router with an expert capacity drops the tokens that come too late, so what is computed beside a
+token may decide what it becomes. Beams and samples of one prompt are then computed row by row, as stock computes them; the answers are
+the same. Which routers these are is tried out, with as many tokens as the prompt has.
+
+| router | prompts of beams and samples | engine |
+|---|---|---|
+| NLLB-MoE, `moe_eval_capacity_token_fraction=1.0` (its default): no token is ever dropped | shared | served |
+| NLLB-MoE with a smaller fraction, or 0.0 and an `expert_capacity` that all rows together may exceed | row by row | refused |
+| NLLB-MoE, `second_expert_policy` "random" or "sampling" | row by row | refused |
+| Switch Transformers: counts the tokens of each row | shared | refused where a sequence may be longer than `expert_capacity` |
+| code of others that names a capacity | row by row, if it counts beyond a row | refused, if it counts at all |
+
+The tiny NLLB-MoE of the tables above has no sparse layers; the models of that test have nothing else. Steps of such models are not
+captured, and no prompt begins with another one's prefix.
+"""
 
 
 QUANTIZED = """## Quantized linear layers

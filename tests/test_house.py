@@ -19,9 +19,10 @@ BELOW = {
     "trace": set(),
     "memory": {"config", "blocks"},
     "integration": {"memory", "config", "blocks"},
-    "engine": {"integration", "memory", "scheduling", "trace", "config", "blocks"},
+    "checking": {"integration"},
+    "engine": {"checking", "integration", "memory", "scheduling", "trace", "config", "blocks"},
     "demo": {"integration", "memory", "config", "blocks", ""},
-    "": {"engine", "integration", "memory", "trace", "config", "blocks"},
+    "": {"engine", "checking", "integration", "memory", "trace", "config", "blocks"},
 }
 """For each floor the floors it may import; "" is the package's own front door."""
 

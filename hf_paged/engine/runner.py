@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from ..blocks import Table, append
+from ..checking.ties import shaken
 from ..integration.attention import NAME, Forward, running
 from ..integration.lazy import NotFlat
+from ..integration.routers import routers_of
 from ..integration.slots import CROSS
 from ..integration.switch import decoder_configs, restore, switch
 from ..memory import Batch, FlatBatch, Kind
@@ -29,7 +31,7 @@ from .media import Media
 from .merging import Merger
 from .pieces import Piece, Pieces, merged, placed
 from .pools import Pools
-from .support import Unservable, longest
+from .support import Unservable, check_routers, longest
 from .warming import warming, without_plans
 
 Form = Literal["flat", "rows"]
@@ -252,12 +254,14 @@ class Runner:
             if self.encoder is not None:
                 self._trial_source = self.encoder.trial(vocabulary)
                 self.pools.lend(max(*lengths, self.encoder.length(self._trial_source)))
-            whole = self._without_cache(rows)
+            with routers_of(self.model).recording():
+                whole = self._without_cache(rows)
             pieces = self._trial(rows, "rows", cuts)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             raise Unservable(f"{name} failed when its forward was tried ({type(error).__name__}: {error}); use generate()") from error
+        check_routers(self.model, self.pools.config.max_batch_tokens)
         far = self._apart(rows, whole, pieces)
         if far is not None:
             raise Unservable(f"{name} answers otherwise when its prompt comes in pieces (by {far:.1e} of its logits); use generate()")
@@ -383,12 +387,6 @@ class Runner:
                 for table in of_row:
                     table.free()
         return logits
-
-
-def shaken(embeddings: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
-    """Embeddings, each off by what rounding may do to it."""
-    off = torch.rand(embeddings.shape, generator=chance, device=embeddings.device, dtype=torch.float32) * 2 - 1
-    return (embeddings * (1 + off * torch.finfo(embeddings.dtype).eps / 2)).to(embeddings.dtype)
 
 
 def distance(right: torch.Tensor, found: torch.Tensor) -> float:

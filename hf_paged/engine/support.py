@@ -8,7 +8,11 @@ from typing import Any
 from transformers import GenerationMixin
 
 from ..integration.quantized import looks_around
+from ..integration.routers import routers_of
 from ..integration.support import why_not
+
+UNBOUNDED = 512
+"""Tokens of a sequence with which routers are tried if the model names no longest."""
 
 
 class Unservable(ValueError):
@@ -37,6 +41,17 @@ def check_servable(model: Any, outer: Any) -> None:
         )
     if any(getattr(each, "is_prompt_learning", False) for each in getattr(outer, "peft_config", {}).values()):
         raise Unservable("prompt and prefix tuning change what the model is given, which the engine does not know yet; use generate()")
+
+
+def check_routers(model: Any, tokens: int) -> None:
+    """Raise if a token may become something else beside others: steps of up to `tokens` are not what generate() computes together."""
+    routers = routers_of(model)
+    most = max(tokens, longest(model) or UNBOUNDED)
+    if routers.modules and not (routers.known and routers.keep_tokens_apart(most)):
+        raise Unservable(
+            f"{type(model).__name__} has routers that drop tokens beyond an expert's capacity; the engine cuts and joins up to {most} tokens "
+            "otherwise than generate() does, which would change which are dropped; use generate(), or raise the capacity"
+        )
 
 
 def longest(model: Any) -> int | None:

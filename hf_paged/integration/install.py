@@ -141,6 +141,10 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> 
     if paged_parts(given):
         # A cache and the name of another: stock has its own error for that, here and below.
         return asked or generation_config.cache_implementation is None
+    if asked and given is not None and generation_config.is_assistant:
+        # The main model's config brought the word. Whisper's generate() and decoder make caches of their own in the first round.
+        warn(f"the assistant {type(model).__name__} continues on a cache that it made itself")
+        generation_config.cache_implementation = generation_config.cache_config = None
     if not asked or given is not None:
         return False
     reason = why_not(model, generation_config)
