@@ -62,6 +62,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2, "index_block_size": 4,
                            "index_topk_blocks": 2, "index_local_blocks": 1},
     "mistral_large4_text": {"kv_source_layers": [0, 1, 1]},
+    "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
     "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 64},
     "muse_glimmer": {"projection_hidden_size": 32},
     "muse_spark_audio": {"num_hidden_layers": 4},
