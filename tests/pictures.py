@@ -1,4 +1,4 @@
-"""Prompts with a picture or a recording for whatever model takes one: the arguments are found by trying, and by what the model says."""
+"""Prompts with pictures, videos or recordings for any model that takes them: arguments are found by trying, and by the model's errors."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ MOST = 64
 Inputs = dict[str, torch.Tensor]
 
 
-def with_pictures(model: Any, rows: int = 2) -> Inputs | None:
-    """Arguments for `rows` prompts, each around a picture of its own; None if no way of showing one is known."""
-    for shown in _pictures(model, rows):
-        found = _prompt(model, shown, rows, _id_of(model, "image"))
-        if found is not None:
-            return found
-    return None
+def with_pictures(model: Any, rows: int = 2, each: int = 1) -> Inputs | None:
+    """Arguments for `rows` prompts, each around `each` pictures of its own; None if no way of showing them is known."""
+    return _first(model, _pictures(model, rows, each), rows, each, "image")
 
 
-def with_recordings(model: Any, rows: int = 2) -> Inputs | None:
-    """Arguments for `rows` prompts, each with a recording of its own; None if no way of playing one is known."""
-    for played in _recordings(model, rows):
-        found = _prompt(model, played, rows, _id_of(model, "audio"))
-        if found is not None:
-            return found
-    return None
+def with_videos(model: Any, rows: int = 2, each: int = 1) -> Inputs | None:
+    """The same with videos."""
+    return _first(model, _videos(model, rows * each), rows, each, "video")
+
+
+def with_recordings(model: Any, rows: int = 2, each: int = 1) -> Inputs | None:
+    """The same with recordings."""
+    return _first(model, _recordings(model, rows * each), rows, each, "audio")
+
+
+def _first(model: Any, ways: Iterator[Inputs], rows: int, each: int, what: str) -> Inputs | None:
+    """The first way that the model takes."""
+    prompts = (_prompt(model, shown, rows, each, _id_of(model, what), 1 + (what == "video")) for shown in ways)
+    return next((found for found in prompts if found is not None), None)
 
 
 def pad_left(inputs: Inputs) -> Inputs:
@@ -53,11 +56,11 @@ def pad_left(inputs: Inputs) -> Inputs:
 # ---- the prompt around it
 
 
-def _prompt(model: Any, shown: Inputs, rows: int, placeholder: int | None) -> Inputs | None:
+def _prompt(model: Any, shown: Inputs, rows: int, each: int, placeholder: int | None, kind: int) -> Inputs | None:
     """The prompt with as many placeholders as the model wants, if it wants any and looks at what is shown."""
     counts = [0] if placeholder is None else [4, 0]
     for count in counts:  # what the model says adds to the list
-        inputs = {**_text(model, rows, placeholder, count), **shown}
+        inputs = {**_text(model, rows, each, placeholder, count, kind), **shown}
         try:
             if _matters(model, inputs, shown):
                 return inputs
@@ -65,23 +68,24 @@ def _prompt(model: Any, shown: Inputs, rows: int, placeholder: int | None) -> In
             found = MISMATCH.search(str(error))
             for width in (1, WIDTH) if found and count else ():
                 # Some count the features' numbers, not the features.
-                wanted, left = divmod(int(found[2]), rows * width)
+                wanted, left = divmod(int(found[2]), rows * each * width)
                 if not left and wanted and wanted not in counts and wanted < MOST:
                     counts.append(wanted)
     return None
 
 
-def _text(model: Any, rows: int, placeholder: int | None, count: int) -> Inputs:
+def _text(model: Any, rows: int, each: int, placeholder: int | None, count: int, kind: int) -> Inputs:
+    """Prompts of text with `each` runs of placeholders in them, and of what kind each token is."""
     if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
         return {}
-    text = torch.randint(PROMPT_IDS.start, PROMPT_IDS.stop, (rows, 7), generator=torch.Generator().manual_seed(1))
+    text = torch.randint(PROMPT_IDS.start, PROMPT_IDS.stop, (rows, 4 + 3 * each), generator=torch.Generator().manual_seed(1))
     middle = torch.full((rows, count), placeholder or 0)
     begin = getattr(model.config, "vision_start_token_id", None)
     if count and isinstance(begin, int):
-        text[:, 3] = begin
-    ids = torch.cat([text[:, :4], middle, text[:, 4:]], 1)
-    types = torch.zeros_like(ids)
-    types[:, 4 : 4 + count] = 1
+        text[:, 3:-1:3] = begin
+    runs = [torch.cat([middle, text[:, 4 + 3 * i : 7 + 3 * i]], 1) for i in range(each)]
+    ids = torch.cat([text[:, :4], *runs], 1)
+    types = (ids == placeholder).long() * kind
     taken = inspect.signature(model.forward).parameters
     typed = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in taken and count}
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **typed}
@@ -127,8 +131,9 @@ def _noise(*shape: int) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(4)) * 2 - 1
 
 
-def _pictures(model: Any, rows: int) -> Iterator[Inputs]:
-    """Ways of showing a picture per row, the likely ones first."""
+def _pictures(model: Any, prompts: int, each: int = 1) -> Iterator[Inputs]:
+    """Ways of showing `each` pictures per prompt, the likely ones first."""
+    rows = prompts * each
     taken = inspect.signature(model.forward).parameters
     vision = _part(model.config, "vision_config", "vq_config", "encoder")
     size, patch = _number(vision, 32, "image_size", "resolution"), _number(vision, 8, "patch_size")
@@ -143,14 +148,15 @@ def _pictures(model: Any, rows: int) -> Iterator[Inputs]:
         shape = {"spatial_shapes": torch.tensor([[4, 4]] * rows), "pixel_attention_mask": torch.ones(rows, 16, dtype=torch.long)}
         yield {"pixel_values": _noise(rows, 16, area), **shape}
     if "aspect_ratio_ids" in taken:
-        ratio = {"aspect_ratio_ids": torch.ones(rows, 1, dtype=torch.long), "aspect_ratio_mask": torch.ones(rows, 1, 4, dtype=torch.long)}
-        seen = {"cross_attention_mask": torch.ones(rows, 7, 1, 4, dtype=torch.long)}
-        yield {"pixel_values": _noise(rows, 1, 4, channels, size, size), **ratio, **seen}
+        ones = torch.ones(prompts, each, dtype=torch.long)
+        ratio = {"aspect_ratio_ids": ones, "aspect_ratio_mask": ones[..., None].repeat(1, 1, 4)}
+        seen = {"cross_attention_mask": torch.ones(prompts, 4 + 3 * each, each, 4, dtype=torch.long)}
+        yield {"pixel_values": _noise(prompts, each, 4, channels, size, size), **ratio, **seen}
     if "pixel_values" in taken:
-        extra = _extra(taken, rows, size)
+        extra = _extra(taken, prompts, each, size)
         for given in (extra, {}) if extra else ({},):
-            for shape in ((), (1,), (2,)):
-                yield {"pixel_values": _noise(rows, *shape, channels, size, size), **given}
+            for shape in ((rows,), (rows, 1), (rows, 2), *([(prompts, each)] if each > 1 else [])):
+                yield {"pixel_values": _noise(*shape, channels, size, size), **given}
 
 
 def _grids(rows: int, area: int, frames: int, patch: tuple[int, ...], merges: bool) -> Iterator[Inputs]:
@@ -162,15 +168,36 @@ def _grids(rows: int, area: int, frames: int, patch: tuple[int, ...], merges: bo
         yield {"pixel_values": _noise(rows * 16, *shape), **grid}
 
 
-def _extra(taken: Any, rows: int, size: int) -> Inputs:
+def _extra(taken: Any, prompts: int, each: int, size: int) -> Inputs:
     """What else a forward wants to know about plain pictures."""
+    rows, text = prompts * each, 4 + 3 * each
     known = {
         "image_sizes": torch.tensor([[size, size]] * rows),
         "qformer_input_ids": torch.full((rows, 3), PROMPT_IDS.start),
-        "image_attention_mask": torch.ones(rows, 7, 1, dtype=torch.long),
-        "bbox": torch.full((rows, 7, 4), 0.3),
+        "image_attention_mask": torch.ones(prompts, text, each, dtype=torch.long),
+        "bbox": torch.full((prompts, text, 4), 0.3),
     }
     return {name: value for name, value in known.items() if name in taken}
+
+
+# ---- videos and recordings
+
+
+def _videos(model: Any, rows: int) -> Iterator[Inputs]:
+    """Ways of showing a video per row, the likely ones first."""
+    taken = inspect.signature(model.forward).parameters
+    vision = _part(model.config, "vision_config", "vq_config", "encoder")
+    size, patch = _number(vision, 32, "image_size", "resolution"), _number(vision, 8, "patch_size")
+    channels, frames = _number(vision, 3, "in_channels", "in_chans", "num_channels"), _number(vision, 2, "temporal_patch_size")
+    if "video_grid_thw" in taken:
+        grid: Inputs = {"video_grid_thw": torch.tensor([[2, 4, 4]] * rows)}
+        if "video_merge_sizes" in taken:
+            grid["video_merge_sizes"] = torch.tensor([2] * rows)
+        for area in (frames * channels * patch * patch, channels * patch * patch):
+            yield {"pixel_values_videos": _noise(rows * 32, area), **grid}
+    elif "pixel_values_videos" in taken:
+        for shape in ((rows, 2), (rows, 8), (2 * rows,)):
+            yield {"pixel_values_videos": _noise(*shape, channels, size, size)}
 
 
 def _recordings(model: Any, rows: int) -> Iterator[Inputs]:
