@@ -11,9 +11,11 @@ import torch
 from tiny import PROMPT_IDS
 
 MISMATCH = re.compile(r"tokens:? \[?(\d+)\]?, (?:\w+ )?features:? \[?(\d+)")
+OF_ONE = re.compile(r"span_length=\d+, expected (\d+)")
+"""How many placeholders a single picture wants."""
 WIDTH = 32
 """Of every hidden state in a tiny model."""
-MOST = 64
+MOST = 300
 """More placeholders than this are a misunderstanding."""
 Inputs = dict[str, torch.Tensor]
 
@@ -66,11 +68,13 @@ def _prompt(model: Any, shown: Inputs, rows: int, each: int, placeholder: int | 
                 return inputs
         except Exception as error:
             found = MISMATCH.search(str(error))
+            own = OF_ONE.search(str(error))
             for width in (1, WIDTH) if found and count else ():
                 # Some count the features' numbers, not the features.
                 wanted, left = divmod(int(found[2]), rows * each * width)
                 if not left and wanted and wanted not in counts and wanted < MOST:
                     counts.append(wanted)
+            counts += [int(own[1])] if own and int(own[1]) not in counts else []
     return None
 
 
@@ -85,7 +89,7 @@ def _text(model: Any, rows: int, each: int, placeholder: int | None, count: int,
         text[:, 3:-1:3] = begin
     runs = [torch.cat([middle, text[:, 4 + 3 * i : 7 + 3 * i]], 1) for i in range(each)]
     ids = torch.cat([text[:, :4], *runs], 1)
-    types = (ids == placeholder).long() * kind
+    types = torch.zeros_like(ids) if placeholder is None else (ids == placeholder).long() * kind
     taken = inspect.signature(model.forward).parameters
     typed = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in taken and count}
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **typed}
@@ -107,7 +111,9 @@ def _matters(model: Any, inputs: Inputs, shown: Inputs) -> bool:
 def _id_of(model: Any, what: str) -> int | None:
     """The token that stands for a picture (or a recording) in a prompt."""
     names = (f"{what}_token_id", f"{what}_token_index", f"{what}_patch_id", "image_token_id", "media_token_id")
-    found = (getattr(model.config, name, None) for name in names)
+    parts = [model.config, *(part for part in vars(model.config).values() if hasattr(part, "to_dict"))]
+    found = [getattr(part, name, None) for part in parts for name in names]
+    found.append((getattr(model.config, "vocabulary_map", None) or {}).get(f"<{what}>"))
     return next((value for value in found if isinstance(value, int)), None)
 
 
@@ -143,7 +149,10 @@ def _pictures(model: Any, prompts: int, each: int = 1) -> Iterator[Inputs]:
         yield from _grids(rows, area, _number(vision, 2, "temporal_patch_size"), (channels, patch, patch), "image_merge_sizes" in taken)
     if "flattened_patches" in taken:
         place = torch.arange(1, 17).float()[:, None].expand(rows, 16, 1)
-        yield {"flattened_patches": torch.cat([place, place, _noise(rows, 16, area)], 2)}
+        extra = _extra(taken, prompts, each, size)
+        wide = _number(vision, area, "patch_embed_hidden_size")
+        yield {"flattened_patches": torch.cat([place, place, _noise(rows, 16, wide)], 2), **extra}
+    yield from _in_patches(taken, prompts, each, channels, patch)
     if "spatial_shapes" in taken:
         shape = {"spatial_shapes": torch.tensor([[4, 4]] * rows), "pixel_attention_mask": torch.ones(rows, 16, dtype=torch.long)}
         yield {"pixel_values": _noise(rows, 16, area), **shape}
@@ -157,6 +166,32 @@ def _pictures(model: Any, prompts: int, each: int = 1) -> Iterator[Inputs]:
         for given in (extra, {}) if extra else ({},):
             for shape in ((rows,), (rows, 1), (rows, 2), *([(prompts, each)] if each > 1 else [])):
                 yield {"pixel_values": _noise(*shape, channels, size, size), **given}
+    if "image_pixel_values" in taken:
+        crops = {"image_attention_mask": torch.ones(rows, 2, size // patch, size // patch, dtype=torch.long)}
+        sides = {"image_sizes": torch.tensor([[size, size]] * rows)}
+        yield {"image_pixel_values": _noise(rows, 2, channels, size, size), **crops, **sides}
+    if "pixel_attention_mask" in taken:
+        shown = torch.ones(prompts, each, dtype=torch.bool)
+        yield {"pixel_values": _noise(prompts, each, channels, size, size), "pixel_attention_mask": shown}
+    if "high_res_pixel_values" in taken:
+        fine = _number(_part(model.config, "high_res_vision_config"), size, "image_size")
+        yield {"pixel_values": _noise(rows, channels, size, size), "high_res_pixel_values": _noise(rows, channels, fine, fine)}
+
+
+def _in_patches(taken: Any, prompts: int, each: int, channels: int, patch: int) -> Iterator[Inputs]:
+    """Pictures of 4 x 4 patches, as processors cut them up that know no one size."""
+    rows, area = prompts * each, channels * patch * patch
+    sides = torch.tensor([[4, 4]] * rows)
+    if "image_patches" in taken:
+        yield {"pixel_values": _noise(rows, 16, area)}
+    if "image_position_ids" in taken:
+        place = torch.stack([torch.arange(16) % 4, torch.arange(16) // 4], 1)
+        yield {"pixel_values": _noise(rows, 16, area), "image_position_ids": place.expand(rows, 16, 2).contiguous()}
+    if "target_sizes" in taken:
+        yield {"pixel_values": _noise(1, channels, patch, rows * 16 * patch), "target_sizes": sides}
+        yield {"pixel_values": _noise(rows, channels, patch, 16 * patch), "target_sizes": sides}
+    if "image_grid_hw" in taken:
+        yield {"pixel_values": _noise(rows * 16, area), "image_grid_hw": sides}
 
 
 def _grids(rows: int, area: int, frames: int, patch: tuple[int, ...], merges: bool) -> Iterator[Inputs]:
@@ -176,6 +211,9 @@ def _extra(taken: Any, prompts: int, each: int, size: int) -> Inputs:
         "qformer_input_ids": torch.full((rows, 3), PROMPT_IDS.start),
         "image_attention_mask": torch.ones(prompts, text, each, dtype=torch.long),
         "bbox": torch.full((prompts, text, 4), 0.3),
+        "image_embeds_position_mask": (torch.arange(text) // 4 == 0).long().expand(prompts, text).contiguous(),
+        "width": torch.full((rows,), 4),
+        "height": torch.full((rows,), 4),
     }
     return {name: value for name, value in known.items() if name in taken}
 
@@ -198,20 +236,28 @@ def _videos(model: Any, rows: int) -> Iterator[Inputs]:
     elif "pixel_values_videos" in taken:
         for shape in ((rows, 2), (rows, 8), (2 * rows,)):
             yield {"pixel_values_videos": _noise(*shape, channels, size, size)}
+    elif "qformer_input_ids" in taken:
+        said = {"qformer_input_ids": torch.full((rows, 3), PROMPT_IDS.start)}
+        yield {"pixel_values": _noise(rows, 4, channels, size, size), **said}
 
 
 def _recordings(model: Any, rows: int) -> Iterator[Inputs]:
     """Ways of playing a recording per row, the likely ones first."""
     taken = inspect.signature(model.forward).parameters
     audio = _part(model.config, "audio_config", "encoder_config", "encoder")
-    bins = _number(audio, 80, "num_mel_bins", "input_feat_per_channel", "n_mels", "input_dim", "feature_projection_input_dim", "input_size")
+    names = ("num_mel_bins", "input_feat_per_channel", "n_mels", "input_dim", "feature_projection_input_dim", "input_size")
+    bins = _number(audio, 0, *names) or _number(model.config, 80, *names)
     frames = 2 * _number(audio, 50, "max_source_positions")
     masks = [name for name in ("feature_attention_mask", "input_features_mask", "attention_mask") if name in taken]
+    if "audio_input_features" in taken:
+        whole = {"audio_embed_sizes": torch.tensor([4] * rows), "audio_attention_mask": torch.ones(rows, 64, dtype=torch.bool)}
+        yield {"audio_input_features": _noise(rows, 64, bins), **whole}
     for name in ("input_features", "input_values"):
         if name in taken:
-            for length in (frames, 64, 200):
-                shapes = [(rows, bins, length), (rows, length, bins)] if name == "input_features" else [(rows, 16 * length)]
+            for length in (frames, 64, 200, 120):
+                waves = [(rows, 16 * length), (rows, 1, 16 * length)]
+                shapes = [(rows, bins, length), (rows, length, bins)] if name == "input_features" else waves
                 for shape in shapes:
                     yield {name: _noise(*shape)}
                     for mask in masks:
-                        yield {name: _noise(*shape), mask: torch.ones(rows, length if len(shape) == 3 else shape[1], dtype=torch.long)}
+                        yield {name: _noise(*shape), mask: torch.ones(rows, length if name == "input_features" else shape[-1], dtype=torch.long)}
