@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tiny import PROMPT_IDS
 
-MISMATCH = re.compile(r"tokens:? \[?(\d+)\]?, (?:\w+ )?features:? \[?(\d+)")
+MISMATCH = re.compile(r"tokens:? \[?\d+\]?, (?:\w+ )?features:? \[?(\d+)|value tensor of shape \[(\d+), \d\d+\] cannot be broadcast")
 OF_ONE = re.compile(r"span_length=\d+, expected (\d+)")
 """How many placeholders a single picture wants."""
 WIDTH = 32
@@ -60,7 +60,7 @@ def pad_left(inputs: Inputs) -> Inputs:
 
 def _prompt(model: Any, shown: Inputs, rows: int, each: int, placeholder: int | None, kind: int) -> Inputs | None:
     """The prompt with as many placeholders as the model wants, if it wants any and looks at what is shown."""
-    counts = [0] if placeholder is None else [4, 0]
+    counts = [0] if placeholder is None else [4, 0, 1, 8]
     for count in counts:  # what the model says adds to the list
         inputs = {**_text(model, rows, each, placeholder, count, kind), **shown}
         try:
@@ -71,7 +71,7 @@ def _prompt(model: Any, shown: Inputs, rows: int, each: int, placeholder: int | 
             own = OF_ONE.search(str(error))
             for width in (1, WIDTH) if found and count else ():
                 # Some count the features' numbers, not the features.
-                wanted, left = divmod(int(found[2]), rows * each * width)
+                wanted, left = divmod(int(found[1] or found[2]), rows * each * width)
                 if not left and wanted and wanted not in counts and wanted < MOST:
                     counts.append(wanted)
             counts += [int(own[1])] if own and int(own[1]) not in counts else []
@@ -111,8 +111,9 @@ def _matters(model: Any, inputs: Inputs, shown: Inputs) -> bool:
 def _id_of(model: Any, what: str) -> int | None:
     """The token that stands for a picture (or a recording) in a prompt."""
     names = (f"{what}_token_id", f"{what}_token_index", f"{what}_patch_id", "image_token_id", "media_token_id")
-    parts = [model.config, *(part for part in vars(model.config).values() if hasattr(part, "to_dict"))]
-    found = [getattr(part, name, None) for part in parts for name in names]
+    parts = [part for part in vars(model.config).values() if hasattr(part, "to_dict")]
+    found = [getattr(model.config, name, None) for name in names]
+    found += [getattr(part, name, None) for name in names for part in parts]
     found.append((getattr(model.config, "vocabulary_map", None) or {}).get(f"<{what}>"))
     return next((value for value in found if isinstance(value, int)), None)
 
@@ -228,11 +229,18 @@ def _videos(model: Any, rows: int) -> Iterator[Inputs]:
     size, patch = _number(vision, 32, "image_size", "resolution"), _number(vision, 8, "patch_size")
     channels, frames = _number(vision, 3, "in_channels", "in_chans", "num_channels"), _number(vision, 2, "temporal_patch_size")
     if "video_grid_thw" in taken:
-        grid: Inputs = {"video_grid_thw": torch.tensor([[2, 4, 4]] * rows)}
-        if "video_merge_sizes" in taken:
-            grid["video_merge_sizes"] = torch.tensor([2] * rows)
-        for area in (frames * channels * patch * patch, channels * patch * patch):
-            yield {"pixel_values_videos": _noise(rows * 32, area), **grid}
+        for long in (2, 1):
+            grid: Inputs = {"video_grid_thw": torch.tensor([[long, 4, 4]] * rows)}
+            if "video_merge_sizes" in taken:
+                grid["video_merge_sizes"] = torch.tensor([2] * rows)
+            for shape in ((frames * channels * patch * patch,), (channels * patch * patch,), (channels, patch, patch)):
+                yield {"pixel_values_videos": _noise(rows * long * 16, *shape), **grid}
+    elif "target_sizes_videos" in taken:
+        yield {"pixel_values_videos": _noise(1, channels, patch, rows * 16 * patch), "target_sizes_videos": torch.tensor([[4, 4]] * rows)}
+    elif "num_frames_per_video" in taken:
+        place = torch.stack([torch.arange(16) % 4, torch.arange(16) // 4], 1).expand(2 * rows, 16, 2).contiguous()
+        said = {"video_position_ids": place, "num_frames_per_video": torch.tensor([2] * rows)}
+        yield {"pixel_values_videos": _noise(2 * rows, 16, channels * patch * patch), **said}
     elif "pixel_values_videos" in taken:
         for shape in ((rows, 2), (rows, 8), (2 * rows,)):
             yield {"pixel_values_videos": _noise(*shape, channels, size, size)}
@@ -243,10 +251,17 @@ def _videos(model: Any, rows: int) -> Iterator[Inputs]:
 
 def _recordings(model: Any, rows: int) -> Iterator[Inputs]:
     """Ways of playing a recording per row, the likely ones first."""
-    taken = inspect.signature(model.forward).parameters
     audio = _part(model.config, "audio_config", "encoder_config", "encoder")
     names = ("num_mel_bins", "input_feat_per_channel", "n_mels", "input_dim", "feature_projection_input_dim", "input_size")
-    bins = _number(audio, 0, *names) or _number(model.config, 80, *names)
+    parts = [audio, model.config, *(part for part in vars(audio).values() if hasattr(part, "to_dict"))]
+    widths = dict.fromkeys(width for part in parts for name in names if (width := _number(part, 0, name)))
+    for bins in widths or [80]:
+        yield from _of_width(model, rows, audio, bins)
+
+
+def _of_width(model: Any, rows: int, audio: Any, bins: int) -> Iterator[Inputs]:
+    """Recordings with so many numbers a frame."""
+    taken = inspect.signature(model.forward).parameters
     frames = 2 * _number(audio, 50, "max_source_positions")
     masks = [name for name in ("feature_attention_mask", "input_features_mask", "attention_mask") if name in taken]
     if "audio_input_features" in taken:
@@ -260,4 +275,7 @@ def _recordings(model: Any, rows: int) -> Iterator[Inputs]:
                 for shape in shapes:
                     yield {name: _noise(*shape)}
                     for mask in masks:
-                        yield {name: _noise(*shape), mask: torch.ones(rows, length if name == "input_features" else shape[-1], dtype=torch.long)}
+                        yield {
+                            name: _noise(*shape),
+                            mask: torch.ones(rows, length if name == "input_features" else shape[-1], dtype=torch.long),
+                        }

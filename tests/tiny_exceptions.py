@@ -97,6 +97,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
                        "ngram_vocab_size_base": 100, "split_ngram_parts": 2},
     "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
     "reformer": {"axial_pos_embds_dim": (8, 24), "axial_pos_shape": (16, 16), "is_decoder": True},
+    "sam_vision_model": {"global_attn_indexes": [1]},
     "step3p7_text": {"sliding_window": 6},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2},
     "voxtral": {"audio_token_id": 95},
