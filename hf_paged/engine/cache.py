@@ -12,6 +12,7 @@ from ..integration.layer import PagedLayer
 from ..integration.slots import CROSS
 from ..memory import Batch, FlatBatch, Kind, Layout, Pages, Sequences
 from .pools import Pools
+from .support import Unservable
 
 
 class StepCache(DynamicCache):
@@ -26,7 +27,8 @@ class StepCache(DynamicCache):
         self.batches: Mapping[Kind, Batch] = {}
         self.past = 0
         """The tokens before the step, where one sequence runs by itself."""
-        Cache.__init__(self, layers=[StepLayer(i, kind, self) for i, kind in enumerate(pools.layers)])
+        layers: list[Any] = [(EmptyLayer if kind == CROSS else StepLayer)(i, kind, self) for i, kind in enumerate(pools.layers)]
+        Cache.__init__(self, layers=layers)
         self._cross = DynamicCache()
         Cache.__init__(self._cross, layers=[CrossLayer(i, CROSS, self) for i in range(pools.cross_layers)])
 
@@ -49,7 +51,7 @@ class StepCache(DynamicCache):
     @property
     def paths(self) -> set[str]:
         """How attention has read the layers in this step."""
-        return {layer.path for layer in self.layers if isinstance(layer, StepLayer)}
+        return {layer.path for layer in self.layers if isinstance(layer, StepLayer) and not isinstance(layer, EmptyLayer)}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("the cache of an engine's step lives in its model's pools and cannot be pickled or copied")
@@ -100,6 +102,24 @@ class StepLayer(PagedLayer):
         self.columns = 0
         self.path = "unused"
         self.is_initialized = self.step.past > 0
+
+
+class EmptyLayer(StepLayer):
+    """A layer of a decoder that attends to a picture and to nothing else: prompts here have none (Mllama)."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Refuse: there are no tables for a picture's tokens."""
+        raise Unservable(f"layer {self.number} attends to a picture, for whose tokens the engine has no tables; use generate()")
+
+    def _stored(self, which: Any) -> torch.Tensor | None:
+        return None
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.is_initialized = False
 
 
 class CrossLayer(StepLayer):

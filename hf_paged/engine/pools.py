@@ -57,7 +57,7 @@ class Pools:
             )
         kinds = [slot.kind for slot in slots if slot.kind is not None]
         cross = len(slots_of(model, cross=True)) if getattr(model.config, "is_encoder_decoder", False) else 0
-        counts = Counter(kinds)
+        counts = Counter(kind for kind in kinds if kind != CROSS)  # without a picture there is nothing to attend to across
         counts.update([CROSS] * cross)  # the last of them
         self.config, self.layers, self.cross_layers = config, kinds, cross
         self._model, self._dtype = weakref.ref(model), getattr(model, "dtype", None)

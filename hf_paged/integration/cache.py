@@ -12,10 +12,10 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..config import CacheConfig
 from ..memory import Kind, Sequences
-from .layer import PagedLayer, Path
+from .layer import DIFFER, PagedLayer, Path
 from .registry import base_model, memory_of
 from .reuse import Reuse
-from .slots import NO_CONTENT, Slot, slots_of
+from .slots import CROSS, NO_CONTENT, Slot, slots_of
 
 
 class Mark(NamedTuple):
@@ -36,6 +36,8 @@ class PagedCache(DynamicCache):
 
     reuse: Reuse | None
     """What the cache takes from its model's prefixes and leaves to others, if it does."""
+    cross: PagedCache | None
+    """The layers that attend to another sequence than the text (a picture's tokens), with tables of their own; None if none does."""
 
     def __init__(
         self,
@@ -66,14 +68,28 @@ class PagedCache(DynamicCache):
         memory = memory_of(model)
         total = sum(counts.values())
         groups = {kind: memory.group(kind, config, count, count / total) for kind, count in counts.items()}
-        self._adopt(Sequences(memory, groups), slots, weakref.ref(model), config)
+        across, reference = None, weakref.ref(model)
+        if CROSS in groups and not cross:
+            across = PagedCache.__new__(PagedCache)
+            sequences = Sequences(memory, {CROSS: groups.pop(CROSS)})
+            across._adopt(sequences, [slot for slot in slots if slot.kind == CROSS], reference, config)
+        self._adopt(Sequences(memory, groups), slots, reference, config, across)
         if config.prefix_caching and not cross:
             self.reuse = Reuse(self.sequences, config)
 
-    def _adopt(self, sequences: Sequences, slots: list[Slot], model: weakref.ref[nn.Module], config: CacheConfig) -> None:
-        """Take `sequences` as this cache's own: they are freed when the cache is gone."""
-        Cache.__init__(self, layers=[slot.open(i, sequences) for i, slot in enumerate(slots)])
-        self.sequences, self.config, self._model = sequences, config, model
+    def _adopt(
+        self,
+        sequences: Sequences,
+        slots: list[Slot],
+        model: weakref.ref[nn.Module],
+        config: CacheConfig,
+        cross: PagedCache | None = None,
+    ) -> None:
+        """Take `sequences` as this cache's own: they are freed when the cache is gone. Layers that attend across are those of `cross`."""
+        across = iter(() if cross is None else cross.layers)
+        layers = [next(across) if cross is not None and slot.kind == CROSS else slot.open(i, sequences) for i, slot in enumerate(slots)]
+        Cache.__init__(self, layers=layers)
+        self.sequences, self.config, self.cross, self._model = sequences, config, cross, model
         self.reuse = None
         self.mask_read = False
         """Whether the running call has read its attention mask on the host."""
@@ -93,6 +109,11 @@ class PagedCache(DynamicCache):
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     @property
+    def own_layers(self) -> list[PagedLayer]:
+        """The paged layers that hold the tokens of `sequences`: all but those that attend across."""
+        return [layer for layer in self.paged_layers if layer.sequences is self.sequences]
+
+    @property
     def complete(self) -> bool:
         """Whether pages hold all that the cache keeps: no layer has a state beside or instead of them."""
         return all(getattr(layer, "complete", type(layer) in NO_CONTENT) for layer in self.layers)
@@ -105,8 +126,8 @@ class PagedCache(DynamicCache):
     def tables(self, layer: int = 0) -> list[list[int]]:
         """The blocks of every row, as layer number `layer` sees them."""
         self.settle()
-        kind = self.paged_layers[layer].kind
-        return [list(table.blocks) for table in self.sequences.tables(kind)]
+        found = self.paged_layers[layer]
+        return [list(table.blocks) for table in found.sequences.tables(found.kind)]
 
     def __repr__(self) -> str:
         rows, tokens = self.sequences.count, self.sequences.columns
@@ -119,6 +140,8 @@ class PagedCache(DynamicCache):
         self.settle()
         self.sequences.reorder(beam_idx)
         self._reorder_others(beam_idx)
+        if self.cross is not None:
+            self.cross.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int | torch.Tensor) -> None:
         """Fork every row into `repeats` rows, or row i into repeats[i]."""
@@ -146,11 +169,14 @@ class PagedCache(DynamicCache):
             self.sequences.free()
         self._reorder_others(index)
         self._follow_rows()
+        if self.cross is not None and self.cross.sequences.count:
+            self.cross._select(index)
 
     def settle(self) -> None:
         """Pay what the rows are owed, in every layer."""
         with self.sequences.memory.lock:
-            self.sequences.flush()
+            for part in paged_parts(self):
+                part.sequences.flush()
             self.spread()
 
     def spread(self) -> None:
@@ -160,15 +186,21 @@ class PagedCache(DynamicCache):
             index = torch.arange(self.sequences.count, device="cpu").repeat_interleave(repeats)
             self.sequences.spread()
             self._reorder_others(index)
+        if self.cross is not None:
+            self.cross.spread()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last |tokens_to_remove| tokens; a positive number is the length to keep, as it once was."""
+        """Forget the last |tokens_to_remove| tokens; a positive number is the length to keep, as it once was.
+
+        They are tokens of the text: what layers attend to across stays.
+        """
         columns = self.sequences.columns
         count = int(tokens_to_remove)
         count = max(0, columns - count) if count > 0 else -count
         with self.sequences.changing_all():
             self.sequences.check_past(min(count, columns))
-            super().crop(-count)
+            for layer in self._layers_of_rows():
+                layer.crop(-count)
             self.sequences.crop(min(count, columns))
         self._follow_rows()
 
@@ -176,8 +208,10 @@ class PagedCache(DynamicCache):
         """Give back every block and begin anew."""
         self.sequences.free()
         with self.sequences.changing_all():
-            for layer in self.layers:
+            for layer in self._layers_of_rows():
                 layer.reset()
+        if self.cross is not None:
+            self.cross.reset()
         if self.reuse is not None:
             self.reuse.leave()
             self.reuse = Reuse(self.sequences, self.config)
@@ -185,37 +219,51 @@ class PagedCache(DynamicCache):
     def _reorder_others(self, index: torch.Tensor) -> None:
         """Do to what layers keep outside the pages what was done to the tables."""
         with self.sequences.changing_all():
-            for layer in self.layers:
-                layer.reorder_cache(index)  # type: ignore[arg-type]  # stock names the dtype
+            for layer in self._layers_of_rows():
+                layer.reorder_cache(index)
+
+    def _layers_of_rows(self) -> list[Any]:
+        """All layers but those that attend across, whose rows are those of `cross`."""
+        return [layer for layer in self.layers if not isinstance(layer, PagedLayer) or layer.sequences is self.sequences]
 
     def _follow_rows(self) -> None:
-        for layer in self.paged_layers:
+        for layer in self.own_layers:
             layer.follow()
 
     def mark(self) -> Mark:
         """Where the cache is before a step, for `roll_back`."""
         columns = self.sequences.positions
         begins = not all(columns.values())
-        return Mark(columns, [layer.is_initialized for layer in self.paged_layers] if begins else None)
+        return Mark(columns, [layer.is_initialized for layer in self.own_layers] if begins else None)
 
     def roll_back(self, mark: Mark) -> None:
         """Undo a step that failed halfway: every group back to where it was. What layers keep outside the pages stays."""
         for kind, rows in self.sequences.rows.items():
             if rows.columns > mark.columns[kind] and not rows.torn:
                 rows.crop(rows.columns - mark.columns[kind])
-        layers = self.paged_layers
+        layers = self.own_layers
         for layer, initialized in zip(layers, mark.initialized or [True] * len(layers), strict=True):
             layer.is_initialized &= initialized
             layer.follow()
 
     def begin_at(self, columns: int) -> None:
         """Let the layers know that their rows began with `columns` columns that were there already."""
-        for layer in self.paged_layers:
+        for layer in self.own_layers:
             layer.columns = columns
+
+    def require_even(self) -> None:
+        """Raise if a step has passed by a layer that holds earlier tokens: its table counts tokens that were never written."""
+        for layer in self.own_layers:
+            rows = self.sequences.rows[layer.kind]
+            if layer.columns and layer.columns != rows.columns:
+                raise RuntimeError(
+                    f"layer {layer.number} holds {layer.columns} tokens and was given none of a step, after which the other layers hold "
+                    f"{rows.columns}; {DIFFER}"
+                )
 
     def follow(self) -> None:
         """Let the layers know what their rows have done without them: a replayed step passes them by."""
-        for layer in self.paged_layers:
+        for layer in self.own_layers:
             if layer.is_initialized:
                 layer.columns, layer.path = self.sequences.rows[layer.kind].columns, "paged"
 
@@ -225,7 +273,8 @@ class PagedCache(DynamicCache):
         twin = PagedCache.__new__(PagedCache)
         memo[id(self)] = twin
         slots = [Slot.like(layer, memo) for layer in self.layers]
-        twin._adopt(self.sequences.fork(), slots, self._model, self.config)
+        cross = None if self.cross is None else self.cross.__deepcopy__(memo)
+        twin._adopt(self.sequences.fork(), slots, self._model, self.config, cross)
         twin.reuse = None if self.reuse is None else self.reuse.fork(twin.sequences)
         for mine, theirs in zip(self.layers, twin.layers, strict=True):
             if isinstance(mine, PagedLayer) and isinstance(theirs, PagedLayer):
@@ -249,5 +298,7 @@ class PagedCache(DynamicCache):
 def paged_parts(cache: object) -> list[PagedCache]:
     """The paged caches in what a model calls its cache: the decoder's own first, then the cross attention's."""
     if isinstance(cache, EncoderDecoderCache):
-        return [part for part in (cache.self_attention_cache, cache.cross_attention_cache) if isinstance(part, PagedCache)]
-    return [cache] if isinstance(cache, PagedCache) else []
+        return [*paged_parts(cache.self_attention_cache), *paged_parts(cache.cross_attention_cache)]
+    if not isinstance(cache, PagedCache):
+        return []
+    return [cache] if cache.cross is None else [cache, cache.cross]

@@ -123,9 +123,12 @@ def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, 
         captured = parts[0].sequences.static is not None
         token = running.set(Forward(parts[0], dense and not captured))
         try:
-            return original(**given)
+            answer = original(**given)
         finally:
             running.reset(token)
+        if not captured:
+            parts[0].require_even()
+        return answer
 
     def compute(given: dict[str, Any], whole: bool) -> Any:
         step = _step(model, original, given, parts) if whole else None

@@ -8,10 +8,15 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..memory import Kind, Pages, Rows, Sequences
-from .lazy import LazyPages, LazyRotated, as_dense
+from .lazy import LazyPages, LazyRotated, NotCapturable, as_dense
 from .lengths import DeviceNumber
 
 Path = Literal["unused", "paged", "dense"]
+DIFFER = (
+    "a forward failed halfway (use a new cache), or the layer attends to another sequence than the text, which the config says in "
+    "cross_attention_layers (use transformers' own cache)"
+)
+"""Why layers of one kind may hold different tokens, and what to do."""
 
 
 class PagedLayer(DynamicLayer):
@@ -70,8 +75,8 @@ class PagedLayer(DynamicLayer):
             batch = self.sequences.extend(self.kind, key_states.shape[0], new) if first_of_step else rows.batch
             if batch.rows != key_states.shape[0] or batch.new != new or self.columns + new != rows.columns:
                 raise RuntimeError(
-                    f"layer {self.number} holds {self.columns} tokens and was given {new} more for {key_states.shape[0]} rows, while "
-                    f"the other layers hold {rows.columns} for {batch.rows}; a forward failed halfway, use a new cache"
+                    f"layer {self.number} holds {self.columns} tokens and was given {new} more for {key_states.shape[0]} rows, while the "
+                    f"other layers hold {rows.columns} for {batch.rows}; {DIFFER}"
                 )
             pages = self._pages()
             pages.ops.write(pages, key_states, value_states)
@@ -82,6 +87,9 @@ class PagedLayer(DynamicLayer):
 
     def _captured(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same in a step that is being captured: the books are done by whoever replays it."""
+        batch = (self.sequences.static or {}).get(self.kind)
+        if batch is None or not batch.new:
+            raise NotCapturable("layers that attend across are given another picture")
         pages = self._pages()
         if isinstance(key_states, LazyRotated) and key_states.rotation.fits(pages, value_states):
             key_states.rotation.write(pages, value_states)
@@ -152,7 +160,7 @@ class PagedLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         static = self.sequences.static
-        if static is not None:
+        if static is not None and self.kind in static and static[self.kind].new:
             # Transformers' own static cache answers with a number on the device, too.
             return DeviceNumber.of(static[self.kind].before)  # type: ignore[return-value]
         return self.columns

@@ -211,7 +211,7 @@ class Reuse:
         trust, state = identity_of(model).trust, self.state
         if prefix is None or state in trust or prefix.columns >= columns - max(arguments["logits_to_keep"], 2):
             answer = compute(arguments, True)
-            if state not in trust and self.spoiled is None and all(layer.path == "paged" for layer in cache.paged_layers):
+            if state not in trust and self.spoiled is None and all(layer.path == "paged" for layer in cache.own_layers):
                 trust[state] = "masks"
             return answer
         mark, starts = cache.mark(), self.sequences.starts

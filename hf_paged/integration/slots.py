@@ -60,10 +60,14 @@ class Slot(NamedTuple):
 
 
 def slots_of(model: Any, cross: bool) -> list[Slot]:
-    """The places of a model's cache, as its config lays them out."""
+    """The places of a model's cache, as its config lays them out; `cross` for the cache of what an encoder made.
+
+    A decoder's own cache may have layers that attend across, too: to a picture's tokens (Mllama), which are none of the text.
+    """
     config = model.config.get_text_config(decoder=True)
     stock = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
-    return [Slot.of(layer, cross) for layer in stock]
+    across = getattr(config, "cross_attention_layers", None) or ()
+    return [Slot.of(layer, cross or i in across) for i, layer in enumerate(stock)]
 
 
 class StatefulLayer(PagedLayer):
