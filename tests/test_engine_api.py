@@ -253,6 +253,22 @@ def test_a_seed_settles_the_draws(engine: Engine) -> None:
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.parametrize("kind", [{}, {"num_beams": 2}, {"repetition_penalty": 1.3}])
+def test_a_request_that_draws_nothing_leaves_torchs_generator(model: Any, kind: dict[str, Any]) -> None:
+    """As stock and paged generate() do; one that draws takes a single number, and none if it has a seed."""
+    state = torch.get_rng_state()
+    engine = Engine(model, num_blocks=60)
+    engine.submit(PROMPTS[0], max_new_tokens=3, do_sample=False, **kind).result()
+    engine.submit(PROMPTS[0], max_new_tokens=3, do_sample=True, seed=1, **kind).result()
+    assert torch.equal(state, torch.get_rng_state())
+    engine.submit(PROMPTS[0], max_new_tokens=3, do_sample=True, **kind).result()
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.randint(2**62, ())
+    assert torch.equal(after, torch.get_rng_state())
+    engine.check()
+
+
 # ---- options
 
 

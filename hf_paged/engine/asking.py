@@ -207,7 +207,7 @@ def read(
         others,
         own_ends.union(*(ends_of(tensor) for tensor in at_tokens if tensor is not config._eos_token_tensor)),
         min(lengths) - len(tokens) + len(names),
-        _seed(seed),
+        _seed(seed, drawn=bool(config.do_sample)),
         _favourites(logprobs, model),
         plain if (config.num_beams or 1) == 1 else None,
     )
@@ -284,10 +284,13 @@ def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: G
     return config
 
 
-def _seed(seed: int | None) -> int:
-    """The request's seed; without one from torch's generator, so that torch.manual_seed settles it."""
+def _seed(seed: int | None, drawn: bool) -> int:
+    """The request's seed. Draws without one take it from torch's generator, so that torch.manual_seed settles it.
+
+    A request that draws nothing leaves the generator as it is, as in generate().
+    """
     if seed is None:
-        return int(torch.randint(2**62, (), device="cpu"))
+        return int(torch.randint(2**62, (), device="cpu")) if drawn else 0
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed!r} is not an int from 0 to 2**63 - 1")
     return int(seed)
