@@ -25,7 +25,8 @@ class EngineConfig:
     that is less: a step must hold one token of each.
     watermark: the share of the blocks that new requests leave to those who run already.
     prefix_caching: whether blocks with the same tokens before them are computed once. check_hits: compare the tokens of every hit.
-    policy: "fcfs" (first come, first served) or "priority" (the higher first).
+    policy: "fcfs" (first come, first served) or "priority" (the higher first; there is no ageing, so a request waits as long as
+    higher ones keep the engine full).
     preemption: what happens to the newest request when blocks run out. "swap": its blocks wait in the host's memory, if there is room;
     "recompute": they are given up and computed again later; "auto": what costs less, by what was measured.
     host_blocks: blocks of every layer group that may wait on the host, allocated at once; 0 for none. Without it as many as the pool
