@@ -662,7 +662,7 @@ TOO_LONG = [5] * 250
 def test_a_prompt_that_is_too_long_is_no_silent_empty_answer(engine: Engine) -> None:
     """C11: its neighbours have theirs, and a warning says which one has none and why; the rest is in its output."""
     prompts = [PROMPTS[0], TOO_LONG, PROMPTS[1], TOO_LONG]
-    said = r"2 of 4 requests .* prompts\[1\] ended as 'refused', Infeasible: .* 258 tokens.*strict=True"
+    said = r"2 of 4 requests .*: prompts\[1\] ended as 'refused', Infeasible: .* 258 tokens.*strict=True"
     with pytest.warns(UserWarning, match=said) as seen:
         outputs = engine.generate(prompts, **GREEDY)
     assert len(seen) == 1

@@ -97,9 +97,10 @@ def with_errors_noticed(outputs: list[Output], strict: bool) -> list[Output]:
         assert error is not None
         if strict:
             raise error
+        first = f"prompts[{place}] ended as {output.finish_reason!r}, {type(error).__name__}: {error}"
         warnings.warn(
-            f"{len(failed)} of {len(outputs)} requests have no whole answer; prompts[{place}] ended as "
-            f"{output.finish_reason!r}, {type(error).__name__}: {error}. Look at finish_reason and error of the outputs, or give strict=True to raise",
+            f"{len(failed)} of {len(outputs)} requests have no whole answer: {first}. "
+            "Look at finish_reason and error of the outputs, or give strict=True to raise",
             stacklevel=3,
         )
     return outputs
