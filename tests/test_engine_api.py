@@ -283,6 +283,9 @@ def test_a_request_that_draws_nothing_leaves_torchs_generator(model: Any, kind: 
         ({"max_batch_tokens": 4, "max_batch_sequences": 5}, ValueError, "one token of each of 5"),
         ({"max_batch_tokens": 4.5}, TypeError, "max_batch_tokens"),
         ({"watermark": 2}, ValueError, "watermark=2"),
+        ({"max_batch_tokens": 0}, ValueError, "max_batch_tokens=0 leaves a step nothing to compute"),
+        ({"max_batch_sequences": 0}, ValueError, "max_batch_sequences=0 leaves a step nothing to compute"),
+        ({"max_batch_sequences": 9, "max_batch_tokens": 4}, ValueError, "max_batch_tokens=4 .*; raise max_batch_tokens or"),
         ({"policy": "random"}, ValueError, "policy='random'"),
         ({"preemption": "drop"}, ValueError, "preemption='drop'"),
         ({"preemption": "swap", "host_blocks": 0}, ValueError, "host_blocks=0"),
@@ -657,6 +660,20 @@ def test_long_rope_has_its_border() -> None:
 
 
 TOO_LONG = [5] * 250
+
+
+def test_the_ids_of_one_prompt_are_no_list_of_prompts(engine: Engine) -> None:
+    with pytest.raises(TypeError, match=r"got token ids; for one prompt of them write engine.generate\(\[ids\]\)"):
+        engine.generate(PROMPTS[0], **GREEDY)
+    with pytest.raises(TypeError, match="got int 5"):
+        engine.submit(5)
+
+
+def test_more_sequences_than_run_at_once_name_the_option(engine: Engine) -> None:
+    """C11."""
+    output = engine.submit(PROMPTS[0], max_new_tokens=3, num_beams=9).result()
+    assert output.finish_reason == "refused"
+    assert "lower num_beams or num_return_sequences, or raise max_batch_sequences" in str(output.error)
 
 
 def test_a_prompt_that_is_too_long_is_no_silent_empty_answer(engine: Engine) -> None:

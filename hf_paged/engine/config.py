@@ -105,9 +105,16 @@ class EngineConfig:
             left_out = name == "max_batch_sequences" and value is None
             if isinstance(value, bool) or not (isinstance(value, int) or left_out):
                 raise TypeError(f"{name} must be an int, got {value!r}")
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} leaves a step nothing to compute; give 1 or more")
         if isinstance(self.watermark, bool) or not isinstance(self.watermark, int | float):
             raise TypeError(f"watermark must be a number, got {self.watermark!r}")
         sequences = self.max_batch_sequences
+        if sequences is not None and sequences > self.max_batch_tokens:
+            raise ValueError(
+                f"max_batch_tokens={self.max_batch_tokens} cannot hold one token of each of {sequences} sequences; "
+                "raise max_batch_tokens or lower max_batch_sequences"
+            )
         return Limits(self.max_batch_tokens, min(MOST_SEQUENCES, self.max_batch_tokens) if sequences is None else sequences, self.watermark)
 
     @classmethod

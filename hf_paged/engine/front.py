@@ -343,4 +343,7 @@ def _each(prompts: Iterable[Any]) -> list[Any]:
         raise TypeError(
             f"generate() takes a list of prompts, got {type(prompts).__name__}; for one of them write engine.generate([prompt])"
         )
-    return list(prompts)
+    listed = list(prompts)
+    if listed and all(isinstance(each, int) for each in listed):
+        raise TypeError("generate() takes a list of prompts, got token ids; for one prompt of them write engine.generate([ids])")
+    return listed

@@ -28,6 +28,10 @@ WIDEST_HEAD = 256
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+class NoKernels(ValueError):
+    """Kernels that were asked for cannot run here."""
+
+
 class TritonOps(Ops):
     """Kernels that read the pages in place. What they have no words for (masks, biases, whole prompts) stays with torch."""
 
@@ -271,7 +275,7 @@ def choose(wanted: str, layout: Layout, captured: bool) -> Ops:
         return Ops() if captured else _native(layout)
     reason = why_no_kernels(layout)
     if wanted == "triton" and reason is not None:
-        raise ValueError(f"kernels='triton' cannot run here: {reason}; use kernels='auto'")
+        raise NoKernels(f"kernels='triton' cannot run here: {reason}; use kernels='auto'")
     if wanted == "triton" or (wanted == "auto" and captured and reason is None):
         return TritonOps()
     if wanted == "auto" and not captured and why_no_native(layout) is None:
@@ -288,7 +292,7 @@ def _native(layout: Layout) -> Ops:
             return NativeOps(hf_paged_native.load(hf_paged_native.build()))
         except hf_paged_native.Unavailable as error:
             reason = str(error)
-    raise ValueError(f"kernels='native' cannot run here: {reason}; use kernels='auto'")
+    raise NoKernels(f"kernels='native' cannot run here: {reason}; use kernels='auto'")
 
 
 def _native_if_built() -> Ops:
