@@ -325,6 +325,21 @@ def why_no_native(layout: Layout) -> str | None:
     return None
 
 
+def why_not_built() -> str | None:
+    """Why there is no C++ op here, or None if it is built and loads. Nothing is built."""
+    import hf_paged_native
+
+    file = hf_paged_native.find()
+    if file is None:
+        found = hf_paged_native.compiler()
+        return "not built, `python -m hf_paged_native` builds it" if found else "not built, and there is no C++ compiler"
+    try:
+        hf_paged_native.load(file)
+    except hf_paged_native.Unavailable as error:
+        return str(error)
+    return None
+
+
 @cache
 def digester(device: torch.device) -> Callable[[torch.Tensor, list[tuple[int, int]]], torch.Tensor] | None:
     """What boils tensors on `device` down by their addresses, if there are kernels for it."""
