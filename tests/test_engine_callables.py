@@ -13,6 +13,7 @@ from families import BY_NAME, VOCABULARY, build
 from test_engine_exact import PROMPTS, alone, answers
 from test_engine_trouble import GREEDY, Does, Fails, assert_neighbours_unharmed, neighbours
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers.generation.streamers import BaseStreamer
 
 from hf_paged.engine import Engine
 
@@ -294,6 +295,36 @@ def test_numpy_booleans_stop_beams_as_torch_booleans_do(one: Engine, kind: str) 
     stock, _ = parity(one, "beams", stopping_criteria=[CRITERIA["[rows]"]])
     _, ours = parity(one, "beams", stopping_criteria=[CRITERIA[kind]])
     assert ours == stock
+
+
+class Heard(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+@pytest.mark.parametrize("kind", CRITERIA)
+@pytest.mark.parametrize("draft", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_drafts_and_streamers_beside_a_criterion(one: Engine, kind: str, draft: str) -> None:
+    """Paged generate() leaves them to transformers' loops: the same tokens, in the same pieces, and the same refusals."""
+    drafts = {"assistant_model": one.model, "prompt_lookup_num_tokens": 3}
+    found = []
+    for backend in ({}, {"cache_implementation": "paged"}):
+        streamer = Heard()
+        options = {"max_new_tokens": 6, "do_sample": False, "streamer": streamer, draft: drafts[draft], **backend}
+        try:
+            made = one.model.generate(torch.tensor([PROMPT]), **options, stopping_criteria=[CRITERIA[kind]]).tolist()
+        except Exception as error:
+            made = type(error)
+        found.append((made, streamer.tokens))
+    assert found[0] == found[1]
 
 
 def test_an_answer_that_is_refused_is_named(engine: Engine) -> None:
