@@ -148,7 +148,8 @@ def test_nan_is_heard_of_late(model: Any, engine: Engine, poison: int) -> None:
         spoiled = [engine.submit(bad, **GREEDY), engine.submit(bad, do_sample=True, num_return_sequences=2, max_new_tokens=4)]
         for handle in spoiled:
             output = handle.result()
-            assert (output.finish_reason, str(output.error)) == ("error", "the model's logits are NaN")
+            assert output.finish_reason == "error"
+            assert "the model's logits are NaN" in str(output.error)
             assert not any(sequence.token_ids for sequence in output.sequences)
         assert [answers(handle.result()) for handle in handles] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
         engine.check()

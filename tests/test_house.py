@@ -23,6 +23,8 @@ BELOW = {
     "engine": {"checking", "integration", "memory", "scheduling", "trace", "config", "blocks"},
     "demo": {"integration", "memory", "config", "blocks", ""},
     "": {"engine", "checking", "integration", "memory", "trace", "config", "blocks"},
+    "environment": {"memory", ""},
+    "__main__": {"environment"},
 }
 """For each floor the floors it may import; "" is the package's own front door."""
 

@@ -3,7 +3,7 @@
 Nothing here locks: whoever owns a pool lets one thread in at a time (`memory` does so with one lock per model).
 """
 
-from .digest import ROOT, chain, extra_key, seat
+from .digest import ROOT, chain, check_salt, extra_key, seat
 from .evictor import Evictor
 from .move import distinct, move
 from .pool import BlockPool, OutOfBlocks
@@ -30,6 +30,7 @@ __all__ = [
     "append",
     "blocks_needed",
     "chain",
+    "check_salt",
     "check_sources",
     "commit",
     "commit_tail",

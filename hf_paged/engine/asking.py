@@ -143,6 +143,22 @@ def _callables(name: str, given: Any) -> list[Any]:
     return found
 
 
+def _require_function(name: str, given: Any) -> None:
+    if given is not None and not callable(given):
+        raise TypeError(f"{name} is a function, got {short(given)}")
+
+
+def _criteria_of(model: Any, config: Any, given: Any, tokenizer: Any) -> StoppingCriteriaList:
+    """The criteria of a request, as generate() makes and orders them."""
+    if config.stop_strings is not None and tokenizer is None:  # transformers would name an argument of generate()
+        raise ValueError(
+            f"stop_strings={config.stop_strings!r} need the model's tokenizer; make the engine with it, Engine(model, tokenizer)"
+        )
+    brought = StoppingCriteriaList(_callables("stopping_criteria", given))
+    criteria: StoppingCriteriaList = model._get_stopping_criteria(config, brought, tokenizer=tokenizer)
+    return criteria
+
+
 class Given(NamedTuple):
     """A prompt: the ids that processors see, what the model is given as `name`, and what comes of it."""
 
@@ -179,6 +195,7 @@ def read(
     defaults, config, own_ends = options.read(model, generation_config, keywords)
     given = (_for_encoder if model.config.is_encoder_decoder else _for_decoder)(model, tokenizer, prompt, config, **parts)
     given = _showing(model, given, shown)
+    _require_function("prefix_allowed_tokens_fn", extras["prefix_allowed_tokens_fn"])
     tokens, names = given.tokens, given.names
     config, device = _with_lengths(model, config, defaults, given), model.device
     processors = model._get_logits_processor(
@@ -190,8 +207,7 @@ def read(
         model_kwargs={},
         **{name: extras[name] for name in PASSED_ON},
     )
-    brought = StoppingCriteriaList(_callables("stopping_criteria", extras["stopping_criteria"]))
-    criteria = model._get_stopping_criteria(config, brought, tokenizer=tokenizer)
+    criteria = _criteria_of(model, config, extras["stopping_criteria"], tokenizer)
     at_tokens = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
     others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
@@ -207,7 +223,7 @@ def read(
         others,
         own_ends.union(*(ends_of(tensor) for tensor in at_tokens if tensor is not config._eos_token_tensor)),
         min(lengths) - len(tokens) + len(names),
-        _seed(seed),
+        _seed(seed, drawn=bool(config.do_sample)),
         _favourites(logprobs, model),
         plain if (config.num_beams or 1) == 1 else None,
     )
@@ -280,14 +296,19 @@ def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: G
     config = model._prepare_generated_length(config, *defaults, given.name, len(given.tokens), given.inputs)
     if len(given.tokens) >= config.max_length:
         count = len(given.tokens) if given.embeds is None else len(given.embeds)
-        raise ValueError(f"the prompt has {count} tokens and max_length leaves none to generate; give max_new_tokens instead")
+        raise ValueError(
+            f"the prompt has {count} tokens and max_length={config.max_length} leaves none to generate; give max_new_tokens instead"
+        )
     return config
 
 
-def _seed(seed: int | None) -> int:
-    """The request's seed; without one from torch's generator, so that torch.manual_seed settles it."""
+def _seed(seed: int | None, drawn: bool) -> int:
+    """The request's seed. Draws without one take it from torch's generator, so that torch.manual_seed settles it.
+
+    A request that draws nothing leaves the generator as it is, as in generate().
+    """
     if seed is None:
-        return int(torch.randint(2**62, (), device="cpu"))
+        return int(torch.randint(2**62, (), device="cpu")) if drawn else 0
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed!r} is not an int from 0 to 2**63 - 1")
     return int(seed)

@@ -11,6 +11,7 @@ import torch
 from ..memory.upload import Download, upload
 from ..scheduling import UNKNOWN, Scheduler
 from .beams import BeamSearch, BeamStep, Contender, Continuations, step
+from .callables import require_known
 from .contest import Contest, apart
 from .job import Job
 from .output import TokenLogprob
@@ -27,6 +28,15 @@ class Pick(NamedTuple):
 
 class NoToken(RuntimeError):
     """The model's logits, or what a processor made of them, leave nothing to choose."""
+
+    @classmethod
+    def of(cls, job: Job) -> NoToken:
+        """The error of a job whose tokens are chosen without processors of its own."""
+        warp = job.asked.warp
+        if job.asked.sampled and warp is not None and warp.temperature != 1:
+            by = f"over temperature={warp.temperature}"
+            return cls(f"the model's logits {by} are NaN, inf or all -inf, and leave no token")
+        return cls("the model's logits are NaN or all -inf, and leave no token")
 
 
 class Choice:
@@ -65,7 +75,7 @@ class Choice:
 
     def _reject(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            self._failed[job] = NoToken("the model's logits are NaN")
+            self._failed[job] = NoToken.of(job)
 
     def _each(self, picks: Iterable[Pick], act: Callable[[Pick], None]) -> None:
         """Do something for every job that has not failed."""
@@ -83,7 +93,7 @@ class Choice:
         job, own = pick.job, self._logits[pick.rows]
         scores = _sound(job.processed(own, own.device), job)
         tokens: list[int] = (_drawn([pick], scores, cut=False) if job.asked.sampled else scores.argmax(-1)).tolist()
-        return tokens
+        return require_known(tokens, own.shape[1], scores)
 
     def _take(self, scheduler: Scheduler, pick: Pick, tokens: list[int]) -> None:
         """Let a job go on. Of one that asks for no logprobs there is nothing to compute: not one launch for each request."""
@@ -120,7 +130,8 @@ class Choice:
         own = self._logits[pick.rows].log_softmax(-1)
         scores = _sound(pick.job.processed(own, own.device), pick.job)
         values, places = apart(search, scores)
-        beams, tokens = (places // scores.shape[1]).tolist(), (places % scores.shape[1]).tolist()
+        beams = (places // scores.shape[1]).tolist()
+        tokens = require_known((places % scores.shape[1]).tolist(), own.shape[1], scores)
         favourites = pick.job.asked.favourites
         notes = None if favourites is None else _notes(self._logits[[pick.rows[beam] for beam in beams]], tokens, favourites)
         return Continuations(values.tolist(), beams, tokens, notes)
@@ -186,11 +197,14 @@ def _drawn(picks: Sequence[Pick], scores: torch.Tensor, cut: bool) -> torch.Tens
 
 
 def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
-    """Scores [rows, vocabulary] of which at least one is a number in every row."""
+    """Scores [rows, vocabulary] that leave a token in every row, of beams in any row."""
     if bool(scores.isnan().any()):
         raise NoToken("a logits processor made NaN scores")
-    if job.asked.sampled and not bool(scores.amax(-1).isfinite().all()):
-        raise NoToken("the logits processors leave no token to draw")
+    best = scores.amax(-1) if job.beams is None else scores.amax()
+    if not bool((best > -torch.inf).all()):
+        raise NoToken("no token is left after the logits processors: all scores of a row are -inf")
+    if job.asked.sampled and not bool(best.isfinite().all()):
+        raise NoToken("no token can be drawn after the logits processors: a score is inf")
     return scores
 
 

@@ -25,7 +25,8 @@ class EngineConfig:
     that is less: a step must hold one token of each.
     watermark: the share of the blocks that new requests leave to those who run already.
     prefix_caching: whether blocks with the same tokens before them are computed once. check_hits: compare the tokens of every hit.
-    policy: "fcfs" (first come, first served) or "priority" (the higher first).
+    policy: "fcfs" (first come, first served) or "priority" (the higher first; there is no ageing, so a request waits as long as
+    higher ones keep the engine full).
     preemption: what happens to the newest request when blocks run out. "swap": its blocks wait in the host's memory, if there is room;
     "recompute": they are given up and computed again later; "auto": what costs less, by what was measured.
     host_blocks: blocks of every layer group that may wait on the host, allocated at once; 0 for none. Without it as many as the pool
@@ -104,9 +105,16 @@ class EngineConfig:
             left_out = name == "max_batch_sequences" and value is None
             if isinstance(value, bool) or not (isinstance(value, int) or left_out):
                 raise TypeError(f"{name} must be an int, got {value!r}")
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} leaves a step nothing to compute; give 1 or more")
         if isinstance(self.watermark, bool) or not isinstance(self.watermark, int | float):
             raise TypeError(f"watermark must be a number, got {self.watermark!r}")
         sequences = self.max_batch_sequences
+        if sequences is not None and sequences > self.max_batch_tokens:
+            raise ValueError(
+                f"max_batch_tokens={self.max_batch_tokens} cannot hold one token of each of {sequences} sequences; "
+                "raise max_batch_tokens or lower max_batch_sequences"
+            )
         return Limits(self.max_batch_tokens, min(MOST_SEQUENCES, self.max_batch_tokens) if sequences is None else sequences, self.watermark)
 
     @classmethod

@@ -275,7 +275,8 @@ class Engine(Front):
     def close(self) -> None:
         """End what runs with "abort", the thread if there is one, and give the pools back. Twice is once.
 
-        From within a step it is done at its end.
+        From within a step it is done at its end. A trace that cannot be written is logged; only the trace's own `close()`
+        raises.
         """
         with self._lock:
             self._closing = True
@@ -290,7 +291,8 @@ class Engine(Front):
             self.pools.free()
         self.stop()
         if self._steps.recorder is not None:
-            self._steps.recorder.close()
+            with suppress(OSError):  # the recorder has logged it; whoever closes the engine is done with its requests
+                self._steps.recorder.close()
 
     def __enter__(self) -> Engine:
         return self

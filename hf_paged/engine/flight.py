@@ -135,7 +135,7 @@ class Flight:
             # Who ended in the step before has got a token too many.
             heard = {sequence: tokens[place] for sequence, place in places if sequence in group.sequences}
             if UNKNOWN in heard.values():
-                failed[job] = NoToken("the model's logits are NaN")
+                failed[job] = NoToken.of(job)
                 continue
             try:
                 job.hear(scheduler, position, heard, noted, self.device)

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
-from ..blocks import extra_key
+from ..blocks import check_salt, extra_key
 from ..scheduling import Infeasible, Request
 from .asking import read
 from .background import Background
@@ -24,7 +24,7 @@ from .handle import Handle
 from .job import Job
 from .media import Media
 from .options import Options
-from .output import FinishReason, Increment, Output
+from .output import FinishReason, Increment, Output, with_errors_noticed
 from .prompts import words_of
 from .turns import Turns
 
@@ -69,7 +69,7 @@ class Front(ABC):
         seed: int | None = None,
         logprobs: int | bool | None = None,
         priority: int = 0,
-        salt: str | bytes | None = None,
+        salt: str | None = None,
         **generate_keywords: Any,
     ) -> Handle:
         """Queue a request and answer with its handle; nothing is computed yet.
@@ -91,7 +91,7 @@ class Front(ABC):
             self._require_vectors(asked.media)
         job = Job(asked, None, self.tokenizer)
         source = 0 if asked.source is None else self._source_length(asked.source)
-        extra = extra_key(salt)
+        extra = extra_key(None if salt is None else check_salt(salt))
         request = Request(next(self._numbers), asked.prompt, asked.max_length, asked.width, priority, extra, source, asked.steady)
         reason = self._why_never(request)
         if reason is not None:
@@ -108,13 +108,24 @@ class Front(ABC):
         return Handle(job, self)
 
     def generate(
-        self, prompts: Iterable[Any], generation_config: Any = None, *, progress: bool | None = None, **keywords: Any
+        self,
+        prompts: Iterable[Any],
+        generation_config: Any = None,
+        *,
+        progress: bool | None = None,
+        strict: bool = False,
+        **keywords: Any,
     ) -> list[Output]:
-        """The outputs of all prompts under the same options, in their order. A bar shows after a while, or as `progress` says."""
+        """The outputs of all prompts under the same options, in their order. A bar shows after a while, or as `progress` says.
+
+        A warning counts the requests that were refused or failed. With `strict` the error of one is raised instead: of a refused
+        one before anything is computed, of a failed one at the end.
+        """
         handles: list[Handle] = []
         try:
             for prompt in _each(prompts):
                 handles.append(self.submit(prompt, generation_config, **keywords))
+                _require_accepted(handles[-1], strict)
             with tqdm(total=len(handles), unit="request", delay=0 if progress else LONG_WORK, disable=progress is False) as bar:
 
                 def show() -> None:
@@ -130,7 +141,7 @@ class Front(ABC):
             for handle in handles:
                 handle.cancel()
             raise
-        return [handle.result() for handle in handles]
+        return with_errors_noticed([handle.result() for handle in handles], strict)
 
     def stream(self, prompt: Any, generation_config: Any = None, **keywords: Any) -> Iterator[Increment]:
         """The increments of one request. Whoever stops listening ends it."""
@@ -140,13 +151,16 @@ class Front(ABC):
         finally:
             handle.cancel()
 
-    async def agenerate(self, prompts: Iterable[Any], generation_config: Any = None, **keywords: Any) -> list[Output]:
+    async def agenerate(
+        self, prompts: Iterable[Any], generation_config: Any = None, *, strict: bool = False, **keywords: Any
+    ) -> list[Output]:
         """`generate` for coroutines: the event loop goes on meanwhile, and a task that is cancelled ends its requests."""
         handles: list[Handle] = []
         try:
             for prompt in _each(prompts):
                 handles.append(self.submit(prompt, generation_config, **keywords))
-            return [await handle for handle in handles]
+                _require_accepted(handles[-1], strict)
+            return with_errors_noticed([await handle for handle in handles], strict)
         except BaseException:
             for handle in handles:
                 handle.cancel()
@@ -316,10 +330,20 @@ class Front(ABC):
             raise RuntimeError("the engine is closed; make a new one")
 
 
+def _require_accepted(handle: Handle, strict: bool) -> None:
+    """Raise the error of a request that was refused in `submit()`, if its caller is strict."""
+    output = handle._job.output
+    if strict and output is not None and output.error is not None:
+        raise output.error
+
+
 def _each(prompts: Iterable[Any]) -> list[Any]:
     """A list of prompts; a single one would be taken apart."""
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise TypeError(
             f"generate() takes a list of prompts, got {type(prompts).__name__}; for one of them write engine.generate([prompt])"
         )
-    return list(prompts)
+    listed = list(prompts)
+    if listed and all(isinstance(each, int) for each in listed):
+        raise TypeError("generate() takes a list of prompts, got token ids; for one prompt of them write engine.generate([ids])")
+    return listed

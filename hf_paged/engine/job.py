@@ -12,6 +12,7 @@ import torch
 from ..scheduling import Group, Scheduler, Sequence
 from .asking import Asked, is_about_time
 from .beams import BeamSearch, BeamStep
+from .callables import scores_of, stops
 from .news import News
 from .output import FinishReason, Output, Timing, TokenLogprob
 from .stream import Stream
@@ -66,12 +67,11 @@ class Job:
         places = [sequence.index for sequence in self.group.sequences]
         whole = scores.new_zeros(ids.shape[0], scores.shape[1])
         whole[places] = scores
-        shape = whole.shape
+        rows, vocabulary = whole.shape
         with torch.no_grad():
-            answer: torch.Tensor = self.asked.processors(ids, whole)  # type: ignore[arg-type]  # transformers names the legacy types
-        if answer.shape != shape:  # places in it would be no tokens
-            raise ValueError(f"the logits processors made scores {list(answer.shape)} of {list(shape)}; they must keep the shape")
-        return answer[places]
+            answer = self.asked.processors(ids, whole)  # type: ignore[arg-type]  # transformers names the legacy types
+        single = self.beams is None and bool(self.asked.ends)
+        return scores_of(answer, rows, vocabulary, self.asked.sampled, single)[places]
 
     def take(self, scheduler: Scheduler, tokens: list[int], notes: list[TokenLogprob] | None, device: torch.device) -> None:
         """Its running sequences have these next tokens: enter them, and see which end."""
@@ -120,8 +120,7 @@ class Job:
         ids = torch.tensor(rows, device=CPU if known else device)
         reasons: list[FinishReason | None] = [None] * len(places)
         for criterion in self.asked.criteria:
-            with torch.no_grad():
-                says = criterion(ids, None).tolist()
+            says = stops(criterion, ids, self.beams is not None, bool(self.asked.ends))
             for i, place in enumerate(places):
                 if says[place] and reasons[i] != "stop":
                     reasons[i] = "length" if is_about_time(criterion) else "stop"

@@ -32,6 +32,7 @@ from .merging import Merger
 from .pieces import Piece, Pieces, merged, placed
 from .pools import Pools
 from .support import Unservable, check_routers, longest
+from .trial import distance, otherwise, require_numbers, tried
 from .warming import warming, without_plans
 
 Form = Literal["flat", "rows"]
@@ -215,7 +216,7 @@ class Runner:
         finally:
             running.reset(token)
         if answer.past_key_values is not arguments["past_key_values"]:
-            raise Unservable(f"{type(self.model).__name__} went on with a cache of its own, as long rope does")
+            raise Unservable(f"{type(self.model).__name__} went on with another cache than the engine's; use generate()")
         logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
         kept: torch.Tensor = logits[: len(last)].to(torch.float32)
         return kept
@@ -250,21 +251,19 @@ class Runner:
         rows = [[(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate(lengths)]
         self.pools.lend(max(lengths))
         name = type(self.model).__name__
-        try:
+        with tried(f"{name} fails by itself, without any cache; mend its forward"):
             if self.encoder is not None:
                 self._trial_source = self.encoder.trial(vocabulary)
                 self.pools.lend(max(*lengths, self.encoder.length(self._trial_source)))
             with routers_of(self.model).recording():
                 whole = self._without_cache(rows)
+        require_numbers(self.model, whole)
+        with tried(f"{name} failed when its forward was tried on pages; use generate()"):
             pieces = self._trial(rows, "rows", cuts)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise Unservable(f"{name} failed when its forward was tried ({type(error).__name__}: {error}); use generate()") from error
         check_routers(self.model, self.pools.config.max_batch_tokens)
         far = self._apart(rows, whole, pieces)
         if far is not None:
-            raise Unservable(f"{name} answers otherwise when its prompt comes in pieces (by {far:.1e} of its logits); use generate()")
+            raise otherwise(self.model, far, self._apart(rows, whole, self._without_cache(rows)))
         if self.why_rows is None:
             self.why_rows = self._why_not_flat(rows, whole, cuts)
         self.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])
@@ -387,8 +386,3 @@ class Runner:
                 for table in of_row:
                     table.free()
         return logits
-
-
-def distance(right: torch.Tensor, found: torch.Tensor) -> float:
-    """How far logits are from the right ones, as a share of their size."""
-    return float((right - found).norm() / right.norm().clamp(min=1e-12))

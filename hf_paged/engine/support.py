@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from transformers import GenerationMixin
 
 from ..integration.quantized import looks_around
 from ..integration.routers import routers_of
-from ..integration.support import why_not
+from ..integration.support import ropes_of, why_not
 
 UNBOUNDED = 512
 """Tokens of a sequence with which routers are tried if the model names no longest."""
@@ -28,6 +27,8 @@ def check_servable(model: Any, outer: Any) -> None:
         raise Unservable(f"{name} cannot generate; the engine needs a model with a language modeling head")
     if getattr(model, "_is_stateful", False):
         raise Unservable(f"{name} keeps a state of its own, which the engine cannot take back or fork; use generate()")
+    if model.generation_config.use_cache is False:
+        raise Unservable("model.generation_config.use_cache=False and the engine is a cache; set it to True")
     try:
         reason = why_not(model, model.generation_config)
     except AttributeError as error:
@@ -62,7 +63,7 @@ def longest(model: Any) -> int | None:
     """
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions")]
-    limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
+    limits += [rope.get("original_max_position_embeddings") for rope in ropes_of(model) if rope.get("rope_type") == "longrope"]
     return min((int(limit) for limit in limits if limit), default=None)
 
 
@@ -71,10 +72,3 @@ def longest_source(model: Any) -> int | None:
     config = model.config.get_text_config(encoder=True)
     limits = [getattr(config, name, None) for name in ("max_source_positions", "max_position_embeddings")]
     return next((int(limit) for limit in limits if limit), None)
-
-
-def _ropes(config: Any) -> Iterator[dict[str, Any]]:
-    """The settings of rotary positions, one for all layers or one for each kind."""
-    found = getattr(config, "rope_parameters", None)
-    if isinstance(found, dict):
-        yield from [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]

@@ -17,7 +17,7 @@ from .cache import PagedCache
 from .forward import wrap
 from .latents import let_wait
 from .registry import memory_of
-from .support import warn
+from .support import warn, why_left
 from .switch import decoder_configs, restore, switch
 
 
@@ -98,7 +98,7 @@ class Call:
         for cache in self.used:
             cache.spread()
         if answer is not None and left_behind(self.used[0], answer):
-            warn(f"{type(model).__name__} went on with another cache, as peft's prefix tuning and long rope do")
+            warn(why_left(model))
         self.made, self.used = [], []
         memory.drain()
 

@@ -19,7 +19,7 @@ from .call import Call, current
 from .latents import let_be
 from .registry import memories
 from .state import Watch, runs_foreign_code, watching
-from .support import warn, why_not
+from .support import warn, why_dropped, why_not
 
 WORD = "paged"
 EXPECTED = {
@@ -147,7 +147,7 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> 
         generation_config.cache_implementation = generation_config.cache_config = None
     if not asked or given is not None:
         return False
-    reason = why_not(model, generation_config)
+    reason = why_not(model, generation_config) or why_dropped(model)
     if reason is not None:
         warn(reason)
         generation_config.cache_implementation = generation_config.cache_config = None
