@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers import GenerationMixin
 
 from ..integration.quantized import looks_around
@@ -62,3 +63,14 @@ def _ropes(config: Any) -> Iterator[dict[str, Any]]:
     found = getattr(config, "rope_parameters", None)
     if isinstance(found, dict):
         yield from [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]
+
+
+def shaken(embeddings: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
+    """Embeddings, each off by what rounding may do to it."""
+    off = torch.rand(embeddings.shape, generator=chance, device=embeddings.device, dtype=torch.float32) * 2 - 1
+    return (embeddings * (1 + off * torch.finfo(embeddings.dtype).eps / 2)).to(embeddings.dtype)
+
+
+def distance(right: torch.Tensor, found: torch.Tensor) -> float:
+    """How far logits are from the right ones, as a share of their size."""
+    return float((right - found).norm() / right.norm().clamp(min=1e-12))
