@@ -90,6 +90,8 @@ class Call:
     made: list[PagedCache] = field(default_factory=list)
     used: list[PagedCache] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
+    left: bool = False
+    """Whether giving back has begun."""
     outer: Call | None = field(default_factory=lambda: current.get())
     outer_watch: Watch | None = field(default_factory=watching.get)
 
@@ -129,6 +131,9 @@ class Call:
         model = self.model
         if model is None:
             return
+        memory, broken = memory_of(model), self.left or answer is None
+        memory.suspect |= broken
+        self.left = True
         try:
             _settle(model)
             self._leave_prefixes(model, answer is not None)
@@ -136,6 +141,7 @@ class Call:
             self._give_back(model, answer is not None)
         if answer is not None and left_behind(self.used[0], answer):
             warn(f"{type(model).__name__} went on with another cache, as peft's prefix tuning and long rope do")
+        memory.suspect |= broken  # tables of the operation that broke off live as long as its traceback: count again without them
         self.model = None
 
     def _leave_prefixes(self, model: nn.Module, succeeded: bool) -> None:
@@ -155,7 +161,6 @@ class Call:
         memory = memory_of(model)
         memory.paths = [str(path) for path in self.used[0].paths]
         if not succeeded:
-            memory.suspect = True
             memory.drain()
             memory.suspect = bool(self.made)
             for cache in self.made:
