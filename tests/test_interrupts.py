@@ -1,4 +1,4 @@
-"""Ctrl-C at every place where the interpreter looks for it: the model, the books and the locks are as before, and the next call is right."""
+"""Ctrl-C at every place where the interpreter looks for it: model, books and locks are as before, the next call is right."""
 
 from __future__ import annotations
 

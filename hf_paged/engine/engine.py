@@ -359,6 +359,7 @@ class Engine(Front):
         if not self._lock.mine:
             self._stepping = False
             self._torn = True
+            self._runner.unplug()
 
     def __enter__(self) -> Engine:
         return self

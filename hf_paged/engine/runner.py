@@ -231,11 +231,11 @@ class Runner:
             switch(self.configs, NAME, self)
             return act()
         finally:
-            self._plugged = False
             self.unplug()
 
     def unplug(self) -> None:
-        """Give the decoder its attention back. Twice is once: whoever mends an interrupted step calls it again."""
+        """Give the decoder its attention back. Twice is once: an interrupted step is mended by calling it again."""
+        self._plugged = False
         restore(self.configs, self)
 
     # ---- which form
