@@ -225,7 +225,7 @@ def test_stopping_is_told_to_coroutines(quiet: Engine) -> None:
         task = asyncio.ensure_future(handle)
         await asyncio.sleep(0)
         thread = quiet._thread
-        stopping = meanwhile(quiet.stop, lambda: thread._halted)
+        stopping = meanwhile(quiet.stop, lambda: thread.halted)
         gate.open.set()
         with pytest.raises(RuntimeError, match="was stopped while somebody awaited"):
             await task

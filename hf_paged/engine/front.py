@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any, Self
+from contextlib import suppress
+from typing import Any, Self, TypeVar
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 from ..blocks import check_salt, extra_key
+from ..memory import fork_safe_lock
 from ..scheduling import Infeasible, Request
 from .asking import read
 from .background import Background
@@ -24,10 +24,11 @@ from .handle import Handle
 from .job import Job
 from .media import Media
 from .options import Options
-from .output import FinishReason, Increment, Output, with_errors_noticed
+from .output import Increment, Output, with_errors_noticed
 from .prompts import words_of
-from .turns import Turns
+from .turns import Turns, in_turn
 
+T = TypeVar("T")
 LONG_WORK = 3.0
 """Seconds after which `generate` shows a bar."""
 
@@ -47,12 +48,16 @@ class Front(ABC):
             )
         self.model, self.processor, self.tokenizer = model, tokenizer, words
         self._lock = Turns()
-        self._closed = self._closing = self._paused = self._stepping = False
+        self._closed = self._closing = self._paused = False
+        self._stepping = False
+        """Whether a step or another change of the books runs. What comes in between (criteria, signal handlers) changes none of them."""
+        self._torn = False
+        """Whether a change of the books has begun that has not come to its end."""
         self._numbers = itertools.count()
         self._inbox: deque[tuple[Job, Request]] = deque()
         """Requests that the books do not know yet."""
         self._thread: Background | None = None
-        self._starting = threading.Lock()
+        self._starting = fork_safe_lock()
         self._options = Options()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -101,8 +106,7 @@ class Front(ABC):
         self._inbox.append((job, request))
         thread = self._thread
         if thread is None or self._closed:  # an engine that was closed meanwhile ends it
-            with self._lock:
-                self._take_in()
+            self._receive()
         else:
             thread.wake()
         return Handle(job, self)
@@ -138,8 +142,7 @@ class Front(ABC):
                         show()
                 show()
         except BaseException:
-            for handle in handles:
-                handle.cancel()
+            _give_up(handles)
             raise
         return with_errors_noticed([handle.result() for handle in handles], strict)
 
@@ -162,8 +165,7 @@ class Front(ABC):
                 _require_accepted(handles[-1], strict)
             return with_errors_noticed([await handle for handle in handles], strict)
         except BaseException:
-            for handle in handles:
-                handle.cancel()
+            _give_up(handles)
             raise
 
     async def astream(self, prompt: Any, generation_config: Any = None, **keywords: Any) -> AsyncIterator[Increment]:
@@ -185,41 +187,65 @@ class Front(ABC):
         """
         self._require_open()
         with self._starting:
-            if self._thread is None or self._thread.over:
-                self._thread = Background(self, self.model.device)
-            self._thread.wake()
+            if self._thread is None or self._thread.over or self._thread.halted:
+                self._begin_thread()
+            if self._thread is not None:
+                self._thread.wake()
+        if self._closing:  # by a signal handler, meanwhile
+            self.stop()
         return self
+
+    def _begin_thread(self) -> None:
+        self._custody.lend()
+        thread = Background(self, self.model.device)
+        try:
+            thread.begin()
+            self._thread = thread
+        except BaseException:
+            thread.stop(wait=False)
+            raise
 
     def stop(self) -> None:
         """Drive no more by a thread: the step that runs comes to its end. Requests stay, and whoever waits for one drives."""
         with self._starting:
-            thread, self._thread = self._thread, None
+            thread = self._thread
+            if thread is not None:
+                thread.stop(wait=False)
+            self._thread = None
         if thread is not None:
             thread.stop(wait=not self._lock.mine)
-            with self._lock:
-                if not self._stepping:
-                    self._sweep()
-                with suppress(Spoiled):  # those whom it concerns have ended
-                    self._let_go()
+            self._take_over()
+
+    @in_turn
+    def _take_over(self) -> None:
+        """The thread has taken its last step."""
+        if not self._stepping:
+            self._sweep()
+        with suppress(Spoiled):  # those whom it concerns have ended
+            self._let_go()
 
     def turn(self) -> bool:
         """A step, if there is anything to do; the answer is whether there may be more. The engine's thread calls it."""
-        with self._lock:
-            if self._closed:
-                return False
-            self._take_in()
-            if self._paused:
-                self._sweep()
-            if self._paused or not self._busy:
+        self._lock.give_way()
+        return self._turn()
+
+    @in_turn
+    def _turn(self) -> bool:
+        if self._closed:
+            return False
+        self._take_in()
+        if self._paused:
+            self._sweep()
+        if self._paused or not self._busy:
+            self._let_go()
+            return False
+        try:
+            self._advance()
+        except BaseException:
+            with suppress(Spoiled):
                 self._let_go()
-                return False
-            try:
-                self._advance()
-            except BaseException:
-                with suppress(Spoiled):
-                    self._let_go()
-                raise
-            return True
+            raise
+        return True
 
     def drive(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
         """Take everybody's steps until a job has ended, or has `each` increment, or the time is over; or wait for what the thread makes
@@ -232,34 +258,41 @@ class Front(ABC):
 
     def _drive(self, jobs: list[Job], enough: Callable[[], bool], ended: Callable[[], object] = lambda: None) -> None:
         """Take steps until all jobs have ended, or it is enough, or a thread does it; `ended` is told of steps in which anybody has."""
-        if self._others_drive:
-            return
-        with self._driving():
+
+        def steps() -> None:
             for job in jobs:
                 while job.output is None and not self._others_drive:
-                    with self._lock:
-                        if job.output is None and self._advance():
-                            ended()
+                    self._lock.give_way()
+                    if self._advance_for(job):
+                        ended()
                     if enough():
                         return
+
+        if not self._others_drive:
+            self._driving(steps)
+
+    @in_turn
+    def _advance_for(self, job: Job) -> bool:
+        """Take a step for a job that has not ended meanwhile; the answer is whether any has ended in it."""
+        return job.output is None and bool(self._advance())
 
     @property
     def _others_drive(self) -> bool:
         """Whether there is a thread that drives, and it is not the one that asks."""
         thread = self._thread
-        return thread is not None and not thread.own
+        return thread is not None and not thread.own and not thread.halted
 
-    @contextmanager
-    def _driving(self) -> Iterator[None]:
-        """Whoever drives has done anything before this, and will do anything after it."""
+    def _driving(self, steps: Callable[[], T]) -> T:
+        """The answer of a row of steps. Their caller has done anything before this, and will do anything after it."""
         self._custody.lend()
         try:
-            yield
+            answer = steps()
         except BaseException:
             with suppress(Spoiled):
                 self._let_go()
             raise
         self._let_go()
+        return answer
 
     async def arrival(self, job: Job, each: bool = False) -> None:
         """Wait for the end of a job, or for `each` increment, without holding up the event loop. Handles call it."""
@@ -279,10 +312,18 @@ class Front(ABC):
         if thread is not None and not thread.over:
             thread.wake()  # nothing else: a coroutine that nobody holds any more calls this in the middle of anything
             return
-        with self._lock:
-            self._take_in()
-            if job.output is None and not self._stepping:  # else it is in the middle of a step, and ends with the next one
-                self._end(job, "abort")
+        self._cancel(job)
+
+    @in_turn
+    def _cancel(self, job: Job) -> None:
+        self._take_in()
+        if job.output is None and not self._stepping:  # else it is in the middle of a step, and ends with the next one
+            self._end([job])
+        self._pass_on()
+
+    @in_turn
+    def _receive(self) -> None:
+        self._take_in()
 
     # ---- what the engine behind it does
 
@@ -322,8 +363,16 @@ class Front(ABC):
         """End whoever was cancelled."""
 
     @abstractmethod
-    def _end(self, job: Job, reason: FinishReason) -> Output:
-        """End a job."""
+    def _end(self, jobs: list[Job]) -> list[Output]:
+        """End jobs with "abort"."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Make the books whole if a change of them broke off, and close the engine if that could not be done at once."""
+
+    @abstractmethod
+    def _pass_on(self) -> None:
+        """Raise the KeyboardInterrupt or SystemExit with which a request has ended, once, unless this is the engine's own thread."""
 
     def _require_open(self) -> None:
         if self._closed:
@@ -335,6 +384,14 @@ def _require_accepted(handle: Handle, strict: bool) -> None:
     output = handle._job.output
     if strict and output is not None and output.error is not None:
         raise output.error
+
+
+def _give_up(handles: list[Handle]) -> None:
+    """Cancel requests; the next step ends those that an interrupt keeps this from ending."""
+    for handle in handles:
+        handle._job.cancelled = True
+    for handle in handles:
+        handle.cancel()
 
 
 def _each(prompts: Iterable[Any]) -> list[Any]:

@@ -78,8 +78,12 @@ class Handle:
         return increment
 
     def _see_to_trouble(self) -> None:
-        if self._job.trouble is not None and not self.done:
-            self._desk.cancel(self._job)  # its tokenizer cannot read it: it ends, as the error that this is
+        if self._job.trouble is None or self.done:
+            return
+        interrupt = self._job.interrupt()
+        self._desk.cancel(self._job)  # its tokenizer cannot read it: it ends, as the error that this is
+        if interrupt is not None:
+            raise interrupt
 
     def __iter__(self) -> Iterator[Increment]:
         """What is new since the last time somebody looked, to the end of the request. Whoever leaves the loop may go on with another."""

@@ -15,6 +15,7 @@ from .beams import BeamSearch, BeamStep
 from .callables import scores_of, stops
 from .news import News
 from .output import FinishReason, Output, Timing, TokenLogprob
+from .own_code import own_code, reaches_driver
 from .stream import Stream
 
 CPU = torch.device("cpu")
@@ -36,6 +37,8 @@ class Job:
         """Its place in the order of arrival; a request that was refused has none."""
         self.output: Output | None = None
         self.cancelled = False
+        self._passed_on = False
+        """Whether its driver has been given the interrupt that it ended with."""
         self.fined = asked.warp is not None and asked.warp.repetition != 1
         """Whether repeating a token costs it something, with everybody's."""
         self.plain = asked.warp is not None
@@ -58,6 +61,7 @@ class Job:
         pad = self.asked.config._pad_token_tensor
         return 0 if pad is None else int(pad.flatten()[0])
 
+    @own_code
     def processed(self, scores: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Scores [its running sequences, vocabulary] after its processors, which see all its sequences, as in generate()."""
         assert self.group is not None
@@ -114,6 +118,7 @@ class Job:
         """What the criteria say about the first `length` tokens of its running sequences; they see all of them, as in generate()."""
         return self._judge(self.rows(length), places, device)
 
+    @own_code
     def _judge(self, rows: list[list[int]], places: Rows[int], device: torch.device) -> list[FinishReason | None]:
         # What is computed on the device waits for the step that runs there; users' criteria find their rows where generate() has them.
         known = all(type(each).__module__.startswith("transformers.") for each in self.asked.criteria)
@@ -133,9 +138,17 @@ class Job:
         return "length" if length >= self.asked.max_length else stopped
 
     @property
-    def trouble(self) -> Exception | None:
+    def trouble(self) -> BaseException | None:
         """Why an answer has no text, if one has none: what the tokenizer raised."""
         return next((stream.trouble for stream in self.streams if stream.trouble is not None), None)
+
+    def interrupt(self) -> BaseException | None:
+        """What its own code raised that is meant for whoever drives, too; once."""
+        error = self.trouble if self.output is None else self.output.error
+        if self._passed_on or not reaches_driver(error):
+            return None
+        self._passed_on = True
+        return error
 
     @property
     def said(self) -> bool:
@@ -155,6 +168,8 @@ class Job:
         """A step broke off: its sequences have the tokens that somebody has been told, and no others."""
         if self.group is None or self.beams is not None:
             return
+        for stream in self.streams:
+            del stream.logprobs[len(stream.tokens) :]
         for sequence in self.group.sequences:
             sequence.tokens = [*self.asked.prompt, *self.streams[sequence.index].tokens]
 
@@ -188,7 +203,7 @@ class Job:
 
     # ---- the end
 
-    def close(self, reason: FinishReason | None = None, error: Exception | None = None) -> Output:
+    def close(self, reason: FinishReason | None = None, error: BaseException | None = None) -> Output:
         """Make the output; answers that have not ended end for `reason`, or for the trouble that somebody had in reading one of them."""
         self.timing.finished = time.monotonic()
         for stream in self.streams:

@@ -53,7 +53,7 @@ class Output:
     """The answer to one request.
 
     cached_tokens: how many of the prompt's tokens were there already. preemptions: how often it had to go and come back. error: what
-    went wrong, if something did.
+    went wrong, if something did; no Exception where the request's own code raised none (asyncio.CancelledError, SystemExit).
     """
 
     prompt_token_ids: list[int]
@@ -61,7 +61,7 @@ class Output:
     cached_tokens: int = 0
     preemptions: int = 0
     timing: Timing = field(default_factory=lambda: Timing(0.0))
-    error: Exception | None = None
+    error: BaseException | None = None
 
     @property
     def text(self) -> str | None:

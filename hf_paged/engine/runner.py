@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +34,7 @@ from .support import Unservable, check_routers, longest
 from .trial import distance, otherwise, require_numbers, tried
 from .warming import warming, without_plans
 
+T = TypeVar("T")
 Form = Literal["flat", "rows"]
 
 TRIAL = [11, 17]
@@ -69,6 +69,7 @@ class Runner:
         self.decoding = Decoding(self) if pools.config.graphs else None
         """The captured steps, where they are wanted."""
         self.configs = decoder_configs(model)
+        self._plugged = False
         parameters = inspect.signature(model.forward).parameters
         self.keeps_some = "logits_to_keep" in parameters
         self.takes_embeddings = "inputs_embeds" in parameters
@@ -106,11 +107,13 @@ class Runner:
             if replayed is not None:
                 return replayed
             self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
-            with self.plugged():
-                logits = self.flat(pieces, latest) if self.why_rows is None else self._one_by_one(pieces, latest)
-                if decoding is not None:
-                    decoding.learn(pieces, latest, logits)
-                return Answer(logits)
+            return self.plugged(lambda: self._compute(pieces, latest, decoding))
+
+    def _compute(self, pieces: Sequence[Piece], latest: torch.Tensor | None, decoding: Decoding | None) -> Answer:
+        logits = self.flat(pieces, latest) if self.why_rows is None else self._one_by_one(pieces, latest)
+        if decoding is not None:
+            decoding.learn(pieces, latest, logits)
+        return Answer(logits)
 
     def show(self, media: Media) -> None:
         """Have the model look at a prompt's pictures. Its attention is its own here."""
@@ -209,33 +212,44 @@ class Runner:
         places = numbers[count:]
         if self.keeps_some:
             arguments["logits_to_keep"] = places
-        token, beside = running.set(Forward(self.cache, flat=flat)), joined([piece.beside for piece in pieces], [*map(len, tokens)])
+        beside, outer = joined([piece.beside for piece in pieces], [*map(len, tokens)]), running.get()
         try:
+            running.set(Forward(self.cache, flat=flat))
             with given(self.model, beside):
                 answer = self.model(**arguments, use_cache=True, return_dict=True)
         finally:
-            running.reset(token)
+            running.set(outer)
         if answer.past_key_values is not arguments["past_key_values"]:
             raise Unservable(f"{type(self.model).__name__} went on with another cache than the engine's; use generate()")
         logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
         kept: torch.Tensor = logits[: len(last)].to(torch.float32)
         return kept
 
-    @contextmanager
-    def plugged(self) -> Iterator[None]:
-        """The decoder's attention is ours, as in a paged generate()."""
-        switch(self.configs, NAME)
+    def plugged(self, act: Callable[[], T]) -> T:
+        """The answer of `act`, while the decoder's attention is ours, as in a paged generate()."""
+        if self._plugged:
+            return act()
         try:
-            yield
+            self._plugged = True
+            switch(self.configs, NAME, self)
+            return act()
         finally:
-            restore(self.configs)
+            self.unplug()
+
+    def unplug(self) -> None:
+        """Give the decoder its attention back. Twice is once: an interrupted step is mended by calling it again."""
+        self._plugged = False
+        restore(self.configs, self)
 
     # ---- which form
 
     def try_out(self) -> None:
         """See whether the model can be served and in which form, while kernels are compiled that it will need."""
-        with warming(self) as self._warming, without_plans(self.device):
-            self._try_out()
+        try:
+            with warming(self) as self._warming, without_plans(self.device):
+                self._try_out()
+        finally:
+            self.unplug()
         self._warming = None
 
     def _try_out(self) -> None:

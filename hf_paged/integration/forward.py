@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .attention import Forward, running
-from .cache import PagedCache, paged_parts
+from .cache import Mark, PagedCache, paged_parts
 from .graph import Step
 from .graphs import graphs_of
 from .outputs import asked_fields, layouts_of
@@ -48,20 +48,28 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
             try:
                 return _run(model, original, arguments, parts, masks_known)
             except BaseException:
-                for part, mark in zip(parts, before, strict=True):
-                    part.roll_back(mark)
+                try:
+                    _roll_back(parts, before)
+                finally:
+                    _roll_back(parts, before)  # again, if an interrupt has broken it off; else there is nothing left to do
                 raise
 
     return forward
 
 
+def _roll_back(parts: list[PagedCache], before: list[Mark]) -> None:
+    for part, mark in zip(parts, before, strict=True):
+        part.roll_back(mark)
+
+
 def _without_pages(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A forward on another cache, or on none, in the middle of a paged call: guidance, an encoder, prefix tuning."""
-    token = running.set(None)
+    outer = running.get()
     try:
+        running.set(None)
         return original(*args, **kwargs)
     finally:
-        running.reset(token)
+        running.set(outer)
 
 
 def _run(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache], masks_known: bool) -> Any:
@@ -121,11 +129,12 @@ def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, 
 
     def run(given: dict[str, Any]) -> Any:
         captured = parts[0].sequences.static is not None
-        token = running.set(Forward(parts[0], dense and not captured))
+        outer = running.get()
         try:
+            running.set(Forward(parts[0], dense and not captured))
             answer = original(**given)
         finally:
-            running.reset(token)
+            running.set(outer)
         if not captured:
             parts[0].require_even()
         return answer

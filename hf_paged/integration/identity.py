@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
@@ -13,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from ..memory import PLAIN_TENSORS, Contents, Reading, Tags
+from ..memory import PLAIN_TENSORS, Contents, Reading, Tags, fork_safe_lock
 from .quantized import looks_around, scales_of
 from .switch import original_implementation
 
@@ -164,7 +163,7 @@ class Identity:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self.secret = os.urandom(32)
         """What only this process knows: nobody can work out names of blocks beforehand."""
         self.changes = 0
@@ -234,7 +233,7 @@ class Identity:
 
 
 _identities: weakref.WeakKeyDictionary[nn.Module, Identity] = weakref.WeakKeyDictionary()
-_beginning = threading.RLock()
+_beginning = fork_safe_lock()
 
 
 def identity_of(model: nn.Module) -> Identity:

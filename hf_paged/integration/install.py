@@ -15,10 +15,10 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from ..config import CacheConfig
 from .attention import NAME, paged_attention, paged_mask
 from .cache import PagedCache, paged_parts
-from .call import Call, current
+from .call import Call, current, settle_models
 from .latents import let_be
 from .registry import memories
-from .state import Watch, runs_foreign_code, watching
+from .state import Watch, runs_foreign_code
 from .support import warn, why_dropped, why_not
 
 WORD = "paged"
@@ -32,7 +32,7 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 def install() -> None:
     """Make "paged" a cache of generate(). Doing it twice does nothing."""
-    if _originals:
+    if len(_originals) == len(EXPECTED) and not any(getattr(GenerationMixin, name) is own for name, own in _originals.items()):
         return
     for name, expected in EXPECTED.items():
         method = getattr(GenerationMixin, name, None)
@@ -49,8 +49,9 @@ def install() -> None:
         ("_prepare_generation_config", _wrap_prepare_config),
         ("_prepare_cache_for_generation", _wrap_prepare_cache),
     ):
-        _originals[name] = getattr(GenerationMixin, name)
-        setattr(GenerationMixin, name, wrapper(_originals[name]))
+        method = getattr(GenerationMixin, name)
+        if _originals.setdefault(name, method) is method:
+            setattr(GenerationMixin, name, wrapper(method))
 
 
 def uninstall() -> None:
@@ -59,6 +60,7 @@ def uninstall() -> None:
         if getattr(getattr(GenerationMixin, name), "hf_paged", False):
             setattr(GenerationMixin, name, original)
     _originals.clear()
+    settle_models()
     for memory in memories():
         memory.captured.clear()
     let_be()
@@ -85,15 +87,16 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
             del kwargs["cache_implementation"]
         call = Call(asked)
         watch = Watch(runs_foreign_code({**dict(zip(names, args, strict=False)), **kwargs}))
-        token, watched = current.set(call), watching.set(watch)
         answer = None
         try:
+            call.open(watch)
             answer = stock(self, *args, **kwargs)
             return answer
         finally:
-            watching.reset(watched)
-            current.reset(token)
-            call.close(answer)
+            try:
+                call.close(answer)
+            finally:
+                call.close(answer)  # again, if an interrupt has broken it off; else there is nothing left to do
 
     return _marked(generate)
 

@@ -90,9 +90,10 @@ def let_wait(model: nn.Module) -> None:
     """Make the expansions of the model's attention wait, wherever they are the ones that we know."""
     classes: set[Any] = {type(module) for module in model.modules()}
     for cls in classes:
-        if cls not in _stocks and _is_known(cls):
-            _stocks[cls] = stock = getattr(cls, METHOD)
-            setattr(cls, METHOD, _waiting(stock))
+        if cls in _stocks or _is_known(cls):
+            stock = _stocks.setdefault(cls, getattr(cls, METHOD))
+            if getattr(cls, METHOD) is stock:
+                setattr(cls, METHOD, _waiting(stock))
 
 
 def let_be() -> None:

@@ -44,7 +44,7 @@ class Reuse:
         self._forward: Forward | None = None
         """The running call's, once it has looked at the model."""
         self._origin: Origin | None = None
-        self._onlookers = Onlookers([])
+        self._onlookers = Onlookers()
         self._moves = 0
         """How often the model's state had moved when the running call looked at it."""
         self._closely = False
@@ -56,7 +56,7 @@ class Reuse:
         """The same for a second cache that goes on from here."""
         twin = copy.copy(self)
         assert sequences.history is not None
-        twin.sequences, twin.history, twin._onlookers = sequences, sequences.history, Onlookers([])
+        twin.sequences, twin.history, twin._onlookers = sequences, sequences.history, Onlookers()
         twin.leave()
         return twin
 
@@ -151,7 +151,8 @@ class Reuse:
         if self.history.columns and self.state != state:
             raise Private("the model has changed since the cache was begun")
         self.state, self._moves = state, identity.moves
-        self._onlookers = Onlookers(glance.survey.hooked)
+        self._onlookers = Onlookers()
+        self._onlookers.watch(glance.survey.hooked)
         watch = watching.get()
         self._closely = self._onlookers.some or (watch is not None and watch.foreign)
         return Origin(identity.secret, state, self.config.salt, glance.survey.hooked)

@@ -3,6 +3,7 @@
 from .batch import Batch
 from .fingerprint import PLAIN_TENSORS, Contents, Reading, Tags, Unreadable
 from .flat import FlatBatch
+from .forks import fork_safe_lock, in_forked_process
 from .group import Group, Kind, Memory, is_out_of_memory
 from .history import History
 from .host import HostBlocks, Trip
@@ -19,5 +20,5 @@ __all__ = [
     "PLAIN_TENSORS", "Batch", "Contents", "FlatBatch", "Found", "Group", "History", "HostBlocks", "Kind",
     "Layout", "Memory", "NoKernels", "Ops", "Pages", "Prefix", "Ranks", "Reading", "Rows", "Seen",
     "Sequences", "StaticBatch", "StaticSpans", "Store", "Tags", "Trip", "TritonOps", "Unreadable", "alike",
-    "begin_with", "count", "is_out_of_memory", "longest", "multiply",
+    "begin_with", "count", "fork_safe_lock", "in_forked_process", "is_out_of_memory", "longest", "multiply",
 ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -14,6 +13,7 @@ import torch
 from ..blocks import BlockPool, Copy, OutOfBlocks
 from ..config import CacheConfig
 from .budget import free_bytes, require_room_for_books
+from .forks import fork_safe_lock
 from .host import HostBlocks
 from .plain import Ops
 from .store import Layout, Store
@@ -279,7 +279,7 @@ class Memory:
     """All pools of one model. One lock guards books and tensors: a step of one cache runs at a time."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = fork_safe_lock()
         self.groups: dict[tuple[Kind, CacheConfig], Group] = {}
         self.captured: OrderedDict[Hashable, Any] = OrderedDict()
         """Steps captured over the addresses of the stores, least recently used first; dropped as soon as a store moves."""

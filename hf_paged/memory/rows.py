@@ -161,17 +161,16 @@ class Rows:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Change the rows; whoever breaks in (an interrupt, a device error) leaves them torn, and nobody reads them again."""
+        """Change the rows. What breaks it off (an interrupt, a device error) leaves them torn, so they are not read again."""
         self.require_whole()
         if self._counted:
             self._enter()
+        suspect = self.group.memory.suspect
+        self.group.memory.suspect = True
         self.torn = True
-        try:
-            yield
-        except BaseException:
-            self.group.memory.suspect = True
-            raise
+        yield
         self.torn = False
+        self.group.memory.suspect = suspect
 
     def require_whole(self) -> None:
         """Raise if a step broke off: what the blocks hold is not known then."""
@@ -358,7 +357,10 @@ class Rows:
             self.require_whole()
             self._room = 0
             twin = Rows(self.group)
+            suspect = self.group.memory.suspect
+            self.group.memory.suspect = True
             twin._tables = [table.fork() for table in self.tables]
+            self.group.memory.suspect = suspect
             twin.starts = None if self.starts is None else list(self.starts)
             twin.columns, twin.expected_columns = self.columns, self.expected_columns
             twin._keep_past, twin._cut = self._keep_past, self._cut
@@ -368,8 +370,11 @@ class Rows:
     def free(self) -> None:
         """Give back every block; the rows are empty and may begin anew."""
         with self.group.memory.lock:
+            suspect = self.group.memory.suspect
+            self.group.memory.suspect = True
             for table in self.tables:
                 table.free()
+            self.group.memory.suspect = suspect
             self._tables, self.starts, self.columns, self._lane, self.torn = [], None, 0, None, False
             self._cut = 0
             self._changed()
