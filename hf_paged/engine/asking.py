@@ -14,6 +14,7 @@ from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from ..integration.offloaded import input_device
 from .embeddings import checked, names_of
 from .encoding import Source
 from .media import Media, marks_of, taken
@@ -180,7 +181,7 @@ def read(
     given = (_for_encoder if model.config.is_encoder_decoder else _for_decoder)(model, tokenizer, prompt, config, **parts)
     given = _showing(model, given, shown)
     tokens, names = given.tokens, given.names
-    config, device = _with_lengths(model, config, defaults, given), model.device
+    config, device = _with_lengths(model, config, defaults, given), input_device(model)
     processors = model._get_logits_processor(
         config,
         input_ids_seq_length=len(tokens),
@@ -241,7 +242,7 @@ def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_em
         if prompt is None:
             raise ValueError("a request needs a prompt, or inputs_embeds")
         tokens = known(prompt_tokens(prompt, tokenizer), model)
-        return Given(tokens, "input_ids", torch.tensor([tokens], device=model.device))
+        return Given(tokens, "input_ids", torch.tensor([tokens], device=input_device(model)))
     tokens = () if prompt is None else prompt_tokens(prompt, tokenizer)
     embeds = checked(model, inputs_embeds, tokens)
     return Given(tokens, "inputs_embeds", embeds[None], embeds)
@@ -258,12 +259,12 @@ def _for_encoder(
         if prompt is None:
             raise ValueError("a request needs a prompt")
         ids = known(prompt_tokens(prompt, tokenizer), model.get_encoder())
-        inputs = torch.tensor([ids], device=model.device)
+        inputs = torch.tensor([ids], device=input_device(model))
     else:
         if prompt is not None or not isinstance(input_features, torch.Tensor):
             raise ValueError(f"{type(model).__name__} takes no text; give {name}=..., and decoder_input_ids if it shall begin with some")
         features = input_features[None] if input_features.ndim == 2 else input_features
-        ids, inputs = (), features.detach().to(model.device, model.dtype, copy=True)
+        ids, inputs = (), features.detach().to(input_device(model), model.dtype, copy=True)
     begin = (
         {}
         if decoder_input_ids is None

@@ -15,6 +15,7 @@ import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 from ..blocks import extra_key
+from ..integration.offloaded import input_device
 from ..scheduling import Infeasible, Request
 from .asking import read
 from .background import Background
@@ -172,7 +173,7 @@ class Front(ABC):
         self._require_open()
         with self._starting:
             if self._thread is None or self._thread.over:
-                self._thread = Background(self, self.model.device)
+                self._thread = Background(self, input_device(self.model))
             self._thread.wake()
         return self
 

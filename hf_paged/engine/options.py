@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig
 
+from ..integration.offloaded import input_device
 from .fields import COUNTS, check_counts, check_fields, counted
 from .media import SHOWN
 
@@ -41,7 +42,9 @@ class Options:
         # The lengths of answers are as different as the requests, and nothing else depends on them.
         new = keywords.get(LENGTH)
         free = type(new) is int and new > 0
-        asked = [(name, type(value), value) for name, value in keywords.items() if name != LENGTH or not free], free, model.device
+        kept_out = {LENGTH} if free else set()
+        values = [(name, type(value), value) for name, value in keywords.items() if name not in kept_out]
+        asked = values, free, input_device(model)
         last = self._last
         if last is None or not _equal(last[0], (asked, vars(own))):
             kept = asked, copy.deepcopy(vars(own))
@@ -95,5 +98,5 @@ def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
         )
     check_fields(config)
     check_counts(config)
-    model._prepare_special_tokens(config, True, device=model.device)
+    model._prepare_special_tokens(config, True, device=input_device(model))
     return Read(defaults, config, ends_of(config._eos_token_tensor))

@@ -13,6 +13,7 @@ from torch import nn
 from ..blocks import Table, append
 from ..integration.attention import NAME, Forward, running
 from ..integration.lazy import NotFlat
+from ..integration.offloaded import input_device
 from ..integration.slots import CROSS
 from ..integration.switch import decoder_configs, restore, switch
 from ..memory import Batch, FlatBatch, Kind
@@ -60,7 +61,7 @@ class Runner:
         self.model, self.pools = model, pools
         self.custody = Custody()
         """The model runs its own code in here, whoever wrote it; and a captured step takes it for what it was."""
-        self.device: torch.device = model.device  # type: ignore[assignment]  # transformers' models have one
+        self.device = input_device(model)
         """Where the token ids go."""
         self.cache = StepCache(pools)
         self.decoding = Decoding(self) if pools.config.graphs else None
@@ -102,7 +103,7 @@ class Runner:
             replayed = None if decoding is None else decoding.run(pieces, latest)
             if replayed is not None:
                 return replayed
-            self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
+            self.device = input_device(self.model)
             with self.plugged():
                 logits = self.flat(pieces, latest) if self.why_rows is None else self._one_by_one(pieces, latest)
                 if decoding is not None:
@@ -111,7 +112,7 @@ class Runner:
 
     def show(self, media: Media) -> None:
         """Have the model look at a prompt's pictures. Its attention is its own here."""
-        self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
+        self.device = input_device(self.model)
         self.custody.lend()
         self.merger.run(media)
         if media.shift and self.decoding is not None and not self.decoding.moves:
