@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
@@ -20,7 +21,8 @@ from .encoding import Source
 from .media import Media, marks_of, taken
 from .options import Options, ends_of
 from .prompts import known, opened, prompt_tokens, short, words_of
-from .sampling import Warp, warp_of
+from .rules import Recipe, recipe_of
+from .sampling import Warp
 
 EXPECTED = {
     "_prepare_generation_config": ["generation_config"],
@@ -48,7 +50,8 @@ class Asked:
     prompt of embeddings [tokens, hidden] the ids that were given beside them, if any were. media: what is put in the place of some of the
     ids. source: what an encoder is given; prompt and ids are then what its decoder begins with. max_length: of a sequence in the books.
     processors and criteria: what is not done for the whole batch at once; criteria without those about length and ends of sequence.
-    warp: what the processors do to scores, if that is done for the whole batch at once.
+    recipe: what the processors do to scores, if that is done for the whole batch at once. slow: the names of the processors that run for
+    this request alone.
     """
 
     prompt: tuple[int, ...]
@@ -63,7 +66,8 @@ class Asked:
     max_length: int
     seed: int
     favourites: int | None
-    warp: Warp | None
+    recipe: Recipe | None
+    slow: tuple[str, ...]
 
     @property
     def beams(self) -> int:
@@ -86,15 +90,24 @@ class Asked:
         return bool(self.config.do_sample)
 
     @property
+    def warp(self) -> Warp | None:
+        """The parts of the recipe that take other numbers for every row."""
+        return None if self.recipe is None else self.recipe.warp
+
+    @property
     def steady(self) -> bool:
         """Whether its next token is chosen with everybody's and stands where all would expect it, and may only be the last one."""
         moved = self.media is not None and self.media.shift
-        return self.warp is not None and not self.criteria and self.favourites is None and not moved
+        return self.recipe is not None and not self.criteria and self.favourites is None and not moved
 
     @property
     def told(self) -> tuple[int, ...]:
         """The ids of the prompt as the user knows it."""
         return self.ids if self.source is None else self.source.ids
+
+    def seen_length(self, position: int) -> int:
+        """The length of a sequence of so many tokens in the books as processors and criteria see it."""
+        return position + len(self.ids) - len(self.prompt)
 
     def seen(self, tokens: list[int]) -> list[int]:
         """The tokens of a sequence in the books as processors and criteria see them."""
@@ -191,12 +204,11 @@ def read(
         model_kwargs={},
         **{name: extras[name] for name in PASSED_ON},
     )
-    brought = StoppingCriteriaList(_callables("stopping_criteria", extras["stopping_criteria"]))
-    criteria = model._get_stopping_criteria(config, brought, tokenizer=tokenizer)
+    criteria = _criteria(model, config, tokenizer, extras["stopping_criteria"], options)
     at_tokens = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
     others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
-    plain = warp_of(processors, sampled=bool(config.do_sample))
+    recipe, slow = _recipe(config, processors)
     return Asked(
         names,
         tokens,
@@ -210,8 +222,30 @@ def read(
         min(lengths) - len(tokens) + len(names),
         _seed(seed),
         _favourites(logprobs, model),
-        plain if (config.num_beams or 1) == 1 else None,
+        recipe,
+        slow,
     )
+
+
+def _criteria(model: Any, config: Any, tokenizer: Any, given: Any, options: Options) -> StoppingCriteriaList:
+    """The stopping criteria as generate() makes them, but for stop strings, whose criterion costs less."""
+    brought = StoppingCriteriaList(_callables("stopping_criteria", given))
+    stops = config.stop_strings
+    own = stops is not None and tokenizer is not None and not any(type(each) is StopStringCriteria for each in brought)
+    others = copy.copy(config)
+    others.stop_strings = None if own else stops
+    criteria: StoppingCriteriaList = model._get_stopping_criteria(others, brought, tokenizer=tokenizer)
+    if own:
+        criteria.append(options.stops.criterion(tokenizer, stops))
+    return criteria
+
+
+def _recipe(config: Any, processors: LogitsProcessorList) -> tuple[Recipe | None, tuple[str, ...]]:
+    """The processors as a recipe, or the names of those that run for the request alone: all of them if it searches with beams."""
+    if (config.num_beams or 1) > 1:
+        return None, tuple([type(each).__name__ for each in processors])
+    recipe, slow = recipe_of(processors, sampled=bool(config.do_sample))
+    return recipe, tuple(slow)
 
 
 def _beside(keywords: dict[str, Any], shown: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, get_args
@@ -74,6 +75,8 @@ class Engine(Front):
         with self.pools.memory.lock:
             self._weights = Weights(self.model, self._custody, settings.after_forwards())
         self._steps = Steps(self.pools, self._runner, self._weights, self._scheduler, self._jobs, self._preemption, ahead)
+        self._slow: Counter[str] = Counter()
+        """How many requests had a processor that runs for their rows alone, by its name."""
         self._aside: list[Output] = []
         """What ended between two steps."""
 
@@ -123,6 +126,7 @@ class Engine(Front):
                 continue
             job.group = self._scheduler.submit(request)
             self._steps.enter(job)
+            self._slow.update(set(job.asked.slow))
 
     # ---- steps
 
@@ -251,6 +255,7 @@ class Engine(Front):
                 "host": self.pools.host_usage(),
                 "graphs": {} if self._runner.decoding is None else dict(self._runner.decoding.counts),
                 **{name: scheduler.counts[name] for name in get_args(Count)},
+                "slow_processors": dict(self._slow),
                 **self._preemption.stats(),
             }
 

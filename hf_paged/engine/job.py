@@ -17,6 +17,8 @@ from .output import FinishReason, Output, Timing, TokenLogprob
 from .stream import Stream
 
 CPU = torch.device("cpu")
+OWN = ("transformers.", "hf_paged.")
+"""Where criteria come from that read token ids on the host."""
 
 
 class Job:
@@ -35,9 +37,13 @@ class Job:
         """Its place in the order of arrival; a request that was refused has none."""
         self.output: Output | None = None
         self.cancelled = False
+        self.ruled = asked.recipe is not None and any(asked.recipe[1:])
+        """Whether it has processors that run for the rows of all requests at once."""
         self.fined = asked.warp is not None and asked.warp.repetition != 1
         """Whether repeating a token costs it something, with everybody's."""
-        self.plain = asked.warp is not None
+        self.trouble_with_scores: Exception | None = None
+        """What one of these processors raised."""
+        self.plain = asked.recipe is not None
         """Whether its tokens are chosen with everybody's, in one go, and the host may hear of them later."""
 
     # ---- a step
@@ -116,7 +122,7 @@ class Job:
 
     def _judge(self, rows: list[list[int]], places: Rows[int], device: torch.device) -> list[FinishReason | None]:
         # What is computed on the device waits for the step that runs there; users' criteria find their rows where generate() has them.
-        known = all(type(each).__module__.startswith("transformers.") for each in self.asked.criteria)
+        known = all(type(each).__module__.startswith(OWN) for each in self.asked.criteria)
         ids = torch.tensor(rows, device=CPU if known else device)
         reasons: list[FinishReason | None] = [None] * len(places)
         for criterion in self.asked.criteria:

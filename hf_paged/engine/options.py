@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from ..integration.offloaded import input_device
 from .fields import COUNTS, check_counts, check_fields, counted
 from .media import SHOWN
+from .stops import StopLists
 
 LENGTH = "max_new_tokens"
 PLAIN = frozenset({bool, int, float, str, type(None)})
@@ -32,6 +33,8 @@ class Options:
 
     def __init__(self) -> None:
         self._last: tuple[Any, Read] | None = None
+        self.stops = StopLists()
+        """The stop strings that requests came with."""
 
     def read(self, model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
         """The options of a request; the config is its own."""

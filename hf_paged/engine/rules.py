@@ -1,0 +1,190 @@
+"""Logits processors of many requests at once: those whose answer for a row depends on its scores and its length alone.
+
+Such processors are transformers' own and are called as they are. Rows that have the same processor with the same parameters go
+through one call, whatever requests they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers.generation import logits_process as stock
+
+from ..memory.upload import upload
+from .sampling import CUTS, Warp, warp_of
+
+Phase = Callable[[int], Hashable]
+
+
+class Rule(NamedTuple):
+    """One processor of a request.
+
+    alike: equal for processors that do the same to equal rows in the same phase. phase: what the length of a row means to it;
+    None where it does nothing.
+    """
+
+    processor: Any
+    alike: Hashable
+    phase: Phase
+
+
+class Recipe(NamedTuple):
+    """The processors of a request in the order in which they run.
+
+    The repetition penalty comes between `before` and `between`, and the other parts of the warp between that and `after`.
+    """
+
+    warp: Warp = Warp()
+    before: tuple[Rule, ...] = ()
+    between: tuple[Rule, ...] = ()
+    after: tuple[Rule, ...] = ()
+
+
+def _always(length: int) -> Hashable:
+    return True
+
+
+def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.flatten().tolist())
+
+
+def _min_length(own: Any) -> tuple[Hashable, Phase]:
+    return _numbers(own.eos_token_id), lambda length: length < own.min_length or None
+
+
+def _min_new_tokens(own: Any) -> tuple[Hashable, Phase]:
+    first = own.prompt_length_to_skip + own.min_new_tokens
+    return _numbers(own.eos_token_id), lambda length: length < first or None
+
+
+def _forced_bos(own: Any) -> tuple[Hashable, Phase]:
+    return own.bos_token_id, lambda length: length == 1 or None
+
+
+def _forced_eos(own: Any) -> tuple[Hashable, Phase]:
+    return _numbers(own.eos_token_id), lambda length: length == own.max_length - 1 or None
+
+
+def _decay(own: Any) -> tuple[Hashable, Phase]:
+    start = own.regulation_start
+    alike = own.regulation_factor, _numbers(own.eos_token_id)
+    return alike, lambda length: length - start if length > start else None
+
+
+def _suppress_begin(own: Any) -> tuple[Hashable, Phase]:
+    return _numbers(own.begin_suppress_tokens), lambda length: length == own.begin_index or None
+
+
+def _bias(own: Any) -> tuple[Hashable, Phase] | None:
+    if any(len(tokens) != 1 for tokens in own.sequence_bias):
+        return None  # it reads the tokens of the row
+    return tuple(own.sequence_bias.items()), _always
+
+
+def _with(*names: str) -> Callable[[Any], tuple[Hashable, Phase]]:
+    """The parameters of a processor that does the same at every length."""
+    return lambda own: (tuple([float(getattr(own, name)) for name in names]), _always)
+
+
+READERS: dict[type, Callable[[Any], tuple[Hashable, Phase] | None]] = {
+    stock.MinLengthLogitsProcessor: _min_length,
+    stock.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
+    stock.ForcedBOSTokenLogitsProcessor: _forced_bos,
+    stock.ForcedEOSTokenLogitsProcessor: _forced_eos,
+    stock.ExponentialDecayLengthPenalty: _decay,
+    stock.SuppressTokensLogitsProcessor: lambda own: (_numbers(own.suppress_tokens), _always),
+    stock.SuppressTokensAtBeginLogitsProcessor: _suppress_begin,
+    stock.SequenceBiasLogitsProcessor: _bias,
+    stock.NoBadWordsLogitsProcessor: _bias,
+    stock.InfNanRemoveLogitsProcessor: _with(),
+    stock.LogitNormalization: _with(),
+    stock.TemperatureLogitsWarper: _with("temperature"),
+    stock.TopHLogitsWarper: _with("top_h", "top_n", "filter_value"),
+    stock.TopKLogitsWarper: _with("top_k", "filter_value"),
+    stock.TopPLogitsWarper: _with("top_p", "filter_value", "min_tokens_to_keep"),
+    stock.MinPLogitsWarper: _with("min_p", "filter_value", "min_tokens_to_keep"),
+    stock.TypicalLogitsWarper: _with("mass", "filter_value", "min_tokens_to_keep"),
+    stock.EpsilonLogitsWarper: _with("epsilon", "filter_value", "min_tokens_to_keep"),
+    stock.EtaLogitsWarper: _with("epsilon", "filter_value", "min_tokens_to_keep"),
+}
+"""How the parameters and the phases of each kind of processor are read."""
+
+NEEDS_FINITE = frozenset({stock.TopHLogitsWarper, stock.EtaLogitsWarper})
+"""Those that raise for rows without a finite maximum."""
+
+
+def rule_of(processor: Any) -> Rule | None:
+    """The processor as a rule; None where it needs more of a row than its scores and its length."""
+    read = READERS.get(type(processor))
+    found = None if read is None else read(processor)
+    return None if found is None else Rule(processor, (type(processor), found[0]), found[1])
+
+
+def recipe_of(processors: Sequence[Any], sampled: bool) -> tuple[Recipe | None, list[str]]:
+    """What processors do as a recipe, or None; and the names of those that prevent one."""
+    begin = next((place for place, own in enumerate(processors) if _is_penalty(own)), -1)
+    rest = list(processors[begin + 1 :])
+    # Cuts in transformers' order, one behind the other, have operations that take other numbers for every row.
+    first = next((place for place, own in enumerate(rest) if sampled and _is_cut(own)), len(rest))
+    end = first
+    while end < len(rest) and _is_cut(rest[end]) and warp_of(rest[first : end + 1], sampled) is not None:
+        end += 1
+    warp = warp_of([*processors[begin : begin + 1], *rest[first:end]] if begin >= 0 else rest[first:end], sampled)
+    parts = [processors[:begin] if begin > 0 else [], rest[:first], rest[end:]]
+    rules = [[(own, rule_of(own)) for own in part] for part in parts]
+    slow = [type(own).__name__ for part in rules for own, rule in part if rule is None]
+    if warp is None:
+        slow.append(type(processors[begin]).__name__)
+    if slow or warp is None:
+        return None, slow
+    return Recipe(warp, *[tuple([rule for _, rule in part if rule is not None]) for part in rules]), []
+
+
+def _is_penalty(processor: Any) -> bool:
+    return type(processor) is stock.RepetitionPenaltyLogitsProcessor
+
+
+def _is_cut(processor: Any) -> bool:
+    return type(processor) in CUTS
+
+
+def processed(
+    scores: torch.Tensor,
+    rules: Sequence[tuple[Rule, ...]],
+    lengths: Sequence[int],
+    fail: Callable[[int, Exception], None],
+) -> torch.Tensor:
+    """Scores [rows, vocabulary] after each row's rules; lengths: of the rows as processors see them.
+
+    Where a processor raises, its rows become NaN and `fail` is called for each of them; the others are not concerned.
+    """
+    for place in range(max(map(len, rules), default=0)):
+        alike: dict[Hashable, list[int]] = {}
+        for row, (own, length) in enumerate(zip(rules, lengths, strict=True)):
+            phase = own[place].phase(length) if place < len(own) else None
+            if phase is not None:
+                alike.setdefault((own[place].alike, phase), []).append(row)
+        for rows in alike.values():
+            places = None if len(rows) == scores.shape[0] else upload(rows, scores.device)
+            part = scores if places is None else scores[places]
+            try:
+                part = _applied(part, rules[rows[0]][place].processor, lengths[rows[0]])
+            except Exception as error:
+                part = torch.full_like(part, torch.nan)
+                for row in rows:
+                    fail(row, error)
+            scores = part if places is None else scores.index_copy(0, places, part)
+    return scores
+
+
+def _applied(scores: torch.Tensor, processor: Any, length: int) -> torch.Tensor:
+    """Scores [rows, vocabulary] after a processor, which reads nothing of the ids but their shape."""
+    ids = torch.zeros((), dtype=torch.long, device=scores.device).expand(scores.shape[0], length)
+    with torch.no_grad():
+        if type(processor) not in NEEDS_FINITE:
+            return processor(ids, scores)  # type: ignore[no-any-return]
+        # A row without a finite maximum would be everybody's error; it stays as it is.
+        sound = scores.amax(-1, keepdim=True).isfinite()
+        return torch.where(sound, processor(ids, scores.where(sound, 0.0)), scores)
