@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
 from typing import Any, get_args
 
 from ..integration.registry import base_model
@@ -161,6 +162,9 @@ class Engine(Front):
         with self.pools.memory.lock:  # nobody else is in the middle of a forward then
             self._look()
         with self._mending():
+            if not self._scheduler.running:
+                queue = chain(self._scheduler.preempted, self._scheduler.waiting)
+                self.pools.expect(queue, self._scheduler.limits.sequences)
             return ended + self._steps.go_on()
 
     @contextmanager
@@ -252,6 +256,7 @@ class Engine(Front):
                 "running": len(scheduler.running),
                 "preempted": len(scheduler.preempted),
                 "blocks": self.pools.usage(),
+                "memory": self.pools.memory_usage(),
                 "host": self.pools.host_usage(),
                 "graphs": {} if self._runner.decoding is None else dict(self._runner.decoding.counts),
                 **{name: scheduler.counts[name] for name in get_args(Count)},
