@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as stock
 
 from hf_paged.engine import Engine
-from hf_paged.engine.rules import processed, recipe_of
+from hf_paged.engine.rules import Rule, processed, recipe_of
 from hf_paged.integration.capture import RECORDERS
 
 END = 40
@@ -29,6 +29,10 @@ GREEDY: list[dict[str, Any]] = [
     {"exponential_decay_length_penalty": (3, 1.4)},
     {"sequence_bias": [[[5], 2.5], [[40], 6.0], [[9], -3.0]]},
     {"bad_words_ids": [[5], [11], [40]]},
+    {"no_repeat_ngram_size": 2},
+    {"no_repeat_ngram_size": 3},
+    {"bad_words_ids": [[5], [11, 7], [9, 30, 52], [40]]},
+    {"sequence_bias": [[[5], 2.5], [[5, 40], 6.0], [[9, 11], -3.0], [[7, 30, 11, 8], 4.0]]},
     {"remove_invalid_values": True},
     {"renormalize_logits": True},
     {"repetition_penalty": 1.6},
@@ -127,10 +131,35 @@ def test_scores_are_those_of_the_processors(kind: dict[str, Any]) -> None:
     scores = torch.randn(len(lengths), VOCABULARY) * 3
     scores[2, 4:9] = -torch.inf
     recipes = [recipe_of(own, sampled=False)[0] for own in made]
-    found = processed(scores, [recipe.between for recipe in recipes if recipe], lengths, pytest.fail)
-    for row, (own, length) in enumerate(zip(made, lengths, strict=True)):
-        ids = torch.randint(5, VOCABULARY, (1, length))
-        assert torch.equal(found[row : row + 1], own(ids, scores[row : row + 1]))
+    rows = [torch.randint(5, 12, (length,)) for length in lengths]
+    rows[1][-4:] = torch.tensor([7, 30, 11, 7])
+    rows[3][-2:] = torch.tensor([9, 30])
+
+    def read(places: list[int], width: int, pad: int) -> torch.Tensor:
+        ends = [rows[place][-width:] for place in places]
+        return torch.stack([torch.nn.functional.pad(end, (width - len(end), 0), value=pad) for end in ends])
+
+    found = processed(scores, [recipe.between for recipe in recipes if recipe], lengths, pytest.fail, read)
+    for row, own in enumerate(made):
+        assert torch.equal(found[row : row + 1], own(rows[row][None], scores[row : row + 1]))
+
+
+def test_a_row_for_which_a_processor_raises_is_alone() -> None:
+    """Its neighbours in the same call are processed."""
+
+    class Picky:
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if (scores[:, 0] > 0).any():
+                raise IndexError("positive")
+            return scores - 1
+
+    rule = Rule(Picky(), "picky", lambda length: True)
+    scores = torch.tensor([[-1.0, 2.0], [1.0, 2.0], [-3.0, 5.0], [7.0, 7.0]])
+    failed: list[tuple[int, str]] = []
+    found = processed(scores, [(rule,), (rule,), (rule,), ()], [3, 3, 3, 3], lambda row, error: failed.append((row, str(error))))
+    assert failed == [(1, "positive")]
+    assert found[1].isnan().all()
+    assert found[[0, 2, 3]].tolist() == [[-2.0, 1.0], [-4.0, 4.0], [7.0, 7.0]]
 
 
 def test_a_processor_that_raises_ends_its_own_requests() -> None:

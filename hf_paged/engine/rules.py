@@ -1,4 +1,4 @@
-"""Logits processors of many requests at once: those whose answer for a row depends on its scores and its length alone.
+"""Logits processors of many requests at once: those whose answer for a row depends on its scores, its length and its ids alone.
 
 Such processors are transformers' own and are called as they are. Rows that have the same processor with the same parameters go
 through one call, whatever requests they belong to.
@@ -16,18 +16,24 @@ from ..memory.upload import upload
 from .sampling import CUTS, Warp, warp_of
 
 Phase = Callable[[int], Hashable]
+Read = tuple[Hashable, Phase] | tuple[Hashable, Phase, Callable[[int], int]]
+"""What a rule says beside its processor."""
+Ids = Callable[[list[int], int, int], torch.Tensor]
+"""The last ids of some rows, so many of each, with a number in front of rows that have fewer: [rows, ids]."""
 
 
 class Rule(NamedTuple):
     """One processor of a request.
 
     alike: equal for processors that do the same to equal rows in the same phase. phase: what the length of a row means to it;
-    None where it does nothing.
+    None where it does nothing. window: how many of the last ids of a row of some length it reads; None if it reads none. Rows of one
+    phase have windows of one length, or the processor can do with others in front of them that are no ids.
     """
 
     processor: Any
     alike: Hashable
     phase: Phase
+    window: Callable[[int], int] | None = None
 
 
 class Recipe(NamedTuple):
@@ -40,6 +46,11 @@ class Recipe(NamedTuple):
     before: tuple[Rule, ...] = ()
     between: tuple[Rule, ...] = ()
     after: tuple[Rule, ...] = ()
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads the ids of a row."""
+        return any(rule.window is not None for rule in (*self.before, *self.between, *self.after))
 
 
 def _always(length: int) -> Hashable:
@@ -77,10 +88,18 @@ def _suppress_begin(own: Any) -> tuple[Hashable, Phase]:
     return _numbers(own.begin_suppress_tokens), lambda length: length == own.begin_index or None
 
 
-def _bias(own: Any) -> tuple[Hashable, Phase] | None:
-    if any(len(tokens) != 1 for tokens in own.sequence_bias):
-        return None  # it reads the tokens of the row
-    return tuple(own.sequence_bias.items()), _always
+def _bias(own: Any) -> Read:
+    longest = max(map(len, own.sequence_bias), default=1)
+    if longest == 1:
+        return tuple(own.sequence_bias.items()), _always
+    return tuple(own.sequence_bias.items()), lambda length: min(length, longest), lambda length: min(length, longest)
+
+
+def _ngrams(own: Any) -> Read | None:
+    size = own.ngram_size
+    if size == 1:
+        return None  # it would ban what stands in front of a row
+    return size, lambda length: length >= size or None, lambda length: length
 
 
 def _with(*names: str) -> Callable[[Any], tuple[Hashable, Phase]]:
@@ -88,7 +107,7 @@ def _with(*names: str) -> Callable[[Any], tuple[Hashable, Phase]]:
     return lambda own: (tuple([float(getattr(own, name)) for name in names]), _always)
 
 
-READERS: dict[type, Callable[[Any], tuple[Hashable, Phase] | None]] = {
+READERS: dict[type, Callable[[Any], Read | None]] = {
     stock.MinLengthLogitsProcessor: _min_length,
     stock.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
     stock.ForcedBOSTokenLogitsProcessor: _forced_bos,
@@ -98,6 +117,7 @@ READERS: dict[type, Callable[[Any], tuple[Hashable, Phase] | None]] = {
     stock.SuppressTokensAtBeginLogitsProcessor: _suppress_begin,
     stock.SequenceBiasLogitsProcessor: _bias,
     stock.NoBadWordsLogitsProcessor: _bias,
+    stock.NoRepeatNGramLogitsProcessor: _ngrams,
     stock.InfNanRemoveLogitsProcessor: _with(),
     stock.LogitNormalization: _with(),
     stock.TemperatureLogitsWarper: _with("temperature"),
@@ -119,7 +139,7 @@ def rule_of(processor: Any) -> Rule | None:
     """The processor as a rule; None where it needs more of a row than its scores and its length."""
     read = READERS.get(type(processor))
     found = None if read is None else read(processor)
-    return None if found is None else Rule(processor, (type(processor), found[0]), found[1])
+    return None if found is None else Rule(processor, (type(processor), found[0]), *found[1:])
 
 
 def recipe_of(processors: Sequence[Any], sampled: bool) -> tuple[Recipe | None, list[str]]:
@@ -155,10 +175,11 @@ def processed(
     rules: Sequence[tuple[Rule, ...]],
     lengths: Sequence[int],
     fail: Callable[[int, Exception], None],
+    read: Ids | None = None,
 ) -> torch.Tensor:
     """Scores [rows, vocabulary] after each row's rules; lengths: of the rows as processors see them.
 
-    Where a processor raises, its rows become NaN and `fail` is called for each of them; the others are not concerned.
+    Where a processor raises for a row, that row becomes NaN and `fail` is called for it; the others are not concerned.
     """
     for place in range(max(map(len, rules), default=0)):
         alike: dict[Hashable, list[int]] = {}
@@ -167,21 +188,48 @@ def processed(
             if phase is not None:
                 alike.setdefault((own[place].alike, phase), []).append(row)
         for rows in alike.values():
-            places = None if len(rows) == scores.shape[0] else upload(rows, scores.device)
-            part = scores if places is None else scores[places]
             try:
-                part = _applied(part, rules[rows[0]][place].processor, lengths[rows[0]])
-            except Exception as error:
-                part = torch.full_like(part, torch.nan)
-                for row in rows:
-                    fail(row, error)
-            scores = part if places is None else scores.index_copy(0, places, part)
+                scores = _with_rows(scores, rows, rules[rows[0]][place], lengths, read)
+            except Exception:
+                scores = _one_by_one(scores, rows, [own[place:] for own in rules], lengths, fail, read)
     return scores
 
 
-def _applied(scores: torch.Tensor, processor: Any, length: int) -> torch.Tensor:
-    """Scores [rows, vocabulary] after a processor, which reads nothing of the ids but their shape."""
-    ids = torch.zeros((), dtype=torch.long, device=scores.device).expand(scores.shape[0], length)
+def _one_by_one(
+    scores: torch.Tensor,
+    rows: list[int],
+    rules: Sequence[tuple[Rule, ...]],
+    lengths: Sequence[int],
+    fail: Callable[[int, Exception], None],
+    read: Ids | None,
+) -> torch.Tensor:
+    """Scores after the first rule of each of these rows, which has raised for some of them."""
+    for row in rows:
+        try:
+            scores = _with_rows(scores, [row], rules[row][0], lengths, read)
+        except Exception as error:
+            scores = scores.index_fill(0, upload([row], scores.device), torch.nan)
+            fail(row, error)
+    return scores
+
+
+def _with_rows(scores: torch.Tensor, rows: list[int], rule: Rule, lengths: Sequence[int], read: Ids | None) -> torch.Tensor:
+    """Scores of which some rows were processed."""
+    places = None if len(rows) == scores.shape[0] else upload(rows, scores.device)
+    part = scores if places is None else scores[places]
+    part = _applied(part, rule.processor, _ids(scores, rows, rule, lengths, read))
+    return part if places is None else scores.index_copy(0, places, part)
+
+
+def _ids(scores: torch.Tensor, rows: list[int], rule: Rule, lengths: Sequence[int], read: Ids | None) -> torch.Tensor:
+    """The ids of rows as far as a rule reads them; a tensor of the right shape if it reads nothing else."""
+    if rule.window is None or read is None:
+        return torch.zeros((), dtype=torch.long, device=scores.device).expand(len(rows), lengths[rows[0]])
+    return read(rows, max([rule.window(lengths[row]) for row in rows]), scores.shape[1])
+
+
+def _applied(scores: torch.Tensor, processor: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Scores [rows, vocabulary] after a processor."""
     with torch.no_grad():
         if type(processor) not in NEEDS_FINITE:
             return processor(ids, scores)  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from .sampling import Warp, best, draw, mend, warp
 
 
 class Selection:
-    """The jobs and sequences of some rows, and what every step needs to know of them. The host never waits for the device."""
+    """The jobs and sequences of some rows, and what every step needs to know of them."""
 
     def __init__(self, owners: Sequence[tuple[Job, Row]], repeats: Repeats) -> None:
         self._owners, self._repeats = owners, repeats
@@ -27,12 +27,15 @@ class Selection:
         self._recipes: list[Recipe] = []
         if any(job.ruled for job in jobs):
             self._recipes = [job.asked.recipe or Recipe() for job in jobs]
+        self._reading = [place for place, recipe in enumerate(self._recipes) if recipe.reads]
 
     def choose(self, logits: torch.Tensor, positions: Sequence[int], known: torch.Tensor | None = None) -> torch.Tensor:
         """Tokens for rows of logits [rows, vocabulary], and what the host is told of them, as `best` says it: [2, rows].
 
         positions: of these tokens in their sequences. known: the best tokens of these logits, if they are known already.
         """
+        if self._reading:
+            self._repeats.histories.enter([self._owners[place] for place in self._reading], logits.device)
         scores = self._processed(logits, [recipe.before for recipe in self._recipes], positions)
         fined = None
         if self._fined:
@@ -48,7 +51,17 @@ class Selection:
             chosen = self._with_draws(chosen, scores, positions)
         if fined is not None:
             self._repeats.note(fined, chosen[0])
+        if self._reading:
+            self._note(chosen[0], positions)
         return chosen
+
+    def _note(self, tokens: torch.Tensor, positions: Sequence[int]) -> None:
+        """Keep the tokens of rows whose processors read ids."""
+        owners = [self._owners[place] for place in self._reading]
+        lengths = [self._owners[place][0].asked.seen_length(positions[place]) for place in self._reading]
+        every = len(owners) == len(self._owners)
+        own = tokens if every else tokens[upload(self._reading, tokens.device)]
+        self._repeats.histories.note(owners, lengths, own)
 
     def _with_draws(self, chosen: torch.Tensor, scores: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
         """The chosen tokens with drawn ones in the rows that are sampled."""
@@ -73,10 +86,14 @@ class Selection:
         """Scores after the rules of their rows, which belong to these owners."""
         if not any(rules):
             return scores
-        jobs = [self._owners[place][0] for place in owners or range(len(self._owners))]
-        lengths = [job.asked.seen_length(position) for job, position in zip(jobs, positions, strict=True)]
+        whose = [self._owners[place] for place in owners or range(len(self._owners))]
+        lengths = [job.asked.seen_length(position) for (job, _), position in zip(whose, positions, strict=True)]
 
         def fail(row: int, error: Exception) -> None:
-            jobs[row].trouble_with_scores = error
+            whose[row][0].trouble_with_scores = error
 
-        return processed(scores, rules, lengths, fail)
+        def read(rows: list[int], width: int, pad: int) -> torch.Tensor:
+            own = [lengths[row] for row in rows]
+            return self._repeats.histories.read([whose[row] for row in rows], own, width, pad)
+
+        return processed(scores, rules, lengths, fail, read)
