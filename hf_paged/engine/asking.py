@@ -50,8 +50,8 @@ class Asked:
     prompt of embeddings [tokens, hidden] the ids that were given beside them, if any were. media: what is put in the place of some of the
     ids. source: what an encoder is given; prompt and ids are then what its decoder begins with. max_length: of a sequence in the books.
     processors and criteria: what is not done for the whole batch at once; criteria without those about length and ends of sequence.
-    recipe: what the processors do to scores, if that is done for the whole batch at once. slow: the names of the processors that run for
-    this request alone.
+    recipe: what the processors do to scores, if that is done for the whole batch at once. slow: the names of the processors
+    that run for this request alone.
     """
 
     prompt: tuple[int, ...]
@@ -241,7 +241,7 @@ def _criteria(model: Any, config: Any, tokenizer: Any, given: Any, options: Opti
 
 
 def _recipe(config: Any, processors: LogitsProcessorList) -> tuple[Recipe | None, tuple[str, ...]]:
-    """The processors as a recipe, or the names of those that run for the request alone: all of them if it searches with beams."""
+    """The processors as a recipe, or the names of those that run for the request alone: all of a beam search."""
     if (config.num_beams or 1) > 1:
         return None, tuple([type(each).__name__ for each in processors])
     recipe, slow = recipe_of(processors, sampled=bool(config.do_sample))

@@ -1,4 +1,4 @@
-"""The token ids of sequences, on the device: for processors that read them while the host has not heard of the latest."""
+"""The token ids of sequences on the device, for processors that read ids which the host does not know yet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Owner = tuple[Job, Row]
 
 
 class Places:
-    """Which line of a tensor belongs to which sequence, by its number in its group: other objects may stand for it later."""
+    """The line of a tensor that belongs to each sequence, by group and number: its object may be replaced."""
 
     def __init__(self) -> None:
         self._places: dict[Group, dict[int, int]] = {}
@@ -49,8 +49,8 @@ class Places:
 class Histories(Places):
     """The ids of sequences as processors see them, a line for each.
 
-    A line begins with the tokens that the host knows when the sequence's next one is chosen for the first time. From then on what
-    is chosen is noted on the device.
+    A line begins with the tokens that the host knows at the first choice for the sequence. Later choices are noted on the
+    device.
     """
 
     def __init__(self) -> None:
@@ -74,8 +74,9 @@ class Histories(Places):
         self._ids[upload(places, device), :longest] = filled
 
     def read(self, owners: Sequence[Owner], lengths: Sequence[int], width: int, pad: int) -> torch.Tensor:
-        """The last `width` ids of sequences that have so many: [rows, width], with `pad` before the first one."""
-        places, starts = upload([[self.place(row) for _, row in owners], [length - width for length in lengths]], self._ids.device)
+        """The last `width` ids of sequences of these lengths: [rows, width], with `pad` before the first one."""
+        lines = [self.place(row) for _, row in owners]
+        places, starts = upload([lines, [length - width for length in lengths]], self._ids.device)
         columns = starts[:, None] + torch.arange(width, device=self._ids.device)
         return self._ids[places[:, None], columns.clamp(min=0)].masked_fill(columns < 0, pad)
 

@@ -33,8 +33,8 @@ logger = logging.getLogger("hf_paged")
 SHARE_OF_CUDA, SHARE_OF_CPU = 0.8, 0.25
 """The share of the free memory that an engine takes at most if nobody says how much."""
 SHARE_AT_FIRST = 1 / 16
-"""The share of its blocks that a pool on the host has memory for at first. On a device it has all of it: steps are captured there, and
-must not be lost in service."""
+"""The share of its blocks that a pool on the host has memory for at first. On a device it has memory for all of them, because
+growth would drop captured steps in service."""
 SHARE_OF_HOST = 0.2
 """The share of the host's free memory in which preempted blocks may wait, at most, if nobody says how many."""
 LONGEST = 4096
@@ -246,7 +246,7 @@ class Pools:
         }
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes of all pools: reserved, those of them in blocks that are held or cached, and the most that they may come to."""
+        """Bytes of all pools: reserved ones, those of held or cached blocks, and the most that can be reserved."""
         groups = self.groups.values()
         return {
             "reserved_bytes": sum(group.bytes for group in groups),

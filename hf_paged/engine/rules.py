@@ -1,7 +1,7 @@
-"""Logits processors of many requests at once: those whose answer for a row depends on its scores, its length and its ids alone.
+"""Logits processors of many requests at once: functions of a row's scores, length and ids.
 
-Such processors are transformers' own and are called as they are. Rows that have the same processor with the same parameters go
-through one call, whatever requests they belong to.
+Such processors are transformers' own and are called as they are. Rows with the same processor and parameters go through one
+call, whatever requests they belong to.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ Ids = Callable[[list[int], int, int], torch.Tensor]
 class Rule(NamedTuple):
     """One processor of a request.
 
-    alike: equal for processors that do the same to equal rows in the same phase. phase: what the length of a row means to it;
-    None where it does nothing. window: how many of the last ids of a row of some length it reads; None if it reads none. Rows of one
-    phase have windows of one length, or the processor can do with others in front of them that are no ids.
+    alike: equal for processors that do the same to equal rows in the same phase.
+    phase: what the length of a row means to it; None where it does nothing.
+    window: how many of the last ids of a row of some length it reads; None if it reads none. Rows of one phase have windows
+    of one length, or the processor ignores numbers in front of them that are no ids.
     """
 
     processor: Any
@@ -39,7 +40,7 @@ class Rule(NamedTuple):
 class Recipe(NamedTuple):
     """The processors of a request in the order in which they run.
 
-    The repetition penalty comes between `before` and `between`, and the other parts of the warp between that and `after`.
+    The repetition penalty runs between `before` and `between`, the rest of the warp between that and `after`.
     """
 
     warp: Warp = Warp()
@@ -92,7 +93,11 @@ def _bias(own: Any) -> Read:
     longest = max(map(len, own.sequence_bias), default=1)
     if longest == 1:
         return tuple(own.sequence_bias.items()), _always
-    return tuple(own.sequence_bias.items()), lambda length: min(length, longest), lambda length: min(length, longest)
+
+    def window(length: int) -> int:
+        return min(length, longest)
+
+    return tuple(own.sequence_bias.items()), window, window
 
 
 def _ngrams(own: Any) -> Read | None:
@@ -146,12 +151,13 @@ def recipe_of(processors: Sequence[Any], sampled: bool) -> tuple[Recipe | None, 
     """What processors do as a recipe, or None; and the names of those that prevent one."""
     begin = next((place for place, own in enumerate(processors) if _is_penalty(own)), -1)
     rest = list(processors[begin + 1 :])
-    # Cuts in transformers' order, one behind the other, have operations that take other numbers for every row.
+    # Cuts in transformers' order have operations that take other numbers for every row.
     first = next((place for place, own in enumerate(rest) if sampled and _is_cut(own)), len(rest))
     end = first
     while end < len(rest) and _is_cut(rest[end]) and warp_of(rest[first : end + 1], sampled) is not None:
         end += 1
-    warp = warp_of([*processors[begin : begin + 1], *rest[first:end]] if begin >= 0 else rest[first:end], sampled)
+    penalty = list(processors[begin : begin + 1]) if begin >= 0 else []
+    warp = warp_of([*penalty, *rest[first:end]], sampled)
     parts = [processors[:begin] if begin > 0 else [], rest[:first], rest[end:]]
     rules = [[(own, rule_of(own)) for own in part] for part in parts]
     slow = [type(own).__name__ for part in rules for own, rule in part if rule is None]
@@ -179,7 +185,7 @@ def processed(
 ) -> torch.Tensor:
     """Scores [rows, vocabulary] after each row's rules; lengths: of the rows as processors see them.
 
-    Where a processor raises for a row, that row becomes NaN and `fail` is called for it; the others are not concerned.
+    Where a processor raises for a row, that row becomes NaN and `fail` is called for it. Other rows are processed.
     """
     for place in range(max(map(len, rules), default=0)):
         alike: dict[Hashable, list[int]] = {}

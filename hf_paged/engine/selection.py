@@ -1,4 +1,4 @@
-"""Tokens of rows that are chosen together: rules, penalties, one argmax, one cut and one draw for all of them."""
+"""Tokens of rows that are chosen together: rules, penalties, one argmax, one cut and one draw."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Selection:
         self._reading = [place for place, recipe in enumerate(self._recipes) if recipe.reads]
 
     def choose(self, logits: torch.Tensor, positions: Sequence[int], known: torch.Tensor | None = None) -> torch.Tensor:
-        """Tokens for rows of logits [rows, vocabulary], and what the host is told of them, as `best` says it: [2, rows].
+        """Tokens for rows of logits [rows, vocabulary], and what the host gets, as `best` gives it: [2, rows].
 
-        positions: of these tokens in their sequences. known: the best tokens of these logits, if they are known already.
+        positions: of these tokens in their sequences. known: the best tokens of these logits, if computed already.
         """
         if self._reading:
             self._repeats.histories.enter([self._owners[place] for place in self._reading], logits.device)

@@ -1,4 +1,4 @@
-"""Stop strings: where transformers' criterion ends a sequence, at a cost that does not grow with the number of strings."""
+"""Stop strings: transformers' criterion at a cost that grows with the logarithm of their number."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ Text = str | bytes
 class StopStrings(StoppingCriteria):
     """True for rows in whose last tokens a stop string ends within the very last one.
 
-    That is what StopStringCriteria computes from a matrix of vocabulary times strings. Here the strings are sorted by their ends,
-    without those that end with another one of them. Of these at most one can end at a place of the text, and a binary search
-    finds it.
+    StopStringCriteria computes that from a matrix of vocabulary times strings. Here the strings are sorted by their ends,
+    without those that end with another one. Of the others at most one ends at a place of the text: a binary search finds it.
     """
 
     def __init__(self, strings: Sequence[Text], texts: Mapping[int, Text]) -> None:
         self._texts = texts
         self._always = any(len(string) == 0 for string in strings)
         self._longest = max(map(len, strings))
-        """The most tokens that are looked at, as in transformers; no more characters are needed before the last token."""
+        """The most tokens that are compared, as in transformers, and the most characters of a string."""
         self._ends: list[Text] = []
         for end in sorted([string[::-1] for string in strings]):
             if not self._ends or not _begins(end, self._ends[-1]):
@@ -90,7 +89,7 @@ class StopLists:
         return self._made[key]
 
     def _texts(self, tokenizer: Any, mode: str | None) -> dict[int, Text]:
-        """The text of every token, as transformers' criterion reads the vocabulary, for as long as that is the same."""
+        """The text of every token as transformers' criterion reads it, kept while the vocabulary is the same."""
         # The objects themselves are kept: another one may get the number of one that is gone.
         now = (tokenizer, getattr(tokenizer, "backend_tokenizer", None), len(tokenizer), mode)
         if self._vocabulary is None or not _same(self._vocabulary[0], now):
@@ -101,7 +100,8 @@ class StopLists:
 
 
 def _same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    return all(one is other or (isinstance(one, (int, str)) and one == other) for one, other in zip(before, now, strict=True))
+    pairs = zip(before, now, strict=True)
+    return all(one is other or (isinstance(one, (int, str)) and one == other) for one, other in pairs)
 
 
 def _require_an_end(strings: Sequence[Text], texts: Mapping[int, Text]) -> None:

@@ -210,7 +210,7 @@ class Group:
         self.reserved = None
 
     def reserve(self, blocks: int) -> None:
-        """Have memory for the first `blocks` blocks; whoever asks for more than there is gets twice as much, if the pool has it."""
+        """Have memory for the first `blocks` blocks; it grows at least to twice its size, within the pool."""
         before = self.reserved
         if before is None or blocks <= before:
             return
