@@ -163,8 +163,7 @@ class Engine(Front):
             self._look()
         with self._mending():
             if not self._scheduler.running:
-                queue = chain(self._scheduler.preempted, self._scheduler.waiting)
-                self.pools.expect(queue, self._scheduler.limits.sequences)
+                self.pools.expect(chain(self._scheduler.preempted, self._scheduler.waiting))
             return ended + self._steps.go_on()
 
     @contextmanager

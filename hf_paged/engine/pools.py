@@ -156,14 +156,18 @@ class Pools:
         shelf = Shelf(group.pool, kind.window)
         return min(affordable, config.limits().sequences * (shelf.row_blocks(longest, config.max_batch_tokens) + 1))
 
-    def expect(self, groups: Iterable[Requests], most_sequences: int) -> None:
-        """While no request runs: reserve memory for what these can come to hold at once, before they do."""
+    def expect(self, groups: Iterable[Requests]) -> None:
+        """While no request runs: reserve memory for what these can come to hold, before they do.
+
+        With prefix caching blocks of requests that have ended stay, so all of them count; else those that run at once.
+        """
         if all(group.reserved is None for group in self.groups.values()):
             return
+        sequences = self.config.limits().sequences
         needs = [group.pool.cached for group in self.groups.values()]
         for each in groups:
-            most_sequences -= len(each.sequences)
-            if most_sequences < 0:
+            sequences -= 0 if self.config.prefix_caching else len(each.sequences)
+            if sequences < 0:
                 break
             needs = [need + each.most(i, self.config.max_batch_tokens) for i, need in enumerate(needs)]
         for need, group in zip(needs, self.groups.values(), strict=True):
