@@ -16,7 +16,8 @@ from .contest import Contest, apart
 from .job import Job
 from .output import TokenLogprob
 from .repeats import Repeats
-from .sampling import Warp, best, draw, mend, warp
+from .sampling import draw
+from .selection import Selection
 
 
 class Pick(NamedTuple):
@@ -29,14 +30,16 @@ class Pick(NamedTuple):
 class NoToken(RuntimeError):
     """The model's logits, or what a processor made of them, leave nothing to choose."""
 
-    @classmethod
-    def of(cls, job: Job) -> NoToken:
-        """The error of a job whose tokens are chosen without processors of its own."""
-        warp = job.asked.warp
-        if job.asked.sampled and warp is not None and warp.temperature != 1:
-            by = f"over temperature={warp.temperature}"
-            return cls(f"the model's logits {by} are NaN, inf or all -inf, and leave no token")
-        return cls("the model's logits are NaN or all -inf, and leave no token")
+
+def no_token(job: Job) -> Exception:
+    """Why there is no token where the device found none."""
+    if job.trouble_with_scores is not None:
+        return job.trouble_with_scores
+    ruled = ", or its processors made NaN scores or leave no token to draw" if job.ruled else ", and leave no token"
+    warp = job.asked.warp
+    if job.asked.sampled and warp is not None and warp.temperature != 1:
+        return NoToken(f"the model's logits over temperature={warp.temperature} are NaN, inf or all -inf{ruled}")
+    return NoToken(f"the model's logits are NaN or all -inf{ruled}")
 
 
 class Choice:
@@ -75,7 +78,7 @@ class Choice:
 
     def _reject(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            self._failed[job] = NoToken.of(job)
+            self._failed[job] = no_token(job)
 
     def _each(self, picks: Iterable[Pick], act: Callable[[Pick], None]) -> None:
         """Do something for every job that has not failed."""
@@ -92,7 +95,7 @@ class Choice:
         """The tokens of a job with processors of its own."""
         job, own = pick.job, self._logits[pick.rows]
         scores = _sound(job.processed(own, own.device), job)
-        tokens: list[int] = (_drawn([pick], scores, cut=False) if job.asked.sampled else scores.argmax(-1)).tolist()
+        tokens: list[int] = (_drawn(pick, scores) if job.asked.sampled else scores.argmax(-1)).tolist()
         return require_known(tokens, own.shape[1], scores)
 
     def _take(self, scheduler: Scheduler, pick: Pick, tokens: list[int]) -> None:
@@ -160,40 +163,21 @@ def _dealt(picks: Sequence[Pick], found: list[Any]) -> dict[Job, list[Any]]:
 
 def together(picks: Sequence[Pick], logits: torch.Tensor, repeats: Repeats) -> torch.Tensor:
     """The tokens of plain jobs, one behind the other, and what the host is told of them: UNKNOWN where the logits have NaN among them, and
-    some token stands for it: [2, sequences].
-
-    One argmax for all that are greedy, one cut and one draw for all that are sampled. Nobody waits for the device.
+    some token stands for it: [2, sequences]. Nobody waits for the device.
     """
     rows = [row for pick in picks for row in pick.rows]
-    scores = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
+    own = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
     owners = [(pick.job, sequence) for pick in picks if pick.job.group for sequence in pick.job.group.sequences]
-    paying = [place for place, (job, _) in enumerate(owners) if job.fined]
-    fined = repeats.fined(scores, paying, [owners[place] for place in paying]) if paying else None
-    if fined is not None:
-        scores = scores.index_copy(0, fined.rows, fined.scores)
-    chosen = best(scores)
-    drawn = [pick for pick in picks if pick.job.asked.sampled]
-    if drawn:
-        sampled = [pick.job.asked.sampled for pick in picks for _ in pick.rows]
-        places = upload([place for place, each in enumerate(sampled) if each], logits.device)
-        chosen[0, places] = _drawn(drawn, scores[places], cut=True)
-        chosen = mend(chosen, scores.shape[1])
-    if fined is not None:
-        repeats.note(fined, chosen[0])
-    return chosen
+    return Selection(owners, repeats).choose(own, [len(sequence.tokens) for _, sequence in owners])
 
 
-def _drawn(picks: Sequence[Pick], scores: torch.Tensor, cut: bool) -> torch.Tensor:
-    """Tokens [rows] drawn from scores [rows, vocabulary], the rows of the picks one behind the other."""
-    seeds, indices, positions, warps = [], [], [], []
-    for pick in picks:
-        assert pick.job.group is not None
-        for sequence in pick.job.group.sequences:
-            seeds.append(pick.job.asked.seed)
-            indices.append(sequence.index)
-            positions.append(len(sequence.tokens))
-            warps.append(pick.job.asked.warp or Warp())
-    return draw(warp(scores, warps) if cut else scores, seeds, indices, positions)
+def _drawn(pick: Pick, scores: torch.Tensor) -> torch.Tensor:
+    """Tokens [rows] drawn from a job's processed scores [rows, vocabulary]."""
+    assert pick.job.group is not None
+    sequences = pick.job.group.sequences
+    seeds = [pick.job.asked.seed] * len(sequences)
+    indices = [sequence.index for sequence in sequences]
+    return draw(scores, seeds, indices, [len(sequence.tokens) for sequence in sequences])
 
 
 def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, get_args
 
 from ..integration.registry import base_model
@@ -79,6 +81,8 @@ class Engine(Front):
         with self.pools.memory.lock:
             self._weights = Weights(self.model, self._custody, settings.after_forwards())
         self._steps = Steps(self.pools, self._runner, self._weights, self._scheduler, self._jobs, self._preemption, ahead)
+        self._slow: Counter[str] = Counter()
+        """How many requests had a processor that runs for their rows alone, by its name."""
         self._aside: list[Output] = []
         """What ended between two steps."""
         self._freed = False
@@ -137,6 +141,7 @@ class Engine(Front):
                 try:
                     job.group = self._scheduler.submit(request)
                     self._steps.enter(job)
+                    self._slow.update(set(job.asked.slow))
                 except Infeasible as error:
                     self._steps.conclude(job, "refused", error)
             self._inbox.popleft()
@@ -175,7 +180,12 @@ class Engine(Front):
         self._require_eval()
         with self.pools.memory.lock:  # no other forward is in progress then
             self._look()
-            return self._changing(self._steps.go_on)
+            return self._changing(self._go_on)
+
+    def _go_on(self) -> list[Output]:
+        if not self._scheduler.running:
+            self.pools.expect(chain(self._scheduler.preempted, self._scheduler.waiting))
+        return self._steps.go_on()
 
     def _changing(self, act: Callable[[], T]) -> T:
         """The answer of `act`, which changes the books. Whatever breaks it off, they are whole before anything else is done with them."""
@@ -301,9 +311,11 @@ class Engine(Front):
             "running": len(scheduler.running),
             "preempted": len(scheduler.preempted),
             "blocks": self.pools.usage(),
+            "memory": self.pools.memory_usage(),
             "host": self.pools.host_usage(),
             "graphs": {} if self._runner.decoding is None else dict(self._runner.decoding.counts),
             **{name: scheduler.counts[name] for name in get_args(Count)},
+            "slow_processors": dict(self._slow),
             **self._preemption.stats(),
         }
 

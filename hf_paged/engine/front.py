@@ -14,6 +14,7 @@ import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 from ..blocks import check_salt, extra_key
+from ..integration.offloaded import input_device
 from ..memory import fork_safe_lock
 from ..scheduling import Infeasible, Request
 from .asking import read
@@ -197,7 +198,7 @@ class Front(ABC):
 
     def _begin_thread(self) -> None:
         self._custody.lend()
-        thread = Background(self, self.model.device)
+        thread = Background(self, input_device(self.model))
         try:
             thread.begin()
             self._thread = thread

@@ -19,6 +19,8 @@ from .own_code import own_code, reaches_driver
 from .stream import Stream
 
 CPU = torch.device("cpu")
+OWN = ("transformers.", "hf_paged.")
+"""Where criteria come from that read token ids on the host."""
 
 
 class Job:
@@ -39,9 +41,13 @@ class Job:
         self.cancelled = False
         self._passed_on = False
         """Whether its driver has been given the interrupt that it ended with."""
+        self.ruled = asked.recipe is not None and any(asked.recipe[1:])
+        """Whether it has processors that run for the rows of all requests at once."""
         self.fined = asked.warp is not None and asked.warp.repetition != 1
         """Whether repeating a token costs it something, with everybody's."""
-        self.plain = asked.warp is not None
+        self.trouble_with_scores: Exception | None = None
+        """What one of these processors raised."""
+        self.plain = asked.recipe is not None
         """Whether its tokens are chosen with everybody's, in one go, and the host may hear of them later."""
 
     # ---- a step
@@ -121,7 +127,7 @@ class Job:
     @own_code
     def _judge(self, rows: list[list[int]], places: Rows[int], device: torch.device) -> list[FinishReason | None]:
         # What is computed on the device waits for the step that runs there; users' criteria find their rows where generate() has them.
-        known = all(type(each).__module__.startswith("transformers.") for each in self.asked.criteria)
+        known = all(type(each).__module__.startswith(OWN) for each in self.asked.criteria)
         ids = torch.tensor(rows, device=CPU if known else device)
         reasons: list[FinishReason | None] = [None] * len(places)
         for criterion in self.asked.criteria:

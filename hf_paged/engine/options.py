@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig
 
+from ..integration.offloaded import input_device
 from .fields import COUNTS, KNOWN, TOKENS, Written, check_counts, check_fields, counted, why_unknown
 from .media import SHOWN
+from .stops import StopLists
 
 LENGTH = "max_new_tokens"
 BESIDE = ("seed", "logprobs", "priority", "salt", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "inputs_embeds")
@@ -33,6 +35,8 @@ class Options:
 
     def __init__(self) -> None:
         self._last: tuple[Any, Read] | None = None
+        self.stops = StopLists()
+        """The stop strings that requests came with."""
 
     def read(self, model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
         """The options of a request; the config is its own."""
@@ -43,7 +47,9 @@ class Options:
         # The lengths of answers are as different as the requests, and nothing else depends on them.
         new = keywords.get(LENGTH)
         free = type(new) is int and new > 0
-        asked = [(name, type(value), value) for name, value in keywords.items() if name != LENGTH or not free], free, model.device
+        kept_out = {LENGTH} if free else set()
+        values = [(name, type(value), value) for name, value in keywords.items() if name not in kept_out]
+        asked = values, free, input_device(model)
         last = self._last
         if last is None or not _equal(last[0], (asked, vars(own))):
             kept = asked, copy.deepcopy(vars(own))
@@ -97,7 +103,7 @@ def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
     check_fields(config, written)
     check_counts(config, written)
     try:
-        model._prepare_special_tokens(config, True, device=model.device)
+        model._prepare_special_tokens(config, True, device=input_device(model))
     except TypeError as error:
         tokens = {name: getattr(config, name) for name in sorted(TOKENS) if getattr(config, name) is not None}
         raise TypeError(f"a special token is an int, eos_token_id also a list of them, got {tokens}") from error

@@ -13,6 +13,7 @@ from ..blocks import Table, append
 from ..checking.ties import shaken
 from ..integration.attention import NAME, Forward, running
 from ..integration.lazy import NotFlat
+from ..integration.offloaded import input_device
 from ..integration.routers import routers_of
 from ..integration.slots import CROSS
 from ..integration.switch import decoder_configs, restore, switch
@@ -63,7 +64,7 @@ class Runner:
         self.model, self.pools = model, pools
         self.custody = Custody()
         """The model runs its own code in here, whoever wrote it; and a captured step takes it for what it was."""
-        self.device: torch.device = model.device  # type: ignore[assignment]  # transformers' models have one
+        self.device = input_device(model)
         """Where the token ids go."""
         self.cache = StepCache(pools)
         self.decoding = Decoding(self) if pools.config.graphs else None
@@ -106,7 +107,7 @@ class Runner:
             replayed = None if decoding is None else decoding.run(pieces, latest)
             if replayed is not None:
                 return replayed
-            self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
+            self.device = input_device(self.model)
             return self.plugged(lambda: self._compute(pieces, latest, decoding))
 
     def _compute(self, pieces: Sequence[Piece], latest: torch.Tensor | None, decoding: Decoding | None) -> Answer:
@@ -117,7 +118,7 @@ class Runner:
 
     def show(self, media: Media) -> None:
         """Have the model look at a prompt's pictures. Its attention is its own here."""
-        self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
+        self.device = input_device(self.model)
         self.custody.lend()
         self.merger.run(media)
         if media.shift and self.decoding is not None and not self.decoding.moves:

@@ -37,6 +37,7 @@ _FIELD_OF = {
     MinPLogitsWarper: ("min_p", "min_p"),
 }
 """The field of each processor's number, and what the processor calls it."""
+CUTS = frozenset(_FIELD_OF) - {RepetitionPenaltyLogitsProcessor}
 
 
 def warp_of(processors: Sequence[Any], sampled: bool) -> Warp | None:

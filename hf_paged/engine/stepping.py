@@ -84,6 +84,7 @@ class Steps:
         """The next step; the answer is whose requests have ended."""
         ended: list[Output] = []
         plan = self.scheduler.schedule() if self.jobs else Plan()
+        self.pools.cover()
         self.pools.swap(plan.swaps)  # whoever had to go is on the way, even if nobody is left who has a row
         if not plan:
             if self.jobs and self.flight is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import GenerationMixin
 
+from ..integration.offloaded import unloaded
 from ..integration.quantized import looks_around
 from ..integration.routers import routers_of
 from ..integration.support import ropes_of, why_not
@@ -35,6 +36,13 @@ def check_servable(model: Any, outer: Any) -> None:
         raise Unservable(f"{name} does not say what its layers are ({error}); use generate()") from error
     if reason is not None:
         raise Unservable(f"{reason}; use generate()")
+    absent = unloaded(model)
+    if absent:
+        some = ", ".join(absent[:3]) + ", ..." * (len(absent) > 3)
+        raise Unservable(
+            f'{len(absent)} parameters of {name} are on "meta" ({some}) and no accelerate hook loads them; '
+            "load the weights first, or offload them with accelerate"
+        )
     if any(looks_around(module, weight) for module in model.modules() for weight in module._parameters.values() if weight is not None):
         raise Unservable(
             f"{name} has quantized layers that round a token by all that is computed with it, so its neighbours would change its tokens; "

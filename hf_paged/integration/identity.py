@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..memory import PLAIN_TENSORS, Contents, Reading, Tags, fork_safe_lock
+from .offloaded import offloaded, stored
 from .quantized import looks_around, scales_of
 from .switch import original_implementation
 
@@ -73,6 +74,7 @@ class _Survey:
         kinds: dict[type, None] = {}
         tensors: list[torch.Tensor | None] = []
         modules = _modules(model)
+        elsewhere = offloaded(modules)
         for module in modules:
             own = module.__dict__
             kinds[type(module)] = None
@@ -83,11 +85,18 @@ class _Survey:
                 configs[id(own["config"])] = own["config"]
             if "rope_type" in own:
                 self.rope.append(own["rope_type"])
-            tensors.extend(own["_parameters"].values())
-            tensors.extend(own["_buffers"].values())
+            if id(module) in elsewhere:
+                tensors.extend(elsewhere[id(module)].resident(module))
+            else:
+                tensors.extend(own["_parameters"].values())
+                tensors.extend(own["_buffers"].values())
             if (own["_forward_pre_hooks"] or own["_forward_hooks"]) and module is not model:
                 self.hooked.append(module)
         self.tensors += [tensor for tensor in tensors if tensor is not None]
+        if elsewhere:
+            kept = stored(modules, elsewhere)
+            self.tensors += kept.tensors
+            facts += kept.files
         if not PLAIN_TENSORS.issuperset(map(type, self.tensors)):
             self._look_inside(modules)
         for config in configs.values():
