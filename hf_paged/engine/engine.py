@@ -6,17 +6,19 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, get_args
+from dataclasses import fields
+from typing import Any, Unpack, get_args
 
 from ..integration.registry import base_model
 from ..scheduling import Count, Group, Request, Scheduler, why_infeasible
 from .asking import check_model, check_transformers
 from .collector import collector_waits
-from .config import EngineConfig
+from .config import EngineConfig, EngineOptions
 from .custody import Spoiled
 from .encoding import Source
 from .front import Front
 from .job import Job
+from .keywords import spell_out
 from .media import Media
 from .output import FinishReason, Output
 from .pools import Pools
@@ -42,7 +44,17 @@ class Engine(Front):
     another's fault.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """Make an engine on a model in eval mode, with its tokenizer or processor if prompts are texts.
+
+        The options come by name or as `config`; help(hf_paged.EngineConfig) explains each.
+        """
         check_transformers()
         self.config = EngineConfig.of(config, options)
         super().__init__(base_model(model), tokenizer)
@@ -297,3 +309,6 @@ class Engine(Front):
 
     def __exit__(self, *trouble: object) -> None:
         self.close()
+
+
+spell_out(Engine.__init__, EngineOptions, {field.name: field.default for field in fields(EngineConfig)})

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
@@ -22,6 +22,7 @@ from .custody import Custody, Spoiled
 from .encoding import Source
 from .handle import Handle
 from .job import Job
+from .keywords import GenerateKeywords, RequestKeywords, spell_out
 from .media import Media
 from .options import Options
 from .output import FinishReason, Increment, Output
@@ -70,7 +71,7 @@ class Front(ABC):
         logprobs: int | bool | None = None,
         priority: int = 0,
         salt: str | bytes | None = None,
-        **generate_keywords: Any,
+        **generate_keywords: Unpack[GenerateKeywords],
     ) -> Handle:
         """Queue a request and answer with its handle; nothing is computed yet.
 
@@ -84,7 +85,7 @@ class Front(ABC):
         An option that the engine does not honour raises ValueError here. A request that could never fit comes back at once with
         finish_reason "refused" and the numbers in its error.
         """
-        keywords = generate_keywords | {"inputs_embeds": inputs_embeds}
+        keywords = {**generate_keywords, "inputs_embeds": inputs_embeds}
         asked = read(self.model, self.processor, prompt, generation_config, keywords, seed, logprobs, self._options)
         self._require_open()
         if asked.embeds is not None or asked.media is not None:
@@ -108,7 +109,12 @@ class Front(ABC):
         return Handle(job, self)
 
     def generate(
-        self, prompts: Iterable[Any], generation_config: Any = None, *, progress: bool | None = None, **keywords: Any
+        self,
+        prompts: Iterable[Any],
+        generation_config: Any = None,
+        *,
+        progress: bool | None = None,
+        **keywords: Unpack[RequestKeywords],
     ) -> list[Output]:
         """The outputs of all prompts under the same options, in their order. A bar shows after a while, or as `progress` says."""
         handles: list[Handle] = []
@@ -132,7 +138,12 @@ class Front(ABC):
             raise
         return [handle.result() for handle in handles]
 
-    def stream(self, prompt: Any, generation_config: Any = None, **keywords: Any) -> Iterator[Increment]:
+    def stream(
+        self,
+        prompt: Any,
+        generation_config: Any = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> Iterator[Increment]:
         """The increments of one request. Whoever stops listening ends it."""
         handle = self.submit(prompt, generation_config, **keywords)
         try:
@@ -140,7 +151,12 @@ class Front(ABC):
         finally:
             handle.cancel()
 
-    async def agenerate(self, prompts: Iterable[Any], generation_config: Any = None, **keywords: Any) -> list[Output]:
+    async def agenerate(
+        self,
+        prompts: Iterable[Any],
+        generation_config: Any = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> list[Output]:
         """`generate` for coroutines: the event loop goes on meanwhile, and a task that is cancelled ends its requests."""
         handles: list[Handle] = []
         try:
@@ -152,7 +168,12 @@ class Front(ABC):
                 handle.cancel()
             raise
 
-    async def astream(self, prompt: Any, generation_config: Any = None, **keywords: Any) -> AsyncIterator[Increment]:
+    async def astream(
+        self,
+        prompt: Any,
+        generation_config: Any = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> AsyncIterator[Increment]:
         """`stream` for coroutines."""
         handle = self.submit(prompt, generation_config, **keywords)
         try:
@@ -188,7 +209,7 @@ class Front(ABC):
                 with suppress(Spoiled):  # those whom it concerns have ended
                     self._let_go()
 
-    def turn(self) -> bool:
+    def _turn(self) -> bool:
         """A step, if there is anything to do; the answer is whether there may be more. The engine's thread calls it."""
         with self._lock:
             if self._closed:
@@ -207,7 +228,7 @@ class Front(ABC):
                 raise
             return True
 
-    def drive(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
+    def _drive_for(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
         """Take everybody's steps until a job has ended, or has `each` increment, or the time is over; or wait for what the thread makes
         of it. Handles call it."""
         end = None if timeout is None else time.monotonic() + timeout
@@ -247,7 +268,7 @@ class Front(ABC):
             raise
         self._let_go()
 
-    async def arrival(self, job: Job, each: bool = False) -> None:
+    async def _arrival(self, job: Job, each: bool = False) -> None:
         """Wait for the end of a job, or for `each` increment, without holding up the event loop. Handles call it."""
         thread = self._thread or self.start()._thread
         if thread is None or thread.own:
@@ -256,7 +277,7 @@ class Front(ABC):
         if thread.over and job.output is None:
             raise RuntimeError("the engine's thread was stopped while somebody awaited a request; start() goes on")
 
-    def cancel(self, job: Job) -> None:
+    def _cancel(self, job: Job) -> None:
         """End a job at once; where a thread drives, after the step that runs. Handles call it."""
         if job.output is not None:
             return
@@ -314,6 +335,10 @@ class Front(ABC):
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
+
+
+for _method in (Front.submit, Front.generate, Front.stream, Front.agenerate, Front.astream):
+    spell_out(_method, RequestKeywords, {"priority": 0})
 
 
 def _each(prompts: Iterable[Any]) -> list[Any]:
