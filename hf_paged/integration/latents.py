@@ -91,7 +91,9 @@ def let_wait(model: nn.Module) -> None:
     classes: set[Any] = {type(module) for module in model.modules()}
     for cls in classes:
         if cls not in _stocks and _is_known(cls):
-            _stocks[cls] = stock = getattr(cls, METHOD)
+            method = getattr(cls, METHOD)
+            stock = getattr(method, STANDS_FOR, method)  # a module that was reloaded has left its wrapper
+            _stocks[cls] = stock
             setattr(cls, METHOD, _waiting(stock))
 
 
