@@ -209,8 +209,3 @@ def test_a_type_checker_knows_the_keywords(tmp_path: Path, monkeypatch: pytest.M
     assert found.keys() == set(range(first, first + len(MISTAKES))), out
     for line, (code, message) in enumerate(MISTAKES.items(), first):
         assert message in found[line], f"{code}: {found[line]}"
-
-
-def test_the_package_says_that_it_is_typed() -> None:
-    """PEP 561: without the marker type checkers ignore what is installed."""
-    assert (Path(hf_paged.__file__).parent / "py.typed").is_file()

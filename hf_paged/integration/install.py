@@ -82,7 +82,7 @@ def install() -> None:
         if found[: len(expected)] != expected:
             raise ImportError(
                 f"hf_paged plugs into GenerationMixin.{name}{tuple(expected)} and found {tuple(found)} in transformers "
-                f"{transformers.__version__}; use a transformers release from 5.14 on that hf_paged was tested with"
+                f"{transformers.__version__}; use a transformers release from 5.17 on that hf_paged was tested with"
             )
     earlier = _patch()
     if earlier is not None:  # of a module that was imported before this one, under the same name
