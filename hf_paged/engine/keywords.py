@@ -1,4 +1,4 @@
-"""The keywords of a request, by name and type: what IDEs, type checkers, notebooks and help() know of them."""
+"""The keywords of a request by name and type, for IDEs, type checkers, notebooks and help()."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, StoppingCriteria, WatermarkingConfig
 
 
 class GenerationOptions(TypedDict, total=False):
-    """The options of a GenerationConfig that change an answer. None leaves one to the model's own generation_config."""
+    """The options of a GenerationConfig that change an answer; None leaves one to the model's own."""
 
     max_length: int | None
     max_new_tokens: int | None
@@ -120,7 +120,11 @@ class Callables(TypedDict, total=False):
     negative_prompt_attention_mask: torch.Tensor | None
 
 
-class GenerateKeywords(GenerationOptions, Callables, PromptParts, NeutralOptions, ProcessorTensors, total=False):
+class Unnamed(NeutralOptions, ProcessorTensors, total=False):
+    """Keywords that signatures leave behind `**options`: few callers know them."""
+
+
+class GenerateKeywords(GenerationOptions, Callables, PromptParts, Unnamed, total=False):
     """The keywords that `submit()` shares with generate()."""
 
 
@@ -134,20 +138,21 @@ class RequestKeywords(GenerateKeywords, total=False):
     salt: str | bytes | None
 
 
-UNNAMED = NeutralOptions.__annotations__.keys() | ProcessorTensors.__annotations__.keys()
-"""What signatures leave behind `**options`: options that change no answer, and names that only some models know."""
+UNNAMED = frozenset(Unnamed.__annotations__)
 
 
 def spell_out(function: Callable[..., Any], keywords: type, defaults: Mapping[str, Any]) -> None:
-    """Name the keywords of a TypedDict in the signature of a function that takes `**options: Unpack[...]` of it.
+    """Name the keywords of a TypedDict in the signature of a function that takes `**options` of it.
 
     help() and completion read the signature. A keyword without a default among `defaults` has None.
     """
     signature = inspect.signature(function)
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     rest = [each for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD]
-    names = [name for name in keywords.__annotations__ if name not in UNNAMED and name not in signature.parameters]
-    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name)) for name in names]
+    hidden = UNNAMED | signature.parameters.keys()
+    names = [name for name in keywords.__annotations__ if name not in hidden]
+    only = inspect.Parameter.KEYWORD_ONLY
+    named = [inspect.Parameter(name, only, default=defaults.get(name)) for name in names]
     complete = UNNAMED.isdisjoint(keywords.__annotations__)
     parameters = own + named + ([] if complete else rest)
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -43,7 +43,7 @@ class Patch:
 
     @property
     def active(self) -> bool:
-        """Whether its wrappers do anything: one that others have wrapped cannot be removed and passes through."""
+        """Whether its wrappers act: one that others have wrapped cannot be removed and passes through."""
         return _patch() is self
 
     def put_in(self) -> None:
@@ -56,7 +56,8 @@ class Patch:
         ):
             self.originals[name] = getattr(GenerationMixin, name)
             wrapper = wrap(self.originals[name], self)
-            wrapper.hf_paged = wrapper  # type: ignore[attr-defined]  # itself: functools.wraps copies attributes
+            # Itself: functools.wraps copies attributes.
+            wrapper.hf_paged = wrapper  # type: ignore[attr-defined]
             setattr(GenerationMixin, name, wrapper)
 
     def take_out(self) -> None:

@@ -40,7 +40,8 @@ def memory_of(model: nn.Module) -> Memory:
 def _remove_earlier_hooks(model: nn.Module) -> None:
     """Remove the hooks that this module registered before it was reloaded, or imported a second time."""
     for key, hook in list(model._forward_pre_hooks.items()):
-        if (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) == (__name__, before_forward.__name__):
+        name = getattr(hook, "__module__", None), getattr(hook, "__name__", None)
+        if name == (__name__, before_forward.__name__):
             del model._forward_pre_hooks[key]
             model._forward_pre_hooks_with_kwargs.pop(key, None)
 

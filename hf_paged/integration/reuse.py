@@ -279,4 +279,4 @@ def _note(memory: Memory, reason: str) -> None:
     """Count a prompt that no other call shares; the log names each reason once a model."""
     memory.reasons[reason] += 1
     if memory.reasons[reason] == 1:
-        logger.warning("prefix_caching does not share this prompt: %s; hf_paged.stats(model) counts such calls", reason)
+        logger.warning("prefix_caching does not share this prompt: %s; hf_paged.stats(model) counts these", reason)
