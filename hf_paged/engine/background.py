@@ -19,7 +19,7 @@ from .news import Wake
 class Driven(Protocol):
     """An engine, as far as its thread knows it."""
 
-    def turn(self) -> bool:
+    def _turn(self) -> bool:
         """Do one step, if there is anything to do; the answer is whether there may be more."""
 
 
@@ -101,7 +101,7 @@ class Background:
     def _turn(self) -> bool:
         """The engine is held for a turn only, so that one that nobody else holds can go."""
         engine = self._engine()
-        return engine is not None and engine.turn()
+        return engine is not None and engine._turn()
 
     # ---- in other threads
 

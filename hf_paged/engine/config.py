@@ -5,12 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from ..config import CacheConfig
 from ..scheduling import ADMISSIONS, POLICIES, Limits
 
 MOST_SEQUENCES = 256
+Policy = Literal["fcfs", "priority"]
+PreemptionMode = Literal["auto", "recompute", "swap"]
+Admission = Literal["watermark", "future"]
+Kernels = Literal["auto", "triton", "native", "torch"]
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,12 @@ class EngineConfig:
     watermark: float = 0.01
     prefix_caching: bool = True
     check_hits: bool = False
-    policy: str = "fcfs"
-    preemption: str = "auto"
-    admission: str = "watermark"
+    policy: Policy = "fcfs"
+    preemption: PreemptionMode = "auto"
+    admission: Admission = "watermark"
     host_blocks: int | None = None
     keep_pools: bool = False
-    kernels: str = "auto"
+    kernels: Kernels = "auto"
     compile: bool = False
     graphs: bool = True
     run_ahead: bool | None = None
@@ -133,3 +137,25 @@ class EngineConfig:
         if options:
             raise ValueError(f"config and the options {sorted(options)} both say how the engine is made; give one of them")
         return config
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of an EngineConfig as keywords of `Engine(model, ...)`."""
+
+    block_size: int
+    num_blocks: int | None
+    memory_fraction: float | None
+    max_batch_tokens: int
+    max_batch_sequences: int | None
+    watermark: float
+    prefix_caching: bool
+    check_hits: bool
+    policy: Policy
+    preemption: PreemptionMode
+    admission: Admission
+    host_blocks: int | None
+    keep_pools: bool
+    kernels: Kernels
+    compile: bool
+    graphs: bool
+    run_ahead: bool | None

@@ -7,20 +7,22 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, Unpack, get_args
 
 from ..integration.registry import base_model
 from ..memory import in_forked_process
 from ..scheduling import Count, Group, Infeasible, Request, Scheduler, why_infeasible
 from .asking import check_model, check_transformers
 from .collector import without_collections
-from .config import EngineConfig
+from .config import EngineConfig, EngineOptions
 from .custody import Spoiled
 from .encoding import Source
 from .front import Front
 from .job import Job
+from .keywords import spell_out
 from .media import Media
 from .output import Output
 from .pools import Pools
@@ -49,7 +51,17 @@ class Engine(Front):
     another's fault.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """Make an engine on a model in eval mode, with its tokenizer or processor if prompts are texts.
+
+        The options come by name or as `config`; help(hf_paged.EngineConfig) explains each.
+        """
         check_transformers()
         self.config = EngineConfig.of(config, options)
         super().__init__(base_model(model), tokenizer)
@@ -391,3 +403,4 @@ def _after_fork() -> None:
 
 
 in_forked_process(_after_fork)
+spell_out(Engine.__init__, EngineOptions, {field.name: field.default for field in fields(EngineConfig)})

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
@@ -23,6 +23,7 @@ from .custody import Custody, Spoiled
 from .encoding import Source
 from .handle import Handle
 from .job import Job
+from .keywords import GenerateKeywords, RequestKeywords, spell_out
 from .media import Media
 from .options import Options
 from .output import Increment, Output, with_errors_noticed
@@ -76,7 +77,7 @@ class Front(ABC):
         logprobs: int | bool | None = None,
         priority: int = 0,
         salt: str | None = None,
-        **generate_keywords: Any,
+        **generate_keywords: Unpack[GenerateKeywords],
     ) -> Handle:
         """Queue a request and answer with its handle; nothing is computed yet.
 
@@ -90,7 +91,7 @@ class Front(ABC):
         An option that the engine does not honour raises ValueError here. A request that could never fit comes back at once with
         finish_reason "refused" and the numbers in its error.
         """
-        keywords = generate_keywords | {"inputs_embeds": inputs_embeds}
+        keywords = {**generate_keywords, "inputs_embeds": inputs_embeds}
         asked = read(self.model, self.processor, prompt, generation_config, keywords, seed, logprobs, self._options)
         self._require_open()
         if asked.embeds is not None or asked.media is not None:
@@ -119,7 +120,7 @@ class Front(ABC):
         *,
         progress: bool | None = None,
         strict: bool = False,
-        **keywords: Any,
+        **keywords: Unpack[RequestKeywords],
     ) -> list[Output]:
         """The outputs of all prompts under the same options, in their order. A bar shows after a while, or as `progress` says.
 
@@ -147,7 +148,12 @@ class Front(ABC):
             raise
         return with_errors_noticed([handle.result() for handle in handles], strict)
 
-    def stream(self, prompt: Any, generation_config: Any = None, **keywords: Any) -> Iterator[Increment]:
+    def stream(
+        self,
+        prompt: Any,
+        generation_config: Any = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> Iterator[Increment]:
         """The increments of one request. Whoever stops listening ends it."""
         handle = self.submit(prompt, generation_config, **keywords)
         try:
@@ -156,7 +162,12 @@ class Front(ABC):
             handle.cancel()
 
     async def agenerate(
-        self, prompts: Iterable[Any], generation_config: Any = None, *, strict: bool = False, **keywords: Any
+        self,
+        prompts: Iterable[Any],
+        generation_config: Any = None,
+        *,
+        strict: bool = False,
+        **keywords: Unpack[RequestKeywords],
     ) -> list[Output]:
         """`generate` for coroutines: the event loop goes on meanwhile, and a task that is cancelled ends its requests."""
         handles: list[Handle] = []
@@ -169,7 +180,12 @@ class Front(ABC):
             _give_up(handles)
             raise
 
-    async def astream(self, prompt: Any, generation_config: Any = None, **keywords: Any) -> AsyncIterator[Increment]:
+    async def astream(
+        self,
+        prompt: Any,
+        generation_config: Any = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> AsyncIterator[Increment]:
         """`stream` for coroutines."""
         handle = self.submit(prompt, generation_config, **keywords)
         try:
@@ -225,13 +241,13 @@ class Front(ABC):
         with suppress(Spoiled):  # those whom it concerns have ended
             self._let_go()
 
-    def turn(self) -> bool:
+    def _turn(self) -> bool:
         """A step, if there is anything to do; the answer is whether there may be more. The engine's thread calls it."""
         self._lock.give_way()
-        return self._turn()
+        return self._take_turn()
 
     @in_turn
-    def _turn(self) -> bool:
+    def _take_turn(self) -> bool:
         if self._closed:
             return False
         self._take_in()
@@ -248,7 +264,7 @@ class Front(ABC):
             raise
         return True
 
-    def drive(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
+    def _drive_for(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
         """Take everybody's steps until a job has ended, or has `each` increment, or the time is over; or wait for what the thread makes
         of it. Handles call it."""
         end = None if timeout is None else time.monotonic() + timeout
@@ -295,7 +311,7 @@ class Front(ABC):
         self._let_go()
         return answer
 
-    async def arrival(self, job: Job, each: bool = False) -> None:
+    async def _arrival(self, job: Job, each: bool = False) -> None:
         """Wait for the end of a job, or for `each` increment, without holding up the event loop. Handles call it."""
         thread = self._thread or self.start()._thread
         if thread is None or thread.own:
@@ -304,7 +320,7 @@ class Front(ABC):
         if thread.over and job.output is None:
             raise RuntimeError("the engine's thread was stopped while somebody awaited a request; start() goes on")
 
-    def cancel(self, job: Job) -> None:
+    def _cancel(self, job: Job) -> None:
         """End a job at once; where a thread drives, after the step that runs. Handles call it."""
         if job.output is not None:
             return
@@ -313,10 +329,10 @@ class Front(ABC):
         if thread is not None and not thread.over:
             thread.wake()  # nothing else: a coroutine that nobody holds any more calls this in the middle of anything
             return
-        self._cancel(job)
+        self._end_cancelled(job)
 
     @in_turn
-    def _cancel(self, job: Job) -> None:
+    def _end_cancelled(self, job: Job) -> None:
         self._take_in()
         if job.output is None and not self._stepping:  # else it is in the middle of a step, and ends with the next one
             self._end([job])
@@ -393,6 +409,10 @@ def _give_up(handles: list[Handle]) -> None:
         handle._job.cancelled = True
     for handle in handles:
         handle.cancel()
+
+
+for _method in (Front.submit, Front.generate, Front.stream, Front.agenerate, Front.astream):
+    spell_out(_method, RequestKeywords, {"priority": 0})
 
 
 def _each(prompts: Iterable[Any]) -> list[Any]:

@@ -118,7 +118,7 @@ def why_never(cache: PagedCache, model: Any) -> str | None:
     if model.config.is_encoder_decoder:
         return "a decoder's keys and values depend on what its encoder said"
     if model.training:
-        return "the model is in training mode"
+        return "the model is in training mode, and prompts are reused after model.eval() only"
     if getattr(model, "_is_stateful", False) or not cache.complete:
         return "a layer keeps more than keys and values"
     if routers_of(model).modules:

@@ -90,10 +90,12 @@ def let_wait(model: nn.Module) -> None:
     """Make the expansions of the model's attention wait, wherever they are the ones that we know."""
     classes: set[Any] = {type(module) for module in model.modules()}
     for cls in classes:
-        if cls in _stocks or _is_known(cls):
-            stock = _stocks.setdefault(cls, getattr(cls, METHOD))
-            if getattr(cls, METHOD) is stock:
-                setattr(cls, METHOD, _waiting(stock))
+        if cls not in _stocks and _is_known(cls):
+            method = getattr(cls, METHOD)
+            _stocks[cls] = getattr(method, STANDS_FOR, method)  # a module that was reloaded has left its wrapper
+            setattr(cls, METHOD, _waiting(_stocks[cls]))
+        elif cls in _stocks and getattr(cls, METHOD) is _stocks[cls]:  # an interrupt came in between
+            setattr(cls, METHOD, _waiting(_stocks[cls]))
 
 
 def let_be() -> None:

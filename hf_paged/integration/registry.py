@@ -30,9 +30,19 @@ def memory_of(model: nn.Module) -> Memory:
         if memory is None:
             # A copied model brings the hook along.
             if before_forward not in model._forward_pre_hooks.values():
+                _remove_earlier_hooks(model)
                 model.register_forward_pre_hook(before_forward, with_kwargs=True)
             memory = _memories[model] = Memory()
         return memory
+
+
+def _remove_earlier_hooks(model: nn.Module) -> None:
+    """Remove the hooks that this module registered before it was reloaded, or imported a second time."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        name = getattr(hook, "__module__", None), getattr(hook, "__name__", None)
+        if name == (__name__, before_forward.__name__):
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def known_memory(model: nn.Module) -> Memory | None:

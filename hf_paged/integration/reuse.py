@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..blocks import Prompt
 from ..config import CacheConfig
-from ..memory import Found, History, Prefix, Sequences, Unreadable, alike, begin_with, count, longest
+from ..memory import Found, History, Memory, Prefix, Sequences, Unreadable, alike, begin_with, count, longest
 from .hooks import Onlookers
 from .identity import Survey, identity_of
 from .keys import PLACES, Fed, Origin, Private, why_never
@@ -19,6 +20,8 @@ from .state import watching
 
 if TYPE_CHECKING:
     from .cache import Mark, PagedCache
+
+logger = logging.getLogger("hf_paged")
 
 ANSWERS = frozenset({"logits", "past_key_values"})
 """What the answer to a part of a prompt may consist of."""
@@ -66,7 +69,7 @@ class Reuse:
         """What the rows hold shall not be found."""
         if self.spoiled is None:
             self.spoiled = reason
-            self.sequences.memory.reasons[reason] += 1
+            _note(self.sequences.memory, reason)
 
     def leave(self) -> None:
         """The call is over, however it ended."""
@@ -186,7 +189,7 @@ class Reuse:
             prefix = longest(sequences, prompts, most, verify=self.config.verify == "tokens")
             prefix = prefix if prefix is not None and prefix.columns > before else None
         else:
-            sequences.memory.reasons[reason] += 1
+            _note(sequences.memory, reason)
         answer = None
         if prefix is not None and trust is not None:
             answer = self._rest(cache, model, arguments, prefix, columns, compute)
@@ -272,3 +275,10 @@ class Reuse:
         for start in self.sequences.starts or [0] * len(prompts):
             counts["reused"] += max(0, reached - max(start, before))
             counts["computed"] += max(0, columns - max(start, reached))
+
+
+def _note(memory: Memory, reason: str) -> None:
+    """Count a prompt that no other call shares; the log names each reason once a model."""
+    memory.reasons[reason] += 1
+    if memory.reasons[reason] == 1:
+        logger.warning("prefix_caching does not share this prompt: %s; hf_paged.stats(model) counts these", reason)
