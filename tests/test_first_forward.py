@@ -59,7 +59,13 @@ def prompt(tokens: int, rows: int = 1) -> torch.Tensor:
 def test_generates_as_stock(family: str, mode: str) -> None:
     """A prompt of 4 tokens: what comes behind it, drafts of 20 tokens too, is causal."""
     model = model_of(family)
-    arguments = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, "output_logits": True, **MODES[mode]}
+    arguments = {
+        "max_new_tokens": 10,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        **MODES[mode],
+    }
     stock, paged = both(model, **typed(family, prompt(4)), **arguments)
     assert_equal(stock, paged)
     del stock, paged
@@ -74,9 +80,17 @@ def test_drafts_that_are_longer_than_the_prompt(family: str) -> None:
         for parameter in assistant.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
     assistant.generation_config.update(
-        num_assistant_tokens=20, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0, eos_token_id=None
+        num_assistant_tokens=20,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+        eos_token_id=None,
     )
-    arguments = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    arguments = {
+        "max_new_tokens": 24,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     with widths_of(model) as widths:
         stock, paged = both(model, **typed(family, prompt(4)), **arguments, assistant_model=assistant)
     assert widths[:2] == [24, 21]
@@ -98,7 +112,13 @@ def widths_of(model: Any) -> Iterator[list[int]]:
 def test_a_long_second_turn_on_a_kept_cache(family: str) -> None:
     model = model_of(family)
     stock, paged = DynamicCache(config=model.config), hf_paged.PagedCache(model, block_size=4)
-    call = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    call = {
+        "max_new_tokens": 6,
+        "min_new_tokens": 6,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     history = prompt(5, rows=2)
     for more in (14, 1):
         answers = [model.generate(**typed(family, history), **call, past_key_values=cache) for cache in (stock, paged)]
@@ -136,14 +156,27 @@ def test_steps_are_captured(beams: int, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(RECORDERS, "cpu", record)
     monkeypatch.setattr(graphs, "WORTH", 4)
     model = model_of("hrm_text")
-    stock, paged = both(model, **typed("hrm_text", prompt(5)), max_new_tokens=16, min_new_tokens=16, do_sample=False, num_beams=beams)
+    stock, paged = both(
+        model,
+        **typed("hrm_text", prompt(5)),
+        max_new_tokens=16,
+        min_new_tokens=16,
+        do_sample=False,
+        num_beams=beams,
+    )
     assert torch.equal(stock, paged)
     assert graphs_of(model).counts["replayed"], graphs_of(model).reasons
 
 
 def test_a_prompt_that_failed_is_a_prompt_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("hrm_text")
-    call = {**typed("hrm_text", prompt(6)), "max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    call = {
+        **typed("hrm_text", prompt(6)),
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     cache = hf_paged.PagedCache(model, block_size=4)
     with monkeypatch.context() as patch:
         patch.setattr(model.lm_head, "forward", lambda *args: (_ for _ in ()).throw(RuntimeError("no memory")))
@@ -158,7 +191,13 @@ def test_around_a_picture(mode: str) -> None:
     model = model_of("paligemma")
     inputs = with_pictures(model, 1)
     assert inputs is not None
-    arguments = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, "output_logits": True, **MODES[mode]}
+    arguments = {
+        "max_new_tokens": 10,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        **MODES[mode],
+    }
     assert_equal(*both(model, **inputs, **arguments))
 
 

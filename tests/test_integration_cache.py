@@ -24,7 +24,16 @@ CLOSE = {"atol": 2e-4, "rtol": 2e-4}
 Answer = Any
 Ask = Callable[[Any], Answer]
 
-FAMILIES = ["llama", "mistral-window", "qwen2-window", "falcon_h1", "inkling_text", "deepseek_v32", "gemma4_text", "lfm2"]
+FAMILIES = [
+    "llama",
+    "mistral-window",
+    "qwen2-window",
+    "falcon_h1",
+    "inkling_text",
+    "deepseek_v32",
+    "gemma4_text",
+    "lfm2",
+]
 WITH_STATE = {"falcon_h1", "inkling_text", "lfm2"}
 """Families of which a layer keeps a recurrent or convolutional state: stock cannot select or repeat their rows."""
 
@@ -172,7 +181,11 @@ CACHE_QUESTIONS: dict[str, list[Ask]] = {
     "get_query_offset": [calling("get_query_offset"), calling("get_query_offset", 1)],
     "get_recurrent_state": [calling("get_recurrent_state", 0), calling("get_recurrent_state", 1)],
     "get_seq_length": [calling("get_seq_length"), calling("get_seq_length", 1), calling("get_seq_length", 9)],
-    "has_previous_state": [calling("has_previous_state"), calling("has_previous_state", 0), calling("has_previous_state", 9)],
+    "has_previous_state": [
+        calling("has_previous_state"),
+        calling("has_previous_state", 0),
+        calling("has_previous_state", 9),
+    ],
     "is_compileable": [reading("is_compileable")],
     "is_croppable": [reading("is_croppable")],
     "is_dummy": [reading("is_dummy")],
@@ -224,7 +237,17 @@ CHANGES: dict[str, list[Ask]] = {
     "batch_repeat_interleave": [calling("batch_repeat_interleave", repeats) for repeats in (1, 3, -1)],
     "batch_select_indices": [
         calling("batch_select_indices", rows)
-        for rows in (torch.tensor([1]), torch.tensor([False, True, True]), [0, 2], (2, 1), [-1, 0], slice(1, None), [3], [-4, 0], [0.5])
+        for rows in (
+            torch.tensor([1]),
+            torch.tensor([False, True, True]),
+            [0, 2],
+            (2, 1),
+            [-1, 0],
+            slice(1, None),
+            [3],
+            [-4, 0],
+            [0.5],
+        )
     ],
     "crop": [calling("crop", -count) for count in (0, 1, 4, 30)],
     "early_initialization": [calling("early_initialization", 3, 2, 8, torch.float32, torch.device("cpu"))],
@@ -423,7 +446,11 @@ def test_what_picks_no_list_of_rows_is_refused(rows: Any) -> None:
     assert_next_alike(model, stock, paged, "refused")
 
 
-@pytest.mark.parametrize("leave", [calling("batch_select_indices", []), calling("batch_repeat_interleave", 0)], ids=["select", "repeat"])
+@pytest.mark.parametrize(
+    "leave",
+    [calling("batch_select_indices", []), calling("batch_repeat_interleave", 0)],
+    ids=["select", "repeat"],
+)
 def test_a_cache_without_rows_is_empty(leave: Ask) -> None:
     """No row is left: every block is back, and another batch may begin."""
     model = model_of("qwen2-window")
@@ -471,7 +498,12 @@ def test_a_crop_that_is_refused_changes_nothing(family: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [calling("crop", -1), calling("reset"), calling("reorder_cache", torch.tensor([0, 0, 0])), calling("batch_repeat_interleave", 2)],
+    [
+        calling("crop", -1),
+        calling("reset"),
+        calling("reorder_cache", torch.tensor([0, 0, 0])),
+        calling("batch_repeat_interleave", 2),
+    ],
 )
 @pytest.mark.parametrize("family", ["llama", "falcon_h1", "deepseek_v32"])
 def test_a_layer_by_itself_is_not_changed(family: str, change: Ask) -> None:

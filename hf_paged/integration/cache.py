@@ -148,10 +148,11 @@ class PagedCache(DynamicCache):
         self.settle()
         rows = torch.arange(self.sequences.count, device="cpu")
         if len(rows):
-            self._select(rows.repeat_interleave(repeats.cpu() if isinstance(repeats, torch.Tensor) else repeats))
+            repeats = repeats.cpu() if isinstance(repeats, torch.Tensor) else repeats
+            self._select(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep the rows `indices`, in that order: whatever picks rows of a tensor, negative numbers and masks included."""
+        """Keep the rows `indices`, in that order: all that can index the rows of a tensor."""
         self.settle()
         rows = torch.arange(self.sequences.count, device="cpu")
         if not len(rows):

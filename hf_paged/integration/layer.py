@@ -55,7 +55,7 @@ class PagedLayer(DynamicLayer):
     # ---- a step
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Note what keys [rows, heads, new, key_dim] and values look like; memory is taken with the first token."""
+        """Note the shape of keys [rows, heads, new, key_dim] and values; memory is taken with the first token."""
         self.dtype, self.device = key_states.dtype, key_states.device
         heads = key_states.shape[1]
         self.widths = {"keys": (heads, key_states.shape[3]), "values": (heads, value_states.shape[3])}
@@ -143,7 +143,7 @@ class PagedLayer(DynamicLayer):
             return self._lazy(pages, getattr(pages, which), None)
 
     def _nothing(self, which: Literal["keys", "values"]) -> torch.Tensor:
-        """Keys or values of an empty layer: [rows, heads, 0, dim] where everything was cropped, [0] before the first token."""
+        """Keys or values of an empty layer: [rows, heads, 0, dim] after a crop, [0] before the first token."""
         rows = self.rows.count
         heads, dim = self.widths[which]
         return torch.empty((rows, heads, 0, dim) if rows else 0, dtype=self.dtype, device=self.device)
@@ -231,8 +231,9 @@ class WindowLayer(PagedLayer, DynamicSlidingWindowLayer):
 
     @property
     def _sliding_window_tensor(self) -> torch.Tensor:  # type: ignore[override]
-        """The window as a part of the cache's items: stock's DynamicCache rebuilds a sliding layer from it."""
-        return torch.tensor(self.sliding_window, dtype=torch.long, device=self.device if self.is_initialized else "cpu")
+        """The window as an item of the cache: stock's DynamicCache rebuilds a sliding layer from it."""
+        device = self.device if self.is_initialized else "cpu"
+        return torch.tensor(self.sliding_window, dtype=torch.long, device=device)
 
     @property
     def cumulative_length(self) -> int:  # type: ignore[override]

@@ -111,7 +111,7 @@ class StatefulLayer(PagedLayer):
 
 
 class BesideLayer(PagedLayer):
-    """Attention in pages and something beside it in stock's tensors, an indexer's keys: stock's methods end in ours.
+    """Attention in pages and an indexer's keys or the like in stock's tensors: stock's methods end in ours.
 
     The other base is stock's layer, which comes before this one.
     """
@@ -146,9 +146,10 @@ def paged_class(stock: Any) -> Any:
 
 
 def _class_beside(stock: Any, bases: tuple[Any, ...], namespace: dict[str, Any]) -> Any:
-    """A class for the paged layers of `stock`, which pickle and inspect find in this module under its name."""
+    """A class for the paged layers of `stock`; pickle and inspect find it in this module."""
     name = f"Paged{stock.__name__}"
-    made = type(name, bases, {"__module__": __name__, "__doc__": f"{stock.__name__} with its keys and values in pages.", **namespace})
+    doc = f"{stock.__name__} with its keys and values in pages."
+    made = type(name, bases, {"__module__": __name__, "__doc__": doc, **namespace})
     globals()[name] = made
     return made
 
