@@ -116,8 +116,13 @@ def _decoder(model: Any) -> nn.Module:
 @cache
 def _has_capacity(kind: Any) -> bool:
     """Whether a class names a capacity in its code; comments and strings do not count."""
+    if kind.__module__.startswith("torch."):
+        return False
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+        source = inspect.getsource(kind)
+        if "capacity" not in source.lower():
+            return False
+        tree = ast.parse(textwrap.dedent(source))
     except (OSError, TypeError, SyntaxError):
         return False
     names = (getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None) for node in ast.walk(tree))
