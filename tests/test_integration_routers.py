@@ -172,13 +172,23 @@ def test_a_decoder_of_another_s_code(ids: torch.Tensor) -> None:
         Engine(model, num_blocks=40)
 
 
+def _drops(model: Any) -> bool:
+    """Whether a hundred equal tokens come out of a sparse layer as different ones."""
+    layer = next(module for module in model.get_decoder().modules() if type(module).__name__.endswith("SparseMLP"))
+    with torch.no_grad():
+        made = layer(torch.ones(1, 100, 32))
+    return not torch.allclose(made, made[:, :1].expand_as(made), atol=1e-5)
+
+
 @pytest.mark.parametrize(("make", "served"), [
     (lambda: nllb(), True), (lambda: nllb(moe_eval_capacity_token_fraction=0.5), False),
-    (lambda: nllb(second_expert_policy="random"), False), (lambda: switch(64), False), (lambda: switch(600), True),
+    (lambda: switch(64), False), (lambda: switch(600), True),
 ])  # fmt: skip
 def test_the_engine_serves_what_it_can_cut_and_join(make: Any, served: bool, prompts: dict[str, torch.Tensor]) -> None:
     """A prompt that is computed again after a preemption comes in one piece: Switch would count its tokens together then."""
     model = make()
+    if not served and not _drops(model):
+        pytest.skip("this transformers' router takes one token at a time, and drops none")
     if not served:
         with pytest.raises(Unservable, match=r"up to (256|512) tokens"):
             Engine(model, num_blocks=40, max_batch_tokens=128, max_batch_sequences=4)
@@ -190,6 +200,11 @@ def test_the_engine_serves_what_it_can_cut_and_join(make: Any, served: bool, pro
         assert output.sequences[0].token_ids == stock.tolist()
     engine.check()
     engine.close()
+
+
+def test_the_engine_serves_no_router_that_draws() -> None:
+    with pytest.raises(Unservable, match="capacity"):
+        Engine(nllb(second_expert_policy="random"), num_blocks=40)
 
 
 def test_steps_of_counting_models_are_not_captured() -> None:

@@ -88,9 +88,10 @@ class Routers:
     def keep_tokens_apart(self, tokens: int) -> bool:
         """Whether so many tokens of one row come out the same together and one by one."""
         for module in self.modules:
-            few, many = (self.seen[module].content(1, count, 0) for count in (1, tokens))
-            if not _alike(module, self.seen[module], [few], [many], 1, tokens):
-                return False
+            for kind in self.seen[module].kinds:
+                few, many = (kind.expand(1, count, -1) for count in (1, tokens))
+                if not _alike(module, self.seen[module], [few], [many], 1, tokens):
+                    return False
         return True
 
 
@@ -116,8 +117,13 @@ def _decoder(model: Any) -> nn.Module:
 @cache
 def _has_capacity(kind: Any) -> bool:
     """Whether a class names a capacity in its code; comments and strings do not count."""
+    if kind.__module__.startswith("torch."):
+        return False
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+        source = inspect.getsource(kind)
+        if "capacity" not in source.lower():
+            return False
+        tree = ast.parse(textwrap.dedent(source))
     except (OSError, TypeError, SyntaxError):
         return False
     names = (getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None) for node in ast.walk(tree))
@@ -153,10 +159,22 @@ def _alike(module: nn.Module, seen: Seen, few: list[torch.Tensor], many: list[to
 
 
 def _answers(module: nn.Module, seen: Seen, calls: list[torch.Tensor]) -> list[Any]:
-    """What a module answers to a series of calls, beginning as it is now, and unchanged by it."""
+    """What a module answers to a series of calls, beginning as it is now, and unchanged by it; `Unlike` if it draws at random."""
     twin = copy.copy(module)
     forward: Any = type(module).forward
     devices = [seen.kinds.device] if seen.kinds.device.type == "cuda" else []
     inputs = [each.flatten(0, 1) if seen.flat else each for each in calls]
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        return [forward(twin, each, *seen.arguments, **seen.keywords) for each in inputs]
+        before = _random_state(seen.kinds.device)
+        answers = [forward(twin, each, *seen.arguments, **seen.keywords) for each in inputs]
+        if not torch.equal(before, _random_state(seen.kinds.device)):
+            raise Unlike
+    return answers
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    """The generators' states that a module on the device may draw from."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
