@@ -27,7 +27,7 @@ class StepCache(DynamicCache):
         self.batches: Mapping[Kind, Batch] = {}
         self.past = 0
         """The tokens before the step, where one sequence runs by itself."""
-        layers = [(EmptyLayer if kind == CROSS else StepLayer)(i, kind, self) for i, kind in enumerate(pools.layers)]
+        layers: list[Any] = [(EmptyLayer if kind == CROSS else StepLayer)(i, kind, self) for i, kind in enumerate(pools.layers)]
         Cache.__init__(self, layers=layers)
         self._cross = DynamicCache()
         Cache.__init__(self._cross, layers=[CrossLayer(i, CROSS, self) for i in range(pools.cross_layers)])
