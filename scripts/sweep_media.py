@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import importlib
 import inspect
 import json
@@ -105,6 +106,7 @@ def modes(model: Any, what: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
 
 def run_class(kind: str, name: str, wanted: list[str]) -> Row:
     """The rows of one class: one for each kind of input that it takes."""
+    gc.freeze()  # what all the imported models consist of is looked through after every mode otherwise
     model_class, config_class, kind = classes()[name]
     whats = _whats(model_class)
     try:
