@@ -236,7 +236,7 @@ def engine_beams(bench: Bench, rows: list[list[int]], width: int, new: int) -> t
 BESIDE: dict[str, list[dict[str, Any]]] = {
     "nobody": [], "a beam search of width 4": [{"num_beams": 4}], "4 beam searches": [{"num_beams": 4}] * 4,
     "16 beam searches": [{"num_beams": 4}] * 16, "64 repetition penalties": [{"repetition_penalty": 1.1}] * 64,
-    "a processor": [{"no_repeat_ngram_size": 3}], "8 processors": [{"no_repeat_ngram_size": 3}] * 8,
+    "a processor": [{"encoder_repetition_penalty": 1.3}], "8 processors": [{"encoder_repetition_penalty": 1.3}] * 8,
 }  # fmt: skip
 
 

@@ -8,8 +8,9 @@ Importing the package is enough: stock generate() then knows the word, in every 
 
 from . import trace
 from .blocks import OutOfBlocks
+from .checking import LogprobGap, Mismatch, RowMismatch, check_mismatch
 from .config import CacheConfig
-from .engine import Engine, EngineConfig
+from .engine import Engine, EngineConfig, Handle, Increment, Output, SequenceOutput
 from .integration.cache import PagedCache
 from .integration.install import install, installed, uninstall
 from .integration.registry import invalidate, release
@@ -17,8 +18,9 @@ from .integration.stats import Stats, stats
 from .integration.support import FallbackWarning
 
 __all__ = [
-    "CacheConfig", "Engine", "EngineConfig", "FallbackWarning", "OutOfBlocks", "PagedCache", "Stats",
-    "install", "installed", "invalidate", "release", "stats", "trace", "uninstall",
+    "CacheConfig", "Engine", "EngineConfig", "FallbackWarning", "Handle", "Increment", "LogprobGap", "Mismatch",
+    "OutOfBlocks", "Output", "PagedCache", "RowMismatch", "SequenceOutput", "Stats", "check_mismatch", "install",
+    "installed", "invalidate", "release", "stats", "trace", "uninstall",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

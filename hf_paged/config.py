@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+from .blocks.digest import check_salt
 from .blocks.pool import check_block_size
 
 KERNELS = ("auto", "triton", "native", "torch")
@@ -46,8 +47,7 @@ class CacheConfig:
             raise TypeError(f"graphs must be True or False, got {self.graphs!r}")
         if not isinstance(self.prefix_caching, bool):
             raise TypeError(f"prefix_caching must be True or False, got {self.prefix_caching!r}")
-        if not isinstance(self.salt, str):
-            raise TypeError(f"salt must be a str, got {self.salt!r}")
+        check_salt(self.salt)
         if self.verify not in VERIFY:
             raise ValueError(f"verify={self.verify!r} is not one of {VERIFY}")
         if self.num_blocks is not None and self.memory_fraction is not None:

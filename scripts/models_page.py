@@ -37,7 +37,7 @@ def _group_of(path: str) -> str:
 
 def complaints(row: Row) -> list[str]:
     """What must not be."""
-    return [note for note in row["notes"] if re.match(r"[\w ]+ [XE!]:", note)]
+    return [note for note in row["notes"] if re.match(r"[\w: ]+ [XE!]:", note)]
 
 
 def lost(row: Row) -> str:
@@ -104,12 +104,31 @@ def expected(rows: list[Row]) -> str:
 def page(run: Row, other: Row | None, device: Row | None = None) -> str:
     """docs/models.md."""
     rows = run["rows"]
-    parts = [HEAD.format(**run, **_totals(rows)), *(_table(kind, rows) for kind in TITLES), _not_run(rows), QUANTIZED]
+    parts = [HEAD.format(**run, **_totals(rows)), *(_table(kind, rows) for kind in TITLES), _not_run(rows), DEPENDENT, QUANTIZED]
     if other is not None:
         parts.append(_compared(run, other))
     if device is not None:
         parts.append(_on_device(device))
     return "\n".join(parts)
+
+
+DEPENDENT = """## Rows that are not independent
+
+`tests/test_integration_routers.py`: a router with an expert capacity drops the tokens that come too late, so what is computed beside a
+token may decide what it becomes. Beams and samples of one prompt are then computed row by row, as stock computes them; the answers are
+the same. Which routers these are is tried out, with as many tokens as the prompt has.
+
+| router | prompts of beams and samples | engine |
+|---|---|---|
+| NLLB-MoE, `moe_eval_capacity_token_fraction=1.0` (its default): no token is ever dropped | shared | served |
+| NLLB-MoE with a smaller fraction, or 0.0 and an `expert_capacity` that all rows together may exceed | row by row | refused |
+| NLLB-MoE, `second_expert_policy` "random" or "sampling" | row by row | refused |
+| Switch Transformers: counts the tokens of each row | shared | refused where a sequence may exceed its capacity |
+| code of others that names a capacity | row by row, if it counts beyond a row | refused, if it counts at all |
+
+In transformers 5.17.0 Switch drops nothing, and is served. The tiny NLLB-MoE of the tables above has no sparse layers; the models of
+that test have nothing else. Steps of such models are not captured, and no prompt begins with another one's prefix.
+"""
 
 
 QUANTIZED = """## Quantized linear layers
@@ -127,6 +146,19 @@ a LoRA, padded, greedy and beams, against stock. 2026-11-21, torchao 0.18.0, bit
 
 A change of the weights or of their scales, in place or by another tensor, is noticed by prefix reuse.
 """
+
+
+MEDIA_TITLE = "## Pictures, videos and recordings"
+MEDIA = (
+    MEDIA_TITLE
+    + """
+
+Made by `python scripts/sweep_media.py --write docs/models.md` on {date} with transformers {transformers}, torch {torch}: a tiny random
+model of every class that generates and takes such inputs, in the auto mappings or not. Two prompts of one input each (greedy, beams,
+samples, padded, padded beams, hidden states, captured steps), then of two inputs each (greedy, beams, samples, padded, padded beams).
+Another picture changes the logits, or it does not count as shown. {classes} classes run: {same:,} answers are the same, {bad} differ,
+stock itself cannot give {cannot}."""
+)
 
 
 HEAD = """# Models
@@ -202,12 +234,62 @@ def _modes(row: Row) -> str:
     return "; ".join([f"{pictures}{len(same)}", *others])
 
 
-def _not_run(rows: list[Row]) -> str:
-    lines = ["## What cannot run here", "", "Stock's own error, from a shrunken config or in its own generate().", ""]
+def media(run: Row, other: Row | None) -> str:
+    """The section that scripts/sweep_media.py makes; `other` is the run on another transformers."""
+    totals, ran = _totals(run["rows"]), [row for row in run["rows"] if group(row) != "not run"]
+    lines = [
+        MEDIA.format(**run, **totals, classes=len({row["family"] for row in ran})),
+        "",
+        "| class | shown | path | modes | apart | captured |",
+    ]
+    lines += ["|---" * 6 + "|"]
+    for row in sorted(ran, key=lambda row: (row["family"], row["kind"])):
+        family, rest = _cells(row).removeprefix("| ").split(" | ", 1)
+        single = "" if any(mode.startswith("two") for mode in row["marks"]) else ", one a prompt"
+        lines.append(f"| {family} | {row['kind']}{single} | {rest}")
+    lines += ["", "Not compared, with stock's own error or the reason:", "", *_reasons(run["rows"])]
+    if other is not None:
+        lines += ["", _media_compared(run, other)]
+    return "\n".join([*lines, ""])
+
+
+def _media_compared(run: Row, other: Row) -> str:
+    totals, twins = _totals(other["rows"]), {(row["kind"], row["family"]): row for row in run["rows"]}
+    told = []
+    for row in other["rows"]:
+        twin = twins.get((row["kind"], row["family"]))
+        if twin is not None and (differing := _otherwise(twin, row)):
+            told.append(f"- {row['family']} ({row['kind']}): {'; '.join(differing)}")
+    head = (
+        f"On transformers {other['transformers']}, {other['date']}: {totals['same']:,} answers are the same, {totals['bad']} differ, stock"
+    )
+    return "\n".join([head, f"itself cannot give {totals['cannot']}. What is otherwise there than above:", "", *told])
+
+
+def with_media(text: str, section: str) -> str:
+    """The page `text` with this section in the place of its old one, or before the list of what cannot run."""
+    begin, end = text.find(MEDIA_TITLE), text.find("## What cannot run here")
+    return text[: end if begin < 0 else begin] + section + "\n" + text[end:]
+
+
+def media_of(text: str) -> str:
+    """The section as it stands in a page, for a page that is made anew; nothing if it has none."""
+    begin, end = text.find(MEDIA_TITLE), text.find("## What cannot run here")
+    return "" if begin < 0 else text[begin:end].rstrip("\n") + "\n"
+
+
+def _reasons(rows: list[Row]) -> list[str]:
+    """What did not run, and why."""
+    lines = []
     for row in sorted((row for row in rows if group(row) == "not run"), key=lambda row: (row["kind"], row["family"])):
         error = row.get("unbuilt") or next((note.split(": ", 1)[1] for note in row["notes"]), "")
         lines.append(f"- {row['family']} ({row['kind']}): {' '.join(error.split())[:160]}")
-    return "\n".join([*lines, ""])
+    return lines
+
+
+def _not_run(rows: list[Row]) -> str:
+    lines = ["## What cannot run here", "", "Stock's own error, from a shrunken config or in its own generate().", ""]
+    return "\n".join([*lines, *_reasons(rows), ""])
 
 
 def _on_device(run: Row) -> str:

@@ -3,19 +3,25 @@
     OMP_NUM_THREADS=1 PYTHONPATH=.:kernels python scripts/soak.py --steps 20000
 
 A tiny model with full and windowed layers; requests of all kinds (greedy, draws, samples, beams), prompts that begin alike. At random
-they are cancelled, their processors raise, the forward of all raises, a copy to the host raises, Ctrl-C comes in the middle of a step,
-the engine is paused. Every answer is compared with that of an engine in which the request is alone; the books are recounted all the
-time. Exit status 1 if anything was wrong.
+they are cancelled, their processors raise (exceptions, and what is none: asyncio.CancelledError, SystemExit), the forward of all raises,
+a copy to the host raises, Ctrl-C comes in the middle of a step or at any moment of it or of a submit(), the process forks and the child
+goes on with both the engine and paged generate(), the engine is paused. Every answer is compared with that of an engine in which the
+request is alone; the books are recounted all the time. Exit status 1 if anything was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import gc
 import itertools
+import os
 import random
+import signal
 import sys
 import time
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -43,16 +49,20 @@ class Fault(Exception):
     """What this script breaks on purpose."""
 
 
+OWN = (Fault, asyncio.CancelledError, GeneratorExit, SystemExit, KeyboardInterrupt)
+"""What requests' own code raises."""
+
+
 class Raises(LogitsProcessor):
     """A processor that fails after some calls."""
 
-    def __init__(self, after: int) -> None:
-        self.left = after
+    def __init__(self, after: int, kind: type[BaseException]) -> None:
+        self.left, self.kind = after, kind
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.left -= 1
         if self.left < 0:
-            raise Fault("a processor")
+            raise self.kind("a processor")
         return scores
 
 
@@ -95,13 +105,14 @@ class Soak:
 
     def submit(self) -> None:
         p, k = self.rng.randrange(len(self.prompts)), self.rng.randrange(BLIND if self.ahead else len(KINDS))
-        faulty = {"logits_processor": [Raises(self.rng.randrange(20))]} if self.rng.random() < 0.1 and not self.ahead else {}
+        raises = [Raises(self.rng.randrange(20), self.rng.choice(OWN))]
+        faulty = {"logits_processor": raises} if self.rng.random() < 0.1 and not self.ahead else {}
         kind = {**KINDS[k], **faulty}
         self.alive.append((self.engine.submit(self.prompts[p], seed=1, max_new_tokens=24, **kind), p, k))
 
     def step(self) -> None:
         """A step, in which something may be broken on purpose."""
-        trouble = self.rng.choices(["none", "forward", "interrupt", "out", "back"], [960, 10, 10, 10, 10])[0]
+        trouble = self.rng.choices(["none", "forward", "interrupt", "out", "back", "signal", "fork"], [948, 10, 10, 10, 10, 10, 2])[0]
         error = KeyboardInterrupt("on purpose") if trouble == "interrupt" else Fault(trouble)
         targets: dict[str, tuple[Any, str]] = {
             "forward": (self.model.lm_head, "forward"),
@@ -109,8 +120,8 @@ class Soak:
             "out": (HostBlocks, "out"),
             "back": (HostBlocks, "back"),
         }
-        if trouble == "none":
-            self.engine.step()
+        if trouble in ("none", "signal", "fork"):
+            {"none": self.step_on, "signal": self.step_under_signals, "fork": self.fork}[trouble]()
             return
         owner, name = targets[trouble]
         kept = getattr(owner, name)
@@ -127,12 +138,63 @@ class Soak:
         setattr(owner, name, breaks)
         try:
             self.engine.step()
-        except (Fault, KeyboardInterrupt) as found:
-            if found is not error:
+        except (Fault, KeyboardInterrupt, SystemExit) as found:
+            if isinstance(found, Fault) and found is not error:
                 raise
             self.seen["broke into the caller"] += 1
         finally:
             setattr(owner, name, kept)
+
+    def step_on(self) -> None:
+        """A step; an interrupt of a request's own code reaches the driver."""
+        try:
+            self.engine.step()
+        except (KeyboardInterrupt, SystemExit):
+            self.seen["reached the driver"] += 1
+
+    def step_under_signals(self) -> None:
+        """A request and steps, and Ctrl-C at some moment of them."""
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, self.rng.uniform(1e-5, 5e-3), 0.1)  # again, if a finalizer swallows it
+                self.submit()
+                while True:
+                    self.engine.step()
+            except (KeyboardInterrupt, SystemExit):
+                self.seen["broken: signal"] += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+    def fork(self) -> None:
+        """A child that computes what it has inherited, and more."""
+        self.seen["forks"] += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child:
+            _, status = os.waitpid(child, 0)
+            self.seen["WRONG forks"] += status != 0
+            return
+        wrong = 1
+        try:
+            signal.alarm(120)
+            while self.engine._busy:
+                self.step_on()
+            self.collect()
+            ids = torch.tensor([self.prompts[0]])
+            options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+            paged = self.model.generate(ids, **options, cache_implementation="paged")[0, ids.shape[1] :].tolist()
+            self.engine.check()
+            wrong = int(paged != self.right[0, 0][0] or any(name.startswith("WRONG") for name in +self.seen))
+        finally:
+            os._exit(wrong)
 
     def collect(self) -> None:
         for each in [each for each in self.alive if each[0].done]:
@@ -140,7 +202,7 @@ class Soak:
             handle, p, k = each
             output = handle.result()
             self.seen[f"ended: {output.finish_reason}"] += 1
-            if output.error is not None and not isinstance(output.error, Fault) and "broke off" not in str(output.error):
+            if output.error is not None and not isinstance(output.error, OWN) and "broke off" not in str(output.error):
                 self.seen["WRONG errors"] += 1
                 print(f"request {handle.number}: {output.error!r}")
             if output.finish_reason in ("stop", "length") and self.answers(output) != self.right[p, k]:
@@ -158,7 +220,8 @@ class Soak:
                 self.rng.choice(self.alive)[0].cancel()
                 self.seen["cancelled"] += 1
             if self.rng.random() < 0.005:
-                self.engine.pause()
+                with contextlib.suppress(KeyboardInterrupt, SystemExit):
+                    self.engine.pause()
                 self.engine.resume()
                 self.seen["paused"] += 1
             self.step()
@@ -168,6 +231,8 @@ class Soak:
                 self.engine.check()
             if self.seen["turns"] % 1000 == 0:
                 print(f"{counts['steps']} steps", file=sys.stderr, flush=True)
+        while self.engine._busy:  # requests whose submit() was interrupted
+            self.step_on()
         self.engine.check()
 
 

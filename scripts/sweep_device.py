@@ -3,8 +3,8 @@
     python scripts/sweep_device.py [--device cuda] [--dtypes float32 bfloat16] [--only llama ...] [--jobs 12] [--save FILE.json]
 
 Decoding steps are captured (on a CPU a tape stands for the graphs). Tokens may part only where the two best logits are closer than
-rounding explains: tests/ties.py says how close that is. Every family runs in a process of its own. A table at the end; exit code 1
-if an answer differs, if a family fails or takes too long, or if nothing at all was captured.
+rounding explains: hf_paged/checking/ties.py says how close that is. Every family runs in a process of its own. A table at the
+end; exit code 1 if an answer differs, if a family fails or takes too long, or if nothing at all was captured.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from expected import path_of
 from pictures import pad_left, with_pictures, with_recordings
 from sweep_models import caches_used
 from tape import record
-from ties import NOISE, Verdict, first_ties, judge, judge_beams, rounding, router_margins, routers
 from tiny import PROMPT_IDS, build, config_class
 
+from hf_paged.checking.ties import NOISE, Verdict, first_ties, judge, judge_beams, rounding, router_margins, routers
 from hf_paged.integration import graphs
 from hf_paged.integration.capture import RECORDERS
 

@@ -178,16 +178,21 @@ def run_family(kind: str, config_class: Any, wanted: list[str]) -> Row:
     for name, arguments in modes(kind, model):
         if wanted and name not in wanted:
             continue
-        _note_mode(row, name, model, arguments)
-        gc.collect()
-        try:
-            assert_clean(model, setting)
-        except AssertionError as error:
-            row["notes"].append(f"{name} !: not clean: {error or traceback.format_exc()}")
+        note_mode(row, name, model, arguments)
+        note_clean(row, name, model, setting)
     return row
 
 
-def _note_mode(row: Row, name: str, model: Any, arguments: dict[str, Any]) -> None:
+def note_clean(row: Row, name: str, model: Any, setting: str) -> None:
+    """Note what a mode has left behind."""
+    gc.collect()
+    try:
+        assert_clean(model, setting)
+    except AssertionError as error:
+        row["notes"].append(f"{name} !: not clean: {error or traceback.format_exc()}")
+
+
+def note_mode(row: Row, name: str, model: Any, arguments: dict[str, Any]) -> None:
     with warnings.catch_warnings(record=True) as caught, caches_used() as used, copies_noted(row if name == "greedy" else {"dense": "-"}):
         warnings.simplefilter("always")
         mark, text, apart, answer = run_mode(name, model, arguments)
@@ -353,7 +358,9 @@ def main() -> int:
         options.save.write_text(json.dumps(run, indent=1))
     if options.write:
         also, device = (json.loads(path.read_text()) if path else None for path in (options.also, options.device))
-        options.write.write_text(models_page.page(run, also, device))
+        kept = models_page.media_of(options.write.read_text()) if options.write.exists() else ""
+        page = models_page.page(run, also, device)
+        options.write.write_text(models_page.with_media(page, kept) if kept else page)
     if options.expect:
         EXPECTED_FILE.write_text(models_page.expected(run["rows"]))
     print(f"\n{time.monotonic() - begun:.0f} s, transformers {run['transformers']}")

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from hf_paged.integration.capture import RECORDERS
 from hf_paged.integration.identity import Identity
 from hf_paged.integration.registry import memory_of
 from hf_paged.memory import Unreadable
+from hf_paged.scheduling import Infeasible
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
@@ -253,6 +255,22 @@ def test_a_seed_settles_the_draws(engine: Engine) -> None:
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.parametrize("kind", [{}, {"num_beams": 2}, {"repetition_penalty": 1.3}])
+def test_a_request_that_draws_nothing_leaves_torchs_generator(model: Any, kind: dict[str, Any]) -> None:
+    """As stock and paged generate() do; one that draws takes a single number, and none if it has a seed."""
+    state = torch.get_rng_state()
+    engine = Engine(model, num_blocks=60)
+    engine.submit(PROMPTS[0], max_new_tokens=3, do_sample=False, **kind).result()
+    engine.submit(PROMPTS[0], max_new_tokens=3, do_sample=True, seed=1, **kind).result()
+    assert torch.equal(state, torch.get_rng_state())
+    engine.submit(PROMPTS[0], max_new_tokens=3, do_sample=True, **kind).result()
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.randint(2**62, ())
+    assert torch.equal(after, torch.get_rng_state())
+    engine.check()
+
+
 # ---- options
 
 
@@ -265,6 +283,9 @@ def test_a_seed_settles_the_draws(engine: Engine) -> None:
         ({"max_batch_tokens": 4, "max_batch_sequences": 5}, ValueError, "one token of each of 5"),
         ({"max_batch_tokens": 4.5}, TypeError, "max_batch_tokens"),
         ({"watermark": 2}, ValueError, "watermark=2"),
+        ({"max_batch_tokens": 0}, ValueError, "max_batch_tokens=0 leaves a step nothing to compute"),
+        ({"max_batch_sequences": 0}, ValueError, "max_batch_sequences=0 leaves a step nothing to compute"),
+        ({"max_batch_sequences": 9, "max_batch_tokens": 4}, ValueError, "max_batch_tokens=4 .*; raise max_batch_tokens or"),
         ({"policy": "random"}, ValueError, "policy='random'"),
         ({"preemption": "drop"}, ValueError, "preemption='drop'"),
         ({"preemption": "swap", "host_blocks": 0}, ValueError, "host_blocks=0"),
@@ -636,3 +657,68 @@ def test_long_rope_has_its_border() -> None:
     with Engine(model, num_blocks=40) as engine:
         assert engine.generate([PROMPTS[3]], **GREEDY)[0].finish_reason == "refused"
         assert answers(engine.generate([PROMPTS[1]], **GREEDY)[0]) == alone(model, PROMPTS[1], **GREEDY)
+
+
+TOO_LONG = [5] * 250
+
+
+def test_the_ids_of_one_prompt_are_no_list_of_prompts(engine: Engine) -> None:
+    with pytest.raises(TypeError, match=r"got token ids; for one prompt of them write engine.generate\(\[ids\]\)"):
+        engine.generate(PROMPTS[0], **GREEDY)
+    with pytest.raises(TypeError, match="got int 5"):
+        engine.submit(5)
+
+
+def test_more_sequences_than_run_at_once_name_the_option(engine: Engine) -> None:
+    """C11."""
+    output = engine.submit(PROMPTS[0], max_new_tokens=3, num_beams=9).result()
+    assert output.finish_reason == "refused"
+    assert "lower num_beams or num_return_sequences, or raise max_batch_sequences" in str(output.error)
+
+
+def test_a_prompt_that_is_too_long_is_no_silent_empty_answer(engine: Engine) -> None:
+    """C11: its neighbours have theirs, and a warning says which one has none and why; the rest is in its output."""
+    prompts = [PROMPTS[0], TOO_LONG, PROMPTS[1], TOO_LONG]
+    said = r"2 of 4 requests .*: prompts\[1\] ended as 'refused', Infeasible: .* 258 tokens.*strict=True"
+    with pytest.warns(UserWarning, match=said) as seen:
+        outputs = engine.generate(prompts, **GREEDY)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert [output.finish_reason for output in outputs] == ["length", "refused", "length", "refused"]
+    assert answers(outputs[0]) == alone(engine.model, PROMPTS[0], **GREEDY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.generate(prompts[::2], **GREEDY)
+        engine.generate(prompts[::2], **GREEDY, strict=True)
+
+
+def test_a_strict_list_of_prompts_raises(engine: Engine) -> None:
+    """What is refused before anything is computed, what fails when all have ended."""
+    with pytest.raises(Infeasible, match="258 tokens"):
+        engine.generate([PROMPTS[0], TOO_LONG], **GREEDY, strict=True)
+    assert engine.stats()["blocks"]["full"]["cached"] == 0
+    broken = [lambda ids, scores: 1 / 0]
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(PROMPTS[:2], **GREEDY, stopping_criteria=broken, strict=True)
+    with pytest.warns(UserWarning, match=r"2 of 2 requests .* prompts\[0\] ended as 'error', ZeroDivisionError: div"):
+        engine.generate(PROMPTS[:2], **GREEDY, stopping_criteria=broken)
+    assert engine.stats()["waiting"] == engine.stats()["running"] == 0
+    engine.check()
+
+
+@pytest.mark.parametrize("salt", [7, b"tenant", 1.5, True, ["tenant"]])
+def test_a_salt_is_text_in_the_engine_and_in_generate(engine: Engine, salt: Any) -> None:
+    """One check for both, so what names a tenant in one names it in the other (C24)."""
+    found = []
+    for ask in (
+        lambda: engine.submit(PROMPTS[0], **GREEDY, salt=salt),
+        lambda: hf_paged.CacheConfig(salt=salt),
+        lambda: engine.model.generate(
+            torch.tensor(PROMPTS[:1]), **GREEDY, cache_implementation="paged", cache_config={"prefix_caching": True, "salt": salt}
+        ),
+    ):
+        with pytest.raises(TypeError, match="salt must be a str, got") as error:
+            ask()
+        found.append(str(error.value))
+    assert len(set(found)) == 1
+    assert engine.submit(PROMPTS[0], **GREEDY, salt="tenant").result().error is None

@@ -12,6 +12,7 @@ from test_engine_background import GREEDY, GUARD, Gate, in_threads, join, meanwh
 from test_engine_exact import PROMPTS, alone, answers
 
 from hf_paged.engine import Engine
+from hf_paged.scheduling import Infeasible
 
 
 def run(coroutine: Any) -> Any:
@@ -224,7 +225,7 @@ def test_stopping_is_told_to_coroutines(quiet: Engine) -> None:
         task = asyncio.ensure_future(handle)
         await asyncio.sleep(0)
         thread = quiet._thread
-        stopping = meanwhile(quiet.stop, lambda: thread._halted)
+        stopping = meanwhile(quiet.stop, lambda: thread.halted)
         gate.open.set()
         with pytest.raises(RuntimeError, match="was stopped while somebody awaited"):
             await task
@@ -241,3 +242,15 @@ def test_a_list_that_fails_leaves_nothing_behind(quiet: Engine) -> None:
         run(quiet.agenerate("one text"))
     quiet.stop()
     assert quiet.stats()["waiting"] + quiet.stats()["running"] == 0
+
+
+def test_a_list_with_a_prompt_that_is_too_long(quiet: Engine) -> None:
+    """As generate(): a warning, or with `strict` its error."""
+    prompts = [PROMPTS[0], [5] * 250]
+    with pytest.warns(UserWarning, match=r"1 of 2 requests .* prompts\[1\] ended as 'refused'"):
+        outputs = run(quiet.agenerate(prompts, **GREEDY))
+    assert answers(outputs[0]) == alone(quiet.model, PROMPTS[0], **GREEDY)
+    with pytest.raises(Infeasible, match="tokens long"):
+        run(quiet.agenerate(prompts, **GREEDY, strict=True))
+    quiet.stop()
+    quiet.check()

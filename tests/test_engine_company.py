@@ -99,7 +99,7 @@ def test_the_user_s_attention_is_asked_for_while_another_thread_switches_it() ->
         @property
         def _attn_implementation(self) -> str:
             if self.thread is None:
-                self.thread = threading.Thread(target=lambda: (switch([self], "hf_paged"), switched.set()))
+                self.thread = threading.Thread(target=lambda: (switch([self], "hf_paged", self), switched.set()))
                 self.thread.start()
                 switched.wait(0.2)  # it comes in between, if nothing keeps it out
             return self._attn_implementation_internal
@@ -109,5 +109,5 @@ def test_the_user_s_attention_is_asked_for_while_another_thread_switches_it() ->
     assert config.thread is not None
     config.thread.join()
     assert original_implementation(config) == "sdpa"
-    restore([config])
+    restore([config], config)
     assert config._attn_implementation == "sdpa"

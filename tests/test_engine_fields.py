@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,35 @@ def test_the_rest_is_refused_by_name(engine: Engine, name: str) -> None:
     assert engine.stats()["waiting"] == 0
 
 
+@pytest.mark.parametrize("name", [name for name in REFUSED if name != "disable_compile"])
+def test_a_refusal_says_where_an_option_is_written(model: Any, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is told to leave out what the model's own config says."""
+    config = GenerationConfig(max_new_tokens=3)
+    setattr(config, name, REFUSED_HERE[name])
+    where = rf"{name}=.* is not .*the generation_config has it, set generation_config\.{name} = None"
+    with pytest.raises(ValueError, match=where):
+        engine.submit(PROMPTS[0], config)
+    own = copy.copy(model.generation_config)
+    monkeypatch.setattr(model, "generation_config", own)
+    setattr(own, name, REFUSED_HERE[name])
+    with pytest.raises(ValueError, match=rf"{name}=.* is not .*; model.*set model\.generation_config\.{name} = None") as error:
+        engine.submit(PROMPTS[0], max_new_tokens=3)
+    assert "leave it out" not in str(error.value)
+    setattr(own, name, None)
+    with pytest.raises(ValueError, match=rf"{name}=.* is not .*leave it out"):
+        engine.submit(PROMPTS[0], max_new_tokens=3, **{name: REFUSED_HERE[name]})
+    assert engine.submit(PROMPTS[0], max_new_tokens=3).result().error is None
+
+
+def test_counts_say_where_they_are_written(model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "generation_config", copy.copy(model.generation_config))
+    model.generation_config.num_beams = 0
+    with pytest.raises(ValueError, match=r"num_beams=0 of model\.generation_config is not a number of at least 1"):
+        engine.submit(PROMPTS[0], max_new_tokens=3)
+    with pytest.raises(ValueError, match="num_beams=0 is not a number of at least 1"):
+        engine.submit(PROMPTS[0], max_new_tokens=3, num_beams=0)
+
+
 def test_options_of_an_assistant_say_nothing_without_one(model: Any, engine: Engine) -> None:
     values = {**dict.fromkeys(BESIDE_AN_ASSISTANT, 3), "num_assistant_tokens_schedule": "heuristic", "assistant_ensemble_weight": 0.5}
     config = GenerationConfig(max_new_tokens=3, **values)
@@ -205,6 +235,40 @@ def test_options_of_an_assistant_say_nothing_without_one(model: Any, engine: Eng
 def test_unknown_keywords_are_refused(engine: Engine, keyword: str) -> None:
     with pytest.raises(ValueError, match=keyword):
         engine.submit(PROMPTS[0], **{keyword: 1})
+
+
+@pytest.mark.parametrize(
+    ("keyword", "hint"),
+    [
+        ("max_new_token", "did you mean 'max_new_tokens'"),
+        ("logit_processor", "did you mean 'logits_processor'"),
+        ("streamer", "iterate over the handle"),
+        ("assistant_model", "does not draft"),
+        ("tokenizer", r"Engine\(model, tokenizer\)"),
+        ("attention_mask", "without padding"),
+        ("inputs", "first argument"),
+        ("past_key_values", "pages"),
+        ("xyzzy", "what a request may say"),
+    ],
+)
+def test_an_unknown_keyword_says_what_to_do(engine: Engine, keyword: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=rf"does not take \['{keyword}'\].*{hint}"):
+        engine.submit(PROMPTS[0], **{keyword: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"stop_strings": ["a"]}, r"stop_strings=\['a'\] need .* Engine\(model, tokenizer\)"),
+        ({"eos_token_id": "</s>"}, "a special token is an int.*'eos_token_id': '</s>'"),
+        ({"prefix_allowed_tokens_fn": 3}, "prefix_allowed_tokens_fn is a function, got int 3"),
+        ({"max_new_tokens": None, "max_length": 2}, "the prompt has 3 tokens and max_length=2 leaves none"),
+    ],
+)
+def test_errors_name_what_the_engine_wants(engine: Engine, options: dict[str, Any], error: str) -> None:
+    """Not what an argument of generate() would be, and not in the middle of a step."""
+    with pytest.raises((TypeError, ValueError), match=error):
+        engine.submit(PROMPTS[0], **{"max_new_tokens": 3, **options})
 
 
 def test_an_option_nobody_has_heard_of(engine: Engine) -> None:

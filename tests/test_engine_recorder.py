@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -183,3 +184,41 @@ def test_a_full_disk_ends_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [record.message for record in caplog.records if "cannot be written" in record.message] == [
         f"the trace {tmp_path / 'a.jsonl'} cannot be written any more: no space left"
     ]
+
+
+@pytest.mark.parametrize("broken", ["in a step", "at the end"])
+@pytest.mark.parametrize("leave", ["close", "with"])
+def test_closing_an_engine_whose_trace_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leave: str, broken: str
+) -> None:
+    """The requests have their answers: the engine closes, and the log has the reason once."""
+
+    def full(*arguments: Any) -> None:
+        raise OSError("no space left")
+
+    engine = engine_of("llama", 100)
+    recorder = engine.trace(tmp_path / "a.jsonl")
+    monkeypatch.setattr(recorder._writer, "write" if broken == "in a step" else "close", full)
+    output = engine.generate(PROMPTS[:1], **GREEDY)[0]
+    if leave == "close":
+        engine.close()
+    else:
+        with engine:
+            pass
+    assert answers(output) == alone(engine.model, PROMPTS[0], **GREEDY)
+    assert recorder.closed
+    assert [record.message for record in caplog.records if "cannot be written" in record.message] == [
+        f"the trace {tmp_path / 'a.jsonl'} cannot be written any more: no space left"
+    ]
+    engine.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full is Linux's")
+def test_a_device_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    """What is written waits in Python's buffer, so the end of the trace is where the disk says no."""
+    with engine_of("llama", 100) as engine:
+        engine.trace("/dev/full")
+        engine.generate(PROMPTS[:1], **GREEDY)
+    assert "cannot be written" in caplog.text
+    with engine_of("llama", 100) as engine, pytest.raises(OSError, match="space"):
+        engine.trace("/dev/full").close()

@@ -46,7 +46,7 @@ def test_everybody_in_the_crew_gets_what_he_gets_alone(model: Any, engine: Engin
     """Greedy and drawn, ended by length and by a token; who asks for more than a token a step is not among them."""
     others: list[dict[str, Any]] = [
         {"logprobs": 2},
-        {"no_repeat_ngram_size": 2},
+        {"encoder_repetition_penalty": 1.3},
         {"num_return_sequences": 2, **SAMPLED},
     ]
     kinds = [*ASKED, *({"do_sample": False, "max_new_tokens": 12, **kind} for kind in others)]

@@ -105,6 +105,77 @@ def test_a_model_that_fails_is_refused() -> None:
         Engine(model)
 
 
+@pytest.mark.parametrize(
+    ("value", "where", "said"),
+    [
+        (torch.nan, "weight", r"answers with NaN .*without any cache: model\.layers\.1\.mlp\.up_proj\.weight is not finite"),
+        (torch.inf, "weight", r"without any cache: model\.layers\.1\.mlp\.up_proj\.weight is not finite"),
+        (torch.inf, "hook", "answers with infinite logits .*its computation overflows"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_said_as_they_are(value: float, where: str, said: str) -> None:
+    """Nothing that has to do with prompts in pieces."""
+    model = build(BY_NAME["llama"])
+    if where == "hook":
+        model.lm_head.register_forward_hook(lambda module, inputs, logits: logits + value)
+    else:
+        model.model.layers[1].mlp.up_proj.weight.data[3, 2] = value
+    with pytest.raises(Unservable, match=said) as error:
+        Engine(model)
+    assert "pieces" not in str(error.value)
+
+
+def test_a_model_that_answers_at_random_is_said_to_do_so() -> None:
+    """Dropout that is on outside of training makes all answers others, not those in pieces alone."""
+    model = build(BY_NAME["llama"])
+    model.model.layers[0].register_forward_hook(lambda module, inputs, out: torch.nn.functional.dropout(out, 0.5))
+    with pytest.raises(Unservable, match=r"otherwise each time that it is given the same tokens .*random or keeps a state"):
+        Engine(model)
+
+
+def test_a_forward_that_fails_by_itself_is_not_sent_to_generate() -> None:
+    """generate() would fail as well; a forward that fails on pages alone would not."""
+    model = build(BY_NAME["llama"])
+    model.model.norm.register_forward_hook(lambda *arguments: 1 / 0)
+    with pytest.raises(Unservable, match=r"fails by itself, without any cache.*ZeroDivisionError") as error:
+        Engine(model)
+    assert "use generate()" not in str(error.value)
+    model = build(BY_NAME["llama"])
+
+    def fails(module: Any, args: Any, keywords: dict[str, Any]) -> None:
+        if keywords.get("past_key_values") is not None:
+            raise LookupError("no cache, please")
+
+    model.model.register_forward_pre_hook(fails, with_kwargs=True)
+    with pytest.raises(Unservable, match=r"on pages; use generate\(\) \(LookupError: no cache, please"):
+        Engine(model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels run")
+def test_kernels_that_cannot_run_here_are_no_failed_forward() -> None:
+    with pytest.raises(ValueError, match=r"kernels='triton' cannot run here: .*CUDA.*; use kernels='auto'") as error:
+        Engine(build(BY_NAME["llama"]), kernels="triton")
+    assert "forward" not in str(error.value)
+    assert "generate()" not in str(error.value)
+
+
+def test_a_generation_config_without_a_cache_is_named() -> None:
+    model = build(BY_NAME["llama"])
+    model.generation_config.use_cache = False
+    with pytest.raises(Unservable, match=r"model\.generation_config\.use_cache=False .*set it to True"):
+        Engine(model)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_training_mode_is_said_as_it_is(checkpointed: bool) -> None:
+    model = build(BY_NAME["llama"]).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    with pytest.raises(RuntimeError, match=r"training mode.*call model\.eval\(\) first"):
+        Engine(model)
+    Engine(model.eval(), num_blocks=40).close()
+
+
 def test_want_of_memory_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial that finds no memory says nothing about the model."""
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import inspect
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import DynamicCache
 
+import hf_paged
 from hf_paged import demo
 from hf_paged.trace import read
 
@@ -77,25 +83,73 @@ def test_the_big_shape_asks_for_a_gpu(name: str, capsys: pytest.CaptureFixture[s
     assert "needs a GPU" in capsys.readouterr().err
 
 
-def test_readme_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    """The ten lines of the first screen."""
-    code = next(block for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "demo.model()" in block)
-    exec(compile(code, "README.md", "exec"), {})
-    assert "PagedCache(rows=12" in capsys.readouterr().out
+def blocks_of(page: str) -> list[str]:
+    """The Python of a page, without what needs a model with eyes."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    return [block for block in blocks if "AutoProcessor" not in block]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/engine.md"])
-def test_engine_lines(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first lines about the engine, with the demo's model."""
-    code = next(block for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S) if "Engine(model" in block)
-    exec(compile(code, page, "exec"), {"model": demo.model(), "tokenizer": demo.tokenizer()})
-    assert len(capsys.readouterr().out.split()) > 10
+@pytest.mark.parametrize(("page", "count"), [("README.md", 3), ("docs/engine.md", 4)])
+def test_a_page_runs_as_it_stands(
+    page: str, count: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All its Python in order, as in a notebook: nothing is defined beforehand, and `await` stands at the top."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    blocks = blocks_of(page)
+    assert len(blocks) == count
+    for block in blocks:
+        left = eval(compile(block, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+        if inspect.iscoroutine(left):
+            asyncio.run(left)
+    out = capsys.readouterr().out
+    assert len(out.split()) > 40
+    if page == "README.md":
+        assert "PagedCache(rows=12" in out
+        assert re.search(r"prompts +\d\d tokens reused", out)
+    names["engine"].close()
+    names["engine"].check()
+
+
+def test_a_saved_word(tmp_path: Path) -> None:
+    """It is saved with the model: without this package stock's cache answers, and README's line takes it out."""
+    model, tokenizer = demo.model(), demo.tokenizer()
+    inputs = tokenizer("The moon fell", return_tensors="pt")
+    options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+    model.generation_config.update(cache_implementation="paged", cache_config={"block_size": 8})
+    model.save_pretrained(tmp_path / "with")
+    loaded = type(model).from_pretrained(tmp_path / "with")
+    paged = loaded.generate(**inputs, **options)
+    assert isinstance(paged.past_key_values, hf_paged.PagedCache)
+    hf_paged.uninstall()
+    try:
+        stock = loaded.generate(**inputs, **options)
+    finally:
+        hf_paged.install()
+    assert type(stock.past_key_values) is DynamicCache
+    assert stock.sequences.tolist() == paged.sequences.tolist()
+    line = "model.generation_config.update(cache_implementation=None, cache_config=None)"
+    assert f"`{line}`" in (ROOT / "README.md").read_text()
+    exec(line, {"model": loaded})
+    loaded.save_pretrained(tmp_path / "without")
+    saved = (tmp_path / "without" / "generation_config.json").read_text()
+    assert "paged" not in saved
+    assert "block_size" not in saved
 
 
 def test_demo_draws_the_blocks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What scripts/demo shows: identical tokens, and blocks that several rows share."""
-    monkeypatch.setattr("sys.argv", ["demo", "--new", "16"])
+    """What scripts/demo shows: identical tokens, blocks that several rows share, and what both caches cost at two sizes."""
+    monkeypatch.setattr("sys.argv", ["demo", "--new", "16", "--calls", "1"])
     runpy.run_module("hf_paged.demo", run_name="__main__")
     out = capsys.readouterr().out
     assert re.search(r"tokens +identical", out)
     assert re.search(r"row 3 .*\dx4", out)
+    assert re.search(r"^medians of 1 warm calls, CPU, \d+ thread\(s\), a model of 3 layers$", out, re.M)
+    sizes = re.findall(r"^(\d) beams of (\d+) tokens +seconds +\d+\.\d{3} +\d+\.\d{3} +x \d+\.\d\d$", out, re.M)
+    assert [(int(beams), int(tokens)) for beams, tokens in sizes] == [(4, 23), (8, 800)]
+    stock, paged = zip(*re.findall(r"cache bytes +([\d,]+) +([\d,]+)", out), strict=True)
+    before, after = ([int(each.replace(",", "")) for each in column] for column in (stock, paged))
+    per_token = 3 * 2 * 2 * 32 * 4
+    assert before == [4 * 22 * per_token, 8 * 799 * per_token]
+    assert after[1] < before[1] / 5  # 8 beams of a prompt of 768 tokens hold it once
+    assert all(each % (8 * per_token) == 0 for each in after)

@@ -306,10 +306,48 @@ def test_long_rope_drops_the_cache() -> None:
     )  # fmt: skip
     model = tf.Phi3ForCausalLM(config).eval()
     ids = torch.randint(5, VOCABULARY, (2, 12))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", hf_paged.FallbackWarning)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", hf_paged.FallbackWarning)
         assert_same(model, **call(ids, max_new_tokens=12, min_new_tokens=12))
+    said = {str(each.message) for each in seen if issubclass(each.category, hf_paged.FallbackWarning)}
+    assert len(said) == 1
+    assert "Phi3ForCausalLM went on with another cache, in which its long rope" in said.pop()
     assert_clean(model, "sdpa")
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "drawn"])
+def test_gradient_checkpointing_drops_the_cache(llama: Any, ids: torch.Tensor, options: dict[str, Any]) -> None:
+    """In training mode transformers takes any cache from checkpointed layers: stock runs, and the warning says why."""
+    llama.gradient_checkpointing_enable()
+    llama.train()
+    found = []
+    for word in ({}, {"cache_implementation": "paged"}):
+        torch.manual_seed(0)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", hf_paged.FallbackWarning)
+            found.append(llama.generate(**call(ids, **options, **word)))
+        said = [str(each.message) for each in seen if issubclass(each.category, hf_paged.FallbackWarning)]
+    assert torch.equal(*found)
+    assert len(said) == 1
+    assert "LlamaForCausalLM trains with gradient checkpointing" in said[0]
+    assert "prefix tuning" not in said[0]
+    assert "long rope" not in said[0]
+    for act in (llama.eval, llama.gradient_checkpointing_disable):
+        llama.train()
+        llama.gradient_checkpointing_enable()
+        act()
+        assert_same(llama, **call(ids))  # without a warning, which is an error here
+    assert_clean(llama, "sdpa")
+
+
+def test_a_paged_cache_that_checkpointed_layers_drop(llama: Any, ids: torch.Tensor) -> None:
+    """A cache that was passed cannot be exchanged beforehand: the warning comes with the answer, and says the same."""
+    llama.gradient_checkpointing_enable()
+    llama.train()
+    cache = hf_paged.PagedCache(llama)
+    with pytest.warns(hf_paged.FallbackWarning, match="trains with gradient checkpointing"):
+        llama.generate(**call(ids), past_key_values=cache)
+    cache.reset()
 
 
 def test_half_precision_runs(ids: torch.Tensor) -> None:

@@ -15,8 +15,8 @@ from families import BY_NAME, FAMILIES, VOCABULARY, build
 from modes import NEW
 from paged_layer import Paged
 from test_engine_device import assert_own_logprobs
-from ties import NOISE, first_ties, judge, judge_beams, router_margins, routers
 
+from hf_paged.checking.ties import NOISE, first_ties, judge, judge_beams, router_margins, routers
 from hf_paged.engine import Engine
 from hf_paged.integration import graphs
 from hf_paged.integration.graphs import graphs_of

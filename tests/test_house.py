@@ -19,9 +19,12 @@ BELOW = {
     "trace": set(),
     "memory": {"config", "blocks"},
     "integration": {"memory", "config", "blocks"},
-    "engine": {"integration", "memory", "scheduling", "trace", "config", "blocks"},
+    "checking": {"integration"},
+    "engine": {"checking", "integration", "memory", "scheduling", "trace", "config", "blocks"},
     "demo": {"integration", "memory", "config", "blocks", ""},
-    "": {"engine", "integration", "memory", "trace", "config", "blocks"},
+    "": {"engine", "checking", "integration", "memory", "trace", "config", "blocks"},
+    "environment": {"memory", ""},
+    "__main__": {"environment"},
 }
 """For each floor the floors it may import; "" is the package's own front door."""
 
@@ -114,6 +117,18 @@ def test_every_package_is_shipped() -> None:
     shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert set(shipped) == {"hf_paged", *(f"kernels/{package}" for package in KERNELS)}
     assert (ROOT / "kernels" / "hf_paged_native" / "paged.cpp").is_file()
+    assert (ROOT / "hf_paged" / "py.typed").is_file()
+
+
+def test_the_oldest_transformers_is_the_same_everywhere() -> None:
+    """pyproject, README and the error of an import that finds another GenerationMixin; the newest is the one of the scripts."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = next(each for each in project["dependencies"] if each.startswith("transformers>=")).partition(">=")[2]
+    readme = (ROOT / "README.md").read_text()
+    assert f"transformers {oldest}+" in readme
+    assert f"a transformers release from {oldest} on" in (PACKAGE / "integration" / "install.py").read_text()
+    newest = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("transformers=="))
+    assert f"transformers {oldest}.0 and {newest.partition('==')[2]}" in readme.replace("\n", " ")
 
 
 ON_A_DEVICE = {

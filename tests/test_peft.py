@@ -91,7 +91,7 @@ def test_prefix_tuning_brings_its_own_cache(ids: torch.Tensor) -> None:
     base = build(BY_NAME["llama"])
     model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
-    with pytest.warns(hf_paged.FallbackWarning, match="another cache"):
+    with pytest.warns(hf_paged.FallbackWarning, match="peft's prefix tuning gave LlamaForCausalLM another cache"):
         paged = model.generate(**call, cache_implementation="paged")
     assert torch.equal(paged, model.generate(**call))
     assert_clean(base, "sdpa")

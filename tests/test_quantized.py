@@ -17,9 +17,9 @@ import transformers as tf
 from compare import assert_clean, assert_same, both
 from families import ALTERNATING, LONG, SMALL, TOKENS, Family, build
 from test_reuse import ask, continued, words
-from ties import NOISE, judge, judge_beams
 
 import hf_paged
+from hf_paged.checking.ties import NOISE, judge, judge_beams
 
 WIDE = {**SMALL, **TOKENS, **LONG, "hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16}
 """Wide enough for nf4's blocks of 64."""
@@ -98,6 +98,12 @@ def test_the_same_tokens(kind: str, name: str, adapter: bool, tmp_path: Path) ->
         assert set(paged.past_key_values.paths) == {"paged"}
         del paged
     assert_clean(model, "sdpa")
+
+
+def test_what_differs_is_explained(kind: str, tmp_path: Path) -> None:
+    """What rounding explains is measured on the model: its dtype does not say that it rounds to fewer bits inside."""
+    report = hf_paged.check_mismatch(quantized(kind, tmp_path), words(8, 13), max_new_tokens=30, min_new_tokens=30, do_sample=False)
+    assert report.ok, str(report)
 
 
 def test_prefixes(kind: str, tmp_path: Path) -> None:

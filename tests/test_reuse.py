@@ -318,6 +318,20 @@ def test_an_answer_with_more_than_logits_is_computed_whole(llama: Any, monkeypat
         assert lengths == expected
 
 
+def test_the_log_says_once_why_nothing_is_shared(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """For each model and reason; prefix_caching was asked for, and training mode turns it off."""
+    first = words(1, 24)
+    ask(llama, first, 4)
+    assert caplog.messages == []
+    llama.train()
+    for _ in range(2):
+        ask(llama, first, 4)
+    assert len(caplog.messages) == 1
+    assert "prefix_caching does not share this prompt: the model is in training mode" in caplog.messages[0]
+    assert "model.eval()" in caplog.messages[0]
+    assert sum(hf_paged.stats(llama).reasons.values()) == 2
+
+
 def test_training_mode_and_its_forwards(llama: Any) -> None:
     """Under dropout nothing is shared, and a forward that trains takes the memory (C5)."""
     first = words(1, 24)

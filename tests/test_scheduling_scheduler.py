@@ -315,6 +315,21 @@ def test_priority_decides() -> None:
     assert all(group.status is Status.FINISHED for group in groups)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_only_first_come_first_served_starves_none(policy: str) -> None:
+    """C26: a request gets its turn behind those before it. By priority it waits as long as higher ones keep coming: no ageing."""
+    world = Simulated.of(total=40, tokens=32, sequences=1, policy=policy)
+    low = world.submit(Request(0, prompt(5), 7))
+    for number in range(1, 12):
+        world.submit(Request(number, prompt(5, number + 1), 7, priority=1))
+        world.step()
+    assert (low.status is Status.FINISHED) == (policy == "fcfs")
+    assert (low.status is Status.WAITING) == (policy == "priority")
+    world.run()
+    assert low.status is Status.FINISHED
+    world.assert_answered()
+
+
 def test_abort_in_any_state() -> None:
     """C34: waiting, running, preempted, finished: everything is given back."""
     world = Simulated.of(total=20, size=4, tokens=32, sequences=2)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_equal
 from families import BY_NAME, VOCABULARY, build
 
 from hf_paged import PagedCache
@@ -150,17 +149,3 @@ def test_mixed_adapters_are_sliced_with_the_rows(ids: torch.Tensor) -> None:
         paged = model.generate(**call, cache_implementation="paged")
     assert seen[0] == (3, 13)
     assert torch.equal(paged, model.generate(**call))
-
-
-def test_moe_router_outputs_are_repeated() -> None:
-    """A router's logits are [rows * tokens, experts]: all rows must be there."""
-    model = build(BY_NAME["mixtral"])
-    ids = torch.randint(5, VOCABULARY, (2, 9)).repeat_interleave(3, 0)
-    cache = PagedCache(model)
-    cache.sequences.unforked = 3
-    with torch.no_grad(), counted(model) as seen:
-        paged = wrap(model, model.forward)(input_ids=ids, past_key_values=cache, output_router_logits=True)
-        stock = model(input_ids=ids, output_router_logits=True)
-    assert seen[0] == (2, 9)
-    assert_equal(stock.logits, paged.logits)
-    assert_equal(stock.router_logits, paged.router_logits)

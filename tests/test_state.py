@@ -102,9 +102,9 @@ def test_the_users_attention_is_part_of_the_state_while_ours_stands_in(llama: An
     states = []
     for setting in ("sdpa", "eager"):
         llama.set_attn_implementation(setting)
-        switch([llama.config], "hf_paged")
+        switch([llama.config], "hf_paged", states)
         states.append(state(llama))
-        restore([llama.config])
+        restore([llama.config], states)
     assert states[0] != states[1]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from families import BY_NAME, build
-from ties import NOISE, first_ties, judge, judge_beams, rounding, router_margins, routers
 
+from hf_paged.checking.ties import NOISE, first_ties, judge, judge_beams, rounding, router_margins, routers
 from hf_paged.integration import graphs
 from hf_paged.integration.capture import RECORDERS
 

@@ -69,10 +69,19 @@ def config_class(kind: str, model_type: str) -> Any:
     return next(config for config in mappings()[kind] if config.model_type == model_type)
 
 
+def model_class_of(kind: str, cls: Any) -> Any:
+    """What transformers builds from a config."""
+    found = mappings()[kind][cls]
+    return found[0] if isinstance(found, tuple) else found
+
+
 def build(kind: str, cls: Any) -> Any:
     """A family's model in float32, the same random weights every time."""
-    model_class = mappings()[kind][cls]
-    model_class = model_class[0] if isinstance(model_class, tuple) else model_class
+    return build_class(model_class_of(kind, cls), cls, kind)
+
+
+def build_class(model_class: Any, cls: Any, kind: str = "") -> Any:
+    """A model of this class from the config `cls`."""
     config = cls(**tiny(cls))
     if model_class.config_class is cls.sub_configs.get("text_config"):
         config = config.get_text_config()

@@ -3,14 +3,14 @@
 Nothing here locks: whoever owns a pool lets one thread in at a time (`memory` does so with one lock per model).
 """
 
-from .digest import ROOT, chain, extra_key, seat
+from .digest import ROOT, chain, check_salt, extra_key, seat
 from .evictor import Evictor
 from .move import distinct, move
 from .pool import BlockPool, OutOfBlocks
 from .prefix import Match, Partial, adopt, commit
 from .sheet import Sheet
 from .siblings import Siblings
-from .table import Copy, Table, append, blocks_needed, reorder
+from .table import Copy, Table, append, blocks_needed, check_sources, reorder
 from .trail import Prompt, Trail, commit_tail, detach, reach_in_all
 
 __all__ = [
@@ -30,6 +30,8 @@ __all__ = [
     "append",
     "blocks_needed",
     "chain",
+    "check_salt",
+    "check_sources",
     "commit",
     "commit_tail",
     "detach",

@@ -26,6 +26,13 @@ def seat(parent: bytes, extra: bytes = b"") -> bytes:
     return parent + extra
 
 
+def check_salt(salt: object) -> str:
+    """A salt of blocks' names, as generate() and the engine take it."""
+    if not isinstance(salt, str):
+        raise TypeError(f"salt must be a str, got {salt!r}; requests of equal salts share blocks")
+    return salt
+
+
 def extra_key(*parts: object) -> bytes:
     """Join extras into one key; the parts are told apart, so ("ab", "c") is not ("a", "bc").
 

@@ -70,6 +70,8 @@ class BlockPool:
         """How often `forget` was called. What a table computed in an earlier epoch is never named."""
         self._tables: weakref.WeakSet[Table] = weakref.WeakSet()
         self.peak_held = 0
+        self.top = 0
+        """No block from here on was ever handed out, so none needs memory yet."""
         self.counts: Counter[Literal["copies", "evictions", "hits", "misses"]] = Counter()
 
     # ---- sizes
@@ -128,6 +130,8 @@ class BlockPool:
         self._held += 1
         if self._held > self.peak_held:
             self.peak_held = self._held
+        if block >= self.top:
+            self.top = block + 1
         return block
 
     def take_several(self, count: int, near: int = NOWHERE) -> list[int]:
@@ -149,6 +153,7 @@ class BlockPool:
         self._references[start:end] = [1] * count
         self._held += count
         self.peak_held = max(self.peak_held, self._held)
+        self.top = max(self.top, end)
         return list(range(start, end))
 
     def find_run(self, length: int) -> int | None:
@@ -313,6 +318,7 @@ class BlockPool:
             self._check_block(block, named[block])
         expect(self._held == sum(1 for s in self._state if s == HELD), f"held={self._held} is not the number of held blocks")
         expect(self.free == self._state.count(FREE), f"free={self.free} is not the number of free blocks")
+        expect(self._state.count(FREE, self.top) == self.total - self.top, f"a block from {self.top} on is in use")
         expect(self.free + self.held + self.cached == self.total, "free + held + cached is not total")
         first = self._state.find(FREE)
         expect(first < 0 or first >= self._lowest_free, f"block {first} is free below the mark {self._lowest_free}")

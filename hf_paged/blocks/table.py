@@ -208,9 +208,7 @@ def reorder(tables: Sequence[Table], sources: Sequence[int]) -> list[Table]:
     lives on twice takes the place of one that nobody asked for, and references move only in the tails where these two
     differ (C6). All references are added before any is dropped: nothing that stays in use is free in between.
     """
-    for source in sources:
-        if not 0 <= source < len(tables):
-            raise IndexError(f"row {source} does not exist; there are {len(tables)} rows")
+    check_sources(tables, sources)
     heirs = _heirs(sources)
     tails = {row: 0 for row in range(len(tables)) if row not in heirs}  # of the rows that end: what is to be dropped
     moved: list[tuple[int, _Row]] = []
@@ -229,6 +227,14 @@ def reorder(tables: Sequence[Table], sources: Sequence[int]) -> list[Table]:
     for table in tables[len(sources) :]:
         table._become(_Row([], [], 0, 0, table.stamp, table.epoch))
     return answer
+
+
+def check_sources(tables: Sequence[Table], sources: Sequence[int]) -> None:
+    """Raise IndexError unless every source is the place of a table."""
+    if not sources or (min(sources) >= 0 and max(sources) < len(tables)):
+        return
+    wrong = next(source for source in sources if not 0 <= source < len(tables))
+    raise IndexError(f"row {wrong} does not exist; there are {len(tables)} rows")
 
 
 def _heirs(sources: Sequence[int]) -> dict[int, int]:

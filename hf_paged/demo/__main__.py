@@ -1,4 +1,4 @@
-"""The same beams on stock's cache and on pages, and a map of the blocks that the beams share.
+"""The same beams on stock's cache and on pages, a map of the blocks that the beams share, and what both cost.
 
 python -m hf_paged.demo [--beams 4] [--new 40] [--prompt "The fox"]
 """
@@ -10,7 +10,8 @@ import os
 import sys
 import time
 from collections import Counter
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,14 +20,45 @@ from hf_paged import demo
 
 COLOURS = (39, 208, 76, 201, 220, 51, 196, 141)
 WIDTH = 76
+LONG = 768
+"""Tokens of the prompt at which the caches differ in time: two thirds of what the model is made for."""
+LONG_BEAMS = 8
+LONG_NEW = 32
 
 
-def run(model: Any, inputs: Any, arguments: dict[str, Any]) -> tuple[Any, float]:
-    """The answer of a warm call, and its seconds."""
-    model.generate(**inputs, **{**arguments, "max_new_tokens": 2})
-    begin = time.perf_counter()
-    answer = model.generate(**inputs, **arguments, return_dict_in_generate=True)
-    return answer, time.perf_counter() - begin
+class Answers(NamedTuple):
+    """What one call answers on stock's cache and on pages, and the median seconds of it on each."""
+
+    stock: Any
+    paged: Any
+    stock_seconds: float
+    paged_seconds: float
+
+    @property
+    def same(self) -> bool:
+        """Whether the tokens are."""
+        return torch.equal(self.stock.sequences, self.paged.sequences)
+
+
+def run(model: Any, inputs: Any, arguments: dict[str, Any], paged: dict[str, Any], calls: int) -> Answers:
+    """The same call on both caches in turns, `calls` times each after one that warms up."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    answers: dict[bool, Any] = {}
+    for number in range(-1, calls):
+        for on_pages in (False, True):
+            answers.pop(on_pages, None)  # its blocks are free for the next call
+            begin = time.perf_counter()
+            answers[on_pages] = model.generate(**inputs, **arguments, **(paged if on_pages else {}), return_dict_in_generate=True)
+            if number >= 0:
+                seconds[on_pages].append(time.perf_counter() - begin)
+    return Answers(answers[False], answers[True], median(seconds[False]), median(seconds[True]))
+
+
+def long_inputs(tokenizer: Any, tokens: int) -> dict[str, torch.Tensor]:
+    """A prompt of so many tokens, of the demo's beginnings over and over."""
+    ids = tokenizer(" ".join(demo.prompts()), return_tensors="pt")["input_ids"]
+    ids = ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def stock_bytes(cache: Any) -> int:
@@ -36,8 +68,9 @@ def stock_bytes(cache: Any) -> int:
 
 def paged_bytes(cache: hf_paged.PagedCache) -> int:
     """Bytes of the blocks that the cache's rows hold."""
-    groups = [rows.group for rows in cache.sequences.rows.values()]
-    return sum(group.pool.held * group.block_bytes for group in groups)
+    rows = cache.sequences.rows.items()
+    held = {kind: {block for table in cache.sequences.tables(kind) for block in table.blocks} for kind, _ in rows}
+    return sum(len(held[kind]) * each.group.block_bytes for kind, each in rows)
 
 
 def block_map(tables: list[list[int]], colour: bool) -> str:
@@ -63,32 +96,48 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=40)
     parser.add_argument("--block-size", type=int, default=8)
     parser.add_argument("--prompt", default=demo.prompts()[0])
+    parser.add_argument("--calls", type=int, default=3, help="warm calls on each cache; the median is printed")
     options = parser.parse_args()
     model, tokenizer = demo.model(), demo.tokenizer()
-    inputs = tokenizer(options.prompt, return_tensors="pt")
-    beams = {"num_beams": options.beams, "num_return_sequences": options.beams, "max_new_tokens": options.new, "do_sample": False}
-    stock, stock_seconds = run(model, inputs, beams)
-    word = {"cache_implementation": "paged", "cache_config": {"block_size": options.block_size}}
-    paged, paged_seconds = run(model, inputs, {**beams, **word})
-    show(tokenizer, stock, stock_seconds, paged, paged_seconds)
-    if not torch.equal(stock.sequences, paged.sequences):
+    paged = {"cache_implementation": "paged", "cache_config": {"block_size": options.block_size}}
+    short = run(model, tokenizer(options.prompt, return_tensors="pt"), beams(options.beams, options.new), paged, options.calls)
+    show(tokenizer, short)
+    long = run(model, long_inputs(tokenizer, LONG), beams(LONG_BEAMS, LONG_NEW), paged, options.calls)
+    print("-" * WIDTH)
+    layers = len(short.stock.past_key_values.layers)
+    print(f"medians of {options.calls} warm calls, CPU, {torch.get_num_threads()} thread(s), a model of {layers} layers")
+    print(f"{'':<40}{'stock':>12}{'paged':>12}")
+    for answers in (short, long):
+        compare(answers)
+    if not (short.same and long.same):
         sys.exit("the tokens differ: this is a bug, please report it")
 
 
-def show(tokenizer: Any, stock: Any, stock_seconds: float, paged: Any, paged_seconds: float) -> None:
-    """What was generated, what it cost, and who shares which block."""
-    for i, text in enumerate(tokenizer.batch_decode(paged.sequences, skip_special_tokens=True)):
+def beams(width: int, new: int) -> dict[str, Any]:
+    """generate()'s arguments for a beam search that returns all its beams."""
+    return {"num_beams": width, "num_return_sequences": width, "max_new_tokens": new, "do_sample": False}
+
+
+def compare(answers: Answers) -> None:
+    """What a call costs on each cache, in seconds and in bytes."""
+    rows, columns = answers.stock.sequences.shape
+    what = f"{rows} beams of {columns} tokens"
+    before, after = stock_bytes(answers.stock.past_key_values), paged_bytes(answers.paged.past_key_values)
+    faster = answers.paged_seconds / answers.stock_seconds
+    print(f"{what:<24}{'seconds':<16}{answers.stock_seconds:>12.3f}{answers.paged_seconds:>12.3f}   x {faster:.2f}")
+    print(f"{'':<24}{'cache bytes':<16}{before:>12,}{after:>12,}   x {after / before:.2f}")
+
+
+def show(tokenizer: Any, answers: Answers) -> None:
+    """What was generated, and which rows share which blocks."""
+    for i, text in enumerate(tokenizer.batch_decode(answers.paged.sequences, skip_special_tokens=True)):
         print(f"beam {i}: {' '.join(text.split())}")
-    cache = paged.past_key_values
+    cache = answers.paged.past_key_values
     tables = cache.tables()
     named, held = sum(len(row) for row in tables), len({block for row in tables for block in row})
-    before, after = stock_bytes(stock.past_key_values), paged_bytes(cache)
     print("-" * WIDTH)
-    print(f"tokens       {'identical' if torch.equal(stock.sequences, paged.sequences) else 'DIFFERENT'}")
-    print(f"seconds      stock {stock_seconds:.3f}   paged {paged_seconds:.3f}   (CPU, {torch.get_num_threads()} thread(s), one call)")
+    print(f"tokens       {'identical' if answers.same else 'DIFFERENT'}")
     print(f"blocks       {named} named by the rows, {held} in memory: {1 - held / named:.0%} shared away")
-    print(f"cache bytes  stock {before:,}   paged {after:,}: {1 - after / before:.0%} saved")
-    print("-" * WIDTH)
     print(f"blocks of {cache.config.block_size} tokens, by row; 'x{len(tables)}' is held once for {len(tables)} rows")
     print(block_map(tables, sys.stdout.isatty() and "NO_COLOR" not in os.environ))
 

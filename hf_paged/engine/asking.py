@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Iterable
@@ -10,16 +11,18 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from ..integration.offloaded import input_device
 from .embeddings import checked, names_of
 from .encoding import Source
 from .media import Media, marks_of, taken
 from .options import Options, ends_of
 from .prompts import known, opened, prompt_tokens, short, words_of
-from .sampling import Warp, warp_of
+from .rules import Recipe, recipe_of
+from .sampling import Warp
 
 EXPECTED = {
     "_prepare_generation_config": ["generation_config"],
@@ -47,7 +50,8 @@ class Asked:
     prompt of embeddings [tokens, hidden] the ids that were given beside them, if any were. media: what is put in the place of some of the
     ids. source: what an encoder is given; prompt and ids are then what its decoder begins with. max_length: of a sequence in the books.
     processors and criteria: what is not done for the whole batch at once; criteria without those about length and ends of sequence.
-    warp: what the processors do to scores, if that is done for the whole batch at once.
+    recipe: what the processors do to scores, if that is done for the whole batch at once. slow: the names of the processors
+    that run for this request alone.
     """
 
     prompt: tuple[int, ...]
@@ -62,7 +66,8 @@ class Asked:
     max_length: int
     seed: int
     favourites: int | None
-    warp: Warp | None
+    recipe: Recipe | None
+    slow: tuple[str, ...]
 
     @property
     def beams(self) -> int:
@@ -85,15 +90,24 @@ class Asked:
         return bool(self.config.do_sample)
 
     @property
+    def warp(self) -> Warp | None:
+        """The parts of the recipe that take other numbers for every row."""
+        return None if self.recipe is None else self.recipe.warp
+
+    @property
     def steady(self) -> bool:
         """Whether its next token is chosen with everybody's and stands where all would expect it, and may only be the last one."""
         moved = self.media is not None and self.media.shift
-        return self.warp is not None and not self.criteria and self.favourites is None and not moved
+        return self.recipe is not None and not self.criteria and self.favourites is None and not moved
 
     @property
     def told(self) -> tuple[int, ...]:
         """The ids of the prompt as the user knows it."""
         return self.ids if self.source is None else self.source.ids
+
+    def seen_length(self, position: int) -> int:
+        """The length of a sequence of so many tokens in the books as processors and criteria see it."""
+        return position + len(self.ids) - len(self.prompt)
 
     def seen(self, tokens: list[int]) -> list[int]:
         """The tokens of a sequence in the books as processors and criteria see them."""
@@ -143,6 +157,11 @@ def _callables(name: str, given: Any) -> list[Any]:
     return found
 
 
+def _require_function(name: str, given: Any) -> None:
+    if given is not None and not callable(given):
+        raise TypeError(f"{name} is a function, got {short(given)}")
+
+
 class Given(NamedTuple):
     """A prompt: the ids that processors see, what the model is given as `name`, and what comes of it."""
 
@@ -179,8 +198,9 @@ def read(
     defaults, config, own_ends = options.read(model, generation_config, keywords)
     given = (_for_encoder if model.config.is_encoder_decoder else _for_decoder)(model, tokenizer, prompt, config, **parts)
     given = _showing(model, given, shown)
+    _require_function("prefix_allowed_tokens_fn", extras["prefix_allowed_tokens_fn"])
     tokens, names = given.tokens, given.names
-    config, device = _with_lengths(model, config, defaults, given), model.device
+    config, device = _with_lengths(model, config, defaults, given), input_device(model)
     processors = model._get_logits_processor(
         config,
         input_ids_seq_length=len(tokens),
@@ -190,12 +210,11 @@ def read(
         model_kwargs={},
         **{name: extras[name] for name in PASSED_ON},
     )
-    brought = StoppingCriteriaList(_callables("stopping_criteria", extras["stopping_criteria"]))
-    criteria = model._get_stopping_criteria(config, brought, tokenizer=tokenizer)
+    criteria = _criteria(model, config, tokenizer, extras["stopping_criteria"], options)
     at_tokens = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
     others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
-    plain = warp_of(processors, sampled=bool(config.do_sample))
+    recipe, slow = _recipe(config, processors)
     return Asked(
         names,
         tokens,
@@ -207,10 +226,36 @@ def read(
         others,
         own_ends.union(*(ends_of(tensor) for tensor in at_tokens if tensor is not config._eos_token_tensor)),
         min(lengths) - len(tokens) + len(names),
-        _seed(seed),
+        _seed(seed, drawn=bool(config.do_sample)),
         _favourites(logprobs, model),
-        plain if (config.num_beams or 1) == 1 else None,
+        recipe,
+        slow,
     )
+
+
+def _criteria(model: Any, config: Any, tokenizer: Any, given: Any, options: Options) -> StoppingCriteriaList:
+    """The stopping criteria as generate() makes them, but for stop strings, whose criterion costs less."""
+    if config.stop_strings is not None and tokenizer is None:  # transformers would name an argument of generate()
+        raise ValueError(
+            f"stop_strings={config.stop_strings!r} need the model's tokenizer; make the engine with it, Engine(model, tokenizer)"
+        )
+    brought = StoppingCriteriaList(_callables("stopping_criteria", given))
+    stops = config.stop_strings
+    own = stops is not None and tokenizer is not None and not any(type(each) is StopStringCriteria for each in brought)
+    others = copy.copy(config)
+    others.stop_strings = None if own else stops
+    criteria: StoppingCriteriaList = model._get_stopping_criteria(others, brought, tokenizer=tokenizer)
+    if own:
+        criteria.append(options.stops.criterion(tokenizer, stops))
+    return criteria
+
+
+def _recipe(config: Any, processors: LogitsProcessorList) -> tuple[Recipe | None, tuple[str, ...]]:
+    """The processors as a recipe, or the names of those that run for the request alone: all of a beam search."""
+    if (config.num_beams or 1) > 1:
+        return None, tuple([type(each).__name__ for each in processors])
+    recipe, slow = recipe_of(processors, sampled=bool(config.do_sample))
+    return recipe, tuple(slow)
 
 
 def _beside(keywords: dict[str, Any], shown: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +286,7 @@ def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_em
         if prompt is None:
             raise ValueError("a request needs a prompt, or inputs_embeds")
         tokens = known(prompt_tokens(prompt, tokenizer), model)
-        return Given(tokens, "input_ids", torch.tensor([tokens], device=model.device))
+        return Given(tokens, "input_ids", torch.tensor([tokens], device=input_device(model)))
     tokens = () if prompt is None else prompt_tokens(prompt, tokenizer)
     embeds = checked(model, inputs_embeds, tokens)
     return Given(tokens, "inputs_embeds", embeds[None], embeds)
@@ -258,12 +303,12 @@ def _for_encoder(
         if prompt is None:
             raise ValueError("a request needs a prompt")
         ids = known(prompt_tokens(prompt, tokenizer), model.get_encoder())
-        inputs = torch.tensor([ids], device=model.device)
+        inputs = torch.tensor([ids], device=input_device(model))
     else:
         if prompt is not None or not isinstance(input_features, torch.Tensor):
             raise ValueError(f"{type(model).__name__} takes no text; give {name}=..., and decoder_input_ids if it shall begin with some")
         features = input_features[None] if input_features.ndim == 2 else input_features
-        ids, inputs = (), features.detach().to(model.device, model.dtype, copy=True)
+        ids, inputs = (), features.detach().to(input_device(model), model.dtype, copy=True)
     begin = (
         {}
         if decoder_input_ids is None
@@ -280,14 +325,19 @@ def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: G
     config = model._prepare_generated_length(config, *defaults, given.name, len(given.tokens), given.inputs)
     if len(given.tokens) >= config.max_length:
         count = len(given.tokens) if given.embeds is None else len(given.embeds)
-        raise ValueError(f"the prompt has {count} tokens and max_length leaves none to generate; give max_new_tokens instead")
+        raise ValueError(
+            f"the prompt has {count} tokens and max_length={config.max_length} leaves none to generate; give max_new_tokens instead"
+        )
     return config
 
 
-def _seed(seed: int | None) -> int:
-    """The request's seed; without one from torch's generator, so that torch.manual_seed settles it."""
+def _seed(seed: int | None, drawn: bool) -> int:
+    """The request's seed. Draws without one take it from torch's generator, so that torch.manual_seed settles it.
+
+    A request that draws nothing leaves the generator as it is, as in generate().
+    """
     if seed is None:
-        return int(torch.randint(2**62, (), device="cpu"))
+        return int(torch.randint(2**62, (), device="cpu")) if drawn else 0
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed!r} is not an int from 0 to 2**63 - 1")
     return int(seed)

@@ -7,9 +7,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import torch
@@ -21,7 +19,7 @@ from .news import Wake
 class Driven(Protocol):
     """An engine, as far as its thread knows it."""
 
-    def turn(self) -> bool:
+    def _turn(self) -> bool:
         """Do one step, if there is anything to do; the answer is whether there may be more."""
 
 
@@ -36,12 +34,16 @@ class Background:
         self._device = device
         self._awake: SimpleQueue[None] = SimpleQueue()
         """Something to do, for each time that somebody said so: a queue that finalizers may write to."""
-        self._halted = False
-        self._listeners: list[Wake] = []
+        self.halted = False
+        """Whether it begins no other step."""
+        self._listeners: set[Wake] = set()
         """Everybody who waits: all are woken when the thread ends."""
         self._over, self._process = False, os.getpid()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="hf_paged engine", daemon=True)
+
+    def begin(self) -> None:
+        """Start it, once."""
         atexit.register(self.stop)
         self._thread.start()
 
@@ -65,7 +67,7 @@ class Background:
 
     def stop(self, wait: bool = True) -> None:
         """Begin no other step, and wait for the end of the one that runs. From within a step nobody can wait for that."""
-        self._halted = True
+        self.halted = True
         self._awake.put(None)
         atexit.unregister(self.stop)
         if wait:
@@ -73,7 +75,7 @@ class Background:
 
     def _left_alone(self, _: object) -> None:
         """The engine is gone. Finalizers run in the middle of anything, so this only notes it."""
-        self._halted = True
+        self.halted = True
         self._awake.put(None)
 
     # ---- in the thread
@@ -82,11 +84,11 @@ class Background:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # every thread has its own
-            while not self._halted:
+            while not self.halted:
                 self._awake.get()
                 while not self._awake.empty():
                     self._awake.get()
-                while not self._halted and self._turn():
+                while not self.halted and self._turn():
                     pass
         except BaseException as error:  # an interrupt from within a processor, too: somebody must hear of it
             self.error = error
@@ -99,16 +101,25 @@ class Background:
     def _turn(self) -> bool:
         """The engine is held for a turn only, so that one that nobody else holds can go."""
         engine = self._engine()
-        return engine is not None and engine.turn()
+        return engine is not None and engine._turn()
 
     # ---- in other threads
 
     def wait(self, job: Job, each: bool, timeout: float | None = None) -> None:
         """Wait for the end of a job, or for `each` increment, or until the thread has ended; `timeout` in seconds."""
-        event = threading.Event()
-        with self._listening(job, event.set, each):
+        news: SimpleQueue[None] = SimpleQueue()  # not an Event, whose lock a signal handler must not meet
+
+        def wake() -> None:
+            news.put(None)
+
+        try:
+            self._listen(job, wake, each)
             if not self._ready(job, each):
-                event.wait(timeout)
+                news.get(timeout=None if timeout is None else max(0.0, timeout))
+        except Empty:
+            pass
+        finally:
+            self._unlisten(job, wake)
         self._raise_trouble(job)
 
     async def arrival(self, job: Job, each: bool) -> None:
@@ -121,26 +132,29 @@ class Background:
             except RuntimeError:  # the loop was closed, and nobody listens any more
                 job.cancelled = True
 
-        with self._listening(job, wake, each):
+        try:
+            self._listen(job, wake, each)
             if not self._ready(job, each):
                 await event.wait()
+        finally:
+            self._unlisten(job, wake)
         self._raise_trouble(job)
 
-    @contextmanager
-    def _listening(self, job: Job, wake: Wake, each: bool) -> Iterator[None]:
-        # First be heard of, then look: what happens in between is not missed.
-        self._listeners.append(wake)
-        try:
-            with job.news.waking(wake, each):
-                yield
-        finally:
-            self._listeners.remove(wake)
+    def _listen(self, job: Job, wake: Wake, each: bool) -> None:
+        """Have `wake` called at the end of a job, or at `each` increment. A look whether there is one misses none after this."""
+        self._listeners.add(wake)
+        (job.news.readers if each else job.news.waiters).add(wake)
+
+    def _unlisten(self, job: Job, wake: Wake) -> None:
+        for listeners in (self._listeners, job.news.readers, job.news.waiters):
+            listeners.discard(wake)
 
     def _ready(self, job: Job, each: bool) -> bool:
         return self.over or job.output is not None or (each and bool(job.news))
 
     def _raise_trouble(self, job: Job) -> None:
         if self.error is not None and job.output is None:
-            raise RuntimeError(f"the engine's thread has stopped: {self.error}; start() goes on, if that is over") from self.error
+            what = str(self.error) or type(self.error).__name__
+            raise RuntimeError(f"the engine's thread has stopped: {what}; start() goes on, if that is over") from self.error
         if self._forked and job.output is None:
             raise RuntimeError(f"the engine's thread is in process {self._process}, from which this one was forked; make an engine here")

@@ -12,6 +12,7 @@ from ..integration.layer import PagedLayer
 from ..integration.slots import CROSS
 from ..memory import Batch, FlatBatch, Kind, Layout, Pages, Sequences
 from .pools import Pools
+from .support import Unservable
 
 
 class StepCache(DynamicCache):
@@ -26,7 +27,8 @@ class StepCache(DynamicCache):
         self.batches: Mapping[Kind, Batch] = {}
         self.past = 0
         """The tokens before the step, where one sequence runs by itself."""
-        Cache.__init__(self, layers=[StepLayer(i, kind, self) for i, kind in enumerate(pools.layers)])
+        layers: list[Any] = [(EmptyLayer if kind == CROSS else StepLayer)(i, kind, self) for i, kind in enumerate(pools.layers)]
+        Cache.__init__(self, layers=layers)
         self._cross = DynamicCache()
         Cache.__init__(self._cross, layers=[CrossLayer(i, CROSS, self) for i in range(pools.cross_layers)])
 
@@ -37,7 +39,11 @@ class StepCache(DynamicCache):
         return both
 
     def begin(self, batches: Mapping[Kind, Batch], past: int = 0) -> None:
-        """Stand for another step."""
+        """Stand for another step, of one sequence behind `past` tokens or of several in one row.
+
+        Until it is updated a layer is initialized if there is a past: models ask that to know a prompt. Of several sequences some
+        may be at their prompt, so none of the layers is.
+        """
         self.batches, self.past = batches, past
         for layer in self.layers:
             layer.reset()
@@ -45,7 +51,7 @@ class StepCache(DynamicCache):
     @property
     def paths(self) -> set[str]:
         """How attention has read the layers in this step."""
-        return {layer.path for layer in self.layers if isinstance(layer, StepLayer)}
+        return {layer.path for layer in self.layers if isinstance(layer, StepLayer) and not isinstance(layer, EmptyLayer)}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("the cache of an engine's step lives in its model's pools and cannot be pickled or copied")
@@ -93,7 +99,27 @@ class StepLayer(PagedLayer):
         return kept + query_length, past - kept
 
     def reset(self) -> None:
-        self.columns, self.path, self.is_initialized = 0, "unused", False
+        self.columns = 0
+        self.path = "unused"
+        self.is_initialized = self.step.past > 0
+
+
+class EmptyLayer(StepLayer):
+    """A layer of a decoder that attends to a picture and to nothing else: prompts here have none (Mllama)."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Refuse: there are no tables for a picture's tokens."""
+        raise Unservable(f"layer {self.number} attends to a picture, for whose tokens the engine has no tables; use generate()")
+
+    def _stored(self, which: Any) -> torch.Tensor | None:
+        return None
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.is_initialized = False
 
 
 class CrossLayer(StepLayer):

@@ -11,11 +11,13 @@ import torch
 from ..memory.upload import Download, upload
 from ..scheduling import UNKNOWN, Scheduler
 from .beams import BeamSearch, BeamStep, Contender, Continuations, step
+from .callables import require_known
 from .contest import Contest, apart
 from .job import Job
 from .output import TokenLogprob
 from .repeats import Repeats
-from .sampling import Warp, best, draw, mend, warp
+from .sampling import draw
+from .selection import Selection
 
 
 class Pick(NamedTuple):
@@ -27,6 +29,17 @@ class Pick(NamedTuple):
 
 class NoToken(RuntimeError):
     """The model's logits, or what a processor made of them, leave nothing to choose."""
+
+
+def no_token(job: Job) -> Exception:
+    """Why there is no token where the device found none."""
+    if job.trouble_with_scores is not None:
+        return job.trouble_with_scores
+    ruled = ", or its processors made NaN scores or leave no token to draw" if job.ruled else ", and leave no token"
+    warp = job.asked.warp
+    if job.asked.sampled and warp is not None and warp.temperature != 1:
+        return NoToken(f"the model's logits over temperature={warp.temperature} are NaN, inf or all -inf{ruled}")
+    return NoToken(f"the model's logits are NaN or all -inf{ruled}")
 
 
 class Choice:
@@ -65,7 +78,7 @@ class Choice:
 
     def _reject(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            self._failed[job] = NoToken("the model's logits are NaN")
+            self._failed[job] = no_token(job)
 
     def _each(self, picks: Iterable[Pick], act: Callable[[Pick], None]) -> None:
         """Do something for every job that has not failed."""
@@ -82,8 +95,8 @@ class Choice:
         """The tokens of a job with processors of its own."""
         job, own = pick.job, self._logits[pick.rows]
         scores = _sound(job.processed(own, own.device), job)
-        tokens: list[int] = (_drawn([pick], scores, cut=False) if job.asked.sampled else scores.argmax(-1)).tolist()
-        return tokens
+        tokens: list[int] = (_drawn(pick, scores) if job.asked.sampled else scores.argmax(-1)).tolist()
+        return require_known(tokens, own.shape[1], scores)
 
     def _take(self, scheduler: Scheduler, pick: Pick, tokens: list[int]) -> None:
         """Let a job go on. Of one that asks for no logprobs there is nothing to compute: not one launch for each request."""
@@ -120,7 +133,8 @@ class Choice:
         own = self._logits[pick.rows].log_softmax(-1)
         scores = _sound(pick.job.processed(own, own.device), pick.job)
         values, places = apart(search, scores)
-        beams, tokens = (places // scores.shape[1]).tolist(), (places % scores.shape[1]).tolist()
+        beams = (places // scores.shape[1]).tolist()
+        tokens = require_known((places % scores.shape[1]).tolist(), own.shape[1], scores)
         favourites = pick.job.asked.favourites
         notes = None if favourites is None else _notes(self._logits[[pick.rows[beam] for beam in beams]], tokens, favourites)
         return Continuations(values.tolist(), beams, tokens, notes)
@@ -149,48 +163,32 @@ def _dealt(picks: Sequence[Pick], found: list[Any]) -> dict[Job, list[Any]]:
 
 def together(picks: Sequence[Pick], logits: torch.Tensor, repeats: Repeats) -> torch.Tensor:
     """The tokens of plain jobs, one behind the other, and what the host is told of them: UNKNOWN where the logits have NaN among them, and
-    some token stands for it: [2, sequences].
-
-    One argmax for all that are greedy, one cut and one draw for all that are sampled. Nobody waits for the device.
+    some token stands for it: [2, sequences]. Nobody waits for the device.
     """
     rows = [row for pick in picks for row in pick.rows]
-    scores = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
+    own = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
     owners = [(pick.job, sequence) for pick in picks if pick.job.group for sequence in pick.job.group.sequences]
-    paying = [place for place, (job, _) in enumerate(owners) if job.fined]
-    fined = repeats.fined(scores, paying, [owners[place] for place in paying]) if paying else None
-    if fined is not None:
-        scores = scores.index_copy(0, fined.rows, fined.scores)
-    chosen = best(scores)
-    drawn = [pick for pick in picks if pick.job.asked.sampled]
-    if drawn:
-        sampled = [pick.job.asked.sampled for pick in picks for _ in pick.rows]
-        places = upload([place for place, each in enumerate(sampled) if each], logits.device)
-        chosen[0, places] = _drawn(drawn, scores[places], cut=True)
-        chosen = mend(chosen, scores.shape[1])
-    if fined is not None:
-        repeats.note(fined, chosen[0])
-    return chosen
+    return Selection(owners, repeats).choose(own, [len(sequence.tokens) for _, sequence in owners])
 
 
-def _drawn(picks: Sequence[Pick], scores: torch.Tensor, cut: bool) -> torch.Tensor:
-    """Tokens [rows] drawn from scores [rows, vocabulary], the rows of the picks one behind the other."""
-    seeds, indices, positions, warps = [], [], [], []
-    for pick in picks:
-        assert pick.job.group is not None
-        for sequence in pick.job.group.sequences:
-            seeds.append(pick.job.asked.seed)
-            indices.append(sequence.index)
-            positions.append(len(sequence.tokens))
-            warps.append(pick.job.asked.warp or Warp())
-    return draw(warp(scores, warps) if cut else scores, seeds, indices, positions)
+def _drawn(pick: Pick, scores: torch.Tensor) -> torch.Tensor:
+    """Tokens [rows] drawn from a job's processed scores [rows, vocabulary]."""
+    assert pick.job.group is not None
+    sequences = pick.job.group.sequences
+    seeds = [pick.job.asked.seed] * len(sequences)
+    indices = [sequence.index for sequence in sequences]
+    return draw(scores, seeds, indices, [len(sequence.tokens) for sequence in sequences])
 
 
 def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
-    """Scores [rows, vocabulary] of which at least one is a number in every row."""
+    """Scores [rows, vocabulary] that leave a token in every row, of beams in any row."""
     if bool(scores.isnan().any()):
         raise NoToken("a logits processor made NaN scores")
-    if job.asked.sampled and not bool(scores.amax(-1).isfinite().all()):
-        raise NoToken("the logits processors leave no token to draw")
+    best = scores.amax(-1) if job.beams is None else scores.amax()
+    if not bool((best > -torch.inf).all()):
+        raise NoToken("no token is left after the logits processors: all scores of a row are -inf")
+    if job.asked.sampled and not bool(best.isfinite().all()):
+        raise NoToken("no token can be drawn after the logits processors: a score is inf")
     return scores
 
 

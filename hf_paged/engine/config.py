@@ -5,12 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from ..config import CacheConfig
 from ..scheduling import ADMISSIONS, POLICIES, Limits
 
 MOST_SEQUENCES = 256
+Policy = Literal["fcfs", "priority"]
+PreemptionMode = Literal["auto", "recompute", "swap"]
+Admission = Literal["watermark", "future"]
+Kernels = Literal["auto", "triton", "native", "torch"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class EngineConfig:
     that is less: a step must hold one token of each.
     watermark: the share of the blocks that new requests leave to those who run already.
     prefix_caching: whether blocks with the same tokens before them are computed once. check_hits: compare the tokens of every hit.
-    policy: "fcfs" (first come, first served) or "priority" (the higher first).
+    policy: "fcfs" (first come, first served) or "priority" (the higher first; there is no ageing, so a request waits as long as
+    higher ones keep the engine full).
     preemption: what happens to the newest request when blocks run out. "swap": its blocks wait in the host's memory, if there is room;
     "recompute": they are given up and computed again later; "auto": what costs less, by what was measured.
     host_blocks: blocks of every layer group that may wait on the host, allocated at once; 0 for none. Without it as many as the pool
@@ -53,12 +58,12 @@ class EngineConfig:
     watermark: float = 0.01
     prefix_caching: bool = True
     check_hits: bool = False
-    policy: str = "fcfs"
-    preemption: str = "auto"
-    admission: str = "watermark"
+    policy: Policy = "fcfs"
+    preemption: PreemptionMode = "auto"
+    admission: Admission = "watermark"
     host_blocks: int | None = None
     keep_pools: bool = False
-    kernels: str = "auto"
+    kernels: Kernels = "auto"
     compile: bool = False
     graphs: bool = True
     run_ahead: bool | None = None
@@ -104,9 +109,16 @@ class EngineConfig:
             left_out = name == "max_batch_sequences" and value is None
             if isinstance(value, bool) or not (isinstance(value, int) or left_out):
                 raise TypeError(f"{name} must be an int, got {value!r}")
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} leaves a step nothing to compute; give 1 or more")
         if isinstance(self.watermark, bool) or not isinstance(self.watermark, int | float):
             raise TypeError(f"watermark must be a number, got {self.watermark!r}")
         sequences = self.max_batch_sequences
+        if sequences is not None and sequences > self.max_batch_tokens:
+            raise ValueError(
+                f"max_batch_tokens={self.max_batch_tokens} cannot hold one token of each of {sequences} sequences; "
+                "raise max_batch_tokens or lower max_batch_sequences"
+            )
         return Limits(self.max_batch_tokens, min(MOST_SEQUENCES, self.max_batch_tokens) if sequences is None else sequences, self.watermark)
 
     @classmethod
@@ -125,3 +137,25 @@ class EngineConfig:
         if options:
             raise ValueError(f"config and the options {sorted(options)} both say how the engine is made; give one of them")
         return config
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of an EngineConfig as keywords of `Engine(model, ...)`."""
+
+    block_size: int
+    num_blocks: int | None
+    memory_fraction: float | None
+    max_batch_tokens: int
+    max_batch_sequences: int | None
+    watermark: float
+    prefix_caching: bool
+    check_hits: bool
+    policy: Policy
+    preemption: PreemptionMode
+    admission: Admission
+    host_blocks: int | None
+    keep_pools: bool
+    kernels: Kernels
+    compile: bool
+    graphs: bool
+    run_ahead: bool | None

@@ -249,11 +249,13 @@ class Decoding:
         return step.state is state
 
     def _state(self) -> ModelState:
+        return self.runner.plugged(self._look_out).state
+
+    def _look_out(self) -> Lookout:
         model = self.runner.model
-        with self.runner.plugged():
-            if self._lookout is None or not self._lookout.unchanged(model.forward):
-                self._lookout = Lookout(model, model.forward)
-        return self._lookout.state
+        if self._lookout is None or not self._lookout.unchanged(model.forward):
+            self._lookout = Lookout(model, model.forward)
+        return self._lookout
 
     # ---- one step
 
@@ -374,15 +376,16 @@ class Decoding:
 
     def _forward(self, step: _Step, fusion: Fusion, lengths: LengthsOnDevice | None) -> None:
         """What is captured: the step of all rows, each at its own position, and the logits of those that are wanted."""
-        with self.runner.plugged(), fused(fusion), lengths_on_device(self.runner.model, lengths):
-            self._run(step)
+        with fused(fusion), lengths_on_device(self.runner.model, lengths):
+            self.runner.plugged(partial(self._run, step))
 
     def _run(self, step: _Step) -> None:
         runner = self.runner
         sequences = runner.cache.sequences
         sequences.static = step.batches
-        token = running.set(Forward(runner.cache))
+        outer = running.get()
         try:
+            running.set(Forward(runner.cache))
             for kind, batch in step.batches.items():
                 batch.begin(runner.pools.groups[kind].captured_ops)
             seen = next(iter(step.batches.values())).seen
@@ -394,5 +397,5 @@ class Decoding:
             logits: torch.Tensor = answer.logits[:, -1]
             step.answer.enter(logits if step.places is None else logits.index_select(0, step.places))
         finally:
-            running.reset(token)
+            running.set(outer)
             sequences.static = None

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..integration.offloaded import input_device
+
 
 def checked(model: Any, embeds: object, ids: tuple[int, ...]) -> torch.Tensor:
     """A prompt's embeddings [tokens, hidden], as the model computes with them; `ids` are what stands beside them, if anything."""
@@ -26,7 +28,7 @@ def checked(model: Any, embeds: object, ids: tuple[int, ...]) -> torch.Tensor:
     if ids and len(ids) != rows.shape[0]:
         raise ValueError(f"the prompt has {len(ids)} token ids and {rows.shape[0]} embeddings; give as many of both, or no ids")
     # A copy: what its owner does with the tensor later is no business of a request that may be computed again.
-    return rows.detach().to(model.device, copy=True)
+    return rows.detach().to(input_device(model), copy=True)
 
 
 def names_of(embeds: torch.Tensor, key: bytes) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..integration.offloaded import input_device
 from .support import Unservable
 
 INPUTS = ("input_ids", "input_features")
@@ -43,7 +44,7 @@ class Encoder:
 
     def trial(self, vocabulary: int) -> Source:
         """An input to try the model with."""
-        device, config = self._model.device, self._model.config
+        device, config = input_device(self._model), self._model.config
         if self.input_name == "input_ids":
             ids = tuple((5 * i + 3) % vocabulary for i in range(TRIAL))
             return Source(torch.tensor([ids], device=device), ids)

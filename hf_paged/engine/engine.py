@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, get_args
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar, Unpack, get_args
 
 from ..integration.registry import base_model
-from ..scheduling import Count, Group, Request, Scheduler, why_infeasible
+from ..memory import in_forked_process
+from ..scheduling import Count, Group, Infeasible, Request, Scheduler, why_infeasible
 from .asking import check_model, check_transformers
-from .collector import collector_waits
-from .config import EngineConfig
+from .collector import without_collections
+from .config import EngineConfig, EngineOptions
 from .custody import Spoiled
 from .encoding import Source
 from .front import Front
 from .job import Job
+from .keywords import spell_out
 from .media import Media
-from .output import FinishReason, Output
+from .output import Output
 from .pools import Pools
 from .preemption import Preemption
 from .recorder import Recorder
@@ -26,7 +32,10 @@ from .runner import Runner
 from .settings import Settings
 from .stepping import Steps
 from .support import check_servable, longest, longest_source
+from .turns import in_turn
 from .weights import Weights
+
+T = TypeVar("T")
 
 
 class Engine(Front):
@@ -42,7 +51,17 @@ class Engine(Front):
     another's fault.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """Make an engine on a model in eval mode, with its tokenizer or processor if prompts are texts.
+
+        The options come by name or as `config`; help(hf_paged.EngineConfig) explains each.
+        """
         check_transformers()
         self.config = EngineConfig.of(config, options)
         super().__init__(base_model(model), tokenizer)
@@ -74,8 +93,13 @@ class Engine(Front):
         with self.pools.memory.lock:
             self._weights = Weights(self.model, self._custody, settings.after_forwards())
         self._steps = Steps(self.pools, self._runner, self._weights, self._scheduler, self._jobs, self._preemption, ahead)
+        self._slow: Counter[str] = Counter()
+        """How many requests had a processor that runs for their rows alone, by its name."""
         self._aside: list[Output] = []
         """What ended between two steps."""
+        self._freed = False
+        """Whether it was closed and nothing is left to do about that."""
+        _engines.add(self)
 
     def __repr__(self) -> str:
         return f"Engine({type(self.model).__name__}, form={self._runner.form!r}, requests={len(self._jobs)})"
@@ -114,94 +138,142 @@ class Engine(Front):
             self._runner.merger.require(media)
 
     def _take_in(self) -> None:
-        if self._stepping:
-            return  # a criterion, or a finalizer in the middle of anything: the next step does it
+        if self._inbox and not self._stepping:  # else a criterion, or a finalizer in the middle of anything: the next step does it
+            self._changing(self._enter)
+
+    def _enter(self) -> None:
+        """Enter the inbox in the books. A request leaves it last: after an interrupt it is entered again."""
         while self._inbox:
-            job, request = self._inbox.popleft()
-            if job.cancelled or self._closed:
-                job.close("abort")
-                continue
-            job.group = self._scheduler.submit(request)
-            self._steps.enter(job)
+            job, request = self._inbox[0]
+            if job.output is not None:
+                job.news.end()
+            elif job.cancelled or self._closed:
+                self._steps.conclude(job, "abort")
+            elif job.group not in self._jobs:
+                try:
+                    job.group = self._scheduler.submit(request)
+                    self._steps.enter(job)
+                    self._slow.update(set(job.asked.slow))
+                except Infeasible as error:
+                    self._steps.conclude(job, "refused", error)
+            self._inbox.popleft()
 
     # ---- steps
 
     def step(self) -> list[Output]:
         """One step of everybody's; the answer is what ended in it. Without work it does nothing."""
-        with self._driving():
-            return self._advance()
+        self._lock.give_way()
+        return self._driving(self._advance)
 
+    @in_turn
     def _advance(self) -> list[Output]:
-        with self._lock:
-            self._require_open()
-            if self._paused:
-                raise RuntimeError("the engine is paused; call resume() first")
-            if self._stepping:
-                raise RuntimeError("a step is running already: a processor or criterion must not drive the engine")
-            self._take_in()
-            self._stepping = True
-            try:
-                with collector_waits():
-                    return self._step()
-            finally:
-                self._stepping = False
-                if self._closing:
-                    self.close()
+        self._require_open()
+        if self._paused:
+            raise RuntimeError("the engine is paused; call resume() first")
+        if self._stepping:
+            raise RuntimeError("a step is running already: a processor, criterion or signal handler must not drive the engine")
+        self._take_in()
+        self._stepping = True
+        try:
+            ended = without_collections(self._step)
+        finally:
+            self._stepping = False
+        self._aside += ended
+        self._pass_on()
+        ended = self._aside
+        self._aside = []
+        return ended
 
     def _step(self) -> list[Output]:
-        ended, self._aside = self._aside + self._sweep(), []
+        self._aside += self._sweep()
         if not self._jobs:
             self._steps.flight = None  # it has nothing but tokens too many
-            return ended
+            return []
         self._require_eval()
-        with self.pools.memory.lock:  # nobody else is in the middle of a forward then
+        with self.pools.memory.lock:  # no other forward is in progress then
             self._look()
-        with self._mending():
-            return ended + self._steps.go_on()
+            return self._changing(self._go_on)
 
-    @contextmanager
-    def _mending(self) -> Iterator[None]:
-        """Whatever breaks off in here, the books are whole afterwards."""
+    def _go_on(self) -> list[Output]:
+        if not self._scheduler.running:
+            self.pools.expect(chain(self._scheduler.preempted, self._scheduler.waiting))
+        return self._steps.go_on()
+
+    def _changing(self, act: Callable[[], T]) -> T:
+        """The answer of `act`, which changes the books. Whatever breaks it off, they are whole before anything else is done with them."""
+        stepping, torn = self._stepping, self._torn
+        self._stepping = self._torn = True
+        try:
+            answer = act()
+            self._torn = torn
+            return answer
+        except BaseException as error:
+            self._mend(error)
+            raise
+        finally:
+            self._stepping = stepping
+
+    def _mend(self, error: BaseException) -> None:
+        """A change of the books broke off. An interrupt in here leaves them torn, and the next call mends them."""
+        self._torn = True
         with self.pools.memory.lock:
-            try:
-                yield
-            except BaseException as error:
-                self._steps.start_over(error)
-                raise
+            self._runner.unplug()
+            self._steps.start_over(error)
+        self._torn = False
+
+    def _settle(self) -> None:
+        if self._stepping:
+            return  # in the middle of a change, whose end does it
+        if self._torn:
+            self._mend(RuntimeError("a step broke off in the middle"))
+        if self._closing and not self._freed:
+            self._free()
+
+    def _pass_on(self) -> None:
+        own = self._thread is not None and self._thread.own
+        while self._steps.interrupted:
+            error = self._steps.interrupted.popleft().interrupt()
+            if error is not None and not own:
+                raise error
 
     def _sweep(self) -> list[Output]:
-        return [self._end(job, "abort") for job in list(self._jobs.values()) if job.cancelled]
+        return self._end([job for job in list(self._jobs.values()) if job.cancelled])
 
-    def _end(self, job: Job, reason: FinishReason) -> Output:
-        return self._steps.end(job, reason)
+    def _end(self, jobs: list[Job]) -> list[Output]:
+        with self.pools.memory.lock:
+            return self._changing(lambda: [self._steps.end(job, "abort") for job in jobs]) if jobs else []
 
     # ---- the model in other hands
 
+    @in_turn
     def pause(self) -> None:
         """Let go of the model: nobody holds a block, here or on the host, and requests wait. Until `resume` its weights may change.
 
         What requests have said so far stays; it is computed again, with the weights of then.
         """
-        with self._lock:
-            self._require_open()
-            if self._stepping:
-                raise RuntimeError("a step is running: a processor or criterion must not pause the engine")
-            with suppress(Spoiled):  # those whom it concerns have ended
-                self._let_go()
-            with self._mending():
-                self._aside += self._steps.land()
-            for group in list(self._scheduler.running):
-                self._scheduler.preempt(group, swap=False)
-            for group in self._scheduler.preempted:
-                if group.swapped:
-                    self._scheduler.begin_again(group)
-            self._steps.forget()
-            self._paused = True
+        self._require_open()
+        if self._stepping:
+            raise RuntimeError("a step is running: a processor, criterion or signal handler must not pause the engine")
+        with suppress(Spoiled):  # those whom it concerns have ended
+            self._let_go()
+        with self.pools.memory.lock:
+            self._changing(self._put_down)
+        self._paused = True
+        self._pass_on()
+
+    def _put_down(self) -> None:
+        """Hear of the last step, and give back every block."""
+        self._aside += self._steps.land()
+        for group in list(self._scheduler.running):
+            self._scheduler.preempt(group, swap=False)
+        for group in self._scheduler.preempted:
+            if group.swapped:
+                self._scheduler.begin_again(group)
+        self._steps.forget()
 
     def resume(self) -> None:
         """Go on. What was cached is forgotten if the weights have changed."""
-        with self._lock:
-            self._paused = False
+        self._paused = False
         if self._thread is not None:
             self.start()
 
@@ -216,20 +288,23 @@ class Engine(Front):
                 if self._runner.decoding is not None:
                     self._runner.decoding.look()
         elif self._custody.due or self._scheduler.may_admit:
-            with self._mending() if self._custody.unseen else nullcontext():
-                self._weights.require_untouched(running)
+            look = partial(self._weights.require_untouched, running)
+            if self._custody.unseen:
+                self._changing(look)
+            else:
+                look()
         else:
             self._custody.trust(self._weights.memory)
 
+    @in_turn
     def _let_go(self) -> None:
-        with self._lock:
-            if self._stepping:
-                return  # the step that runs looks for itself
-            try:
-                with self._mending():
-                    self._steps.look()
-            finally:
-                self._custody.let_go()
+        if self._stepping:
+            return  # the step that runs looks for itself
+        try:
+            with self.pools.memory.lock:
+                self._changing(self._steps.look)
+        finally:
+            self._custody.let_go()
 
     def _require_eval(self) -> None:
         if self.model.training:
@@ -237,63 +312,95 @@ class Engine(Front):
 
     # ---- the engine itself
 
+    @in_turn
     def stats(self) -> dict[str, Any]:
         """Requests by state, blocks by kind of layer, and what has been counted so far."""
-        with self._lock:
-            self._take_in()
-            scheduler = self._scheduler
-            return {
-                "form": self._runner.form,
-                "waiting": len(scheduler.waiting),
-                "running": len(scheduler.running),
-                "preempted": len(scheduler.preempted),
-                "blocks": self.pools.usage(),
-                "host": self.pools.host_usage(),
-                "graphs": {} if self._runner.decoding is None else dict(self._runner.decoding.counts),
-                **{name: scheduler.counts[name] for name in get_args(Count)},
-                **self._preemption.stats(),
-            }
+        self._take_in()
+        scheduler = self._scheduler
+        return {
+            "form": self._runner.form,
+            "waiting": len(scheduler.waiting),
+            "running": len(scheduler.running),
+            "preempted": len(scheduler.preempted),
+            "blocks": self.pools.usage(),
+            "memory": self.pools.memory_usage(),
+            "host": self.pools.host_usage(),
+            "graphs": {} if self._runner.decoding is None else dict(self._runner.decoding.counts),
+            **{name: scheduler.counts[name] for name in get_args(Count)},
+            "slow_processors": dict(self._slow),
+            **self._preemption.stats(),
+        }
 
+    @in_turn
     def trace(self, path: str | os.PathLike[str]) -> Recorder:
         """Write down every step from now on, until the answer is closed: `with engine.trace("steps.jsonl"): ...`.
 
         `hf_paged.trace.read` gives it back. A path that ends with ".gz" is packed.
         """
-        with self._lock:
-            self._require_open()
-            current = self._steps.recorder
-            if current is not None and not current.closed:
-                raise RuntimeError(f"{current!r} is being written; close it first")
-            self._steps.recorder = Recorder(path, self._scheduler, self.pools.described(type(self.model).__name__), self._lock)
-            return self._steps.recorder
+        self._require_open()
+        current = self._steps.recorder
+        if current is not None and not current.closed:
+            raise RuntimeError(f"{current!r} is being written; close it first")
+        self._steps.recorder = Recorder(path, self._scheduler, self.pools.described(type(self.model).__name__), self._lock.lock)
+        return self._steps.recorder
 
+    @in_turn
     def check(self) -> None:
         """Recount all books; AssertionError on the first thing that does not add up (C7)."""
-        with self._lock:
-            self._scheduler.check()
+        self._scheduler.check()
 
     def close(self) -> None:
         """End what runs with "abort", the thread if there is one, and give the pools back. Twice is once.
 
-        From within a step it is done at its end.
+        From within a step it is done at its end. A trace that cannot be written is logged; only the trace's own `close()`
+        raises.
         """
-        with self._lock:
-            self._closing = True
-            if self._closed or self._stepping:
-                return
-            self._closed = True  # who submits from now on is ended, by whoever sees it first
-            self._take_in()
-            for job in list(self._jobs.values()):
-                self._end(job, "abort")
-            self._steps.flight = None
-            self._custody.let_go()
-            self.pools.free()
-        self.stop()
+        self._ask_to_close()
+        if self._freed:
+            self.stop()
+            self._pass_on()
+
+    @in_turn
+    def _ask_to_close(self) -> None:
+        self._closing = True  # `_settle` does it, now or after the step that runs
+
+    def _free(self) -> None:
+        """Close the engine. What an interrupt breaks off is done by the next call."""
+        self._closed = True  # a request that comes from now on ends when it is entered
+        self._take_in()
+        self._end(list(self._jobs.values()))
+        self._steps.flight = None
+        self._custody.let_go()
+        self.pools.free()
+        if self._thread is not None:
+            self._thread.stop(wait=False)
+        self._freed = True
         if self._steps.recorder is not None:
-            self._steps.recorder.close()
+            with suppress(OSError):  # the recorder has logged it; whoever closes the engine is done with its requests
+                self._steps.recorder.close()
+
+    def _after_fork(self) -> None:
+        """In a forked process: what another thread was in the middle of has broken off."""
+        self._lock.waiting.clear()
+        if not self._lock.mine:
+            self._stepping = False
+            self._torn = True
+            self._runner.unplug()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *trouble: object) -> None:
         self.close()
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for engine in list(_engines):
+        engine._after_fork()
+
+
+in_forked_process(_after_fork)
+spell_out(Engine.__init__, EngineOptions, {field.name: field.default for field in fields(EngineConfig)})

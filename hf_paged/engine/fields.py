@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 LENGTHS = frozenset({"max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings"})
 CHOICE = frozenset({"do_sample", "num_beams", "num_return_sequences", "early_stopping", "length_penalty", "temperature"})
@@ -88,33 +89,81 @@ KNOWN = HONOURED | BESIDE_AN_ASSISTANT | ABOUT_ITSELF | REFUSED.keys()
 COUNTS = ("max_length", "max_new_tokens", "num_beams", "num_return_sequences")
 
 
-def check_counts(config: Any) -> None:
+class Written(NamedTuple):
+    """Where the options of a request are written: in its keywords, in its GenerationConfig, or else in the model's."""
+
+    keywords: Mapping[str, Any]
+    config: Any
+
+    def place(self, name: str) -> str:
+        """The place of an option, as errors name it behind the option; nothing for a keyword."""
+        if self.keywords.get(name) is not None:
+            return ""
+        return " of the generation_config" if getattr(self.config, name, None) is not None else " of model.generation_config"
+
+    def remedy(self, name: str) -> str:
+        """What the user does to be without an option."""
+        if self.keywords.get(name) is not None:
+            return "leave it out"
+        if getattr(self.config, name, None) is not None:
+            return f"the generation_config has it, set generation_config.{name} = None"
+        return f"model.generation_config has it, set model.generation_config.{name} = None"
+
+
+def check_counts(config: Any, written: Written) -> None:
     """Raise unless what is counted is a whole number of at least one: half a token would be counted otherwise here than there."""
     for name in COUNTS:
         if getattr(config, name, None) is not None:
-            setattr(config, name, counted(name, getattr(config, name)))
+            setattr(config, name, counted(name, getattr(config, name), written.place(name)))
 
 
-def counted(name: str, value: Any) -> int:
+def counted(name: str, value: Any, place: str = "") -> int:
     """The whole number of at least one that an option is."""
     try:
         count = operator.index(value)
     except TypeError as error:
-        raise TypeError(f"{name}={value!r} is not a whole number") from error
+        raise TypeError(f"{name}={value!r}{place} is not a whole number") from error
     if count < 1:
-        raise ValueError(f"{name}={value!r} is not a number of at least 1")
+        raise ValueError(f"{name}={value!r}{place} is not a number of at least 1")
     return count
 
 
-def check_fields(config: Any) -> None:
-    """Raise for the first field that asks for what the engine does not do, or that nobody here has heard of."""
+def check_fields(config: Any, written: Written) -> None:
+    """Raise for the first field that asks for what the engine does not do, or that is not known here."""
     for name, value in fields_of(config):
+        remedy = f"{written.remedy(name)}, or use generate()"
         if name in REFUSED:
             harmless, why = REFUSED[name]
             if not any(value is allowed or (type(value) is type(allowed) and value == allowed) for allowed in harmless):
-                raise ValueError(f"{name}={value!r} is not taken by the engine: {why}; leave it out, or use generate()")
+                raise ValueError(f"{name}={value!r} is not taken by the engine: {why}; {remedy}")
         elif name not in KNOWN and value is not None:
-            raise ValueError(f"{name}={value!r} is a generation option that the engine does not know; leave it out, or use generate()")
+            raise ValueError(f"{name}={value!r} is a generation option that the engine does not know; {remedy}")
+
+
+OTHERS = {
+    "streamer": "iterate over the handle of submit(), or over engine.stream()",
+    "tokenizer": "make the engine with it, Engine(model, tokenizer)",
+    "attention_mask": "give one prompt a request, without padding",
+    "inputs": "give the prompt as the first argument, or as input_ids",
+    "past_key_values": "the engine has its own pages, and finds what prompts have in common",
+    "assistant_model": "the engine does not draft; use generate()",
+    "assistant_tokenizer": "the engine does not draft; use generate()",
+    "custom_generate": "the engine has a loop of its own; use generate()",
+    "synced_gpus": "the engine runs in one process; use generate()",
+    "use_model_defaults": "what is left open comes from model.generation_config",
+}
+"""Arguments of generate() that no request has, and what to do instead."""
+
+
+def why_unknown(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """The error for keywords that mean nothing here; `known` are those that do."""
+    names = sorted(unknown)
+    hints = [OTHERS[name] for name in names if name in OTHERS]
+    if not hints:
+        close = [found for name in names for found in difflib.get_close_matches(name, known, 1)]
+        hints = [f"did you mean {close[0]!r}?"] if close else []
+    hint = hints[0] if hints else "what a request may say are generate()'s options, seed, logprobs, ..."
+    return f"the engine does not take {names}; {hint}"
 
 
 def fields_of(config: Any) -> Iterator[tuple[str, Any]]:

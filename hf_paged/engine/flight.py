@@ -12,7 +12,7 @@ from ..memory.upload import Download, upload
 from ..scheduling import UNKNOWN, Group, Plan, Scheduler, Status
 from ..scheduling import Sequence as Row
 from .answers import Answer
-from .chooser import NoToken, Pick, note_of, numbers_of, together
+from .chooser import Pick, no_token, note_of, numbers_of, together
 from .job import Job
 from .pieces import Latest
 from .repeats import Repeats
@@ -135,7 +135,7 @@ class Flight:
             # Who ended in the step before has got a token too many.
             heard = {sequence: tokens[place] for sequence, place in places if sequence in group.sequences}
             if UNKNOWN in heard.values():
-                failed[job] = NoToken("the model's logits are NaN")
+                failed[job] = no_token(job)
                 continue
             try:
                 job.hear(scheduler, position, heard, noted, self.device)

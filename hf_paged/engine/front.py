@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any, Self
+from contextlib import suppress
+from typing import Any, Self, TypeVar, Unpack
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
-from ..blocks import extra_key
+from ..blocks import check_salt, extra_key
+from ..integration.offloaded import input_device
+from ..memory import fork_safe_lock
 from ..scheduling import Infeasible, Request
 from .asking import read
 from .background import Background
@@ -22,12 +23,14 @@ from .custody import Custody, Spoiled
 from .encoding import Source
 from .handle import Handle
 from .job import Job
+from .keywords import GenerateKeywords, RequestKeywords, spell_out
 from .media import Media
 from .options import Options
-from .output import FinishReason, Increment, Output
+from .output import Increment, Output, with_errors_noticed
 from .prompts import words_of
-from .turns import Turns
+from .turns import Turns, in_turn
 
+T = TypeVar("T")
 LONG_WORK = 3.0
 """Seconds after which `generate` shows a bar."""
 
@@ -47,12 +50,16 @@ class Front(ABC):
             )
         self.model, self.processor, self.tokenizer = model, tokenizer, words
         self._lock = Turns()
-        self._closed = self._closing = self._paused = self._stepping = False
+        self._closed = self._closing = self._paused = False
+        self._stepping = False
+        """Whether a step or another change of the books runs. What comes in between (criteria, signal handlers) changes none of them."""
+        self._torn = False
+        """Whether a change of the books has begun that has not come to its end."""
         self._numbers = itertools.count()
         self._inbox: deque[tuple[Job, Request]] = deque()
         """Requests that the books do not know yet."""
         self._thread: Background | None = None
-        self._starting = threading.Lock()
+        self._starting = fork_safe_lock()
         self._options = Options()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -69,8 +76,8 @@ class Front(ABC):
         seed: int | None = None,
         logprobs: int | bool | None = None,
         priority: int = 0,
-        salt: str | bytes | None = None,
-        **generate_keywords: Any,
+        salt: str | None = None,
+        **generate_keywords: Unpack[GenerateKeywords],
     ) -> Handle:
         """Queue a request and answer with its handle; nothing is computed yet.
 
@@ -84,14 +91,14 @@ class Front(ABC):
         An option that the engine does not honour raises ValueError here. A request that could never fit comes back at once with
         finish_reason "refused" and the numbers in its error.
         """
-        keywords = generate_keywords | {"inputs_embeds": inputs_embeds}
+        keywords = {**generate_keywords, "inputs_embeds": inputs_embeds}
         asked = read(self.model, self.processor, prompt, generation_config, keywords, seed, logprobs, self._options)
         self._require_open()
         if asked.embeds is not None or asked.media is not None:
             self._require_vectors(asked.media)
         job = Job(asked, None, self.tokenizer)
         source = 0 if asked.source is None else self._source_length(asked.source)
-        extra = extra_key(salt)
+        extra = extra_key(None if salt is None else check_salt(salt))
         request = Request(next(self._numbers), asked.prompt, asked.max_length, asked.width, priority, extra, source, asked.steady)
         reason = self._why_never(request)
         if reason is not None:
@@ -101,20 +108,30 @@ class Front(ABC):
         self._inbox.append((job, request))
         thread = self._thread
         if thread is None or self._closed:  # an engine that was closed meanwhile ends it
-            with self._lock:
-                self._take_in()
+            self._receive()
         else:
             thread.wake()
         return Handle(job, self)
 
     def generate(
-        self, prompts: Iterable[Any], generation_config: Any = None, *, progress: bool | None = None, **keywords: Any
+        self,
+        prompts: Iterable[Any],
+        generation_config: Any = None,
+        *,
+        progress: bool | None = None,
+        strict: bool = False,
+        **keywords: Unpack[RequestKeywords],
     ) -> list[Output]:
-        """The outputs of all prompts under the same options, in their order. A bar shows after a while, or as `progress` says."""
+        """The outputs of all prompts under the same options, in their order. A bar shows after a while, or as `progress` says.
+
+        A warning counts the requests that were refused or failed. With `strict` the error of one is raised instead: of a refused
+        one before anything is computed, of a failed one at the end.
+        """
         handles: list[Handle] = []
         try:
             for prompt in _each(prompts):
                 handles.append(self.submit(prompt, generation_config, **keywords))
+                _require_accepted(handles[-1], strict)
             with tqdm(total=len(handles), unit="request", delay=0 if progress else LONG_WORK, disable=progress is False) as bar:
 
                 def show() -> None:
@@ -127,12 +144,16 @@ class Front(ABC):
                         show()
                 show()
         except BaseException:
-            for handle in handles:
-                handle.cancel()
+            _give_up(handles)
             raise
-        return [handle.result() for handle in handles]
+        return with_errors_noticed([handle.result() for handle in handles], strict)
 
-    def stream(self, prompt: Any, generation_config: Any = None, **keywords: Any) -> Iterator[Increment]:
+    def stream(
+        self,
+        prompt: Any,
+        generation_config: Any = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> Iterator[Increment]:
         """The increments of one request. Whoever stops listening ends it."""
         handle = self.submit(prompt, generation_config, **keywords)
         try:
@@ -140,19 +161,31 @@ class Front(ABC):
         finally:
             handle.cancel()
 
-    async def agenerate(self, prompts: Iterable[Any], generation_config: Any = None, **keywords: Any) -> list[Output]:
+    async def agenerate(
+        self,
+        prompts: Iterable[Any],
+        generation_config: Any = None,
+        *,
+        strict: bool = False,
+        **keywords: Unpack[RequestKeywords],
+    ) -> list[Output]:
         """`generate` for coroutines: the event loop goes on meanwhile, and a task that is cancelled ends its requests."""
         handles: list[Handle] = []
         try:
             for prompt in _each(prompts):
                 handles.append(self.submit(prompt, generation_config, **keywords))
-            return [await handle for handle in handles]
+                _require_accepted(handles[-1], strict)
+            return with_errors_noticed([await handle for handle in handles], strict)
         except BaseException:
-            for handle in handles:
-                handle.cancel()
+            _give_up(handles)
             raise
 
-    async def astream(self, prompt: Any, generation_config: Any = None, **keywords: Any) -> AsyncIterator[Increment]:
+    async def astream(
+        self,
+        prompt: Any,
+        generation_config: Any = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> AsyncIterator[Increment]:
         """`stream` for coroutines."""
         handle = self.submit(prompt, generation_config, **keywords)
         try:
@@ -171,43 +204,67 @@ class Front(ABC):
         """
         self._require_open()
         with self._starting:
-            if self._thread is None or self._thread.over:
-                self._thread = Background(self, self.model.device)
-            self._thread.wake()
+            if self._thread is None or self._thread.over or self._thread.halted:
+                self._begin_thread()
+            if self._thread is not None:
+                self._thread.wake()
+        if self._closing:  # by a signal handler, meanwhile
+            self.stop()
         return self
+
+    def _begin_thread(self) -> None:
+        self._custody.lend()
+        thread = Background(self, input_device(self.model))
+        try:
+            thread.begin()
+            self._thread = thread
+        except BaseException:
+            thread.stop(wait=False)
+            raise
 
     def stop(self) -> None:
         """Drive no more by a thread: the step that runs comes to its end. Requests stay, and whoever waits for one drives."""
         with self._starting:
-            thread, self._thread = self._thread, None
+            thread = self._thread
+            if thread is not None:
+                thread.stop(wait=False)
+            self._thread = None
         if thread is not None:
             thread.stop(wait=not self._lock.mine)
-            with self._lock:
-                if not self._stepping:
-                    self._sweep()
-                with suppress(Spoiled):  # those whom it concerns have ended
-                    self._let_go()
+            self._take_over()
 
-    def turn(self) -> bool:
+    @in_turn
+    def _take_over(self) -> None:
+        """The thread has taken its last step."""
+        if not self._stepping:
+            self._sweep()
+        with suppress(Spoiled):  # those whom it concerns have ended
+            self._let_go()
+
+    def _turn(self) -> bool:
         """A step, if there is anything to do; the answer is whether there may be more. The engine's thread calls it."""
-        with self._lock:
-            if self._closed:
-                return False
-            self._take_in()
-            if self._paused:
-                self._sweep()
-            if self._paused or not self._busy:
-                self._let_go()
-                return False
-            try:
-                self._advance()
-            except BaseException:
-                with suppress(Spoiled):
-                    self._let_go()
-                raise
-            return True
+        self._lock.give_way()
+        return self._take_turn()
 
-    def drive(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
+    @in_turn
+    def _take_turn(self) -> bool:
+        if self._closed:
+            return False
+        self._take_in()
+        if self._paused:
+            self._sweep()
+        if self._paused or not self._busy:
+            self._let_go()
+            return False
+        try:
+            self._advance()
+        except BaseException:
+            with suppress(Spoiled):
+                self._let_go()
+            raise
+        return True
+
+    def _drive_for(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
         """Take everybody's steps until a job has ended, or has `each` increment, or the time is over; or wait for what the thread makes
         of it. Handles call it."""
         end = None if timeout is None else time.monotonic() + timeout
@@ -218,36 +275,43 @@ class Front(ABC):
 
     def _drive(self, jobs: list[Job], enough: Callable[[], bool], ended: Callable[[], object] = lambda: None) -> None:
         """Take steps until all jobs have ended, or it is enough, or a thread does it; `ended` is told of steps in which anybody has."""
-        if self._others_drive:
-            return
-        with self._driving():
+
+        def steps() -> None:
             for job in jobs:
                 while job.output is None and not self._others_drive:
-                    with self._lock:
-                        if job.output is None and self._advance():
-                            ended()
+                    self._lock.give_way()
+                    if self._advance_for(job):
+                        ended()
                     if enough():
                         return
+
+        if not self._others_drive:
+            self._driving(steps)
+
+    @in_turn
+    def _advance_for(self, job: Job) -> bool:
+        """Take a step for a job that has not ended meanwhile; the answer is whether any has ended in it."""
+        return job.output is None and bool(self._advance())
 
     @property
     def _others_drive(self) -> bool:
         """Whether there is a thread that drives, and it is not the one that asks."""
         thread = self._thread
-        return thread is not None and not thread.own
+        return thread is not None and not thread.own and not thread.halted
 
-    @contextmanager
-    def _driving(self) -> Iterator[None]:
-        """Whoever drives has done anything before this, and will do anything after it."""
+    def _driving(self, steps: Callable[[], T]) -> T:
+        """The answer of a row of steps. Their caller has done anything before this, and will do anything after it."""
         self._custody.lend()
         try:
-            yield
+            answer = steps()
         except BaseException:
             with suppress(Spoiled):
                 self._let_go()
             raise
         self._let_go()
+        return answer
 
-    async def arrival(self, job: Job, each: bool = False) -> None:
+    async def _arrival(self, job: Job, each: bool = False) -> None:
         """Wait for the end of a job, or for `each` increment, without holding up the event loop. Handles call it."""
         thread = self._thread or self.start()._thread
         if thread is None or thread.own:
@@ -256,7 +320,7 @@ class Front(ABC):
         if thread.over and job.output is None:
             raise RuntimeError("the engine's thread was stopped while somebody awaited a request; start() goes on")
 
-    def cancel(self, job: Job) -> None:
+    def _cancel(self, job: Job) -> None:
         """End a job at once; where a thread drives, after the step that runs. Handles call it."""
         if job.output is not None:
             return
@@ -265,10 +329,18 @@ class Front(ABC):
         if thread is not None and not thread.over:
             thread.wake()  # nothing else: a coroutine that nobody holds any more calls this in the middle of anything
             return
-        with self._lock:
-            self._take_in()
-            if job.output is None and not self._stepping:  # else it is in the middle of a step, and ends with the next one
-                self._end(job, "abort")
+        self._end_cancelled(job)
+
+    @in_turn
+    def _end_cancelled(self, job: Job) -> None:
+        self._take_in()
+        if job.output is None and not self._stepping:  # else it is in the middle of a step, and ends with the next one
+            self._end([job])
+        self._pass_on()
+
+    @in_turn
+    def _receive(self) -> None:
+        self._take_in()
 
     # ---- what the engine behind it does
 
@@ -308,12 +380,39 @@ class Front(ABC):
         """End whoever was cancelled."""
 
     @abstractmethod
-    def _end(self, job: Job, reason: FinishReason) -> Output:
-        """End a job."""
+    def _end(self, jobs: list[Job]) -> list[Output]:
+        """End jobs with "abort"."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Make the books whole if a change of them broke off, and close the engine if that could not be done at once."""
+
+    @abstractmethod
+    def _pass_on(self) -> None:
+        """Raise the KeyboardInterrupt or SystemExit with which a request has ended, once, unless this is the engine's own thread."""
 
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
+
+
+def _require_accepted(handle: Handle, strict: bool) -> None:
+    """Raise the error of a request that was refused in `submit()`, if its caller is strict."""
+    output = handle._job.output
+    if strict and output is not None and output.error is not None:
+        raise output.error
+
+
+def _give_up(handles: list[Handle]) -> None:
+    """Cancel requests; the next step ends those that an interrupt keeps this from ending."""
+    for handle in handles:
+        handle._job.cancelled = True
+    for handle in handles:
+        handle.cancel()
+
+
+for _method in (Front.submit, Front.generate, Front.stream, Front.agenerate, Front.astream):
+    spell_out(_method, RequestKeywords, {"priority": 0})
 
 
 def _each(prompts: Iterable[Any]) -> list[Any]:
@@ -322,4 +421,7 @@ def _each(prompts: Iterable[Any]) -> list[Any]:
         raise TypeError(
             f"generate() takes a list of prompts, got {type(prompts).__name__}; for one of them write engine.generate([prompt])"
         )
-    return list(prompts)
+    listed = list(prompts)
+    if listed and all(isinstance(each, int) for each in listed):
+        raise TypeError("generate() takes a list of prompts, got token ids; for one prompt of them write engine.generate([ids])")
+    return listed

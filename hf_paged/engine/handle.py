@@ -14,13 +14,13 @@ from .output import Increment, Output
 class Desk(Protocol):
     """Where handles turn to: an engine."""
 
-    def drive(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
+    def _drive_for(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
         """Bring a job forward, or wait for what the engine's thread makes of it: for its end, or for `each` increment."""
 
-    async def arrival(self, job: Job, each: bool = False) -> None:
+    async def _arrival(self, job: Job, each: bool = False) -> None:
         """Wait for a job without holding up the event loop."""
 
-    def cancel(self, job: Job) -> None:
+    def _cancel(self, job: Job) -> None:
         """End a job."""
 
 
@@ -58,12 +58,12 @@ class Handle:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError(f"the request is not done after {timeout} seconds; it goes on, ask again or cancel() it")
-            self._desk.drive(self._job, timeout=left)
+            self._desk._drive_for(self._job, timeout=left)
         return self._job.output
 
     def cancel(self) -> None:
         """End the request, whatever its state, with finish_reason "abort"; what it has said so far stays. Twice is once."""
-        self._desk.cancel(self._job)
+        self._desk._cancel(self._job)
 
     def read(self) -> list[Increment]:
         """What is new since the last time somebody looked, without waiting for more: for those who drive the engine by hand."""
@@ -78,8 +78,12 @@ class Handle:
         return increment
 
     def _see_to_trouble(self) -> None:
-        if self._job.trouble is not None and not self.done:
-            self._desk.cancel(self._job)  # its tokenizer cannot read it: it ends, as the error that this is
+        if self._job.trouble is None or self.done:
+            return
+        interrupt = self._job.interrupt()
+        self._desk._cancel(self._job)  # its tokenizer cannot read it: it ends, as the error that this is
+        if interrupt is not None:
+            raise interrupt
 
     def __iter__(self) -> Iterator[Increment]:
         """What is new since the last time somebody looked, to the end of the request. Whoever leaves the loop may go on with another."""
@@ -90,7 +94,7 @@ class Handle:
             if over:
                 return
             if not self.done:
-                self._desk.drive(self._job, each=True)
+                self._desk._drive_for(self._job, each=True)
 
     def __await__(self) -> Generator[Any, None, Output]:
         return self._arrived().__await__()
@@ -113,7 +117,7 @@ class Handle:
 
     async def _arrival(self, each: bool) -> None:
         try:
-            await self._desk.arrival(self._job, each)
+            await self._desk._arrival(self._job, each)
         except (asyncio.CancelledError, GeneratorExit):  # whoever waited is gone
             self.cancel()
             raise

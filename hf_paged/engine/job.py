@@ -12,11 +12,15 @@ import torch
 from ..scheduling import Group, Scheduler, Sequence
 from .asking import Asked, is_about_time
 from .beams import BeamSearch, BeamStep
+from .callables import scores_of, stops
 from .news import News
 from .output import FinishReason, Output, Timing, TokenLogprob
+from .own_code import own_code, reaches_driver
 from .stream import Stream
 
 CPU = torch.device("cpu")
+OWN = ("transformers.", "hf_paged.")
+"""Where criteria come from that read token ids on the host."""
 
 
 class Job:
@@ -35,9 +39,15 @@ class Job:
         """Its place in the order of arrival; a request that was refused has none."""
         self.output: Output | None = None
         self.cancelled = False
+        self._passed_on = False
+        """Whether its driver has been given the interrupt that it ended with."""
+        self.ruled = asked.recipe is not None and any(asked.recipe[1:])
+        """Whether it has processors that run for the rows of all requests at once."""
         self.fined = asked.warp is not None and asked.warp.repetition != 1
         """Whether repeating a token costs it something, with everybody's."""
-        self.plain = asked.warp is not None
+        self.trouble_with_scores: Exception | None = None
+        """What one of these processors raised."""
+        self.plain = asked.recipe is not None
         """Whether its tokens are chosen with everybody's, in one go, and the host may hear of them later."""
 
     # ---- a step
@@ -57,6 +67,7 @@ class Job:
         pad = self.asked.config._pad_token_tensor
         return 0 if pad is None else int(pad.flatten()[0])
 
+    @own_code
     def processed(self, scores: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Scores [its running sequences, vocabulary] after its processors, which see all its sequences, as in generate()."""
         assert self.group is not None
@@ -66,12 +77,11 @@ class Job:
         places = [sequence.index for sequence in self.group.sequences]
         whole = scores.new_zeros(ids.shape[0], scores.shape[1])
         whole[places] = scores
-        shape = whole.shape
+        rows, vocabulary = whole.shape
         with torch.no_grad():
-            answer: torch.Tensor = self.asked.processors(ids, whole)  # type: ignore[arg-type]  # transformers names the legacy types
-        if answer.shape != shape:  # places in it would be no tokens
-            raise ValueError(f"the logits processors made scores {list(answer.shape)} of {list(shape)}; they must keep the shape")
-        return answer[places]
+            answer = self.asked.processors(ids, whole)  # type: ignore[arg-type]  # transformers names the legacy types
+        single = self.beams is None and bool(self.asked.ends)
+        return scores_of(answer, rows, vocabulary, self.asked.sampled, single)[places]
 
     def take(self, scheduler: Scheduler, tokens: list[int], notes: list[TokenLogprob] | None, device: torch.device) -> None:
         """Its running sequences have these next tokens: enter them, and see which end."""
@@ -114,14 +124,14 @@ class Job:
         """What the criteria say about the first `length` tokens of its running sequences; they see all of them, as in generate()."""
         return self._judge(self.rows(length), places, device)
 
+    @own_code
     def _judge(self, rows: list[list[int]], places: Rows[int], device: torch.device) -> list[FinishReason | None]:
         # What is computed on the device waits for the step that runs there; users' criteria find their rows where generate() has them.
-        known = all(type(each).__module__.startswith("transformers.") for each in self.asked.criteria)
+        known = all(type(each).__module__.startswith(OWN) for each in self.asked.criteria)
         ids = torch.tensor(rows, device=CPU if known else device)
         reasons: list[FinishReason | None] = [None] * len(places)
         for criterion in self.asked.criteria:
-            with torch.no_grad():
-                says = criterion(ids, None).tolist()
+            says = stops(criterion, ids, self.beams is not None, bool(self.asked.ends))
             for i, place in enumerate(places):
                 if says[place] and reasons[i] != "stop":
                     reasons[i] = "length" if is_about_time(criterion) else "stop"
@@ -134,9 +144,17 @@ class Job:
         return "length" if length >= self.asked.max_length else stopped
 
     @property
-    def trouble(self) -> Exception | None:
+    def trouble(self) -> BaseException | None:
         """Why an answer has no text, if one has none: what the tokenizer raised."""
         return next((stream.trouble for stream in self.streams if stream.trouble is not None), None)
+
+    def interrupt(self) -> BaseException | None:
+        """What its own code raised that is meant for whoever drives, too; once."""
+        error = self.trouble if self.output is None else self.output.error
+        if self._passed_on or not reaches_driver(error):
+            return None
+        self._passed_on = True
+        return error
 
     @property
     def said(self) -> bool:
@@ -156,6 +174,8 @@ class Job:
         """A step broke off: its sequences have the tokens that somebody has been told, and no others."""
         if self.group is None or self.beams is not None:
             return
+        for stream in self.streams:
+            del stream.logprobs[len(stream.tokens) :]
         for sequence in self.group.sequences:
             sequence.tokens = [*self.asked.prompt, *self.streams[sequence.index].tokens]
 
@@ -189,7 +209,7 @@ class Job:
 
     # ---- the end
 
-    def close(self, reason: FinishReason | None = None, error: Exception | None = None) -> Output:
+    def close(self, reason: FinishReason | None = None, error: BaseException | None = None) -> Output:
         """Make the output; answers that have not ended end for `reason`, or for the trouble that somebody had in reading one of them."""
         self.timing.finished = time.monotonic()
         for stream in self.streams:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
+from ..memory import fork_safe_lock
 from .output import Increment
 from .stream import Stream
 
@@ -20,12 +19,12 @@ class News:
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
-        self._reading = threading.Lock()
+        self._reading = fork_safe_lock()
         self._made: deque[Increment] = deque()
         """Increments that were made, and that nobody has taken yet."""
-        self.readers: list[Wake] = []
+        self.readers: set[Wake] = set()
         """Those who want to know of every increment."""
-        self._waiters: list[Wake] = []
+        self.waiters: set[Wake] = set()
         """Those who want the end only."""
 
     def __bool__(self) -> bool:
@@ -39,7 +38,7 @@ class News:
 
     def end(self) -> None:
         """There will be no more, and the output is there."""
-        for wake in self.readers + self._waiters:
+        for wake in [*self.readers.copy(), *self.waiters.copy()]:
             wake()
 
     def take(self) -> list[Increment]:
@@ -60,13 +59,3 @@ class News:
     def _make(self) -> None:
         rounds = zip_longest(*(stream.take() for stream in self._streams))
         self._made.extend(increment for each in rounds for increment in each if increment is not None)
-
-    @contextmanager
-    def waking(self, wake: Wake, each: bool) -> Iterator[None]:
-        """Have somebody woken at the end, or at `each` increment."""
-        listeners = self.readers if each else self._waiters
-        listeners.append(wake)
-        try:
-            yield
-        finally:
-            listeners.remove(wake)

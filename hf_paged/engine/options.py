@@ -8,10 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig
 
-from .fields import COUNTS, check_counts, check_fields, counted
+from ..integration.offloaded import input_device
+from .fields import COUNTS, KNOWN, TOKENS, Written, check_counts, check_fields, counted, why_unknown
 from .media import SHOWN
+from .stops import StopLists
 
 LENGTH = "max_new_tokens"
+BESIDE = ("seed", "logprobs", "priority", "salt", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "inputs_embeds")
+"""Keywords of a request that are no options of generation."""
 PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
@@ -31,6 +35,8 @@ class Options:
 
     def __init__(self) -> None:
         self._last: tuple[Any, Read] | None = None
+        self.stops = StopLists()
+        """The stop strings that requests came with."""
 
     def read(self, model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
         """The options of a request; the config is its own."""
@@ -41,7 +47,9 @@ class Options:
         # The lengths of answers are as different as the requests, and nothing else depends on them.
         new = keywords.get(LENGTH)
         free = type(new) is int and new > 0
-        asked = [(name, type(value), value) for name, value in keywords.items() if name != LENGTH or not free], free, model.device
+        kept_out = {LENGTH} if free else set()
+        values = [(name, type(value), value) for name, value in keywords.items() if name not in kept_out]
+        asked = values, free, input_device(model)
         last = self._last
         if last is None or not _equal(last[0], (asked, vars(own))):
             kept = asked, copy.deepcopy(vars(own))
@@ -90,10 +98,13 @@ def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
     if shown:
         raise ValueError(f"the engine does not take pictures or recordings ({shown}) for {type(model).__name__}; use generate()")
     if unknown:
-        raise ValueError(
-            f"the engine does not take {sorted(unknown)}; what a request may say are generate()'s options, seed, logprobs, ..."
-        )
-    check_fields(config)
-    check_counts(config)
-    model._prepare_special_tokens(config, True, device=model.device)
+        raise ValueError(why_unknown(unknown, {*KNOWN, *BESIDE}))
+    written = Written(keywords, generation_config)
+    check_fields(config, written)
+    check_counts(config, written)
+    try:
+        model._prepare_special_tokens(config, True, device=input_device(model))
+    except TypeError as error:
+        tokens = {name: getattr(config, name) for name in sorted(TOKENS) if getattr(config, name) is not None}
+        raise TypeError(f"a special token is an int, eos_token_id also a list of them, got {tokens}") from error
     return Read(defaults, config, ends_of(config._eos_token_tensor))

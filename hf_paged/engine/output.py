@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -52,7 +53,7 @@ class Output:
     """The answer to one request.
 
     cached_tokens: how many of the prompt's tokens were there already. preemptions: how often it had to go and come back. error: what
-    went wrong, if something did.
+    went wrong, if something did; no Exception where the request's own code raised none (asyncio.CancelledError, SystemExit).
     """
 
     prompt_token_ids: list[int]
@@ -60,7 +61,7 @@ class Output:
     cached_tokens: int = 0
     preemptions: int = 0
     timing: Timing = field(default_factory=lambda: Timing(0.0))
-    error: Exception | None = None
+    error: BaseException | None = None
 
     @property
     def text(self) -> str | None:
@@ -85,3 +86,21 @@ class Increment:
     token_ids: list[int]
     text: str | None
     finish_reason: FinishReason | None
+
+
+def with_errors_noticed(outputs: list[Output], strict: bool) -> list[Output]:
+    """The outputs of a list of prompts, with one warning about those that have an error; `strict` raises the first error."""
+    failed = [(place, output) for place, output in enumerate(outputs) if output.error is not None]
+    if failed:
+        place, output = failed[0]
+        error = output.error
+        assert error is not None
+        if strict:
+            raise error
+        first = f"prompts[{place}] ended as {output.finish_reason!r}, {type(error).__name__}: {error}"
+        warnings.warn(
+            f"{len(failed)} of {len(outputs)} requests have no whole answer: {first}. "
+            "Look at finish_reason and error of the outputs, or give strict=True to raise",
+            stacklevel=3,
+        )
+    return outputs

@@ -7,7 +7,8 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..integration.registry import memory_of
 from ..integration.slots import CROSS, slots_of
 from ..memory import Group, HostBlocks, Kind, Trip
 from ..memory.budget import free_bytes
+from ..scheduling import Group as Requests
 from ..scheduling import Shelf, Swaps
 from ..trace import Kind as TracedKind
 from ..trace import Trace
@@ -30,6 +32,9 @@ logger = logging.getLogger("hf_paged")
 
 SHARE_OF_CUDA, SHARE_OF_CPU = 0.8, 0.25
 """The share of the free memory that an engine takes at most if nobody says how much."""
+SHARE_AT_FIRST = 1 / 16
+"""The share of its blocks that a pool on the host has memory for at first. On a device it has memory for all of them, because
+growth would drop captured steps in service."""
 SHARE_OF_HOST = 0.2
 """The share of the host's free memory in which preempted blocks may wait, at most, if nobody says how many."""
 LONGEST = 4096
@@ -57,7 +62,7 @@ class Pools:
             )
         kinds = [slot.kind for slot in slots if slot.kind is not None]
         cross = len(slots_of(model, cross=True)) if getattr(model.config, "is_encoder_decoder", False) else 0
-        counts = Counter(kinds)
+        counts = Counter(kind for kind in kinds if kind != CROSS)  # without a picture there is nothing to attend to across
         counts.update([CROSS] * cross)  # the last of them
         self.config, self.layers, self.cross_layers = config, kinds, cross
         self._model, self._dtype = weakref.ref(model), getattr(model, "dtype", None)
@@ -92,11 +97,14 @@ class Pools:
         lengths = [(longest_source if kind == CROSS else longest) or LONGEST for kind in self.groups]
         with self.memory.lock:
             totals = [self._blocks(kind, group, length) for (kind, group), length in zip(self.groups.items(), lengths, strict=True)]
+            devices = {group.kind: group.devices for group in self.groups.values()}
             for group in self.groups.values():
                 group.give_back()  # what the trial has left
             self._require_room(totals)
             for group, total in zip(self.groups.values(), totals, strict=True):
                 group.resize(total)
+                if self.config.num_blocks is None and all(device.type == "cpu" for device in devices[group.kind]):
+                    group.reserved = max(1, int(SHARE_AT_FIRST * total))
         if self.config.preemption != "recompute" and self.config.host_blocks != 0:
             self._make_host()
 
@@ -147,6 +155,29 @@ class Pools:
             return affordable
         shelf = Shelf(group.pool, kind.window)
         return min(affordable, config.limits().sequences * (shelf.row_blocks(longest, config.max_batch_tokens) + 1))
+
+    def expect(self, groups: Iterable[Requests]) -> None:
+        """While no request runs: reserve memory for what these can come to hold, before they do.
+
+        With prefix caching blocks of requests that have ended stay, so all of them count; else those that run at once.
+        """
+        if all(group.reserved is None for group in self.groups.values()):
+            return
+        sequences = self.config.limits().sequences
+        needs = [group.pool.cached for group in self.groups.values()]
+        for each in groups:
+            sequences -= 0 if self.config.prefix_caching else len(each.sequences)
+            if sequences < 0:
+                break
+            needs = [need + each.most(i, self.config.max_batch_tokens) for i, need in enumerate(needs)]
+        for need, group in zip(needs, self.groups.values(), strict=True):
+            with suppress(OutOfBlocks):  # it may not come to that, and blocks in use ask for no more than they need
+                group.reserve(min(need, group.pool.total))
+
+    def cover(self) -> None:
+        """Have memory for every block that the books have handed out, before a step writes to it."""
+        for group in self.groups.values():
+            group.reserve(group.pool.top)
 
     def copy(self, copies: tuple[tuple[Copy, ...], ...]) -> None:
         """Carry out the copies on write of a step."""
@@ -216,6 +247,15 @@ class Pools:
                 "bytes": group.bytes,
             }
             for kind, group in self.groups.items()
+        }
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes of all pools: reserved ones, those of held or cached blocks, and the most that can be reserved."""
+        groups = self.groups.values()
+        return {
+            "reserved_bytes": sum(group.bytes for group in groups),
+            "used_bytes": sum((group.pool.held + group.pool.cached) * group.block_bytes for group in groups),
+            "most_bytes": sum(group.pool.total * group.block_bytes for group in groups),
         }
 
     def host_usage(self) -> dict[str, dict[str, Any]]:

@@ -133,9 +133,13 @@ class Recorder:
                 return
             self._write()
             self.closed = True
+            if self._error is None:
+                try:
+                    self._writer.close()
+                except OSError as error:
+                    self._fail(error)
             if self._error is not None:
                 raise self._error
-            self._writer.close()
 
     def _write(self) -> None:
         """Hand over the last step, with what has ended since. A disk that is full is no reason for a request to end."""
@@ -145,9 +149,12 @@ class Recorder:
         try:
             self._writer.write(step)
         except OSError as error:
-            logger.warning("the trace %s cannot be written any more: %s", os.fspath(self.path), error)
-            self._error = error
-            self._writer.abandon()
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        logger.warning("the trace %s cannot be written any more: %s", os.fspath(self.path), error)
+        self._error = error
+        self._writer.abandon()
 
     # ---- what changed
 

@@ -11,6 +11,7 @@ import torch
 from ..memory.upload import upload
 from ..scheduling import Group
 from ..scheduling import Sequence as Row
+from .histories import Histories, Places
 from .job import Job
 from .sampling import penalised
 
@@ -29,7 +30,7 @@ class Fined(NamedTuple):
     """[fined, vocabulary], with what repetitions cost."""
 
 
-class Repeats:
+class Repeats(Places):
     """The tokens that sequences have in them already, a line [vocabulary] of flags for each whose job pays for repeating one.
 
     A line is made of the tokens that the host knows when the sequence's next one is chosen for the first time. From then on what is
@@ -37,9 +38,9 @@ class Repeats:
     """
 
     def __init__(self) -> None:
-        self._places: dict[Group, dict[int, int]] = {}
-        """By the number of the sequence in its group, which may be made of other objects after a preemption."""
-        self._free: list[int] = []
+        super().__init__()
+        self.histories = Histories()
+        """For processors that read more than which tokens there are."""
         self._seen = torch.zeros(0, 0, dtype=torch.bool, device="cpu")
         """[places, vocabulary]"""
 
@@ -47,9 +48,8 @@ class Repeats:
         """The given rows of scores [all rows, vocabulary], which belong to these, under each job's penalty."""
         owners = list(whose)
         self._fit(scores)
-        new = [owner for owner in owners if owner[1].index not in self._places.setdefault(owner[1].group, {})]
-        self._enter(new, scores.shape[1])
-        at, places = upload([list(rows), [self._places[row.group][row.index] for _, row in owners]], scores.device)
+        self._enter(self.without(owners), scores.shape[1])
+        at, places = upload([list(rows), [self.place(row) for _, row in owners]], scores.device)
         penalties = [1.0 if job.asked.warp is None else job.asked.warp.repetition for job, _ in owners]
         return Fined(at, places, penalised(scores[at], self._seen[places], penalties))
 
@@ -58,13 +58,12 @@ class Repeats:
         self._seen[fined.places, tokens[fined.rows]] = True
 
     def drop(self, group: Group) -> None:
-        """A request has ended."""
-        self._free += self._places.pop(group, {}).values()
+        super().drop(group)
+        self.histories.drop(group)
 
     def clear(self) -> None:
-        """What was chosen last is not known: begin anew from what the host knows."""
-        for group in list(self._places):
-            self.drop(group)
+        super().clear()
+        self.histories.clear()
 
     def _fit(self, scores: torch.Tensor) -> None:
         """Lie where the scores do, a line as long as theirs."""
@@ -84,7 +83,7 @@ class Repeats:
             self._free += range(before, len(self._seen))
         lines: list[tuple[int, list[int]]] = []
         for job, row in owners:
-            place = self._places[row.group][row.index] = self._free.pop()
+            place = self.take(row)
             # Whoever asks for ids beyond the scores has asked for nothing that could be repeated.
             lines.append((place, [token for token in set(job.asked.seen(row.tokens)) if 0 <= token < vocabulary]))
         places = list(chain.from_iterable(repeat(place, len(tokens)) for place, tokens in lines))

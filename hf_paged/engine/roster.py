@@ -8,12 +8,11 @@ from itertools import repeat
 
 import torch
 
-from ..memory.upload import upload
 from ..scheduling import UNKNOWN, Group, Sequence, Stride
 from .answers import Answer
 from .job import Job
 from .repeats import Repeats
-from .sampling import Warp, best, draw, mend, warp
+from .selection import Selection
 
 
 class Roster:
@@ -21,40 +20,22 @@ class Roster:
     token or by its length."""
 
     def __init__(self, sequences: tuple[Sequence, ...], jobs: Mapping[Group, Job], repeats: Repeats) -> None:
-        self.sequences, self._repeats = sequences, repeats
+        self.sequences = sequences
         self.jobs = [jobs[sequence.group] for sequence in sequences]
         self._rows = [sequence.tokens for sequence in sequences]
         self._said = [job.streams[0].so_far for job in self.jobs]
         self._readers = [job.news.readers for job in self.jobs]
         self._ends = [job.asked.ends for job in self.jobs]
         self._any_end = frozenset([UNKNOWN]).union(*set(self._ends))
-        self._drawn = [place for place, job in enumerate(self.jobs) if job.asked.sampled]
-        self._fined = [place for place, job in enumerate(self.jobs) if job.fined]
-        self._seeds = [self.jobs[place].asked.seed for place in self._drawn]
-        self._warps = [self.jobs[place].asked.warp or Warp() for place in self._drawn]
+        self._selection = Selection(list(zip(self.jobs, sequences, strict=True)), repeats)
 
     def choose(self, answer: Answer, stride: Stride) -> torch.Tensor:
         """The crew's next tokens, whose logits come first in an answer, and what the host is told of them: [2, crew], as `best` says it.
         Nobody waits for the device."""
         crew = len(self.jobs)
-        logits = answer.logits[:crew]
-        chosen = best(logits) if answer.best is None else answer.best[:, :crew].clone()  # the next replay writes over it
-        fined = None
-        if self._fined:
-            fined = self._repeats.fined(logits, self._fined, [(self.jobs[place], self.sequences[place]) for place in self._fined])
-            chosen[:, fined.rows] = best(fined.scores)
-        if self._drawn:
-            logits = logits if fined is None else logits.index_copy(0, fined.rows, fined.scores)
-            every = len(self._drawn) == crew
-            places = None if every else upload(self._drawn, logits.device)
-            indices = [self.sequences[place].index for place in self._drawn]
-            positions = [stride.starts[place] + stride.step + 1 for place in self._drawn]
-            drawn = draw(warp(logits if places is None else logits[places], self._warps), self._seeds, indices, positions)
-            chosen[0, slice(None) if places is None else places] = drawn
-            chosen = mend(chosen, logits.shape[1])
-        if fined is not None:
-            self._repeats.note(fined, chosen[0])
-        return chosen
+        positions = [start + stride.step + 1 for start in stride.starts]
+        known = None if answer.best is None else answer.best[:, :crew]
+        return self._selection.choose(answer.logits[:crew], positions, known)
 
     def depart(self) -> None:
         """Everybody has a next token, whichever it is."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from ..blocks import Table, append
+from ..checking.ties import shaken
 from ..integration.attention import NAME, Forward, running
 from ..integration.latents import defer_expansion, expanding_classes
 from ..integration.lazy import NotFlat
+from ..integration.offloaded import input_device
+from ..integration.routers import routers_of
 from ..integration.slots import CROSS
 from ..integration.switch import decoder_configs, restore, switch
 from ..memory import Batch, FlatBatch, Kind
@@ -30,9 +32,11 @@ from .media import Media
 from .merging import Merger
 from .pieces import Piece, Pieces, merged, placed
 from .pools import Pools
-from .support import Unservable, longest
+from .support import Unservable, check_routers, longest
+from .trial import distance, otherwise, require_numbers, tried
 from .warming import warming, without_plans
 
+T = TypeVar("T")
 Form = Literal["flat", "rows"]
 
 TRIAL = [11, 17]
@@ -61,7 +65,7 @@ class Runner:
         self.model, self.pools = model, pools
         self.custody = Custody()
         """The model runs its own code in here, whoever wrote it; and a captured step takes it for what it was."""
-        self.device: torch.device = model.device  # type: ignore[assignment]  # transformers' models have one
+        self.device = input_device(model)
         """Where the token ids go."""
         self.cache = StepCache(pools)
         self.decoding = Decoding(self) if pools.config.graphs else None
@@ -69,6 +73,7 @@ class Runner:
         self.configs = decoder_configs(model)
         self.expanding = expanding_classes(model)
         """Attention classes that expand latents, which steps read unexpanded."""
+        self._plugged = False
         parameters = inspect.signature(model.forward).parameters
         self.keeps_some = "logits_to_keep" in parameters
         self.takes_embeddings = "inputs_embeds" in parameters
@@ -105,16 +110,18 @@ class Runner:
             replayed = None if decoding is None else decoding.run(pieces, latest)
             if replayed is not None:
                 return replayed
-            self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
-            with self.plugged():
-                logits = self.flat(pieces, latest) if self.why_rows is None else self._one_by_one(pieces, latest)
-                if decoding is not None:
-                    decoding.learn(pieces, latest, logits)
-                return Answer(logits)
+            self.device = input_device(self.model)
+            return self.plugged(lambda: self._compute(pieces, latest, decoding))
+
+    def _compute(self, pieces: Sequence[Piece], latest: torch.Tensor | None, decoding: Decoding | None) -> Answer:
+        logits = self.flat(pieces, latest) if self.why_rows is None else self._one_by_one(pieces, latest)
+        if decoding is not None:
+            decoding.learn(pieces, latest, logits)
+        return Answer(logits)
 
     def show(self, media: Media) -> None:
         """Have the model look at a prompt's pictures. Its attention is its own here."""
-        self.device = self.model.device  # type: ignore[assignment]  # transformers' models have one
+        self.device = input_device(self.model)
         self.custody.lend()
         self.merger.run(media)
         if media.shift and self.decoding is not None and not self.decoding.moves:
@@ -209,34 +216,45 @@ class Runner:
         places = numbers[count:]
         if self.keeps_some:
             arguments["logits_to_keep"] = places
-        token, beside = running.set(Forward(self.cache, flat=flat)), joined([piece.beside for piece in pieces], [*map(len, tokens)])
+        beside, outer = joined([piece.beside for piece in pieces], [*map(len, tokens)]), running.get()
         try:
+            running.set(Forward(self.cache, flat=flat))
             with given(self.model, beside):
                 answer = self.model(**arguments, use_cache=True, return_dict=True)
         finally:
-            running.reset(token)
+            running.set(outer)
         if answer.past_key_values is not arguments["past_key_values"]:
-            raise Unservable(f"{type(self.model).__name__} went on with a cache of its own, as long rope does")
+            raise Unservable(f"{type(self.model).__name__} went on with another cache than the engine's; use generate()")
         logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
         kept: torch.Tensor = logits[: len(last)].to(torch.float32)
         return kept
 
-    @contextmanager
-    def plugged(self) -> Iterator[None]:
-        """The decoder's attention is ours, as in a paged generate()."""
-        defer_expansion(self.expanding)
-        switch(self.configs, NAME)
+    def plugged(self, act: Callable[[], T]) -> T:
+        """The answer of `act`, while the decoder's attention is ours, as in a paged generate()."""
+        if self._plugged:
+            return act()
         try:
-            yield
+            self._plugged = True
+            defer_expansion(self.expanding)
+            switch(self.configs, NAME, self)
+            return act()
         finally:
-            restore(self.configs)
+            self.unplug()
+
+    def unplug(self) -> None:
+        """Give the decoder its attention back. Twice is once: an interrupted step is mended by calling it again."""
+        self._plugged = False
+        restore(self.configs, self)
 
     # ---- which form
 
     def try_out(self) -> None:
         """See whether the model can be served and in which form, while kernels are compiled that it will need."""
-        with warming(self) as self._warming, without_plans(self.device):
-            self._try_out()
+        try:
+            with warming(self) as self._warming, without_plans(self.device):
+                self._try_out()
+        finally:
+            self.unplug()
         self._warming = None
 
     def _try_out(self) -> None:
@@ -252,19 +270,19 @@ class Runner:
         rows = [[(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate(lengths)]
         self.pools.lend(max(lengths))
         name = type(self.model).__name__
-        try:
+        with tried(f"{name} fails by itself, without any cache; mend its forward"):
             if self.encoder is not None:
                 self._trial_source = self.encoder.trial(vocabulary)
                 self.pools.lend(max(*lengths, self.encoder.length(self._trial_source)))
-            whole = self._without_cache(rows)
+            with routers_of(self.model).recording():
+                whole = self._without_cache(rows)
+        require_numbers(self.model, whole)
+        with tried(f"{name} failed when its forward was tried on pages; use generate()"):
             pieces = self._trial(rows, "rows", cuts)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise Unservable(f"{name} failed when its forward was tried ({type(error).__name__}: {error}); use generate()") from error
+        check_routers(self.model, self.pools.config.max_batch_tokens)
         far = self._apart(rows, whole, pieces)
         if far is not None:
-            raise Unservable(f"{name} answers otherwise when its prompt comes in pieces (by {far:.1e} of its logits); use generate()")
+            raise otherwise(self.model, far, self._apart(rows, whole, self._without_cache(rows)))
         if self.why_rows is None:
             self.why_rows = self._why_not_flat(rows, whole, cuts)
         self.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])
@@ -387,14 +405,3 @@ class Runner:
                 for table in of_row:
                     table.free()
         return logits
-
-
-def shaken(embeddings: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
-    """Embeddings, each off by what rounding may do to it."""
-    off = torch.rand(embeddings.shape, generator=chance, device=embeddings.device, dtype=torch.float32) * 2 - 1
-    return (embeddings * (1 + off * torch.finfo(embeddings.dtype).eps / 2)).to(embeddings.dtype)
-
-
-def distance(right: torch.Tensor, found: torch.Tensor) -> float:
-    """How far logits are from the right ones, as a share of their size."""
-    return float((right - found).norm() / right.norm().clamp(min=1e-12))

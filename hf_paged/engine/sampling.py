@@ -37,6 +37,7 @@ _FIELD_OF = {
     MinPLogitsWarper: ("min_p", "min_p"),
 }
 """The field of each processor's number, and what the processor calls it."""
+CUTS = frozenset(_FIELD_OF) - {RepetitionPenaltyLogitsProcessor}
 
 
 def warp_of(processors: Sequence[Any], sampled: bool) -> Warp | None:
@@ -48,7 +49,7 @@ def warp_of(processors: Sequence[Any], sampled: bool) -> Warp | None:
     for processor in processors:
         if getattr(processor, "filter_value", -torch.inf) != -torch.inf or getattr(processor, "min_tokens_to_keep", 1) != 1:
             return None
-        if getattr(processor, "prompt_ignore_length", None):
+        if getattr(processor, "prompt_ignore_length", None) is not None:
             return None
     fields = [(*_FIELD_OF[type(processor)], processor) for processor in processors]
     return Warp(**{field: getattr(processor, name) for field, name, processor in fields})
@@ -61,10 +62,13 @@ def penalised(scores: torch.Tensor, seen: torch.Tensor, penalties: Sequence[floa
 
 
 def best(scores: torch.Tensor) -> torch.Tensor:
-    """The tokens with the best scores [rows, vocabulary], and the same with UNKNOWN where there is NaN among them: [2, rows]."""
+    """The best tokens of scores [rows, vocabulary], and the same with UNKNOWN where there is none: [2, rows].
+
+    There is none where scores are NaN, or all -inf.
+    """
     tokens = scores.argmax(-1)
-    broken = scores.gather(1, tokens[:, None])[:, 0].isnan()  # to torch NaN is the largest number
-    return torch.stack([tokens, tokens.masked_fill(broken, UNKNOWN)])
+    sound = scores.gather(1, tokens[:, None])[:, 0] > -torch.inf  # to torch NaN is the largest number
+    return torch.stack([tokens, tokens.masked_fill(~sound, UNKNOWN)])
 
 
 def warp(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:

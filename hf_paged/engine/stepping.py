@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from .flight import Flight
 from .job import Job
 from .media import Media
 from .output import FinishReason, Output
+from .own_code import raised_by, reaches_driver
 from .pieces import Latest, Pieces
 from .pools import Pools
 from .preemption import Preemption
@@ -66,20 +68,23 @@ class Steps:
         self._roster: Roster | None = None
         """The crew's, as it was last."""
         self._repeats = Repeats()
+        self.interrupted: deque[Job] = deque()
+        """Requests that have ended with what is meant for their driver as well."""
         self.recorder: Recorder | None = None
         """Who writes down what happens, if anybody does."""
 
     def enter(self, job: Job) -> None:
         """A request is in the scheduler's books."""
         assert job.group is not None
-        self.jobs[job.group] = job
         if not job.asked.of_ids:
             self._given[job.group] = job.asked
+        self.jobs[job.group] = job
 
     def go_on(self) -> list[Output]:
         """The next step; the answer is whose requests have ended."""
         ended: list[Output] = []
         plan = self.scheduler.schedule() if self.jobs else Plan()
+        self.pools.cover()
         self.pools.swap(plan.swaps)  # whoever had to go is on the way, even if nobody is left who has a row
         if not plan:
             if self.jobs and self.flight is None:
@@ -146,8 +151,13 @@ class Steps:
             if shelf.host is not None:
                 shelf.host.recover()
         self.scheduler.start_over(self.jobs)
+        for group in self._given.keys() - self.jobs.keys():
+            self._given.pop(group, None)
         for group, job in list(self.jobs.items()):
-            if job.said:
+            if job.output is not None:
+                job.news.end()
+                self._drop(group, job)
+            elif job.said:
                 self.end(job)
             elif group.status is Status.FINISHED or job.torn or (spoiled and group.status is Status.PREEMPTED):
                 self.end(job, "error", error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"))
@@ -224,22 +234,33 @@ class Steps:
             picks.setdefault(row.sequence.group, []).extend([place] * len(row.samples))
         return [Pick(self.jobs[group], places) for group, places in picks.items()]
 
-    def end(self, job: Job, reason: FinishReason | None = None, error: Exception | None = None) -> Output:
+    def end(self, job: Job, reason: FinishReason | None = None, error: BaseException | None = None) -> Output:
         """End a request, in whatever state it is."""
         group = job.group
         assert group is not None
         if error is not None:
             self._disown(group)
         self.scheduler.abort(group)
-        output = job.close(reason, error)
-        del self.jobs[group]  # not before there is an output: an interrupt may come in between
+        output = self.conclude(job, reason, error)
+        self._drop(group, job)  # not before there is an output: an interrupt may come in between
+        if self.recorder is not None:
+            self.recorder.ended(group.request.number, output.finish_reason)
+        return output
+
+    def conclude(self, job: Job, reason: FinishReason | None, error: BaseException | None = None) -> Output:
+        """Make the output of a request. Its tokenizer may raise in here, which is its own trouble."""
+        output = job.close(reason, None if error is None else raised_by(error))
+        if reaches_driver(output.error):
+            self.interrupted.append(job)
+        return output
+
+    def _drop(self, group: Group, job: Job) -> None:
+        """Forget a request that has its output. Twice is once."""
+        self.jobs.pop(group, None)
         self._given.pop(group, None)
         self._repeats.drop(group)
         if job.asked.source is not None:
             job.asked.source.made = None
-        if self.recorder is not None:
-            self.recorder.ended(group.request.number, output.finish_reason)
-        return output
 
     def _disown(self, group: Group) -> None:
         """What a failed request has computed is found by nobody: it may be what failed."""

@@ -31,7 +31,7 @@ class Stream:
         """Its tokens while it goes on; the last one comes with its end."""
         self.logprobs: list[TokenLogprob] = []
         self.score: float | None = None
-        self.trouble: Exception | None = None
+        self.trouble: BaseException | None = None
         """Why there is no text, or no more of it."""
         self._end: _End | None = None
         self._read = 0
@@ -87,7 +87,7 @@ class Stream:
         if self.trouble is None:
             try:
                 return text.add(tokens, last)
-            except Exception as error:
+            except BaseException as error:
                 self.trouble = error
         return ""
 
@@ -98,7 +98,7 @@ class Stream:
         if self._tokenizer is not None:
             try:
                 text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-            except Exception as error:
+            except BaseException as error:
                 self.trouble, text = self.trouble or error, ""
         if self.trouble is not None:
             reason = "error"

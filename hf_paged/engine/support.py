@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from transformers import GenerationMixin
 
+from ..integration.offloaded import unloaded
 from ..integration.quantized import looks_around
-from ..integration.support import why_not
+from ..integration.routers import routers_of
+from ..integration.support import ropes_of, why_not
+
+UNBOUNDED = 512
+"""Tokens of a sequence with which routers are tried if the model names no longest."""
 
 
 class Unservable(ValueError):
@@ -24,12 +28,21 @@ def check_servable(model: Any, outer: Any) -> None:
         raise Unservable(f"{name} cannot generate; the engine needs a model with a language modeling head")
     if getattr(model, "_is_stateful", False):
         raise Unservable(f"{name} keeps a state of its own, which the engine cannot take back or fork; use generate()")
+    if model.generation_config.use_cache is False:
+        raise Unservable("model.generation_config.use_cache=False and the engine is a cache; set it to True")
     try:
         reason = why_not(model, model.generation_config)
     except AttributeError as error:
         raise Unservable(f"{name} does not say what its layers are ({error}); use generate()") from error
     if reason is not None:
         raise Unservable(f"{reason}; use generate()")
+    absent = unloaded(model)
+    if absent:
+        some = ", ".join(absent[:3]) + ", ..." * (len(absent) > 3)
+        raise Unservable(
+            f'{len(absent)} parameters of {name} are on "meta" ({some}) and no accelerate hook loads them; '
+            "load the weights first, or offload them with accelerate"
+        )
     if any(looks_around(module, weight) for module in model.modules() for weight in module._parameters.values() if weight is not None):
         raise Unservable(
             f"{name} has quantized layers that round a token by all that is computed with it, so its neighbours would change its tokens; "
@@ -39,6 +52,18 @@ def check_servable(model: Any, outer: Any) -> None:
         raise Unservable("prompt and prefix tuning change what the model is given, which the engine does not know yet; use generate()")
 
 
+def check_routers(model: Any, tokens: int) -> None:
+    """Raise if a token may become something else beside others: steps of up to `tokens` are not what generate() computes together."""
+    routers = routers_of(model)
+    most = max(tokens, longest(model) or UNBOUNDED)
+    if routers.modules and not (routers.known and routers.keep_tokens_apart(most)):
+        raise Unservable(
+            f"{type(model).__name__} has routers that drop tokens beyond an expert's capacity; the engine cuts and joins "
+            f"up to {most} tokens otherwise than generate() does, which would change which are dropped; use generate(), or "
+            "raise the capacity"
+        )
+
+
 def longest(model: Any) -> int | None:
     """The most tokens of a sequence, or None if the model does not say.
 
@@ -46,7 +71,7 @@ def longest(model: Any) -> int | None:
     """
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions")]
-    limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
+    limits += [rope.get("original_max_position_embeddings") for rope in ropes_of(model) if rope.get("rope_type") == "longrope"]
     return min((int(limit) for limit in limits if limit), default=None)
 
 
@@ -55,10 +80,3 @@ def longest_source(model: Any) -> int | None:
     config = model.config.get_text_config(encoder=True)
     limits = [getattr(config, name, None) for name in ("max_source_positions", "max_position_embeddings")]
     return next((int(limit) for limit in limits if limit), None)
-
-
-def _ropes(config: Any) -> Iterator[dict[str, Any]]:
-    """The settings of rotary positions, one for all layers or one for each kind."""
-    found = getattr(config, "rope_parameters", None)
-    if isinstance(found, dict):
-        yield from [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..integration.hooks import KINDS, only_looks_on
 from ..integration.identity import identity_of
+from ..integration.offloaded import offloaded, stored
 from ..memory import PLAIN_TENSORS, Unreadable
 from .custody import Custody, Spoiled
 from .settings import Settings
@@ -39,7 +40,9 @@ class Weights:
     def touched(self) -> bool:
         """Whether a parameter was written by an optimizer, written or replaced in the way that torch counts, or a setting is another.
         Cheap, for every step."""
-        return self._stepped or self._names != _names(self._holders) or self._settings.changed()
+        if self._stepped or self._names != _names(self._holders) or self._kept != self._storage():
+            return True
+        return self._settings.changed()
 
     def require_untouched(self, running: int) -> None:
         """Raise if they were, under so many requests: Spoiled if steps were taken meanwhile, else nothing is lost yet."""
@@ -76,9 +79,14 @@ class Weights:
 
     def _look(self) -> None:
         # Modules' own dicts: a parameter that is replaced is seen, and nothing is walked in every step.
-        self._holders = [module._parameters.values() for module in self._model.modules() if module._parameters]
-        self._buffers = [module._buffers.values() for module in self._model.modules() if module._buffers]
-        self._names, self._stepped = _names(self._holders), False
+        modules = list(self._model.modules())
+        self._offloaded = offloaded(modules)
+        self._loaded_later = [module for module in modules if id(module) in self._offloaded]
+        resident = [module for module in modules if id(module) not in self._offloaded]
+        self._holders = [module._parameters.values() for module in resident if module._parameters]
+        self._buffers = [module._buffers.values() for module in resident if module._buffers]
+        self._names, self._kept = _names(self._holders), self._storage()
+        self._stepped = False
         if self._settings.changed():
             self._settings = Settings(self._model, self._settings.restless)
         identity = identity_of(self._model)
@@ -94,6 +102,16 @@ class Weights:
                 logger.info("no request shares prefixes with those before an idle engine: %s", reason)
             self._unreadable = True
 
+    def _storage(self) -> Any:
+        """The identity of every offloaded weight: of its tensor or its file. None where that cannot be known."""
+        if not self._offloaded:
+            return None
+        try:
+            kept = stored(self._loaded_later, self._offloaded)
+        except Unreadable:
+            return None
+        return _names([kept.tensors]), kept.files
+
 
 def _note_step(whose: weakref.ref[Weights], optimizer: torch.optim.Optimizer, *_: object) -> None:
     weights = whose()
@@ -101,7 +119,7 @@ def _note_step(whose: weakref.ref[Weights], optimizer: torch.optim.Optimizer, *_
         weights.note_step(optimizer)
 
 
-def _names(holders: Iterable[Iterable[nn.Parameter | None]]) -> tuple[list[int], ...]:
+def _names(holders: Iterable[Iterable[torch.Tensor | None]]) -> tuple[list[int], ...]:
     """Of every parameter which one it is, where it lies, and how often it was written. All at once: this is asked in every step."""
     parameters = [parameter for parameter in chain.from_iterable(holders) if parameter is not None]
     return list(map(id, parameters)), list(map(torch.Tensor.data_ptr, parameters)), list(map(_version_of, parameters))

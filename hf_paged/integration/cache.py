@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,10 +12,18 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..config import CacheConfig
 from ..memory import Kind, Sequences
-from .layer import PagedLayer, Path
+from .layer import DIFFER, PagedLayer, Path
 from .registry import base_model, memory_of
 from .reuse import Reuse
-from .slots import NO_CONTENT, Slot, slots_of
+from .slots import CROSS, NO_CONTENT, Slot, slots_of
+
+
+class Mark(NamedTuple):
+    """Where a cache was before a step."""
+
+    columns: dict[Kind, int]
+    initialized: list[bool] | None
+    """Which paged layers were initialized; None where all rows held something."""
 
 
 class PagedCache(DynamicCache):
@@ -28,6 +36,8 @@ class PagedCache(DynamicCache):
 
     reuse: Reuse | None
     """What the cache takes from its model's prefixes and leaves to others, if it does."""
+    cross: PagedCache | None
+    """The layers that attend to another sequence than the text (a picture's tokens), with tables of their own; None if none does."""
 
     def __init__(
         self,
@@ -58,14 +68,28 @@ class PagedCache(DynamicCache):
         memory = memory_of(model)
         total = sum(counts.values())
         groups = {kind: memory.group(kind, config, count, count / total) for kind, count in counts.items()}
-        self._adopt(Sequences(memory, groups), slots, weakref.ref(model), config)
+        across, reference = None, weakref.ref(model)
+        if CROSS in groups and not cross:
+            across = PagedCache.__new__(PagedCache)
+            sequences = Sequences(memory, {CROSS: groups.pop(CROSS)})
+            across._adopt(sequences, [slot for slot in slots if slot.kind == CROSS], reference, config)
+        self._adopt(Sequences(memory, groups), slots, reference, config, across)
         if config.prefix_caching and not cross:
             self.reuse = Reuse(self.sequences, config)
 
-    def _adopt(self, sequences: Sequences, slots: list[Slot], model: weakref.ref[nn.Module], config: CacheConfig) -> None:
-        """Take `sequences` as this cache's own: they are freed when the cache is gone."""
-        Cache.__init__(self, layers=[slot.open(i, sequences) for i, slot in enumerate(slots)])
-        self.sequences, self.config, self._model = sequences, config, model
+    def _adopt(
+        self,
+        sequences: Sequences,
+        slots: list[Slot],
+        model: weakref.ref[nn.Module],
+        config: CacheConfig,
+        cross: PagedCache | None = None,
+    ) -> None:
+        """Take `sequences` as this cache's own: they are freed when the cache is gone. Layers that attend across are those of `cross`."""
+        across = iter(() if cross is None else cross.layers)
+        layers = [next(across) if cross is not None and slot.kind == CROSS else slot.open(i, sequences) for i, slot in enumerate(slots)]
+        Cache.__init__(self, layers=layers)
+        self.sequences, self.config, self.cross, self._model = sequences, config, cross, model
         self.reuse = None
         self.mask_read = False
         """Whether the running call has read its attention mask on the host."""
@@ -85,6 +109,11 @@ class PagedCache(DynamicCache):
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     @property
+    def own_layers(self) -> list[PagedLayer]:
+        """The paged layers that hold the tokens of `sequences`: all but those that attend across."""
+        return [layer for layer in self.paged_layers if layer.sequences is self.sequences]
+
+    @property
     def complete(self) -> bool:
         """Whether pages hold all that the cache keeps: no layer has a state beside or instead of them."""
         return all(getattr(layer, "complete", type(layer) in NO_CONTENT) for layer in self.layers)
@@ -97,8 +126,8 @@ class PagedCache(DynamicCache):
     def tables(self, layer: int = 0) -> list[list[int]]:
         """The blocks of every row, as layer number `layer` sees them."""
         self.settle()
-        kind = self.paged_layers[layer].kind
-        return [list(table.blocks) for table in self.sequences.tables(kind)]
+        found = self.paged_layers[layer]
+        return [list(table.blocks) for table in found.sequences.tables(found.kind)]
 
     def __repr__(self) -> str:
         rows, tokens = self.sequences.count, self.sequences.columns
@@ -110,26 +139,45 @@ class PagedCache(DynamicCache):
         """Replace row i by row beam_idx[i]. Tables are forked, no tensor moves."""
         self.settle()
         self.sequences.reorder(beam_idx)
-        self._others("reorder_cache", beam_idx)
+        self._reorder_others(beam_idx)
+        if self.cross is not None:
+            self.cross.reorder_cache(beam_idx)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Fork every row into `repeats` rows."""
+    def batch_repeat_interleave(self, repeats: int | torch.Tensor) -> None:
+        """Fork every row into `repeats` rows, or row i into repeats[i]."""
         self.settle()
-        self.sequences.unforked = repeats
-        self.spread()
+        rows = torch.arange(self.sequences.count, device="cpu")
+        if len(rows):
+            repeats = repeats.cpu() if isinstance(repeats, torch.Tensor) else repeats
+            self._select(rows.repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`, in that order."""
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the rows `indices`, in that order: all that can index the rows of a tensor."""
         self.settle()
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().flatten()
-        self.sequences.select(indices.tolist())
-        self._others("batch_select_indices", indices)
+        rows = torch.arange(self.sequences.count, device="cpu")
+        if not len(rows):
+            return
+        picked = rows[indices.cpu() if isinstance(indices, torch.Tensor) else indices, ...]
+        if picked.ndim != 1:
+            raise IndexError(f"batch_select_indices got {indices!r}, expected a list of rows; a single row i is [i]")
+        self._select(picked)
+
+    def _select(self, index: torch.Tensor) -> None:
+        """Make row i what row index[i] was, in every layer. A cache that is left without rows is empty."""
+        if len(index):
+            self.sequences.select(index.tolist())
+        else:
+            self.sequences.free()
+        self._reorder_others(index)
+        self._follow_rows()
+        if self.cross is not None and self.cross.sequences.count:
+            self.cross._select(index)
 
     def settle(self) -> None:
         """Pay what the rows are owed, in every layer."""
         with self.sequences.memory.lock:
-            self.sequences.flush()
+            for part in paged_parts(self):
+                part.sequences.flush()
             self.spread()
 
     def spread(self) -> None:
@@ -138,46 +186,87 @@ class PagedCache(DynamicCache):
         if repeats > 1:
             index = torch.arange(self.sequences.count, device="cpu").repeat_interleave(repeats)
             self.sequences.spread()
-            self._others("reorder_cache", index)
+            self._reorder_others(index)
+        if self.cross is not None:
+            self.cross.spread()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last |tokens_to_remove| tokens; a positive number is the length to keep, as it once was."""
+        """Forget the last |tokens_to_remove| tokens; a positive number is the length to keep, as it once was.
+
+        They are tokens of the text: what layers attend to across stays.
+        """
+        columns = self.sequences.columns
         count = int(tokens_to_remove)
-        count = max(0, self.sequences.columns - count) if count > 0 else -count
-        self.sequences.crop(count)
-        super().crop(-count)
+        count = max(0, columns - count) if count > 0 else -count
+        with self.sequences.changing_all():
+            self.sequences.check_past(min(count, columns))
+            for layer in self._layers_of_rows():
+                layer.crop(-count)
+            self.sequences.crop(min(count, columns))
+        self._follow_rows()
 
     def reset(self) -> None:
         """Give back every block and begin anew."""
         self.sequences.free()
-        for layer in self.layers:
-            layer.reset()
+        with self.sequences.changing_all():
+            for layer in self._layers_of_rows():
+                layer.reset()
+        if self.cross is not None:
+            self.cross.reset()
         if self.reuse is not None:
             self.reuse.leave()
             self.reuse = Reuse(self.sequences, self.config)
 
-    def _others(self, method: str, index: torch.Tensor) -> None:
+    def _reorder_others(self, index: torch.Tensor) -> None:
         """Do to what layers keep outside the pages what was done to the tables."""
-        for layer in self.layers:
-            getattr(layer, method)(index)
+        with self.sequences.changing_all():
+            for layer in self._layers_of_rows():
+                layer.reorder_cache(index)
 
-    def roll_back(self, columns: dict[Kind, int]) -> None:
+    def _layers_of_rows(self) -> list[Any]:
+        """All layers but those that attend across, whose rows are those of `cross`."""
+        return [layer for layer in self.layers if not isinstance(layer, PagedLayer) or layer.sequences is self.sequences]
+
+    def _follow_rows(self) -> None:
+        for layer in self.own_layers:
+            layer.follow()
+
+    def mark(self) -> Mark:
+        """Where the cache is before a step, for `roll_back`."""
+        columns = self.sequences.positions
+        begins = not all(columns.values())
+        return Mark(columns, [layer.is_initialized for layer in self.own_layers] if begins else None)
+
+    def roll_back(self, mark: Mark) -> None:
         """Undo a step that failed halfway: every group back to where it was. What layers keep outside the pages stays."""
         for kind, rows in self.sequences.rows.items():
-            if rows.columns > columns[kind] and not rows.torn:
-                rows.crop(rows.columns - columns[kind])
-        for layer in self.paged_layers:
-            PagedLayer.crop(layer, 0)
+            if rows.columns > mark.columns[kind] and not rows.torn:
+                rows.crop(rows.columns - mark.columns[kind])
+        layers = self.own_layers
+        for layer, initialized in zip(layers, mark.initialized or [True] * len(layers), strict=True):
+            layer.is_initialized &= initialized
+            layer.follow()
 
     def begin_at(self, columns: int) -> None:
         """Let the layers know that their rows began with `columns` columns that were there already."""
-        for layer in self.paged_layers:
+        for layer in self.own_layers:
             layer.columns = columns
+
+    def require_even(self) -> None:
+        """Raise if a step has passed by a layer that holds earlier tokens: its table counts tokens that were never written."""
+        for layer in self.own_layers:
+            rows = self.sequences.rows[layer.kind]
+            if layer.columns and layer.columns != rows.columns:
+                raise RuntimeError(
+                    f"layer {layer.number} holds {layer.columns} tokens and was given none of a step, after which the other layers hold "
+                    f"{rows.columns}; {DIFFER}"
+                )
 
     def follow(self) -> None:
         """Let the layers know what their rows have done without them: a replayed step passes them by."""
-        for layer in self.paged_layers:
-            layer.columns, layer.path = self.sequences.rows[layer.kind].columns, "paged"
+        for layer in self.own_layers:
+            if layer.is_initialized:
+                layer.columns, layer.path = self.sequences.rows[layer.kind].columns, "paged"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """A fork: the same blocks under new tables, copied only where one of the two writes."""
@@ -185,13 +274,12 @@ class PagedCache(DynamicCache):
         twin = PagedCache.__new__(PagedCache)
         memo[id(self)] = twin
         slots = [Slot.like(layer, memo) for layer in self.layers]
-        twin._adopt(self.sequences.fork(), slots, self._model, self.config)
+        cross = None if self.cross is None else self.cross.__deepcopy__(memo)
+        twin._adopt(self.sequences.fork(), slots, self._model, self.config, cross)
         twin.reuse = None if self.reuse is None else self.reuse.fork(twin.sequences)
         for mine, theirs in zip(self.layers, twin.layers, strict=True):
             if isinstance(mine, PagedLayer) and isinstance(theirs, PagedLayer):
-                theirs.columns, theirs.is_initialized, theirs.path = mine.columns, mine.is_initialized, mine.path
-                if mine.is_initialized:
-                    theirs.dtype, theirs.device = mine.dtype, mine.device
+                theirs.continue_from(mine)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -211,5 +299,7 @@ class PagedCache(DynamicCache):
 def paged_parts(cache: object) -> list[PagedCache]:
     """The paged caches in what a model calls its cache: the decoder's own first, then the cross attention's."""
     if isinstance(cache, EncoderDecoderCache):
-        return [part for part in (cache.self_attention_cache, cache.cross_attention_cache) if isinstance(part, PagedCache)]
-    return [cache] if isinstance(cache, PagedCache) else []
+        return [*paged_parts(cache.self_attention_cache), *paged_parts(cache.cross_attention_cache)]
+    if not isinstance(cache, PagedCache):
+        return []
+    return [cache] if cache.cross is None else [cache, cache.cross]

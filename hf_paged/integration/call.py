@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..memory import fork_safe_lock, in_forked_process
 from .attention import NAME
 from .cache import PagedCache
 from .forward import wrap
 from .latents import defer_expansion, expanding_classes
 from .registry import memory_of
-from .support import warn
+from .state import Watch, watching
+from .support import warn, why_left
 from .switch import decoder_configs, restore, switch
 
 
@@ -25,7 +27,9 @@ class _Plug:
     """A model whose forward is wrapped and whose attention is ours while at least one call runs."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.count = 0
+        self.calls: set[Call] = set()
+        self.inside = False
+        """Whether it is plugged in, all of it."""
         self.configs = decoder_configs(model)
         self.expanding = expanding_classes(model)
         self.own: Callable[..., Any] | None = model.__dict__.get("forward")
@@ -33,11 +37,13 @@ class _Plug:
 
     def push_in(self, model: nn.Module) -> None:
         defer_expansion(self.expanding)
-        switch(self.configs, NAME)
+        switch(self.configs, NAME, self)
         model.__dict__["forward"] = self.wrapper
+        self.inside = True
 
     def pull_out(self, model: nn.Module) -> None:
-        restore(self.configs)
+        self.inside = False
+        restore(self.configs, self)
         # Somebody may have wrapped our wrapper meanwhile; without a paged cache it only passes through.
         if model.__dict__.get("forward") is self.wrapper:
             if self.own is None:
@@ -47,61 +53,97 @@ class _Plug:
 
 
 _plugs: weakref.WeakKeyDictionary[nn.Module, _Plug] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
+_running: set[Call] = set()
+"""The calls whose generate() has not ended. A call leaves it in one operation of the interpreter, which no interrupt divides."""
+_lock = fork_safe_lock()
 
 
-@dataclass
+def _settle(model: nn.Module) -> None:
+    """Have a model plugged in while one of its calls runs, and as before when none does. An interrupted one may be repeated."""
+    with _lock:
+        plug = _plugs.get(model)
+        if plug is None:
+            return
+        plug.calls &= _running
+        if not plug.calls:
+            plug.pull_out(model)
+            _plugs.pop(model, None)
+        elif not plug.inside:
+            plug.push_in(model)
+
+
+def settle_models() -> None:
+    """Leave every model as it was that no call runs on: an interrupt may have kept its last call from doing so."""
+    for model in list(_plugs):
+        _settle(model)
+
+
+@dataclass(eq=False)
 class Call:
-    """A running generate(). `asked` is the word as a keyword; a config may ask as well."""
+    """A running generate(). `asked` is the word as a keyword; a config may ask as well.
+
+    Everything that a call takes it gives back in `close`, which may be repeated: an interrupt in the middle of it leaves what it has
+    not reached to the next time.
+    """
 
     asked: bool
     model: nn.Module | None = None
     made: list[PagedCache] = field(default_factory=list)
     used: list[PagedCache] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
+    left: bool = False
+    """Whether giving back has begun."""
+    outer: Call | None = field(default_factory=lambda: current.get())
+    outer_watch: Watch | None = field(default_factory=watching.get)
+
+    def open(self, watch: Watch) -> None:
+        """The call of generate() begins."""
+        if _plugs:
+            settle_models()
+        _running.add(self)
+        current.set(self)
+        watching.set(watch)
 
     def plug(self, model: nn.Module, caches: list[PagedCache], made: bool) -> None:
         """Begin to run `model` on `caches`, which this call made or was given."""
-        self.used += caches
         self.made += caches if made else []
+        self.used += caches
         for cache in caches:
             cache.mask_read = False
         if self.model is not None:
             return
         with _lock:
+            self.model = model
             plug = _plugs.get(model)
             if plug is None:
                 plug = _plugs[model] = _Plug(model)
-            if plug.count == 0:
-                plug.push_in(model)
-            plug.count += 1
-            self.model = model
+            plug.calls.add(self)
+            _settle(model)
 
     def close(self, answer: Any) -> None:
-        """Leave everything as it was; `answer` is None if the call failed, and its own caches' blocks are back at once."""
-        model, self.model = self.model, None
+        """Leave everything as it was; `answer` is None if the call failed, and its own caches' blocks are back at once. Twice is once."""
+        _running.discard(self)
+        current.set(self.outer)
+        watching.set(self.outer_watch)
+        self.leave(answer)
+
+    def leave(self, answer: Any) -> None:
+        """Give back what the call has taken of its model."""
+        model = self.model
         if model is None:
             return
-        with _lock:
-            plug = _plugs[model]
-            plug.count -= 1
-            if plug.count == 0:
-                plug.pull_out(model)
-                del _plugs[model]
-        memory = memory_of(model)
-        self._leave_prefixes(model, answer is not None)
-        memory.paths = [str(path) for path in self.used[0].paths]
-        if answer is None:
-            memory.suspect = True
-            memory.drain()
-            memory.suspect = bool(self.made)
-            for cache in self.made:
-                cache.reset()
-        for cache in self.used:
-            cache.spread()
+        memory, broken = memory_of(model), self.left or answer is None
+        memory.suspect |= broken
+        self.left = True
+        try:
+            _settle(model)
+            self._leave_prefixes(model, answer is not None)
+        finally:
+            self._give_back(model, answer is not None)
         if answer is not None and left_behind(self.used[0], answer):
-            warn(f"{type(model).__name__} went on with another cache, as peft's prefix tuning and long rope do")
-        self.made, self.used = [], []
-        memory.drain()
+            warn(why_left(model))
+        memory.suspect |= broken  # tables of the operation that broke off live as long as its traceback: count again without them
+        self.model = None
 
     def _leave_prefixes(self, model: nn.Module, succeeded: bool) -> None:
         """Leave what the caches hold to later calls."""
@@ -114,6 +156,34 @@ class Call:
                             cache.reuse.commit(model)
                     finally:
                         cache.reuse.leave()
+
+    def _give_back(self, model: nn.Module, succeeded: bool) -> None:
+        """Give back what the caches hold and the call was not asked for."""
+        memory = memory_of(model)
+        memory.paths = [str(path) for path in self.used[0].paths]
+        if not succeeded:
+            memory.drain()
+            memory.suspect = bool(self.made)
+            for cache in self.made:
+                cache.reset()
+        for cache in self.used:
+            cache.spread()
+        memory.drain()
+
+
+def _leave_threads_behind() -> None:
+    """In a forked process: end the calls of threads that are not there."""
+    for call in list(_running):
+        if call.thread == threading.get_ident():
+            continue
+        for cache in call.used:
+            for rows in cache.sequences.rows.values():
+                rows.torn = True
+        _running.discard(call)
+        call.leave(None)
+
+
+in_forked_process(_leave_threads_behind)
 
 
 def left_behind(cache: PagedCache, answer: Any) -> bool:

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from .attention import Forward, running
-from .cache import PagedCache, paged_parts
+from .cache import Mark, PagedCache, paged_parts
 from .graph import Step
 from .graphs import graphs_of
+from .outputs import asked_fields, layouts_of
 from .prompts import adapters_agree, adapters_of_unique_rows, keeps_another_cache, repeat_rows, unique_rows
+from .routers import routers_of
 
 DENSE_OUTPUTS = ("output_attentions", "output_hidden_states")
 """Outputs that only the model's own attention makes as stock does: at padded columns too."""
@@ -42,38 +44,69 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
             return _without_pages(original, args, kwargs)
         with parts[0].sequences.memory.lock:
             parts[0].sequences.memory.queue()
-            before = [part.sequences.positions for part in parts]
+            before = [part.mark() for part in parts]
             try:
                 return _run(model, original, arguments, parts, masks_known)
             except BaseException:
-                for part, columns in zip(parts, before, strict=True):
-                    part.roll_back(columns)
+                try:
+                    _roll_back(parts, before)
+                finally:
+                    _roll_back(parts, before)  # again, if an interrupt has broken it off; else there is nothing left to do
                 raise
 
     return forward
 
 
+def _roll_back(parts: list[PagedCache], before: list[Mark]) -> None:
+    for part, mark in zip(parts, before, strict=True):
+        part.roll_back(mark)
+
+
 def _without_pages(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A forward on another cache, or on none, in the middle of a paged call: guidance, an encoder, prefix tuning."""
-    token = running.set(None)
+    outer = running.get()
     try:
+        running.set(None)
         return original(*args, **kwargs)
     finally:
-        running.reset(token)
+        running.set(outer)
 
 
 def _run(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache], masks_known: bool) -> Any:
     copies = parts[0].sequences.unforked
-    if copies > 1:
-        rows = _rows(arguments)
-        kept = unique_rows(arguments, rows, copies) if _may_share(model, arguments, parts[0], rows) else None
-        if kept is not None:
+    if copies == 1:
+        return _paged(model, original, arguments, parts, masks_known)
+    rows = _rows(arguments)
+    kept = unique_rows(arguments, rows, copies) if _may_share(model, arguments, parts[0], rows) else None
+    asked = asked_fields(model, arguments)
+    layouts = layouts_of(model)
+    few = None
+    if kept is not None:
+        if layouts.can_repeat(asked):
             with adapters_of_unique_rows(model, rows, copies):
                 answer = _paged(model, original, kept, parts, masks_known)
-            return repeat_rows(answer, rows // copies, copies)
-        for part in parts:
-            part.spread()
-    return _paged(model, original, arguments, parts, masks_known)
+            return repeat_rows(answer, rows // copies, copies, layouts[asked])
+        if asked not in layouts and parts[0].sequences.columns == 0:
+            with adapters_of_unique_rows(model, rows, copies):
+                few = _without_cache(original, kept)
+    for part in parts:
+        part.spread()
+    with routers_of(model).recording():
+        answer = _paged(model, original, arguments, parts, masks_known)
+    if few is not None:
+        layouts.learn(asked, few, answer, rows // copies, copies)
+    return answer
+
+
+def _without_cache(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """The same prompt's answer by the model alone, or None if it cannot be computed twice."""
+    given = {name: value for name, value in arguments.items() if name != "past_key_values"}
+    if "use_cache" in given:
+        given["use_cache"] = False
+    try:
+        return _without_pages(original, (), given)
+    except Exception:  # the call itself shows what is wrong, if anything is
+        return None
 
 
 def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, rows: int) -> bool:
@@ -83,7 +116,10 @@ def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache
     # A recurrent state may live in the modules, where nobody could fork it.
     kind: Any = type(model)
     keeps_rows = model.training or getattr(model, "_is_stateful", False) or keeps_another_cache(kind)
-    return in_prompt and not keeps_rows and rows % copies == 0 and adapters_agree(model, rows, copies)
+    if not in_prompt or keeps_rows or rows % copies or not adapters_agree(model, rows, copies):
+        return False
+    routers = routers_of(model)
+    return routers.known and routers.keep_rows_apart(rows // copies, copies, _new(arguments))
 
 
 def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache], masks_known: bool) -> Any:
@@ -93,11 +129,15 @@ def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, 
 
     def run(given: dict[str, Any]) -> Any:
         captured = parts[0].sequences.static is not None
-        token = running.set(Forward(parts[0], dense and not captured))
+        outer = running.get()
         try:
-            return original(**given)
+            running.set(Forward(parts[0], dense and not captured))
+            answer = original(**given)
         finally:
-            running.reset(token)
+            running.set(outer)
+        if not captured:
+            parts[0].require_even()
+        return answer
 
     def compute(given: dict[str, Any], whole: bool) -> Any:
         step = _step(model, original, given, parts) if whole else None
@@ -117,6 +157,8 @@ def _step(model: nn.Module, original: Callable[..., Any], arguments: dict[str, A
     inputs = next((arguments[name] for name in INPUTS[::-1] if arguments.get(name) is not None), None)
     if not cache.config.graphs or not sequences.columns or not sequences.padding_known or inputs is None:
         return None
+    if routers_of(model).modules:
+        return None  # a captured step has rows beyond the call's, which routers would count
     rows, new = inputs.shape[:2]
     starts = sequences.starts
     prompt = new > MOST_NEW or (cache.prompt_in_chunks and new > 1) or (starts is not None and max(starts) > sequences.columns)
@@ -136,6 +178,10 @@ def _mask_name(model: nn.Module) -> str:
 
 def _rows(arguments: Mapping[str, Any]) -> int:
     return next((arguments[name].shape[0] for name in INPUTS[::-1] if arguments.get(name) is not None), 0)
+
+
+def _new(arguments: Mapping[str, Any]) -> int:
+    return next((arguments[name].shape[1] for name in INPUTS[::-1] if arguments.get(name) is not None), 0)
 
 
 def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, store_all: bool) -> None:

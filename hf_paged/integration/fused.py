@@ -11,7 +11,6 @@ import importlib
 import inspect
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,11 +23,12 @@ from torch import nn
 from torch.nn.functional import gelu
 from transformers.activations import ACT2FN
 
+from ..memory import fork_safe_lock
 from .lazy import Rotation
 
 ROTARY = "apply_rotary_pos_emb"
 STANDS_FOR = "_hf_paged_stands_for"
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 """Modules of transformers are changed by one capture at a time."""
 
 

@@ -68,7 +68,7 @@ class Graph:
     def prepare(cls, step: Step) -> Graph:
         """Static tensors for the step."""
         bucket = rows_of_graph(step)
-        batches = [{kind: _static_batch(kind, rows, bucket, step.new) for kind, rows in part.sequences.rows.items()} for part in step.parts]
+        batches = [{kind: _static_batch(kind, rows, bucket, step.new) for kind, rows in filled(part)} for part in step.parts]
         inputs = {
             name: _static(value, step.rows, bucket) for name, value in step.lean.items() if isinstance(value, (torch.Tensor, ModelOutput))
         }
@@ -268,16 +268,20 @@ def shapes(part: PagedCache, new: int) -> Hashable:
     """What a graph depends on in one cache: its pools, the width of the tables, the class of its length."""
     return part.config, tuple(
         (kind, columns if (columns := _fixed(kind, rows.columns)) else (new, _width(rows, new), bisect(LENGTHS, rows.columns)))
-        for kind, rows in part.sequences.rows.items()
+        for kind, rows in filled(part)
     )
 
 
 def too_wide(part: PagedCache, new: int) -> bool:
     """Whether a captured step would be slow: plain torch reads all positions that its tables have, kernels only those that are."""
     return any(
-        rows.group.captured_ops.kernels is None and _width(rows, new) * rows.group.pool.block_size > WIDEST
-        for rows in part.sequences.rows.values()
+        rows.group.captured_ops.kernels is None and _width(rows, new) * rows.group.pool.block_size > WIDEST for _, rows in filled(part)
     )
+
+
+def filled(part: PagedCache) -> list[tuple[Kind, Rows]]:
+    """The kinds of layers that a step reads: layers that attend across hold nothing where no picture was given."""
+    return [(kind, rows) for kind, rows in part.sequences.rows.items() if rows.columns]
 
 
 def _fixed(kind: Kind, columns: int) -> int:

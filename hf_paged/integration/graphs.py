@@ -15,7 +15,7 @@ from torch import nn
 from ..memory import Memory, is_out_of_memory
 from .capture import RECORDERS, Rehearsal
 from .fused import Fusion, fused
-from .graph import Graph, Step, agree, shapes, signature, standing, too_wide
+from .graph import Graph, Step, agree, filled, shapes, signature, standing, too_wide
 from .lazy import NotCapturable
 from .lengths import LengthsOnDevice, lengths_on_device
 from .registry import memory_of
@@ -94,7 +94,7 @@ class Graphs:
         graph: Graph | None = self.memory.captured.get(key)
         if graph is None or not graph.trusted:
             return False
-        before = [part.sequences.positions for part in step.parts]
+        before = [part.mark() for part in step.parts]
         graph.advance(step)
         valid = key in self.memory.captured
         if valid:
@@ -103,8 +103,8 @@ class Graphs:
             graph.replay()
             valid = not check or (self._look(model, step), _facts(step)) == key
         if not valid:
-            for part, columns in zip(step.parts, before, strict=True):
-                part.roll_back(columns)
+            for part, mark in zip(step.parts, before, strict=True):
+                part.roll_back(mark)
             return False
         self.counts["replayed"] += 1
         for part in step.parts:
@@ -148,7 +148,7 @@ class Graphs:
             with standing(step, graph), fused(fusion), lengths_on_device(model, lengths):
                 return forward({**step.lean, **graph.inputs})
 
-        stores = [x for part in step.parts for rows in part.sequences.rows.values() for x in rows.group.tensors]
+        stores = [x for part in step.parts for _, rows in filled(part) for x in rows.group.tensors]
         before = ModelState(model, step.forward)
         graph.stage(step)
         lengths = LengthsOnDevice()
@@ -196,7 +196,7 @@ class Graphs:
 
 def _facts(step: Step) -> Hashable:
     """What must be the same for a replay beside the model, or None if this step cannot be captured whatever happens."""
-    groups = [rows.group for part in step.parts for rows in part.sequences.rows.values()]
+    groups = [rows.group for part in step.parts for _, rows in filled(part)]
     devices = {device for group in groups for device in group.devices}
     paged = all(group.devices for group in groups) and all(part.complete for part in step.parts)
     if not paged or len(devices) != 1:

@@ -17,21 +17,25 @@ KINDS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class Onlookers:
-    """Somebody beside each hook of some modules, for the time of a call, who sees whether it changes anything."""
+    """Sees whether the hooks of some modules change anything, for the time of a call."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self) -> None:
         self.changed = False
         """Whether a hook has changed what a module was given or what it answered."""
         self._places: list[tuple[weakref.ref[nn.Module], str, int]] = []
+
+    def watch(self, modules: Sequence[nn.Module]) -> None:
+        """Look at the hooks of these modules until `leave`. An interrupt in here leaves nothing that `leave` does not find."""
         for module in modules:
             for kind in KINDS:
                 hooks = module.__dict__[kind]
                 for key, hook in list(hooks.items()):
-                    if not isinstance(hook, Watched) and not _is_harmless(hook):
+                    if not isinstance(hook, Watched) and _is_harmless(hook):
+                        continue
+                    self._places.append((weakref.ref(module), kind, key))
+                    if not isinstance(hook, Watched):
                         hooks[key] = hook = Watched(hook)
-                    if isinstance(hook, Watched):
-                        hook.onlookers.append(self)
-                        self._places.append((weakref.ref(module), kind, key))
+                    hook.onlookers.append(self)
 
     @property
     def some(self) -> bool:
@@ -44,12 +48,13 @@ class Onlookers:
         return all(self in hook.onlookers if isinstance(hook, Watched) else _is_harmless(hook) for hook in hooks)
 
     def leave(self) -> None:
-        """Put the hooks back that nobody else looks at, if their owners have not removed them."""
+        """Put the hooks back that no other call looks at, if their owners have not removed them. Twice is once."""
         for module, kind, key in self._places:
             hooks = getattr(module(), kind, {})
             hook = hooks.get(key)
-            if isinstance(hook, Watched) and self in hook.onlookers:
-                hook.onlookers.remove(self)
+            if isinstance(hook, Watched):
+                if self in hook.onlookers:
+                    hook.onlookers.remove(self)
                 if not hook.onlookers:
                     hooks[key] = hook.hook
         self._places = []

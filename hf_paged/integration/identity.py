@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
@@ -13,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from ..memory import PLAIN_TENSORS, Contents, Reading, Tags
+from ..memory import PLAIN_TENSORS, Contents, Reading, Tags, fork_safe_lock
+from .offloaded import offloaded, stored
 from .quantized import looks_around, scales_of
 from .switch import original_implementation
 
@@ -74,6 +74,7 @@ class _Survey:
         kinds: dict[type, None] = {}
         tensors: list[torch.Tensor | None] = []
         modules = _modules(model)
+        elsewhere = offloaded(modules)
         for module in modules:
             own = module.__dict__
             kinds[type(module)] = None
@@ -84,11 +85,18 @@ class _Survey:
                 configs[id(own["config"])] = own["config"]
             if "rope_type" in own:
                 self.rope.append(own["rope_type"])
-            tensors.extend(own["_parameters"].values())
-            tensors.extend(own["_buffers"].values())
+            if id(module) in elsewhere:
+                tensors.extend(elsewhere[id(module)].resident(module))
+            else:
+                tensors.extend(own["_parameters"].values())
+                tensors.extend(own["_buffers"].values())
             if (own["_forward_pre_hooks"] or own["_forward_hooks"]) and module is not model:
                 self.hooked.append(module)
         self.tensors += [tensor for tensor in tensors if tensor is not None]
+        if elsewhere:
+            kept = stored(modules, elsewhere)
+            self.tensors += kept.tensors
+            facts += kept.files
         if not PLAIN_TENSORS.issuperset(map(type, self.tensors)):
             self._look_inside(modules)
         for config in configs.values():
@@ -164,7 +172,7 @@ class Identity:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self.secret = os.urandom(32)
         """What only this process knows: nobody can work out names of blocks beforehand."""
         self.changes = 0
@@ -234,7 +242,7 @@ class Identity:
 
 
 _identities: weakref.WeakKeyDictionary[nn.Module, Identity] = weakref.WeakKeyDictionary()
-_beginning = threading.RLock()
+_beginning = fork_safe_lock()
 
 
 def identity_of(model: nn.Module) -> Identity:

@@ -15,11 +15,11 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from ..config import CacheConfig
 from .attention import NAME, paged_attention, paged_mask
 from .cache import PagedCache, paged_parts
-from .call import Call, current
+from .call import Call, current, settle_models
 from .latents import restore_expansion
 from .registry import memories
-from .state import Watch, runs_foreign_code, watching
-from .support import warn, why_not
+from .state import Watch, runs_foreign_code
+from .support import warn, why_dropped, why_not
 
 WORD = "paged"
 EXPECTED = {
@@ -27,12 +27,64 @@ EXPECTED = {
     "_prepare_generation_config": ["generation_config"],
     "_prepare_cache_for_generation": ["generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"],
 }
-_originals: dict[str, Callable[..., Any]] = {}
+PATCH = "_hf_paged_patch"
+
+
+class Patch:
+    """The wrappers in GenerationMixin and the methods that they wrap.
+
+    It is kept in GenerationMixin: a module that is reloaded, or imported a second time, finds it there.
+    """
+
+    def __init__(self) -> None:
+        self.owner = globals()
+        """The namespace of the module whose code the wrappers run."""
+        self.originals: dict[str, Callable[..., Any]] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether its wrappers act: one that others have wrapped cannot be removed and passes through."""
+        return _patch() is self
+
+    @property
+    def complete(self) -> bool:
+        """Whether every method is wrapped: an interrupt may have kept some from it."""
+        methods = {name: getattr(GenerationMixin, name) for name in self.originals}
+        return len(methods) == len(EXPECTED) and not any(methods[name] is own for name, own in self.originals.items())
+
+    def put_in(self) -> None:
+        """Wrap the methods. What an interrupt has left out is done by doing it again."""
+        setattr(GenerationMixin, PATCH, self)
+        for name, wrap in (
+            ("generate", _wrap_generate),
+            ("_prepare_generation_config", _wrap_prepare_config),
+            ("_prepare_cache_for_generation", _wrap_prepare_cache),
+        ):
+            method = getattr(GenerationMixin, name)
+            if self.originals.setdefault(name, method) is not method:
+                continue
+            wrapper = wrap(method, self)
+            # Itself: functools.wraps copies attributes.
+            wrapper.hf_paged = wrapper  # type: ignore[attr-defined]
+            setattr(GenerationMixin, name, wrapper)
+
+    def take_out(self) -> None:
+        """Give the methods back. Wrappers that others put on top of ours stay and pass through."""
+        for name, original in self.originals.items():
+            method = getattr(GenerationMixin, name)
+            if getattr(method, "hf_paged", None) is method:
+                setattr(GenerationMixin, name, original)
+        delattr(GenerationMixin, PATCH)
+
+
+def _patch() -> Patch | None:
+    return vars(GenerationMixin).get(PATCH)
 
 
 def install() -> None:
     """Make "paged" a cache of generate(). Doing it twice does nothing."""
-    if _originals:
+    patch = _patch()
+    if installed() and patch is not None and patch.complete:
         return
     for name, expected in EXPECTED.items():
         method = getattr(GenerationMixin, name, None)
@@ -40,25 +92,25 @@ def install() -> None:
         if found[: len(expected)] != expected:
             raise ImportError(
                 f"hf_paged plugs into GenerationMixin.{name}{tuple(expected)} and found {tuple(found)} in transformers "
-                f"{transformers.__version__}; use a transformers release from 5.14 on that hf_paged was tested with"
+                f"{transformers.__version__}; use a transformers release from 5.17 on that hf_paged was tested with"
             )
     AttentionInterface.register(NAME, paged_attention)
     AttentionMaskInterface.register(NAME, paged_mask)
-    for name, wrapper in (
-        ("generate", _wrap_generate),
-        ("_prepare_generation_config", _wrap_prepare_config),
-        ("_prepare_cache_for_generation", _wrap_prepare_cache),
-    ):
-        _originals[name] = getattr(GenerationMixin, name)
-        setattr(GenerationMixin, name, wrapper(_originals[name]))
+    patch = _patch()
+    if patch is not None and not installed():  # of a module that was imported before this one, under the same name
+        patch.take_out()
+        patch = None
+    AttentionInterface.register(NAME, paged_attention)
+    AttentionMaskInterface.register(NAME, paged_mask)
+    (patch or Patch()).put_in()
 
 
 def uninstall() -> None:
-    """Give transformers its methods back. Wrappers that others put on top of ours stay and pass through."""
-    for name, original in _originals.items():
-        if getattr(getattr(GenerationMixin, name), "hf_paged", False):
-            setattr(GenerationMixin, name, original)
-    _originals.clear()
+    """Give transformers its methods back."""
+    patch = _patch()
+    if patch is not None and installed():
+        patch.take_out()
+    settle_models()
     for memory in memories():
         memory.captured.clear()
     restore_expansion()
@@ -66,60 +118,59 @@ def uninstall() -> None:
 
 def installed() -> bool:
     """Whether generate() knows the word."""
-    return bool(_originals)
+    patch = _patch()
+    return patch is not None and patch.owner is globals()
 
 
-def _marked(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    wrapper.hf_paged = True  # type: ignore[attr-defined]  # how uninstall knows its own
-    return wrapper
-
-
-def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_generate(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any]:
     names = list(inspect.signature(stock).parameters)[1:]
 
     @functools.wraps(stock)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not patch.active:
+            return stock(self, *args, **kwargs)
         # A recipe from a hub replaces generate() altogether: the word is its own business.
-        asked = installed() and kwargs.get("cache_implementation") == WORD and not isinstance(kwargs.get("custom_generate"), str)
+        asked = kwargs.get("cache_implementation") == WORD and not isinstance(kwargs.get("custom_generate"), str)
         if asked:
             del kwargs["cache_implementation"]
         call = Call(asked)
         watch = Watch(runs_foreign_code({**dict(zip(names, args, strict=False)), **kwargs}))
-        token, watched = current.set(call), watching.set(watch)
         answer = None
         try:
+            call.open(watch)
             answer = stock(self, *args, **kwargs)
             return answer
         finally:
-            watching.reset(watched)
-            current.reset(token)
-            call.close(answer)
+            try:
+                call.close(answer)
+            finally:
+                call.close(answer)  # again, if an interrupt has broken it off; else there is nothing left to do
 
-    return _marked(generate)
+    return generate
 
 
-def _wrap_prepare_config(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_prepare_config(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any]:
     @functools.wraps(stock)
     def _prepare_generation_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config, model_kwargs = stock(self, *args, **kwargs)
         call = current.get()
-        if call is not None and call.asked:
+        if patch.active and call is not None and call.asked:
             config.cache_implementation = WORD
         return config, model_kwargs
 
-    return _marked(_prepare_generation_config)
+    return _prepare_generation_config
 
 
-def _wrap_prepare_cache(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any]:
     @functools.wraps(stock)
     def _prepare_cache_for_generation(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
         call = current.get()
-        if call is None and installed() and generation_config.cache_implementation == WORD:
+        if call is None and patch.active and generation_config.cache_implementation == WORD:
             warn(f"{type(self).__name__} has a generate() of its own")
             generation_config.cache_implementation = None
-        if call is None or not installed() or not _takes(self, generation_config, model_kwargs):
+        if call is None or not patch.active or not _takes(self, generation_config, model_kwargs):
             return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         given = model_kwargs.get("past_key_values")
         options = None if generation_config.cache_config is None else _options(generation_config)
@@ -132,7 +183,7 @@ def _wrap_prepare_cache(stock: Callable[..., Any]) -> Callable[..., Any]:
         call.plug(self, parts, made=given is None)
         return None
 
-    return _marked(_prepare_cache_for_generation)
+    return _prepare_cache_for_generation
 
 
 def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
@@ -141,9 +192,13 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> 
     if paged_parts(given):
         # A cache and the name of another: stock has its own error for that, here and below.
         return asked or generation_config.cache_implementation is None
+    if asked and given is not None and generation_config.is_assistant:
+        # The main model's config brought the word. Whisper's generate() and decoder make caches of their own in the first round.
+        warn(f"the assistant {type(model).__name__} continues on a cache that it made itself")
+        generation_config.cache_implementation = generation_config.cache_config = None
     if not asked or given is not None:
         return False
-    reason = why_not(model, generation_config)
+    reason = why_not(model, generation_config) or why_dropped(model)
     if reason is not None:
         warn(reason)
         generation_config.cache_implementation = generation_config.cache_config = None

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from ..blocks import extra_key
 from .hooks import adapters_of_rows, hooks_everywhere
 from .identity import PLAIN
+from .routers import WHY, routers_of
 
 if TYPE_CHECKING:
     from .cache import PagedCache
@@ -117,9 +118,11 @@ def why_never(cache: PagedCache, model: Any) -> str | None:
     if model.config.is_encoder_decoder:
         return "a decoder's keys and values depend on what its encoder said"
     if model.training:
-        return "the model is in training mode"
+        return "the model is in training mode, and prompts are reused after model.eval() only"
     if getattr(model, "_is_stateful", False) or not cache.complete:
         return "a layer keeps more than keys and values"
+    if routers_of(model).modules:
+        return WHY
     if hooks_everywhere():
         return "hooks run in all modules of the process"
     return None

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..memory import Seen, reference
+from ..memory import Seen, fork_safe_lock, reference
 from .fused import STANDS_FOR, reads_like
 from .lazy import LazyPages, LazyTensor
 
 METHOD = "expand_kv"
 _stocks: dict[type, Callable[..., Any]] = {}
 """Classes of attention whose expansion is deferred, and their own method."""
-_lock = threading.RLock()
+_lock = fork_safe_lock()
 
 
 class Expansion:
@@ -136,9 +135,12 @@ def defer_expansion(classes: Sequence[Any]) -> None:
     """
     with _lock:
         for cls in classes:
+            method = getattr(cls, METHOD)
             if cls not in _stocks:
-                _stocks[cls] = stock = getattr(cls, METHOD)
-                setattr(cls, METHOD, _deferring(stock))
+                _stocks[cls] = getattr(method, STANDS_FOR, method)  # a module that was reloaded has left its wrapper
+            elif method is not _stocks[cls]:
+                continue
+            setattr(cls, METHOD, _deferring(_stocks[cls]))
 
 
 def restore_expansion() -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..memory import Kind, Pages, Sequences
-from .lazy import LazyPages, LazyRotated, as_dense
+from ..memory import Kind, Pages, Rows, Sequences
+from .lazy import LazyPages, LazyRotated, NotCapturable, as_dense
 from .lengths import DeviceNumber
 
 Path = Literal["unused", "paged", "dense"]
+DIFFER = (
+    "a forward failed halfway (use a new cache), or the layer attends to another sequence than the text, which the config says in "
+    "cross_attention_layers (use transformers' own cache)"
+)
+"""Why layers of one kind may hold different tokens, and what to do."""
 
 
 class PagedLayer(DynamicLayer):
@@ -23,7 +28,6 @@ class PagedLayer(DynamicLayer):
 
     is_compileable = False
     is_croppable = True
-    supports_early_init = False
     complete = True
     """Whether the pages hold all that the layer keeps."""
 
@@ -37,14 +41,25 @@ class PagedLayer(DynamicLayer):
         """How many columns this layer has seen; behind its rows only in the middle of a step."""
         self.path: Path = "unused"
         """How attention last read this layer: from the pages, or through a dense copy."""
+        self.widths: dict[str, tuple[int, int]] = {}
+        """Heads and width of "keys" and of "values", once the layer was initialized."""
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of the layer's kind."""
+        return self.sequences.rows[self.kind]
 
     def __repr__(self) -> str:
-        return f"PagedLayer({self.kind.name}, tokens={self.columns}, path={self.path})"
+        return f"{type(self).__name__}({self.kind.name}, tokens={self.columns}, path={self.path})"
 
     # ---- a step
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: memory is taken with the first token."""
+        """Note the shape of keys [rows, heads, new, key_dim] and values; memory is taken with the first token."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        heads = key_states.shape[1]
+        self.widths = {"keys": (heads, key_states.shape[3]), "values": (heads, value_states.shape[3])}
+        self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys [rows, heads, new, key_dim] and values, and answer with all that the new tokens may look at."""
@@ -60,18 +75,21 @@ class PagedLayer(DynamicLayer):
             batch = self.sequences.extend(self.kind, key_states.shape[0], new) if first_of_step else rows.batch
             if batch.rows != key_states.shape[0] or batch.new != new or self.columns + new != rows.columns:
                 raise RuntimeError(
-                    f"layer {self.number} holds {self.columns} tokens and was given {new} more for {key_states.shape[0]} rows, while "
-                    f"the other layers hold {rows.columns} for {batch.rows}; a forward failed halfway, use a new cache"
+                    f"layer {self.number} holds {self.columns} tokens and was given {new} more for {key_states.shape[0]} rows, while the "
+                    f"other layers hold {rows.columns} for {batch.rows}; {DIFFER}"
                 )
             pages = self._pages()
             pages.ops.write(pages, key_states, value_states)
             self.columns = rows.columns
-        self.is_initialized = True
-        self.dtype, self.device = key_states.dtype, key_states.device
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
 
     def _captured(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same in a step that is being captured: the books are done by whoever replays it."""
+        batch = (self.sequences.static or {}).get(self.kind)
+        if batch is None or not batch.new:
+            raise NotCapturable("layers that attend across are given another picture")
         pages = self._pages()
         if isinstance(key_states, LazyRotated) and key_states.rotation.fits(pages, value_states):
             key_states.rotation.write(pages, value_states)
@@ -88,7 +106,9 @@ class PagedLayer(DynamicLayer):
 
     def _lazy(self, pages: Pages, data: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
         batch, window = pages.batch, self.kind.window
-        kept = batch.columns if window is None else min(batch.columns, window - 1 + (0 if new is None else batch.new))
+        kept = batch.columns
+        if window is not None:
+            kept = min(kept, window - 1 + (self.rows.recorded if new is None else batch.new))
         shape = (batch.rows, data.shape[1], kept, data.shape[2])
         return LazyPages(shape, data.dtype, data.device, self, pages, data, new)
 
@@ -111,14 +131,22 @@ class PagedLayer(DynamicLayer):
         _only_none(value)
 
     def _stored(self, which: Literal["keys", "values"]) -> torch.Tensor | None:
-        if not self.is_initialized or not self.columns:
+        if not self.is_initialized:
             return None
+        if not self.columns:
+            return self._nothing(which)
         with self.sequences.memory.lock:
             if self.sequences.static is None:
                 self.sequences.flush()
                 self.sequences.rows[self.kind].require_whole()
             pages = self._pages()
             return self._lazy(pages, getattr(pages, which), None)
+
+    def _nothing(self, which: Literal["keys", "values"]) -> torch.Tensor:
+        """Keys or values of an empty layer: [rows, heads, 0, dim] after a crop, [0] before the first token."""
+        rows = self.rows.count
+        heads, dim = self.widths[which]
+        return torch.empty((rows, heads, 0, dim) if rows else 0, dtype=self.dtype, device=self.device)
 
     @property
     def length(self) -> Any:
@@ -132,7 +160,7 @@ class PagedLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         static = self.sequences.static
-        if static is not None:
+        if static is not None and self.kind in static and static[self.kind].new:
             # Transformers' own static cache answers with a number on the device, too.
             return DeviceNumber.of(static[self.kind].before)  # type: ignore[return-value]
         return self.columns
@@ -155,21 +183,70 @@ class PagedLayer(DynamicLayer):
     # ---- the cache does these for all layers at once
 
     def reset(self) -> None:
-        self.columns = 0
+        self._require_all("reset")
         self.is_initialized = False
+        self.follow()
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.columns = self.sequences.rows[self.kind].columns if self.columns else 0
+        self._require_all("crop")
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None: ...
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._require_all("reorder_cache")
 
-    def batch_repeat_interleave(self, repeats: int) -> None: ...
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._require_all("batch_repeat_interleave")
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None: ...
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._require_all("batch_select_indices")
+
+    def _require_all(self, method: str) -> None:
+        """Raise unless the cache changes all layers: one layer has no rows of its own to change."""
+        if not self.sequences.changes_all:
+            raise RuntimeError(
+                f"layers[{self.number}].{method}() cannot change one layer of a paged cache, whose layers share their rows; "
+                f"call {method}() of the cache"
+            )
+
+    def follow(self) -> None:
+        """Note what the rows have done without this layer, if it keeps anything."""
+        self.columns = self.rows.columns if self.is_initialized else 0
+
+    def continue_from(self, other: PagedLayer) -> None:
+        """Go on where a layer of another cache is, over a fork of its rows."""
+        self.columns = other.columns
+        self.path = other.path
+        self.widths = other.widths
+        self.is_initialized = other.is_initialized
+        if other.widths:
+            self.dtype = other.dtype
+            self.device = other.device
 
     def offload(self) -> None: ...
 
     def prefetch(self) -> None: ...
+
+
+class WindowLayer(PagedLayer, DynamicSlidingWindowLayer):
+    """A layer that attends to a window, with what stock's sliding layer lets its users read and set."""
+
+    @property
+    def _sliding_window_tensor(self) -> torch.Tensor:  # type: ignore[override]
+        """The window as an item of the cache: stock's DynamicCache rebuilds a sliding layer from it."""
+        device = self.device if self.is_initialized else "cpu"
+        return torch.tensor(self.sliding_window, dtype=torch.long, device=device)
+
+    @property
+    def cumulative_length(self) -> int:  # type: ignore[override]
+        return self.get_seq_length()
+
+    @property
+    def record_past(self) -> bool:
+        """Whether what lies behind the window is kept until `crop`."""
+        return self.rows.keep_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.rows.keep_past = value
 
 
 def _only_none(value: object) -> None:

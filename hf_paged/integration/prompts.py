@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
 from .cache import PagedCache
+from .outputs import ROWS_FIRST, repeat_fields
 
 SCALARS = (bool, int, float, str, torch.dtype, type(None), Cache)
 
@@ -55,7 +56,7 @@ def _equal(value: Any, rows: int, copies: int) -> bool:
     return value is None
 
 
-def repeat_rows(value: Any, rows: int, copies: int) -> Any:
+def repeat_rows(value: Any, rows: int, copies: int, layout: Any = ROWS_FIRST) -> Any:
     """What a forward over `rows` rows answered, as if each had stood there `copies` times.
 
     A model may have put the cache beside one of its own, for what it sees of a picture: that has as many rows as were computed.
@@ -63,15 +64,7 @@ def repeat_rows(value: Any, rows: int, copies: int) -> Any:
     both = value.get("past_key_values") if isinstance(value, ModelOutput) else None
     if isinstance(both, EncoderDecoderCache) and not isinstance(both.cross_attention_cache, PagedCache):
         both.cross_attention_cache.batch_repeat_interleave(copies)
-
-    def repeat(x: torch.Tensor) -> torch.Tensor:
-        if x.ndim == 0 or x.shape[0] % rows:
-            return x
-        # Routers flatten [rows, tokens]: their first dimension is a multiple of the rows.
-        per_row: torch.Tensor = x.unflatten(0, (rows, -1))
-        return per_row.repeat_interleave(copies, 0).flatten(0, 1)
-
-    return _each(value, repeat)
+    return repeat_fields(value, layout, rows, copies)
 
 
 def _each(value: Any, change: Any) -> Any:

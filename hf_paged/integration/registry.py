@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..memory import Memory
+from ..memory import Memory, fork_safe_lock, in_forked_process
 
 _memories: weakref.WeakKeyDictionary[nn.Module, Memory] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -29,11 +28,21 @@ def memory_of(model: nn.Module) -> Memory:
     with _lock:
         memory = _memories.get(model)
         if memory is None:
-            memory = _memories[model] = Memory()
             # A copied model brings the hook along.
             if before_forward not in model._forward_pre_hooks.values():
+                _remove_earlier_hooks(model)
                 model.register_forward_pre_hook(before_forward, with_kwargs=True)
+            memory = _memories[model] = Memory()
         return memory
+
+
+def _remove_earlier_hooks(model: nn.Module) -> None:
+    """Remove the hooks that this module registered before it was reloaded, or imported a second time."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        name = getattr(hook, "__module__", None), getattr(hook, "__name__", None)
+        if name == (__name__, before_forward.__name__):
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def known_memory(model: nn.Module) -> Memory | None:
@@ -45,6 +54,15 @@ def memories() -> list[Memory]:
     """The memory of every model that has one."""
     with _lock:
         return list(_memories.values())
+
+
+def _recount() -> None:
+    """In a forked process: the books may have been copied in the middle of another thread's change."""
+    for memory in memories():
+        memory.suspect = True
+
+
+in_forked_process(_recount)
 
 
 def release(model: nn.Module) -> int:

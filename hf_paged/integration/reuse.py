@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,16 @@ from transformers.utils.generic import ModelOutput
 
 from ..blocks import Prompt
 from ..config import CacheConfig
-from ..memory import Found, History, Prefix, Sequences, Unreadable, alike, begin_with, count, longest
+from ..memory import Found, History, Memory, Prefix, Sequences, Unreadable, alike, begin_with, count, longest
 from .hooks import Onlookers
 from .identity import Survey, identity_of
 from .keys import PLACES, Fed, Origin, Private, why_never
 from .state import watching
 
 if TYPE_CHECKING:
-    from .cache import PagedCache
+    from .cache import Mark, PagedCache
+
+logger = logging.getLogger("hf_paged")
 
 ANSWERS = frozenset({"logits", "past_key_values"})
 """What the answer to a part of a prompt may consist of."""
@@ -44,7 +47,7 @@ class Reuse:
         self._forward: Forward | None = None
         """The running call's, once it has looked at the model."""
         self._origin: Origin | None = None
-        self._onlookers = Onlookers([])
+        self._onlookers = Onlookers()
         self._moves = 0
         """How often the model's state had moved when the running call looked at it."""
         self._closely = False
@@ -56,7 +59,7 @@ class Reuse:
         """The same for a second cache that goes on from here."""
         twin = copy.copy(self)
         assert sequences.history is not None
-        twin.sequences, twin.history, twin._onlookers = sequences, sequences.history, Onlookers([])
+        twin.sequences, twin.history, twin._onlookers = sequences, sequences.history, Onlookers()
         twin.leave()
         return twin
 
@@ -66,7 +69,7 @@ class Reuse:
         """What the rows hold shall not be found."""
         if self.spoiled is None:
             self.spoiled = reason
-            self.sequences.memory.reasons[reason] += 1
+            _note(self.sequences.memory, reason)
 
     def leave(self) -> None:
         """The call is over, however it ended."""
@@ -151,7 +154,8 @@ class Reuse:
         if self.history.columns and self.state != state:
             raise Private("the model has changed since the cache was begun")
         self.state, self._moves = state, identity.moves
-        self._onlookers = Onlookers(glance.survey.hooked)
+        self._onlookers = Onlookers()
+        self._onlookers.watch(glance.survey.hooked)
         watch = watching.get()
         self._closely = self._onlookers.some or (watch is not None and watch.foreign)
         return Origin(identity.secret, state, self.config.salt, glance.survey.hooked)
@@ -185,7 +189,7 @@ class Reuse:
             prefix = longest(sequences, prompts, most, verify=self.config.verify == "tokens")
             prefix = prefix if prefix is not None and prefix.columns > before else None
         else:
-            sequences.memory.reasons[reason] += 1
+            _note(sequences.memory, reason)
         answer = None
         if prefix is not None and trust is not None:
             answer = self._rest(cache, model, arguments, prefix, columns, compute)
@@ -211,14 +215,14 @@ class Reuse:
         trust, state = identity_of(model).trust, self.state
         if prefix is None or state in trust or prefix.columns >= columns - max(arguments["logits_to_keep"], 2):
             answer = compute(arguments, True)
-            if state not in trust and self.spoiled is None and all(layer.path == "paged" for layer in cache.paged_layers):
+            if state not in trust and self.spoiled is None and all(layer.path == "paged" for layer in cache.own_layers):
                 trust[state] = "masks"
             return answer
-        before, starts = self.history.columns, self.sequences.starts
+        mark, starts = cache.mark(), self.sequences.starts
         with Found(self.sequences, prefix) as found:
             part = self._rest(cache, model, arguments, prefix, columns, compute)
             if part is not None:
-                self._take_back(cache, before, starts)
+                self._take_back(cache, mark, starts)
             answer = compute(arguments, True)
             if part is not None and self.spoiled is None:
                 same = found.agrees() and alike(answer.logits[:, -1], part.logits[:, -1])
@@ -227,9 +231,9 @@ class Reuse:
             self.spoil("a part of a prompt is not computed like the whole")
         return answer
 
-    def _take_back(self, cache: PagedCache, before: int, starts: list[int] | None) -> None:
+    def _take_back(self, cache: PagedCache, mark: Mark, starts: list[int] | None) -> None:
         """Go back to where a part of a prompt began."""
-        cache.roll_back(dict.fromkeys(self.sequences.rows, before))
+        cache.roll_back(mark)
         self.sequences.begin_at(starts)
 
     def _why_whole(self, model: Any, arguments: Mapping[str, Any], dense: bool) -> str | None:
@@ -250,6 +254,7 @@ class Reuse:
     def _rest(self, cache: PagedCache, model: nn.Module, arguments: dict[str, Any], prefix: Prefix, columns: int, compute: Compute) -> Any:
         """Let the rows begin with the prefix and compute the rest; None if that does not stand for the whole."""
         sequences, before, starts = self.sequences, self.history.columns, self.sequences.starts
+        mark = cache.mark()
         given = {name: arguments[name] for name in PLACES if arguments.get(name) is not None}
         cut = {name: value[:, prefix.columns - before :].contiguous() for name, value in given.items()}
         begin_with(sequences, prefix, columns - prefix.columns)
@@ -260,7 +265,7 @@ class Reuse:
             return answer
         # The answer ought to be longer, or the cached part was computed without the hook: all of it, as if nothing had been found.
         identity_of(model).answers_in_part &= not short
-        self._take_back(cache, before, starts)
+        self._take_back(cache, mark, starts)
         return None
 
     def _count(self, prompts: list[Prompt], prefix: Prefix | None, before: int, columns: int) -> None:
@@ -270,3 +275,10 @@ class Reuse:
         for start in self.sequences.starts or [0] * len(prompts):
             counts["reused"] += max(0, reached - max(start, before))
             counts["computed"] += max(0, columns - max(start, reached))
+
+
+def _note(memory: Memory, reason: str) -> None:
+    """Count a prompt that no other call shares; the log names each reason once a model."""
+    memory.reasons[reason] += 1
+    if memory.reasons[reason] == 1:
+        logger.warning("prefix_caching does not share this prompt: %s; hf_paged.stats(model) counts these", reason)

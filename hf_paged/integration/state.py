@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .offloaded import offloads
 from .switch import original_implementation
 
 PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
@@ -84,6 +85,7 @@ class ModelState:
                     yield None if tensor is None else tensor.data_ptr()
             if own["_forward_hooks"] or own["_forward_pre_hooks"]:
                 self.steady &= not _runs_hooks(own)
+            self.steady &= not offloads(module)
         for config in configs.values():
             yield original_implementation(config)
             for value in getattr(config, "__dict__", {}).values():

@@ -8,6 +8,9 @@ from typing import Any
 
 from .slots import slots_of
 
+READS = "_can_checkpoint_with_cache"
+"""Layers that say so only read the cache, and keep it."""
+
 
 class FallbackWarning(UserWarning):
     """A call asked for the paged cache and runs on transformers' own instead."""
@@ -25,6 +28,43 @@ def why_not(model: Any, generation_config: Any) -> str | None:
     if all(slot.kind is None for slot in slots_of(model, cross=False)):
         return f"no layer of {name} keeps plain keys and values"
     return None
+
+
+def why_dropped(model: Any) -> str | None:
+    """Why layers drop the cache that they are given, or None if they keep it: transformers takes it from checkpointed ones."""
+    if not model.training:
+        return None
+    for module in model.get_decoder().modules():
+        if getattr(module, "gradient_checkpointing", False) and module.training and not getattr(module, READS, False):
+            return (
+                f"{type(model).__name__} trains with gradient checkpointing, under which its layers drop any cache, transformers' "
+                "too; call model.eval() or model.gradient_checkpointing_disable() first"
+            )
+    return None
+
+
+def why_left(model: Any) -> str:
+    """Why a call that began on pages went on with another cache, as far as the model shows it."""
+    name = type(model).__name__
+    dropped = why_dropped(model)
+    if dropped is not None:
+        return dropped
+    # peft sets its own method on the model while it generates.
+    owner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    adapters = getattr(owner, "peft_config", {})
+    if any(getattr(each, "is_prompt_learning", False) for each in getattr(adapters, "values", tuple)()):
+        return f"peft's prefix tuning gave {name} another cache, with its keys and values in it"
+    if any(rope.get("rope_type") == "longrope" for rope in ropes_of(model)):
+        return f"{name} went on with another cache, in which its long rope computes everything anew beyond its original length"
+    return f"{name} went on with another cache, which its forward or its prepare_inputs_for_generation made"
+
+
+def ropes_of(model: Any) -> list[dict[str, Any]]:
+    """The settings of rotary positions, one for all layers of a decoder or one for each kind."""
+    found = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
+    if not isinstance(found, dict):
+        return []
+    return [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]
 
 
 def warn(reason: str) -> None:

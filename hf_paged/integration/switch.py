@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import threading
 from functools import cache
 from typing import Any, cast
 
@@ -12,16 +11,19 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..memory import fork_safe_lock
+
 
 class _Switched:
-    """A config whose attention setting is ours for now. Models may share a config, so switches are counted."""
+    """A config whose attention setting is ours for as long as it has owners. Models may share a config."""
 
     def __init__(self, config: Any) -> None:
-        self.config, self.original, self.count = config, config._attn_implementation or "eager", 0
+        self.config, self.original = config, config._attn_implementation or "eager"
+        self.owners: set[int] = set()
 
 
 _switched: dict[int, _Switched] = {}
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 
 
 def original_implementation(config: Any) -> str:
@@ -31,24 +33,26 @@ def original_implementation(config: Any) -> str:
         return str(entry.original if entry is not None else getattr(config, "_attn_implementation", None) or "eager")
 
 
-def switch(configs: list[Any], name: str) -> None:
-    """Set the attention of `configs` to `name`."""
+def switch(configs: list[Any], name: str, owner: object) -> None:
+    """Set the attention of `configs` to `name` until `restore`. A second switch by the same owner changes nothing."""
     with _lock:
         for config in configs:
             entry = _switched.setdefault(id(config), _Switched(config))
-            entry.count += 1
+            entry.owners.add(id(owner))
             config._attn_implementation_internal = name
 
 
-def restore(configs: list[Any]) -> None:
-    """Undo one `switch` of `configs`; the last one puts the user's setting back."""
+def restore(configs: list[Any], owner: object) -> None:
+    """Undo the `switch` of an owner, or what an interrupt has left of it; the last owner puts the user's setting back."""
     with _lock:
         for config in configs:
-            entry = _switched[id(config)]
-            entry.count -= 1
-            if entry.count == 0:
+            entry = _switched.get(id(config))
+            if entry is None:
+                continue
+            entry.owners.discard(id(owner))
+            if not entry.owners:
                 config._attn_implementation_internal = entry.original
-                del _switched[id(config)]
+                _switched.pop(id(config), None)
 
 
 def decoder_configs(model: nn.Module) -> list[Any]:

@@ -3,10 +3,11 @@
 from .batch import Batch
 from .fingerprint import PLAIN_TENSORS, Contents, Reading, Tags, Unreadable
 from .flat import FlatBatch
+from .forks import fork_safe_lock, in_forked_process
 from .group import Group, Kind, Memory, is_out_of_memory
 from .history import History
 from .host import HostBlocks, Trip
-from .ops import TritonOps
+from .ops import NoKernels, TritonOps
 from .plain import Ops, Seen
 from .prefixes import Found, Prefix, begin_with, count, longest
 from .rows import Rows
@@ -16,7 +17,8 @@ from .static import Ranks, StaticBatch
 from .store import Layout, Pages, Store, alike
 
 __all__ = [
-    "PLAIN_TENSORS", "Batch", "Contents", "FlatBatch", "Found", "Group", "History", "HostBlocks", "Kind", "Layout", "Memory", "Ops",
-    "Pages", "Prefix", "Ranks", "Reading", "Rows", "Seen", "Sequences", "StaticBatch", "StaticSpans", "Store", "Tags", "Trip",
-    "TritonOps", "Unreadable", "alike", "begin_with", "count", "is_out_of_memory", "longest",
+    "PLAIN_TENSORS", "Batch", "Contents", "FlatBatch", "Found", "Group", "History", "HostBlocks", "Kind",
+    "Layout", "Memory", "NoKernels", "Ops", "Pages", "Prefix", "Ranks", "Reading", "Rows", "Seen",
+    "Sequences", "StaticBatch", "StaticSpans", "Store", "Tags", "Trip", "TritonOps", "Unreadable", "alike",
+    "begin_with", "count", "fork_safe_lock", "in_forked_process", "is_out_of_memory", "longest",
 ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -14,6 +13,7 @@ import torch
 from ..blocks import BlockPool, Copy, OutOfBlocks
 from ..config import CacheConfig
 from .budget import free_bytes, require_room_for_books
+from .forks import fork_safe_lock
 from .host import HostBlocks
 from .plain import Ops
 from .store import Layout, Store
@@ -51,6 +51,8 @@ class Group:
         self._stores: dict[Layout, Store] = {}
         self.host: HostBlocks | None = None
         """Where its blocks may wait outside the device, for whoever swaps."""
+        self.reserved: int | None = None
+        """The blocks that have memory, the first ones of the pool; None for all of them."""
         self.kept = False
         """Whether it stays where it is when the model trains."""
 
@@ -100,7 +102,8 @@ class Group:
         if old is not None:
             layers = max(layers, min(2 * old.layers, self._expected_layers))
         try:
-            store = Store(layout, layers, self.pool.total, self.pool.block_size, self.config.kernels)
+            blocks = self.pool.total if self.reserved is None else self.reserved
+            store = Store(layout, layers, blocks, self.pool.block_size, self.config.kernels)
         except (MemoryError, RuntimeError) as error:
             raise self._translate(error) from error
         if old is not None:
@@ -204,6 +207,29 @@ class Group:
             raise ValueError(f"{self.pool.held} blocks are held; a pool in use cannot be resized")
         self.give_back()
         self.pool = BlockPool(total, self.pool.block_size)
+        self.reserved = None
+
+    def reserve(self, blocks: int) -> None:
+        """Have memory for the first `blocks` blocks; it grows at least to twice its size, within the pool."""
+        before = self.reserved
+        if before is None or blocks <= before:
+            return
+        wanted = min(self.pool.total, max(blocks, 2 * before))
+        try:
+            self._back(wanted)
+        except (MemoryError, RuntimeError) as error:
+            if wanted == blocks or not is_out_of_memory(error):
+                raise self._translate(error, wanted) from error
+            self._back(blocks)
+
+    def _back(self, blocks: int) -> None:
+        """Move the stores to memory for `blocks` blocks; all that they hold comes along."""
+        logger.info("the %s layers have memory for %d of %d blocks now", self.kind.name, blocks, self.pool.total)
+        self.memory.captured.clear()
+        for store in self._stores.values():
+            if store.blocks < blocks:
+                store.grow(blocks)
+        self.reserved = blocks
 
     def _grow_ahead(self, need: int, hint: int) -> None:
         """Grow beyond the need of the moment; while there is memory for it, rather than to give up what is cached."""
@@ -279,7 +305,7 @@ class Memory:
     """All pools of one model. One lock guards books and tensors: a step of one cache runs at a time."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = fork_safe_lock()
         self.groups: dict[tuple[Kind, CacheConfig], Group] = {}
         self.captured: OrderedDict[Hashable, Any] = OrderedDict()
         """Steps captured over the addresses of the stores, least recently used first; dropped as soon as a store moves."""

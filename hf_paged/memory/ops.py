@@ -27,6 +27,10 @@ WIDEST_HEAD = 256
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+class NoKernels(ValueError):
+    """Kernels that were asked for cannot run here."""
+
+
 class TritonOps(Ops):
     """Kernels that read the pages in place. What they have no words for (masks, biases, whole prompts) stays with torch."""
 
@@ -270,7 +274,7 @@ def choose(wanted: str, layout: Layout, captured: bool) -> Ops:
         return Ops() if captured else _native(layout)
     reason = why_no_kernels(layout)
     if wanted == "triton" and reason is not None:
-        raise ValueError(f"kernels='triton' cannot run here: {reason}; use kernels='auto'")
+        raise NoKernels(f"kernels='triton' cannot run here: {reason}; use kernels='auto'")
     if wanted == "triton" or (wanted == "auto" and captured and reason is None):
         return TritonOps()
     if wanted == "auto" and not captured and why_no_native(layout) is None:
@@ -287,7 +291,7 @@ def _native(layout: Layout) -> Ops:
             return NativeOps(hf_paged_native.load(hf_paged_native.build()))
         except hf_paged_native.Unavailable as error:
             reason = str(error)
-    raise ValueError(f"kernels='native' cannot run here: {reason}; use kernels='auto'")
+    raise NoKernels(f"kernels='native' cannot run here: {reason}; use kernels='auto'")
 
 
 def _native_if_built() -> Ops:
@@ -317,6 +321,21 @@ def why_no_native(layout: Layout) -> str | None:
         return f"the C++ op is made for CPUs, the keys are on {layout.device}"
     if layout.dtype not in KERNEL_DTYPES:
         return f"the C++ op knows {', '.join(map(str, KERNEL_DTYPES))}, the keys are {layout.dtype}"
+    return None
+
+
+def why_not_built() -> str | None:
+    """Why there is no C++ op here, or None if it is built and loads. Nothing is built."""
+    import hf_paged_native
+
+    file = hf_paged_native.find()
+    if file is None:
+        found = hf_paged_native.compiler()
+        return "not built, `python -m hf_paged_native` builds it" if found else "not built, and there is no C++ compiler"
+    try:
+        hf_paged_native.load(file)
+    except hf_paged_native.Unavailable as error:
+        return str(error)
     return None
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from ..blocks import Copy, Match, Table, adopt, append, blocks_needed, commit, commit_tail, detach, reorder
+from ..blocks import Copy, Match, Table, adopt, append, blocks_needed, check_sources, commit, commit_tail, detach, reorder
 from .batch import Batch, Lane
 from .group import ROOM_FOR, Group
 from .static import StaticBatch
@@ -29,8 +29,9 @@ class Rows:
         """How long the rows may become; 0 if nobody knows."""
         self.expected_fork = 1
         """Into how many rows each row will be forked after the prompt."""
-        self.keep_past = False
-        """Whether blocks behind a window stay until `crop` says how far back the next step may go."""
+        self._keep_past = False
+        self._cut = 0
+        """The column at which a window last gave back what lies behind it, while it keeps its past."""
         self.keeps_prefixes = False
         """Whether other rows may begin with what these hold: a new pool then gets room for more than one call."""
         self._lane: Lane | None = None
@@ -60,6 +61,22 @@ class Rows:
     def count(self) -> int:
         """How many rows there are."""
         return len(self._tables)
+
+    @property
+    def keep_past(self) -> bool:
+        """Whether blocks behind a window stay until `crop` says how far back the next step may go."""
+        return self._keep_past
+
+    @keep_past.setter
+    def keep_past(self, value: bool) -> None:
+        if value and not self._keep_past:
+            self._cut = self.columns
+        self._keep_past = value
+
+    @property
+    def recorded(self) -> int:
+        """The columns that a window keeps beyond its own, until `crop`."""
+        return self.columns - self._cut if self._keep_past else 0
 
     def begin_at(self, starts: list[int] | None) -> None:
         """Say at which column each row begins; what lies before is padding and is not stored."""
@@ -144,17 +161,16 @@ class Rows:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Change the rows; whoever breaks in (an interrupt, a device error) leaves them torn, and nobody reads them again."""
+        """Change the rows. What breaks it off (an interrupt, a device error) leaves them torn, so they are not read again."""
         self.require_whole()
         if self._counted:
             self._enter()
+        suspect = self.group.memory.suspect
+        self.group.memory.suspect = True
         self.torn = True
-        try:
-            yield
-        except BaseException:
-            self.group.memory.suspect = True
-            raise
+        yield
         self.torn = False
+        self.group.memory.suspect = suspect
 
     def require_whole(self) -> None:
         """Raise if a step broke off: what the blocks hold is not known then."""
@@ -257,6 +273,7 @@ class Rows:
                 self.free()
                 raise
             self.columns = columns
+            self._cut = columns
             self._keep_lane(look_closely=True)
             if self._lane is None and self.starts is None:
                 self._find_lane()
@@ -292,6 +309,8 @@ class Rows:
         with self.group.memory.lock:
             if list(sources) == list(range(self.count)):
                 return
+            # Refused before anything changes: the rows stay as they are.
+            check_sources(self._tables, sources)
             with self._whole():
                 self._tables = reorder(self.tables, sources)
                 if self.starts is not None:
@@ -313,6 +332,7 @@ class Rows:
                     start = self.starts[i] if self.starts is not None else 0
                     table.crop(table.length - max(0, self.columns - columns - start))
                 self.columns -= columns
+                self._cut = self.columns
                 if not self.columns:
                     self.begin_at(None)
                 if self.window is not None:
@@ -337,16 +357,24 @@ class Rows:
             self.require_whole()
             self._room = 0
             twin = Rows(self.group)
+            suspect = self.group.memory.suspect
+            self.group.memory.suspect = True
             twin._tables = [table.fork() for table in self.tables]
+            self.group.memory.suspect = suspect
             twin.starts = None if self.starts is None else list(self.starts)
-            twin.columns, twin.expected_columns, twin.keep_past = self.columns, self.expected_columns, self.keep_past
+            twin.columns, twin.expected_columns = self.columns, self.expected_columns
+            twin._keep_past, twin._cut = self._keep_past, self._cut
             twin._lane = self._lane
             return twin
 
     def free(self) -> None:
         """Give back every block; the rows are empty and may begin anew."""
         with self.group.memory.lock:
+            suspect = self.group.memory.suspect
+            self.group.memory.suspect = True
             for table in self.tables:
                 table.free()
+            self.group.memory.suspect = suspect
             self._tables, self.starts, self.columns, self._lane, self.torn = [], None, 0, None, False
+            self._cut = 0
             self._changed()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -31,6 +32,8 @@ class Sequences:
         """Whether the rows' starts say all that the attention mask of this call says."""
         self.static: Mapping[Kind, StaticBatch] | None = None
         """The index tensors of the step that is being captured, while it is."""
+        self.changes_all = False
+        """Whether the cache is changing its rows, so that all layers may take part."""
         self.history: History | None = None
         """What the rows hold, for a cache whose blocks others may begin with."""
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
@@ -120,12 +123,27 @@ class Sequences:
 
     # ---- all kinds at once
 
+    @contextmanager
+    def changing_all(self) -> Iterator[None]:
+        """Let the layers take part in a change of the rows."""
+        with self.memory.lock:
+            self.changes_all = True
+            try:
+                yield
+            finally:
+                self.changes_all = False
+
+    def check_past(self, columns: int) -> None:
+        """Raise if a window cannot go back `columns` columns."""
+        for rows in self.rows.values():
+            if rows.columns:
+                rows.require_whole()
+                rows.check_past(columns)
+
     def crop(self, columns: int) -> None:
         self.flush()
         with self.memory.lock:
-            for rows in self.rows.values():
-                if rows.columns:
-                    rows.check_past(columns)
+            self.check_past(columns)
             for rows in self.rows.values():
                 if rows.columns:
                     rows.crop(columns)

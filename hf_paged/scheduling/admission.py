@@ -36,7 +36,8 @@ def why_infeasible(request: Request, shelves: Rows[Shelf], limits: Limits) -> st
     """Why this request can never run to its end, with both numbers, or None if it can (C11)."""
     if request.width > limits.sequences:
         return (
-            f"{request.width} sequences are asked for and at most {limits.sequences} run at once; lower them or raise the sequence budget"
+            f"{request.width} sequences are asked for and at most {limits.sequences} run at once; "
+            "lower num_beams or num_return_sequences, or raise max_batch_sequences"
         )
     for shelf in shelves:
         if shelf.cross:

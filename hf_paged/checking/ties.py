@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,8 +13,31 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 NOISE = {torch.float32: 2e-4, torch.bfloat16: 2**-5, torch.float16: 2**-8}
 """How far two ways of computing a logit may lie apart, relative to the largest one."""
+BEAMS = 4
+"""Scores of beams add up logits of many steps: so many times as far they may lie apart."""
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """In what a model says what it would say without rounding."""
+
+
+def size_of(logits: torch.Tensor) -> float:
+    """The largest of some logits, at least 1: what differences are measured by."""
+    finite = logits[logits.isfinite()]
+    return max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of two sets of logits, relative to the largest logit of the first; NaN or infinity if only one is finite."""
+    return torch.where(one == other, 0, (one - other).abs()).max().item() / size_of(one)
+
+
+def lead(logits: torch.Tensor, token: int, other: int, size: float) -> float:
+    """By how much one token leads another in logits [vocabulary], relative to a size."""
+    return abs(logits[token].item() - logits[other].item()) / size
+
+
+def is_tie(gap: float, noise: float) -> bool:
+    """Whether rounding may exchange two tokens that are so far apart: either of the two may be off by the noise."""
+    return gap <= 2 * noise
 
 
 class Verdict(NamedTuple):
@@ -35,7 +58,9 @@ def judge(stock: Any, paged: Any, prompt: int, noise: float, comparable: list[fl
     Row i is compared up to the step `comparable[i]`. Draws may fall on the other side of a rounded probability, tie or not.
     """
     logits = [torch.stack(answer.logits, 1).float() for answer in (stock, paged)]
-    mark, apart, compared = "=", 0.0, 0
+    mark = "="
+    most = 0.0
+    compared = 0
     for row in range(stock.sequences.shape[0]):
         ours, theirs = paged.sequences[row, prompt:], stock.sequences[row, prompt:]
         steps = min(ours.numel(), theirs.numel(), logits[0].shape[1], logits[1].shape[1])
@@ -46,27 +71,32 @@ def judge(stock: Any, paged: Any, prompt: int, noise: float, comparable: list[fl
         different = (ours[:steps] != theirs[:steps]).nonzero().flatten().tolist()
         last = different[0] if different else steps - 1
         one, other = logits[0][row, : last + 1], logits[1][row, : last + 1]
-        size = max(1.0, one[one.isfinite()].abs().max().item())
-        found = torch.where(one == other, 0, (one - other).abs()).max().item() / size
-        apart, compared = max(apart, found), compared + last + 1
+        found = apart(one, other)
+        most = max(most, found)
+        compared += last + 1
         if not found <= noise:  # which a NaN is not, either
             return Verdict("X", found, compared, f"row {row}: logits differ by {found:.1e} of the largest, rounding explains {noise:.1e}")
         if different and not drawn:
-            gap = (one[last, theirs[last]] - one[last, ours[last]]).abs().item() / size
-            if not gap <= 2 * noise:
+            gap = lead(one[last], int(theirs[last]), int(ours[last]), size_of(one))
+            if not is_tie(gap, noise):
                 return Verdict("X", found, compared, f"row {row}: {ours.tolist()} instead of {theirs.tolist()}, and {gap:.1e} is no tie")
             mark = "~"
-    return Verdict(mark, apart, compared)
+    return Verdict(mark, most, compared)
 
 
 def judge_beams(stock: Any, paged: Any, noise: float) -> Verdict:
     """The same sequences, or others with the same scores."""
     one, other = stock.sequences_scores.float(), paged.sequences_scores.float()
-    apart = ((one - other).abs() / (1 + one.abs())).max().item()
+    far = scores_apart(one, other)
     same = stock.sequences.shape == paged.sequences.shape and torch.equal(stock.sequences, paged.sequences)
-    if not apart <= 4 * noise:
-        return Verdict("X", apart, len(one), f"scores {other.tolist()} instead of {one.tolist()}, rounding explains {4 * noise:.1e}")
-    return Verdict("=" if same else "~", apart, len(one))
+    if not far <= BEAMS * noise:
+        return Verdict("X", far, len(one), f"scores {other.tolist()} instead of {one.tolist()}, rounding explains {BEAMS * noise:.1e}")
+    return Verdict("=" if same else "~", far, len(one))
+
+
+def scores_apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of two searches' scores [hypotheses], relative to their size."""
+    return ((one - other).abs() / (1 + one.abs())).max().item()
 
 
 # ---- experts
@@ -120,13 +150,22 @@ def first_ties(margins: list[torch.Tensor], noise: float, mask: torch.Tensor, la
 
 
 class Follow(LogitsProcessor):
-    """Make generate() say given tokens [rows, steps]."""
+    """Make generate() choose given tokens [rows, steps], and keep the scores that it would have chosen by.
 
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self.tokens, self.said = tokens, 0
+    keep: the step of each row whose scores [vocabulary] are kept.
+    """
+
+    def __init__(self, tokens: torch.Tensor, keep: Mapping[int, int] | None = None) -> None:
+        self.tokens = tokens
+        self.keep = keep or {}
+        self.kept: dict[int, torch.Tensor] = {}
+        self.said = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        chosen = self.tokens[:, self.said, None]
+        for row, step in self.keep.items():
+            if step == self.said:
+                self.kept[row] = scores[row].float().cpu()
+        chosen = self.tokens[:, self.said, None].to(scores.device)
         self.said += 1
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
@@ -141,3 +180,10 @@ def rounding(model: Any, arguments: dict[str, Any], stock: Any, prompt: int) -> 
     own = torch.stack(stock.logits, 1).to(exact.dtype)
     size = own.masked_fill(~own.isfinite(), 0).abs().amax((1, 2), keepdim=True).clamp(min=1)
     return (torch.where(own == exact, 0, (own - exact).abs()) / size).max().item()
+
+
+def shaken(embeddings: torch.Tensor, chance: torch.Generator, by: float | None = None) -> torch.Tensor:
+    """Embeddings, each off by what rounding may do to it, or by up to a share of its size."""
+    off = torch.rand(embeddings.shape, generator=chance, device=embeddings.device, dtype=torch.float32) * 2 - 1
+    share = torch.finfo(embeddings.dtype).eps / 2 if by is None else by
+    return (embeddings * (1 + off * share)).to(embeddings.dtype)

@@ -1,0 +1,215 @@
+"""The calls of generate() that a comparison makes, each from the same random state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from ..integration.registry import base_model
+from .ties import NOISE, Follow, apart, shaken
+
+WORD = "paged"
+OF_ASSISTANTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_tokenizer", "tokenizer", "assistant_early_exit")
+OURS = ("cache_config", "cache_implementation", "return_dict_in_generate", "streamer")
+"""Options that a comparison sets itself, or leaves out."""
+SHAKES = 3
+SMALL, LARGE = 2**-12, 2**-4
+"""Shakes of embeddings in float32 that show whether a model rounds to fewer bits."""
+ROUNDINGS, MOST = 2.0, 0.25
+"""Rounding explains so many times what shaking the embeddings does, and at most so much."""
+
+
+class Given(NamedTuple):
+    """What a call answered."""
+
+    sequences: torch.Tensor
+    scores: torch.Tensor
+    """Of beams [rows]; else empty."""
+    begin: int
+    """Columns before the first new token."""
+
+
+class Width(LogitsProcessor):
+    """Note how many columns the first step saw."""
+
+    def __init__(self) -> None:
+        self.columns = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.columns = self.columns or input_ids.shape[1]
+        return scores
+
+
+class Enough(StoppingCriteria):
+    """Stop behind a number of steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.left -= 1
+        return torch.full((input_ids.shape[0],), self.left <= 0, device=input_ids.device, dtype=torch.bool)
+
+
+class Runs:
+    """A model and the inputs of one call, to be run by stock and on pages. A context: modes and random states are put back."""
+
+    def __init__(self, model: nn.Module, inputs: torch.Tensor | Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        given = {"inputs": inputs} if isinstance(inputs, torch.Tensor) else dict(inputs)
+        if "past_key_values" in {**given, **options}:
+            raise ValueError("past_key_values is filled by the first of the two calls; pass the whole prompt instead")
+        self.model: Any = model
+        self.inputs = given
+        self.options = {name: value for name, value in options.items() if not name.startswith("output_") and name not in OURS}
+        self.cache_config = options.get("cache_config")
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._states: list[torch.Tensor] = []
+
+    def __enter__(self) -> Runs:
+        self._modes = [(module, module.training) for module in self.model.modules()]
+        self._states = self._random_states()
+        self.model.eval()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for module, training in self._modes:
+            module.training = training
+        self._begin_anew()
+
+    # ---- what is asked
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        device: str = self.model.device.type
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        found: torch.dtype = self.model.dtype
+        return found
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def option(self, name: str) -> Any:
+        """An option of the call, from where generate() takes it."""
+        config = self.options.get("generation_config") or self.model.generation_config
+        return self.options.get(name, getattr(config, name, None))
+
+    @property
+    def padding(self) -> int:
+        """The token behind the end of a row."""
+        found = self.option("pad_token_id")
+        ends = self.option("eos_token_id")
+        if found is None:
+            found = ends[0] if isinstance(ends, (list, tuple)) else ends
+        return 0 if found is None else int(found)
+
+    # ---- calls
+
+    def answer(self, paged: bool, scores: bool) -> Given:
+        """What the user's call answers."""
+        width = Width()
+        found = self.generate(paged, width, output_scores=scores)
+        sequences = found["sequences"]
+        own = found["sequences_scores"].float().cpu() if scores else torch.empty(0, dtype=torch.float32, device="cpu")
+        return Given(sequences, own, 0 if "inputs_embeds" in self.inputs else width.columns)
+
+    def follow(self, tokens: torch.Tensor, places: Mapping[int, int], paged: bool) -> dict[int, torch.Tensor]:
+        """The logits [vocabulary] of each row at its place, if its answer so far is `tokens` [rows, steps]."""
+        follow = Follow(tokens, places)
+        last = max(places.values()) + 1
+        self.generate(paged, follow, Enough(last), alone=True)
+        return follow.kept
+
+    def generate(
+        self, paged: bool, processor: LogitsProcessor, stop: StoppingCriteria | None = None, *, alone: bool = False, **more: Any
+    ) -> Any:
+        """One call from the same random state as all others; `alone` without an assistant."""
+        arguments = {**self.inputs, **self.options, **more, "return_dict_in_generate": True}
+        if alone:
+            arguments = {name: value for name, value in arguments.items() if name not in OF_ASSISTANTS}
+        for name, kind, one in (
+            ("logits_processor", LogitsProcessorList, processor),
+            ("stopping_criteria", StoppingCriteriaList, stop),
+        ):
+            users = copy.deepcopy(list(arguments.get(name) or []))  # they may count their calls
+            arguments[name] = kind([*users, *([] if one is None else [one])])
+        if paged:
+            arguments |= {"cache_implementation": WORD, "cache_config": self.cache_config}
+        elif self.option("cache_implementation") == WORD:
+            config = copy.deepcopy(self.options.get("generation_config") or self.model.generation_config)
+            config.cache_implementation = config.cache_config = None
+            arguments["generation_config"] = config
+        self._begin_anew()
+        with self._without_the_word(paged):
+            return self.model.generate(**arguments)
+
+    @contextmanager
+    def _without_the_word(self, paged: bool) -> Iterator[None]:
+        """Stock's calls fill what a config leaves open from the model's, which may have the word."""
+        config = self.model.generation_config
+        kept = (config.cache_implementation, config.cache_config)
+        if not paged and config.cache_implementation == WORD:
+            config.cache_implementation = config.cache_config = None
+        try:
+            yield
+        finally:
+            config.cache_implementation, config.cache_config = kept
+
+    # ---- random states
+
+    def _random_states(self) -> list[torch.Tensor]:
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+
+    def _begin_anew(self) -> None:
+        torch.set_rng_state(self._states[0])
+        for device, state in enumerate(self._states[1:]):
+            torch.cuda.set_rng_state(state, device)
+
+
+@contextmanager
+def shaking(model: nn.Module, seed: int, by: float | None) -> Iterator[None]:
+    """Run a model with every embedding off by what rounding may do to it, or by a share of its size."""
+    embeddings: Any = base_model(model).get_input_embeddings()  # type: ignore[operator]
+    chance = torch.Generator(embeddings.weight.device).manual_seed(seed)
+    handle = embeddings.register_forward_hook(lambda module, inputs, output: shaken(output, chance, by))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def expected_noise(dtype: torch.dtype) -> float:
+    """How far rounding moves logits in a dtype, relative to the largest."""
+    return NOISE.get(dtype, NOISE[torch.bfloat16])
+
+
+def measured_noise(runs: Runs, logits: Callable[[], Mapping[int, torch.Tensor]]) -> float:
+    """The same as far as it can be measured on the model: `logits` computes those of each row by stock, again and again.
+
+    A model in float32 may round to fewer bits inside (int8 activations). Its logits then jump where those of others glide: a shake
+    of the embeddings moves them by more than its share of what a larger shake does.
+    """
+    before = logits()
+
+    def moved(by: float | None) -> float:
+        most = 0.0
+        for seed in range(SHAKES):
+            with shaking(runs.model, seed, by):
+                after = logits()
+            most = max(most, *(apart(before[row], after[row]) for row in before))
+        return most
+
+    most = moved(None)
+    if runs.dtype in (torch.float32, torch.float64):
+        most = max(most, moved(SMALL) - moved(LARGE) * SMALL / LARGE)
+    return max(expected_noise(runs.dtype), min(ROUNDINGS * most, MOST))

@@ -1,0 +1,146 @@
+"""Which dimension of each field of an answer carries the rows: learned from two answers of the model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.utils.generic import ModelOutput
+
+IN_CONFIGS = ("output_attentions", "output_hidden_states", "output_router_logits")
+"""Settings that ask for more than logits for every forward of a model."""
+CLOSE = 5e-2
+"""How far a field of equal rows may differ between few rows and many, as a share of its largest number."""
+
+
+ROWS_FIRST = "rows first"
+"""The layout of what every forward answers: logits, and what an encoder made."""
+
+
+UNKNOWN = "unknown"
+
+
+class Unlike(RuntimeError):
+    """An answer whose fields do not have the rows where they are expected."""
+
+
+class Layouts:
+    """What is known of the fields of one model's answers, by what its forward is asked for.
+
+    A layout has the shape of an answer, with the dimension of the rows in the place of each tensor, None for a tensor without rows.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Any] = {None: ROWS_FIRST}
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: Hashable) -> Any:
+        return self._known[key]
+
+    def can_repeat(self, key: Hashable) -> bool:
+        """Whether equal rows can be repeated in answers of this kind, as far as that is known."""
+        return self._known.get(key) is not None
+
+    def learn(self, key: Hashable, few: Any, many: Any, rows: int, copies: int) -> None:
+        """Compare the answer over `rows` rows with the one in which each of them stands `copies` times."""
+        try:
+            self._known[key] = layout_of(few, many, rows, copies)
+        except Unlike:
+            self._known[key] = None
+
+
+_layouts: weakref.WeakKeyDictionary[nn.Module, Layouts] = weakref.WeakKeyDictionary()
+
+
+def layouts_of(model: nn.Module) -> Layouts:
+    """What is known of the model's answers."""
+    return _layouts.setdefault(model, Layouts())
+
+
+def asked_fields(model: nn.Module, arguments: Mapping[str, Any]) -> Hashable | None:
+    """What a forward is asked for beside logits, with all that may decide its fields; None if it is asked for nothing else."""
+    asked = {name for name, value in arguments.items() if name.startswith("output_") and value}
+    asked |= {name for name in IN_CONFIGS if getattr(model.config, name, False)}
+    given = frozenset(name for name, value in arguments.items() if value is not None)
+    return (frozenset(asked), given) if asked else None
+
+
+def layout_of(few: Any, many: Any, rows: int, copies: int) -> Any:
+    """Where two answers have their rows; raises `Unlike` unless one is the other with its rows repeated."""
+    if isinstance(many, Cache) or many is None:
+        return None
+    if isinstance(few, torch.Tensor) and isinstance(many, torch.Tensor):
+        return _dimension(few, many, rows, copies)
+    if isinstance(few, ModelOutput) and isinstance(many, ModelOutput):
+        names = [name for name, part in many.items() if not isinstance(part, Cache)]
+        if any(name not in few for name in names):
+            raise Unlike
+        return {name: layout_of(few[name], many[name], rows, copies) for name in names}
+    if isinstance(few, (tuple, list)) and isinstance(many, (tuple, list)) and len(few) == len(many):
+        return [layout_of(one, other, rows, copies) for one, other in zip(few, many, strict=True)]
+    raise Unlike
+
+
+def _dimension(few: torch.Tensor, many: torch.Tensor, rows: int, copies: int) -> int | None:
+    """The one dimension in which `many` is `copies` times as long; None if both have the same shape."""
+    if few.shape == many.shape:
+        return None
+    found = [i for i, (one, other) in enumerate(zip(few.shape, many.shape, strict=False)) if one != other]
+    if few.ndim != many.ndim or len(found) != 1 or few.shape[found[0]] % rows:
+        raise Unlike
+    expected = repeated(few, found[0], rows, copies)
+    if expected.shape != many.shape or not _close(expected, many):
+        raise Unlike
+    return found[0]
+
+
+def _close(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    if not found.is_floating_point():
+        return bool(torch.equal(expected, found))
+    finite = expected.isfinite() & found.isfinite()
+    one = expected.where(finite, 0).float()
+    other = found.where(finite, 0).float()
+    return not one.numel() or bool((one - other).abs().max() <= CLOSE * one.abs().max().clamp(min=1e-6))
+
+
+def repeated(x: torch.Tensor, dimension: int, rows: int, copies: int) -> torch.Tensor:
+    """x with each of the `rows` rows along a dimension `copies` times; routers flatten [rows, tokens] into one."""
+    if x.shape[dimension] % rows:
+        raise Unlike
+    per_row: torch.Tensor = x.unflatten(dimension, (rows, -1))
+    return per_row.repeat_interleave(copies, dimension).flatten(dimension, dimension + 1)
+
+
+def repeat_fields(answer: Any, layout: Any, rows: int, copies: int) -> Any:
+    """An answer over `rows` rows as if each had stood there `copies` times; raises `Unlike` if it has another layout."""
+    if isinstance(answer, torch.Tensor):
+        return _repeat(answer, layout, rows, copies)
+    if isinstance(answer, ModelOutput):
+        parts = {name: repeat_fields(part, _part(layout, name), rows, copies) for name, part in answer.items()}
+        return type(answer)(**parts)
+    if isinstance(answer, (tuple, list)):
+        if isinstance(layout, list) and len(layout) != len(answer):
+            raise Unlike(f"expected {len(layout)} tensors, got {len(answer)}")
+        return type(answer)(repeat_fields(part, _part(layout, i), rows, copies) for i, part in enumerate(answer))
+    return answer
+
+
+def _part(layout: Any, name: str | int) -> Any:
+    """The layout of a part of an answer. Caches have none."""
+    if isinstance(layout, dict):
+        return layout.get(name, UNKNOWN)
+    return layout[name] if isinstance(layout, list) and isinstance(name, int) else layout
+
+
+def _repeat(x: torch.Tensor, layout: Any, rows: int, copies: int) -> torch.Tensor:
+    if layout == ROWS_FIRST:
+        return x if x.ndim == 0 or x.shape[0] % rows else repeated(x, 0, rows, copies)
+    if layout is None or isinstance(layout, int):
+        return x if layout is None else repeated(x, layout, rows, copies)
+    raise Unlike(f"a model answered a tensor {list(x.shape)} that it did not answer when its outputs were looked at; please report it")

@@ -1,0 +1,180 @@
+"""Routers that drop tokens beyond an expert's capacity: what is computed beside a token may decide what it becomes."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import textwrap
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from .outputs import Unlike, layout_of
+
+WHY = "a router counts the tokens that are computed together"
+
+
+PATTERNS = 5
+"""Contents with which routers are tried: the same token everywhere, and crowds with others among them."""
+KINDS = 8
+"""Tokens of which contents are made."""
+CROWD = 0.7
+"""The share of the crowd's token in the others."""
+
+
+class Seen(NamedTuple):
+    """What a module was called with: some tokens' hidden states, how tokens were laid out, and the arguments beside them."""
+
+    kinds: torch.Tensor
+    """[kinds, hidden]"""
+    flat: bool
+    """Whether rows and tokens came as one dimension."""
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def content(self, rows: int, tokens: int, pattern: int) -> torch.Tensor:
+        """Hidden states [rows, tokens, hidden] that fill one expert sooner than a text does."""
+        if pattern == 0:
+            return self.kinds[0].expand(rows, tokens, -1)
+        chance = torch.Generator().manual_seed(pattern)
+        chosen = torch.randint(len(self.kinds), (rows, tokens), generator=chance, device="cpu")
+        crowd = torch.rand(rows, tokens, generator=chance, device="cpu", dtype=torch.float32) < CROWD
+        return self.kinds[chosen.masked_fill(crowd, 0).to(self.kinds.device)]
+
+
+class Routers:
+    """The modules of a model's decoder that know a capacity, and what they were last called with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = [module for module in _decoder(model).modules() if _has_capacity(cast(Any, type(module))) and _weighs(module)]
+        self.seen: dict[nn.Module, Seen] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Learn from a forward how the modules are called."""
+
+        def note(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+            if arguments and isinstance(arguments[0], torch.Tensor):
+                self.seen[module] = _seen(arguments, keywords)
+
+        handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in self.modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known how each of them is called."""
+        return all(module in self.seen for module in self.modules)
+
+    def keep_rows_apart(self, rows: int, copies: int, tokens: int) -> bool:
+        """Whether `tokens` tokens of `rows` rows, and the step behind them, come out the same if each row stands there `copies` times."""
+        for module in self.modules:
+            for pattern in range(PATTERNS):
+                few = [self.seen[module].content(rows, count, pattern) for count in (tokens, 1)]
+                many = [each.repeat_interleave(copies, 0) for each in few]
+                if not _alike(module, self.seen[module], few, many, rows, copies):
+                    return False
+        return True
+
+    def keep_tokens_apart(self, tokens: int) -> bool:
+        """Whether so many tokens of one row come out the same together and one by one."""
+        for module in self.modules:
+            for kind in self.seen[module].kinds:
+                few, many = (kind.expand(1, count, -1) for count in (1, tokens))
+                if not _alike(module, self.seen[module], [few], [many], 1, tokens):
+                    return False
+        return True
+
+
+_routers: weakref.WeakKeyDictionary[nn.Module, Routers] = weakref.WeakKeyDictionary()
+
+
+def routers_of(model: nn.Module) -> Routers:
+    """The model's routers with a capacity."""
+    if model not in _routers:
+        _routers[model] = Routers(model)
+    return _routers[model]
+
+
+def _decoder(model: Any) -> nn.Module:
+    """The part that the cache is for: an encoder runs once for each prompt, wherever its rows go."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        found = model.get_decoder()
+        if isinstance(found, nn.Module):
+            return found
+    return cast(nn.Module, model)
+
+
+@cache
+def _has_capacity(kind: Any) -> bool:
+    """Whether a class names a capacity in its code; comments and strings do not count."""
+    if kind.__module__.startswith("torch."):
+        return False
+    try:
+        source = inspect.getsource(kind)
+        if "capacity" not in source.lower():
+            return False
+        tree = ast.parse(textwrap.dedent(source))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    names = (getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None) for node in ast.walk(tree))
+    return any("capacity" in name.lower() for name in names if isinstance(name, str))
+
+
+def _weighs(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _seen(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Seen:
+    hidden = arguments[0].detach()
+    kinds = hidden.reshape(-1, hidden.shape[-1])[:KINDS].clone()
+    beside = tuple(None if isinstance(each, torch.Tensor) else each for each in arguments[1:])
+    named = {name: None if isinstance(each, torch.Tensor) else each for name, each in keywords.items()}
+    return Seen(torch.cat([kinds, -kinds]), hidden.ndim == 2, beside, named)
+
+
+def _alike(module: nn.Module, seen: Seen, few: list[torch.Tensor], many: list[torch.Tensor], rows: int, copies: int) -> bool:
+    """Whether a module answers one series of calls as another in which everything stands there `copies` times.
+
+    A series, because a router may keep the capacity of its first call. A module that cannot be tried is not trusted.
+    """
+    try:
+        answers = zip(_answers(module, seen, few), _answers(module, seen, many), strict=True)
+        for one, other in answers:
+            layout_of(one, other, rows, copies)
+    except Unlike:
+        return False
+    except Exception:  # it wants more than hidden states
+        return False
+    return True
+
+
+def _answers(module: nn.Module, seen: Seen, calls: list[torch.Tensor]) -> list[Any]:
+    """What a module answers to a series of calls, beginning as it is now, and unchanged by it; `Unlike` if it draws at random."""
+    twin = copy.copy(module)
+    forward: Any = type(module).forward
+    devices = [seen.kinds.device] if seen.kinds.device.type == "cuda" else []
+    inputs = [each.flatten(0, 1) if seen.flat else each for each in calls]
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        before = _random_state(seen.kinds.device)
+        answers = [forward(twin, each, *seen.arguments, **seen.keywords) for each in inputs]
+        if not torch.equal(before, _random_state(seen.kinds.device)):
+            raise Unlike
+    return answers
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    """The generators' states that a module on the device may draw from."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)

@@ -1,0 +1,148 @@
+"""Ctrl-C at every place where the interpreter looks for it: model, books and locks are as before, the next call is right."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME, build
+from interrupting import OUTER, Interrupted
+from test_engine_exact import answers
+
+import hf_paged
+from hf_paged.engine import Engine
+from hf_paged.integration import call as calls
+from hf_paged.integration.attention import running
+from hf_paged.integration.registry import memory_of
+from hf_paged.integration.state import watching
+
+IDS = torch.randint(5, 80, (2, 6), generator=torch.Generator().manual_seed(3))
+PAGED = {"cache_implementation": "paged", "cache_config": {"prefix_caching": True, "block_size": 4}}
+
+
+def generate(model: Any, **options: Any) -> Any:
+    return model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, num_beams=2, **options)
+
+
+def keep(module: Any, args: Any) -> None:
+    """A hook of the user's, which changes nothing."""
+
+
+def hooked(name: str) -> Any:
+    model = build(BY_NAME[name])
+    model.register_forward_pre_hook(keep)
+    model.get_decoder().layers[0].register_forward_pre_hook(keep)
+    return model
+
+
+def facts(model: Any) -> list[Any]:
+    """What an interrupt must leave as it was."""
+    hooks = [hook for module in model.modules() for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]]
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    return [model.config._attn_implementation, hooks, forwards, calls.current.get(), watching.get(), running.get(), gc.isenabled()]
+
+
+def in_another_thread(act: Callable[[], Any]) -> Any:
+    """The answer of `act`; a lock that an interrupt has leaked keeps it from coming."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(act()), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found, "a lock is held by a thread that is done with it"
+    return found[0]
+
+
+def places(act: Callable[[], Any], files: tuple[str, ...], most: int, first: int = 0) -> list[int]:
+    """Numbers of places in which to interrupt `act`: every one, or `most` of them all over it."""
+    probe = Interrupted(files=files)
+    assert probe(act)
+    stride = max(1, probe.count // most)
+    return list(range(1 + first % stride, probe.count + 1, stride))
+
+
+def assert_whole(memory: Any, where: str) -> None:
+    try:
+        memory.check()
+        assert memory.held == 0
+    except AssertionError as error:
+        raise AssertionError(f"after an interrupt at {where}") from error
+
+
+def assert_generates_through_interrupts(name: str, files: tuple[str, ...], most: int, first: int = 0) -> int:
+    """The number of interrupts."""
+    model = hooked(name)
+    expected = generate(model)
+    generate(model, **PAGED)
+    before, memory = facts(model), memory_of(model)
+    numbers = places(lambda: generate(model, **PAGED), files, most, first)
+    for turn, at in enumerate(numbers):
+        if turn % 5 == 0:
+            hf_paged.invalidate(model)  # next time the prompt is computed, then found
+        interrupted = Interrupted(at, files)
+        interrupted(lambda: generate(model, **PAGED))
+        assert facts(model) == before, interrupted.where
+        assert_whole(memory, interrupted.where)
+        if turn % 7 == 0:
+            assert torch.equal(in_another_thread(lambda: generate(model, **PAGED)), expected), interrupted.where
+    assert torch.equal(generate(model, **PAGED), expected)
+    assert torch.equal(generate(model), expected)
+    return len(numbers)
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_a_paged_call_that_is_begun_or_ended(name: str) -> None:
+    """C22: places of the code that takes the model and gives it back."""
+    assert assert_generates_through_interrupts(name, OUTER, most=60) > 50
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_a_paged_call_in_the_middle(name: str) -> None:
+    """C22: places all over the package."""
+    assert_generates_through_interrupts(name, ("",), most=60)
+
+
+def assert_engine_through_interrupts(most: int, first: int = 0, **options: Any) -> int:
+    model = hooked("llama")
+    kinds: list[tuple[list[int], dict[str, Any]]] = [
+        ([5, 6, 7, 8, 9], {"max_new_tokens": 3, "do_sample": False}),
+        ([5, 6, 7], {"max_new_tokens": 2, "num_beams": 2, "do_sample": False}),
+        ([5, 6, 7, 8], {"max_new_tokens": 3, "do_sample": True, "num_return_sequences": 2, "seed": 1, "logprobs": 2}),
+    ]
+    with Engine(model, block_size=4, num_blocks=40, max_batch_tokens=8, max_batch_sequences=4, **options) as engine:
+        expected = [answers(engine.submit(prompt, **kind).result()) for prompt, kind in kinds]
+        before = facts(model)
+        handles: list[Any] = []
+
+        def serve() -> None:
+            for prompt, kind in kinds:
+                handles.append(engine.submit(prompt, **kind))
+            for handle in handles:
+                handle.result()
+
+        numbers = places(serve, ("",), most, first)
+        for at in numbers:
+            handles.clear()
+            interrupted = Interrupted(at)
+            interrupted(serve)
+            in_another_thread(engine.stats)
+            engine.check()
+            for handle, right in zip(handles, expected, strict=False):
+                output = handle.result()
+                broke = output.error is not None and "broke off" in str(output.error)  # some of its samples had their token
+                assert broke or answers(output) == right, f"{interrupted.where}: {output}"
+            assert facts(model) == before, interrupted.where
+            while engine._jobs:
+                engine.step()  # a request whose submit() was interrupted has no handle
+            stats = engine.stats()
+            assert stats["waiting"] == stats["running"] == stats["preempted"] == 0
+            assert all(kind["held"] == 0 for kind in stats["blocks"].values())
+        return len(numbers)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_of_the_engine(ahead: bool) -> None:
+    assert_engine_through_interrupts(most=50, run_ahead=ahead)
