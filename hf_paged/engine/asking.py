@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -200,16 +200,8 @@ def read(
     given = _showing(model, given, shown)
     _require_function("prefix_allowed_tokens_fn", extras["prefix_allowed_tokens_fn"])
     tokens, names = given.tokens, given.names
-    config, device = _with_lengths(model, config, defaults, given), input_device(model)
-    processors = model._get_logits_processor(
-        config,
-        input_ids_seq_length=len(tokens),
-        encoder_input_ids=given.inputs,
-        logits_processor=LogitsProcessorList(_callables("logits_processor", extras["logits_processor"])),
-        device=device,
-        model_kwargs={},
-        **{name: extras[name] for name in PASSED_ON},
-    )
+    config = _with_lengths(model, config, defaults, given)
+    processors = _processors(model, config, given, extras)
     criteria = _criteria(model, config, tokenizer, extras["stopping_criteria"], options)
     at_tokens = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
@@ -231,6 +223,20 @@ def read(
         recipe,
         slow,
     )
+
+
+def _processors(model: Any, config: Any, given: Given, extras: Mapping[str, Any]) -> LogitsProcessorList:
+    """The logits processors as generate() makes them."""
+    made: LogitsProcessorList = model._get_logits_processor(
+        config,
+        input_ids_seq_length=len(given.tokens),
+        encoder_input_ids=given.inputs,
+        logits_processor=LogitsProcessorList(_callables("logits_processor", extras["logits_processor"])),
+        device=input_device(model),
+        model_kwargs={},
+        **{name: extras[name] for name in PASSED_ON},
+    )
+    return made
 
 
 def _criteria(model: Any, config: Any, tokenizer: Any, given: Any, options: Options) -> StoppingCriteriaList:
