@@ -58,7 +58,8 @@ class Ours(Peer):
         begin = time.monotonic()
         due = [begin] * len(asks) if arrivals is None else [begin + arrival for arrival in arrivals]
         handles: list[Any] = []
-        with waits(self._device) as waited, engine._driving():
+
+        def drive() -> None:
             while len(handles) < len(asks) or engine._jobs:
                 while len(handles) < len(asks) and due[len(handles)] <= time.monotonic():
                     ask = asks[len(handles)]
@@ -72,6 +73,9 @@ class Ours(Peer):
                 waited[:] = [sum(waited)]
                 if len(busy) % 32 == 0:
                     waste.append(unused(engine))
+
+        with waits(self._device) as waited:
+            engine._driving(drive)
         seconds, after = time.monotonic() - begin, engine.stats()
         outputs = [handle.result() for handle in handles]
         timings = [output.timing for output in outputs]
