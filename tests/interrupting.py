@@ -17,6 +17,9 @@ PACKAGE = str(Path(hf_paged.__file__).parent)
 OUTER = ("/integration/install.py", "/integration/call.py", "/integration/switch.py", "/integration/hooks.py", "/integration/latents.py")
 """The files that change a model for the time of a call."""
 
+DRIVING = tuple(f"/engine/{name}.py" for name in ("turns", "front", "engine", "collector", "background", "handle"))
+"""The files that take an engine's locks."""
+
 
 class _Signal:
     """`-signal` is SIGINT. An operator calls it without a line of Python, so the interpreter acts on it where the traced code is."""

@@ -142,6 +142,7 @@ def bombard(engine: Engine, act: Callable[[], object], count: int, most: float =
     return came
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that came in a finalizer
 @pytest.mark.parametrize("who", ["one", "two", "thread"])
 def test_ctrl_c_at_random_moments(engine: Engine, who: str) -> None:
     """One driver, two of them, or start() and a wait; and another client thread all the while. No lock stays behind."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import BY_NAME, build
-from interrupting import OUTER, Interrupted
+from interrupting import DRIVING, OUTER, Interrupted
 from test_engine_exact import answers
 
 import hf_paged
@@ -105,7 +105,7 @@ def test_a_paged_call_in_the_middle(name: str) -> None:
     assert_generates_through_interrupts(name, ("",), most=60)
 
 
-def assert_engine_through_interrupts(most: int, first: int = 0, **options: Any) -> int:
+def assert_engine_through_interrupts(files: tuple[str, ...], most: int, first: int = 0, **options: Any) -> int:
     model = hooked("llama")
     kinds: list[tuple[list[int], dict[str, Any]]] = [
         ([5, 6, 7, 8, 9], {"max_new_tokens": 3, "do_sample": False}),
@@ -123,10 +123,10 @@ def assert_engine_through_interrupts(most: int, first: int = 0, **options: Any) 
             for handle in handles:
                 handle.result()
 
-        numbers = places(serve, ("",), most, first)
+        numbers = places(serve, files, most, first)
         for at in numbers:
             handles.clear()
-            interrupted = Interrupted(at)
+            interrupted = Interrupted(at, files)
             interrupted(serve)
             in_another_thread(engine.stats)
             engine.check()
@@ -144,5 +144,6 @@ def assert_engine_through_interrupts(most: int, first: int = 0, **options: Any) 
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_of_the_engine(ahead: bool) -> None:
-    assert_engine_through_interrupts(most=50, run_ahead=ahead)
+@pytest.mark.parametrize("files", [DRIVING, ("",)], ids=["driving", "anywhere"])
+def test_a_step_of_the_engine(files: tuple[str, ...], ahead: bool) -> None:
+    assert_engine_through_interrupts(files, most=60, run_ahead=ahead)
