@@ -316,6 +316,8 @@ class Heard(BaseStreamer):
 @pytest.mark.parametrize("draft", ["assistant_model", "prompt_lookup_num_tokens"])
 def test_drafts_and_streamers_beside_a_criterion(one: Engine, kind: str, draft: str) -> None:
     """Paged generate() leaves them to transformers' loops: the same tokens, in the same pieces, and the same refusals."""
+    if kind == "an even int" and tf.__version__ < "5.23":
+        pytest.skip("assisted decoding of this transformers never ends: an even int is true for it, and its lowest bit is not set")
     drafts = {"assistant_model": one.model, "prompt_lookup_num_tokens": 3}
     found = []
     for backend in ({}, {"cache_implementation": "paged"}):
