@@ -113,6 +113,8 @@ def run_class(kind: str, name: str, wanted: list[str]) -> Row:
         model = build_class(model_class, config_class, kind)
         if not model.can_generate():
             raise TypeError("it does not generate")
+        if "generate" in vars(model_class) and "past_key_values" not in inspect.signature(model.forward).parameters:
+            raise TypeError("its own generate() keeps no keys and values")
     except Exception as error:
         return {"rows": [{**empty_row(what, name), "unbuilt": f"{type(error).__name__}: {error}"} for what in whats]}
     return {"rows": [row for what in whats if (row := _row(model, what, name, wanted)) is not None]}

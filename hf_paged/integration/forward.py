@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..memory import Kind
 from .attention import Forward, running
 from .cache import PagedCache, paged_parts
 from .graph import Step
 from .graphs import graphs_of
-from .prompts import adapters_agree, adapters_of_unique_rows, keeps_another_cache, repeat_rows, unique_rows
+from .prompts import Draws, adapters_agree, adapters_of_unique_rows, keeps_another_cache, repeat_rows, unique_rows
 
 DENSE_OUTPUTS = ("output_attentions", "output_hidden_states")
 """Outputs that only the model's own attention makes as stock does: at padded columns too."""
@@ -68,12 +69,25 @@ def _run(model: nn.Module, original: Callable[..., Any], arguments: dict[str, An
         rows = _rows(arguments)
         kept = unique_rows(arguments, rows, copies) if _may_share(model, arguments, parts[0], rows) else None
         if kept is not None:
+            draws = Draws(next(model.parameters()).device)
+            before = [part.sequences.positions for part in parts]
             with adapters_of_unique_rows(model, rows, copies):
                 answer = _paged(model, original, kept, parts, masks_known)
-            return repeat_rows(answer, rows // copies, copies)
+            if not draws.drawn():
+                return repeat_rows(answer, rows // copies, copies)
+            _take_back(draws, parts, before)
         for part in parts:
             part.spread()
     return _paged(model, original, arguments, parts, masks_known)
+
+
+def _take_back(draws: Draws, parts: list[PagedCache], before: list[dict[Kind, int]]) -> None:
+    """Forget the unique rows of a forward that draws random numbers: every row gets its own, as with stock."""
+    draws.take_back()
+    for part, columns in zip(parts, before, strict=True):
+        part.roll_back(columns)
+        if part.reuse is not None:
+            part.reuse.spoil("the forward draws random numbers")
 
 
 def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, rows: int) -> bool:
