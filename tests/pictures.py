@@ -52,6 +52,8 @@ def pad_left(inputs: Inputs) -> Inputs:
             else:
                 wide[0, :4] = PROMPT_IDS.start
             padded[name] = wide
+        elif name in ("cross_attention_mask", "image_attention_mask") and value.ndim > 2:
+            padded[name] = torch.cat([value[:, :1].expand(-1, 4, *value.shape[2:]), value], 1)
     return padded
 
 
