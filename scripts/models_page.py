@@ -84,6 +84,7 @@ def summary(rows: list[Row]) -> int:
 MARKS = {
     "=": "the same",
     "~": "the same in float64",
+    "t": "that part at a tie",
     "?": "where stock disagrees with itself",
     "-": "that stock cannot give",
     "X": "DIFFERENT",
@@ -225,7 +226,13 @@ def _modes(row: Row) -> str:
     same = [name for name, mark in marks.items() if mark in "=~"]
     others = [
         f"{text} {', '.join(names)}"
-        for mark, text in (("-", "stock cannot:"), ("?", "stock disagrees with itself:"), ("X", "**differs**:"), ("E", "**fails**:"))
+        for mark, text in (
+            ("-", "stock cannot:"),
+            ("?", "stock disagrees with itself:"),
+            ("t", "parts at a tie:"),
+            ("X", "**differs**:"),
+            ("E", "**fails**:"),
+        )
         if (names := [name for name, found in marks.items() if found == mark])
     ]
     if "~" in marks.values():

@@ -113,6 +113,8 @@ def run_class(kind: str, name: str, wanted: list[str]) -> Row:
         model = build_class(model_class, config_class, kind)
         if not model.can_generate():
             raise TypeError("it does not generate")
+        if "generate" in vars(model_class) and "past_key_values" not in inspect.signature(model.forward).parameters:
+            raise TypeError("its own generate() keeps no keys and values")
     except Exception as error:
         return {"rows": [{**empty_row(what, name), "unbuilt": f"{type(error).__name__}: {error}"} for what in whats]}
     return {"rows": [row for what in whats if (row := _row(model, what, name, wanted)) is not None]}
@@ -163,16 +165,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=240, help="limit for one class")
     parser.add_argument("--details", action="store_true", help="print tracebacks and what stock cannot do")
     parser.add_argument("--save", type=Path, help="write the rows as JSON")
-    parser.add_argument("--load", type=Path, help="take rows that were saved instead of new ones")
+    parser.add_argument("--load", type=Path, help="take saved rows; with --only, all but those of these classes")
     parser.add_argument("--also", type=Path, help="rows that were saved under another transformers")
     parser.add_argument("--write", type=Path, help="replace the section of the page")
     options = parser.parse_args()
     tf.logging.set_verbosity_error()
     begun = time.monotonic()
+    run: Row = {"transformers": tf.__version__, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": []}
     if options.load:
         run = json.loads(options.load.read_text())
-    else:
-        run = {"transformers": tf.__version__, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": sweep(options)}
+    if options.only or not options.load:
+        kept = [row for row in run["rows"] if row["family"] not in options.only]
+        run["rows"] = kept + sweep(options)
     if options.save:
         options.save.write_text(json.dumps(run, indent=1))
     if options.write:

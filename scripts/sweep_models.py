@@ -95,7 +95,8 @@ def run_mode(name: str, model: Any, arguments: dict[str, Any]) -> tuple[str, str
         return "=", "", _apart(stock, paged), paged
     if _difference(stock, _generate(model, arguments)) or _drafts_changed(stock, paged, model, arguments):
         return "?", "stock disagrees with itself", 0.0, paged
-    return ("~" if _same_in_double(model, arguments) else "X"), difference, _apart(stock, paged), paged
+    mark = "~" if _same_in_double(model, arguments) else "t" if _part_at_ties(stock, paged, arguments) else "X"
+    return mark, difference, _apart(stock, paged), paged
 
 
 def _generate(model: Any, arguments: dict[str, Any], **word: Any) -> Any:
@@ -140,6 +141,22 @@ def _apart(stock: Any, paged: Any) -> float:
     pairs = zip(stock.get("scores") or (), paged.get("scores") or (), strict=False)
     apart = [(one - other)[one.isfinite() & other.isfinite()].abs() for one, other in pairs if one.shape == other.shape]
     return max((float(numbers.max()) for numbers in apart if numbers.numel()), default=0.0)
+
+
+def _part_at_ties(stock: Any, paged: Any, arguments: dict[str, Any]) -> bool:
+    """Whether greedy rows part only where stock's scores of both tokens are the same up to rounding, and agree before."""
+    if arguments["do_sample"] or arguments.get("num_beams", 1) > 1 or stock.sequences.shape != paged.sequences.shape:
+        return False
+    first = stock.sequences.shape[1] - len(stock.scores)
+    for row in (stock.sequences != paged.sequences).any(1).nonzero().flatten().tolist():
+        step = int((stock.sequences[row] != paged.sequences[row]).nonzero()[0]) - first
+        one, other = (answer.sequences[row, first + step] for answer in (stock, paged))
+        before = [(mine[row] - theirs[row]).nan_to_num().abs().max() for mine, theirs in zip(stock.scores, paged.scores, strict=True)][
+            : step + 1
+        ]
+        if max(before) > ALIKE or abs(stock.scores[step][row, one] - stock.scores[step][row, other]) > ALIKE:
+            return False
+    return True
 
 
 def _same_in_double(model: Any, arguments: dict[str, Any]) -> bool:

@@ -52,6 +52,8 @@ def pad_left(inputs: Inputs) -> Inputs:
             else:
                 wide[0, :4] = PROMPT_IDS.start
             padded[name] = wide
+        elif name in ("cross_attention_mask", "image_attention_mask") and value.ndim > 2:
+            padded[name] = torch.cat([value[:, :1].expand(-1, 4, *value.shape[2:]), value], 1)
     return padded
 
 
@@ -60,7 +62,7 @@ def pad_left(inputs: Inputs) -> Inputs:
 
 def _prompt(model: Any, shown: Inputs, rows: int, each: int, placeholder: int | None, kind: int) -> Inputs | None:
     """The prompt with as many placeholders as the model wants, if it wants any and looks at what is shown."""
-    counts = [0] if placeholder is None else [4, 0, 1, 8]
+    counts = [0] if placeholder is None else [4, 0, 1, 8, 16]
     for count in counts:  # what the model says adds to the list
         inputs = {**_text(model, rows, each, placeholder, count, kind), **shown}
         try:
@@ -96,16 +98,18 @@ def _text(model: Any, rows: int, each: int, placeholder: int | None, count: int,
 
 
 def _matters(model: Any, inputs: Inputs, shown: Inputs) -> bool:
-    """Whether another picture makes the model say something else."""
+    """Whether another picture of the last prompt changes its logits: where placeholders are too few a model may take the first's."""
     floating = {name: value for name, value in shown.items() if value.is_floating_point() and value.ndim > 1}
-    other = {name: value.flip(0) * 1.5 + 0.1 for name, value in floating.items()}
+    other = {name: value.clone() for name, value in floating.items()}
+    for value in other.values():
+        value[len(value) // 2 :] = value[len(value) // 2 :].flip(-1) * 1.5 + 0.1
     scores = [
         model.generate(
             **given, max_new_tokens=1, min_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True
         ).logits[0]
         for given in (inputs, {**inputs, **other})
     ]
-    return bool((scores[0] - scores[1]).abs().max() > 1e-4) and bool(scores[0].isfinite().all())
+    return bool((scores[0] - scores[1])[-1].abs().max() > 1e-4) and bool(scores[0].isfinite().all())
 
 
 def _id_of(model: Any, what: str) -> int | None:

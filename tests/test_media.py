@@ -10,8 +10,8 @@ from pictures import pad_left, with_pictures, with_recordings, with_videos
 from tiny import build, config_class, mappings
 
 SAMPLE = [
-    ("image", "fuyu", with_pictures),
-    ("image", "gemma4", with_videos),
+    ("image", "llava_next", with_pictures),
+    ("image", "llava_onevision", with_videos),
     ("image", "idefics2", with_pictures),
     ("image", "kosmos-2", with_pictures),
     ("image", "minicpmv4_6", with_pictures),

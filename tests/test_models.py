@@ -123,3 +123,12 @@ def test_a_second_cache() -> None:
     heard = with_recordings(model)
     assert heard is not None
     assert_same(model, **heard, num_beams=2, max_new_tokens=8, do_sample=False)
+
+
+@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=["beams", "samples"])
+def test_a_forward_that_draws(mode: dict[str, Any]) -> None:
+    """VibeVoice ASR adds noise to its recordings: each row of a prompt gets noise of its own, the same as with stock."""
+    model = tiny("audio", "vibevoice_asr")
+    heard = with_recordings(model)
+    assert heard is not None
+    assert_same(model, **heard, max_new_tokens=8, **{"do_sample": False, **mode})

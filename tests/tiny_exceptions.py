@@ -90,6 +90,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "qianfan_ocr_vision": {"image_size": [32, 32], "patch_size": [8, 8]},
     "qwen2_5_omni_text": MROPE,
     "qwen2_5_omni_thinker": {"vision_start_token_id": 83},
+    "qwen2_5_omni_vision_encoder": WINDOWS,
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 83},
     "qwen2_5_vl_text": MROPE,
     "qwen2_5_vl_vision": WINDOWS,

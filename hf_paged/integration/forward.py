@@ -15,7 +15,7 @@ from .cache import Mark, PagedCache, paged_parts
 from .graph import Step
 from .graphs import graphs_of
 from .outputs import asked_fields, layouts_of
-from .prompts import adapters_agree, adapters_of_unique_rows, keeps_another_cache, repeat_rows, unique_rows
+from .prompts import Draws, adapters_agree, adapters_of_unique_rows, keeps_another_cache, repeat_rows, unique_rows
 from .routers import routers_of
 
 DENSE_OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -82,13 +82,20 @@ def _run(model: nn.Module, original: Callable[..., Any], arguments: dict[str, An
     layouts = layouts_of(model)
     few = None
     if kept is not None:
+        draws = Draws(next(model.parameters()).device)
         if layouts.can_repeat(asked):
+            before = [part.mark() for part in parts]
             with adapters_of_unique_rows(model, rows, copies):
                 answer = _paged(model, original, kept, parts, masks_known)
-            return repeat_rows(answer, rows // copies, copies, layouts[asked])
-        if asked not in layouts and parts[0].sequences.columns == 0:
+            if not draws.drawn():
+                return repeat_rows(answer, rows // copies, copies, layouts[asked])
+            _take_back(draws, parts, before)
+        elif asked not in layouts and parts[0].sequences.columns == 0:
             with adapters_of_unique_rows(model, rows, copies):
                 few = _without_cache(original, kept)
+            if draws.drawn():
+                draws.take_back()
+                few = None
     for part in parts:
         part.spread()
     with routers_of(model).recording():
@@ -107,6 +114,15 @@ def _without_cache(original: Callable[..., Any], arguments: dict[str, Any]) -> A
         return _without_pages(original, (), given)
     except Exception:  # the call itself shows what is wrong, if anything is
         return None
+
+
+def _take_back(draws: Draws, parts: list[PagedCache], before: list[Mark]) -> None:
+    """Forget the unique rows of a forward that draws random numbers: every row gets its own, as with stock."""
+    draws.take_back()
+    for part, mark in zip(parts, before, strict=True):
+        part.roll_back(mark)
+        if part.reuse is not None:
+            part.reuse.spoil("the forward draws random numbers")
 
 
 def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, rows: int) -> bool:

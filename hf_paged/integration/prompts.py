@@ -42,6 +42,28 @@ def unique_rows(arguments: Mapping[str, Any], rows: int, copies: int) -> dict[st
     return kept
 
 
+class Draws:
+    """Whether a forward draws random numbers, as codecs of recordings do: then rows of equal inputs are not equal rows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = self._states()
+
+    def _states(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
+
+    def drawn(self) -> bool:
+        """Whether torch's generators have moved since."""
+        return not all(map(torch.equal, self._before, self._states()))
+
+    def take_back(self) -> None:
+        """Put the generators back to where they were."""
+        torch.set_rng_state(self._before[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._before[1], self._device)
+
+
 def _equal(value: Any, rows: int, copies: int) -> bool:
     """Whether every tensor in `value` has `rows` rows, equal in groups of `copies`."""
     if isinstance(value, torch.Tensor):
