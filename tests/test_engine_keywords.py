@@ -175,7 +175,7 @@ for increment in engine.stream("The moon", eos_token_id=[1, 2]):
 
 async def main() -> None:
     several: list[Output] = await engine.agenerate(["The fox"], min_p=0.1)
-    async for increment in engine.astream("The fox", salt=b"one"):
+    async for increment in engine.astream("The fox", salt="one"):
         piece: Increment = increment
 """
 MISTAKES = {

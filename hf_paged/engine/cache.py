@@ -9,10 +9,14 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..integration.layer import PagedLayer
+from ..integration.lazy import LazyTensor
 from ..integration.slots import CROSS
 from ..memory import Batch, FlatBatch, Kind, Layout, Pages, Sequences
 from .pools import Pools
 from .support import Unservable
+
+
+UNREADABLE = "the engine's cache of one step has no keys and values to read; use generate()"
 
 
 class StepCache(DynamicCache):
@@ -57,6 +61,13 @@ class StepCache(DynamicCache):
         raise TypeError("the cache of an engine's step lives in its model's pools and cannot be pickled or copied")
 
 
+class _Past(LazyTensor):
+    """Keys or values of a past that lies in the pages."""
+
+    def _make(self) -> torch.Tensor:
+        raise RuntimeError(UNREADABLE)
+
+
 class StepLayer(PagedLayer):
     """Writes a step's tokens where the plan says, and answers with a view of the pages."""
 
@@ -86,7 +97,12 @@ class StepLayer(PagedLayer):
         return Pages(*store.of_layer[index], batch, ops)
 
     def _stored(self, which: Any) -> torch.Tensor | None:
-        raise RuntimeError("the engine's cache of one step has no keys and values to read between two steps")
+        """The past of the one sequence of the step, of which only the shape is known; models ask how much there is."""
+        if not self.step.past:
+            raise RuntimeError(UNREADABLE)
+        store, index = self.step.pools.groups[self.kind].store(self.number)
+        data = store.of_layer[index][which == "values"]
+        return _Past((1, data.shape[1], self.step.past, data.shape[2]), data.dtype, data.device)
 
     def get_seq_length(self) -> int:
         """The tokens before the step; of a row of several sequences nobody can say."""
