@@ -31,9 +31,9 @@ from traces import TRACES, Ask, trace
 from hf_paged import Engine
 from hf_paged.blocks import BlockPool, Table
 from hf_paged.engine import EngineConfig
-from hf_paged.memory import Layout, Pages, Seen
-from hf_paged.memory.batch import Batch
-from hf_paged.memory.store import Store
+from hf_paged.kv import Layout, Pages, Seen
+from hf_paged.kv.batch import Batch
+from hf_paged.kv.store import Store
 from hf_paged.scheduling import Scheduler
 
 

@@ -33,7 +33,7 @@ from shapes import Report, build, common_parser, report_of
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
-from hf_paged.integration.registry import memory_of
+from hf_paged.model.registry import memory_of
 
 CONTEXT, SHORT, LONG = 384, 16, 80
 BYTES_A_SECOND, OPERATIONS_A_SECOND = 4.3e12, 790e12

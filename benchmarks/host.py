@@ -15,10 +15,10 @@ from shapes import build
 
 from hf_paged import Engine
 from hf_paged.engine.decoding import Decoding
-from hf_paged.engine.flight import Flight
+from hf_paged.engine.in_flight import Flight
 from hf_paged.engine.weights import Weights
-from hf_paged.integration import capture
-from hf_paged.integration.graph import AGREE, bucket_of
+from hf_paged.model.capture import rehearsal as capture
+from hf_paged.model.capture.graph import AGREE, bucket_of
 from hf_paged.scheduling import Scheduler
 
 PARTS: dict[str, list[tuple[type, str]]] = {

@@ -22,8 +22,8 @@ import torch
 from shapes import Report, build, common_parser, report_of
 
 import hf_paged
-from hf_paged.integration.identity import Glance, Identity, Survey, identity_of
-from hf_paged.integration.registry import memory_of
+from hf_paged.model.identity import Glance, Identity, Survey, identity_of
+from hf_paged.model.registry import memory_of
 
 SIDES: dict[str, dict[str, Any]] = {
     "stock": {},

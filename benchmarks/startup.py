@@ -30,9 +30,9 @@ from hf_paged.engine.decoding import Decoding
 from hf_paged.engine.pools import Pools
 from hf_paged.engine.runner import Runner
 from hf_paged.engine.weights import Weights
-from hf_paged.integration.fused import Fusion
-from hf_paged.memory.store import Store
-from hf_paged.memory.warming import Warming
+from hf_paged.kv.store import Store
+from hf_paged.kv.warmup import Warming
+from hf_paged.model.capture.fusion import Fusion
 
 CONTEXT, NEW = 384, 24
 PARTS = {

@@ -11,11 +11,11 @@ from .blocks import OutOfBlocks
 from .checking import LogprobGap, Mismatch, RowMismatch, check_mismatch
 from .config import CacheConfig
 from .engine import Engine, EngineConfig, Handle, Increment, Output, SequenceOutput
-from .integration.cache import PagedCache
-from .integration.install import install, installed, uninstall
-from .integration.registry import invalidate, release
-from .integration.stats import Stats, stats
-from .integration.support import FallbackWarning
+from .generate.cache import PagedCache
+from .generate.install import install, installed, uninstall
+from .generate.stats import Stats, stats
+from .model.registry import invalidate, release
+from .model.support import FallbackWarning
 
 __all__ = [
     "CacheConfig", "Engine", "EngineConfig", "FallbackWarning", "Handle", "Increment", "LogprobGap", "Mismatch",

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from .blocks.digest import check_salt
+from .blocks.hashing import check_salt
 from .blocks.pool import check_block_size
 
 KERNELS = ("auto", "triton", "native", "torch")

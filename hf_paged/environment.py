@@ -12,8 +12,8 @@ import torch
 
 import hf_paged
 
-from .memory import Layout
-from .memory.ops import why_no_kernels, why_not_built
+from .kv import Layout
+from .kv.ops import why_no_kernels, why_not_built
 
 AVAILABLE = "available"
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "peft")

@@ -115,7 +115,7 @@ def page(run: Row, other: Row | None, device: Row | None = None) -> str:
 
 DEPENDENT = """## Rows that are not independent
 
-`tests/test_integration_routers.py`: a router with an expert capacity drops the tokens that come too late, so what is computed beside a
+`tests/test_model_routers.py`: a router with an expert capacity drops the tokens that come too late, so what is computed beside a
 token may decide what it becomes. Beams and samples of one prompt are then computed row by row, as stock computes them; the answers are
 the same. Which routers these are is tried out, with as many tokens as the prompt has.
 
@@ -166,7 +166,7 @@ HEAD = """# Models
 
 Made by `python scripts/sweep_models.py --write docs/models.md` on {date} with transformers {transformers}, torch {torch}, float32 on
 the CPU: a tiny random model of every architecture that transformers generates with, in every mode that stock itself can do,
-compared with stock: tokens equal, scores within 2e-4. `tests/expected_paths.json` holds the paths: the suite checks a sample of
+compared with stock: tokens equal, scores within 2e-4. `tests/support/expected_paths.json` holds the paths: the suite checks a sample of
 them, the script all.
 
 | | |

@@ -30,7 +30,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, Qwen2Config, Qwen2ForCausalLM
 
 from hf_paged import Engine
-from hf_paged.memory import HostBlocks
+from hf_paged.kv import HostBlocks
 
 VOCABULARY = 96
 KINDS: list[dict[str, Any]] = [

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,8 +35,8 @@ from tape import record
 from tiny import PROMPT_IDS, build, config_class
 
 from hf_paged.checking.ties import NOISE, Verdict, first_ties, judge, judge_beams, rounding, router_margins, routers
-from hf_paged.integration import graphs
-from hf_paged.integration.capture import RECORDERS
+from hf_paged.model.capture import pool as graphs
+from hf_paged.model.capture.rehearsal import RECORDERS
 
 FAMILIES = {
     "causal": [

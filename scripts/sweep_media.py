@@ -25,13 +25,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import models_page
-import sweep_models
 import torch
 import transformers as tf
-from pictures import Inputs, pad_left, with_pictures, with_recordings, with_videos
-from sweep_models import Row, empty_row
-from tiny import build_class, mappings
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
+import models_page  # noqa: E402 (it and the next ones need the line above)
+import sweep_models  # noqa: E402
+from pictures import Inputs, pad_left, with_pictures, with_recordings, with_videos  # noqa: E402
+from sweep_models import Row, empty_row  # noqa: E402
+from tiny import build_class, mappings  # noqa: E402
 
 TAKEN = {
     "pictures": ("pixel_values", "image_pixel_values", "image_patches", "flattened_patches"),

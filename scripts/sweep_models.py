@@ -5,7 +5,7 @@
     python scripts/sweep_models.py --load FILE.json --write docs/models.md --also OTHER.json    # the page once more, from saved rows
 
 Every family runs in a process of its own: one that crashes or hangs is one bad row. Exit code 1 if an answer differs, if only
-the paged call fails, or if a family has lost the path that tests/expected_paths.json says it had (`--expect` writes that file).
+the paged call fails, or if a family has lost the path that tests/support/expected_paths.json says it had (`--expect` writes that file).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -40,12 +40,12 @@ from tape import record
 from tiny import build, mappings, prompts
 
 import hf_paged
-from hf_paged.integration import graphs
-from hf_paged.integration.cache import PagedCache
-from hf_paged.integration.call import Call
-from hf_paged.integration.capture import RECORDERS
-from hf_paged.integration.lazy import LazyPages
-from hf_paged.integration.switch import uses_registry
+from hf_paged.generate.cache import PagedCache
+from hf_paged.generate.call import Call
+from hf_paged.model.capture import pool as graphs
+from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.lazy import LazyPages
+from hf_paged.model.switch import uses_registry
 
 NEW = 12
 ALIKE = 2e-4
@@ -272,7 +272,7 @@ def _asker() -> str:
     asked = ""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name == "hf_paged.integration.attention" and frame.f_code.co_name == "paged_attention":
+        if name == "hf_paged.model.attention" and frame.f_code.co_name == "paged_attention":
             known = {"scaling", "dropout", "position_ids", "use_cache"}
             given = frame.f_locals["kwargs"].items()
             wanted = sorted(key for key, value in given if value is not None and value is not False and key not in known)

@@ -11,8 +11,8 @@ from families import BY_NAME, VOCABULARY, build
 
 import hf_paged
 from hf_paged.engine import Engine
-from hf_paged.integration.registry import memories
-from hf_paged.memory import store
+from hf_paged.kv import store
+from hf_paged.model.registry import memories
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from families import BY_NAME, VOCABULARY, build
 import hf_paged
 from hf_paged.checking import LogprobGap, Mismatch, RowMismatch
 from hf_paged.checking.ties import NOISE
-from hf_paged.integration.attention import NAME, paged_attention
+from hf_paged.model.attention import NAME, paged_attention
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 MODES = {

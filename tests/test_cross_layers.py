@@ -15,11 +15,11 @@ from transformers import MllamaForConditionalGeneration
 from transformers.cache_utils import DynamicCache
 
 import hf_paged
-from hf_paged.integration import graphs
-from hf_paged.integration.cache import paged_parts
-from hf_paged.integration.capture import RECORDERS
-from hf_paged.integration.graphs import graphs_of
-from hf_paged.integration.registry import memory_of
+from hf_paged.generate.cache import paged_parts
+from hf_paged.model.capture import pool as graphs
+from hf_paged.model.capture.pool import graphs_of
+from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.registry import memory_of
 
 TILES, PICTURE = 4, 68
 """Tiles of a picture, and the tokens that the tiny model makes of all of them."""

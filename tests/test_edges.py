@@ -17,8 +17,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import hf_paged
 from hf_paged.engine import Engine
-from hf_paged.integration.registry import memory_of
-from hf_paged.memory.store import Store
+from hf_paged.kv.store import Store
+from hf_paged.model.registry import memory_of
 
 PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"block_size": 4}}
 

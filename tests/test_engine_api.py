@@ -17,16 +17,16 @@ import torch
 from families import BY_NAME, build
 from tape import record
 from test_engine_exact import PROMPTS, alone, answers
-from test_integration_quantized import EightBit
+from test_model_quantized import EightBit
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import hf_paged
 from hf_paged import demo
 from hf_paged.engine import Engine, EngineConfig, Unservable
-from hf_paged.integration.capture import RECORDERS
-from hf_paged.integration.identity import Identity
-from hf_paged.integration.registry import memory_of
-from hf_paged.memory import Unreadable
+from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.identity import Identity
+from hf_paged.model.registry import memory_of
+from hf_paged.model.weights_digest import Unreadable
 from hf_paged.scheduling import Infeasible
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}

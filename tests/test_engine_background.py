@@ -19,7 +19,7 @@ from test_engine_exact import PROMPTS, alone, answers
 from test_engine_trouble import Does
 
 from hf_paged.engine import Engine
-from hf_paged.engine.turns import Turns, in_turn
+from hf_paged.engine.fair_lock import Turns, in_turn
 
 GUARD = 120
 """Seconds after which something hangs. Nothing here takes as long."""
@@ -340,7 +340,7 @@ next(iter(handle))
 {end}
 """
     tree = Path(__file__).parent.parent
-    paths = [str(tree), str(tree / "kernels"), str(tree / "tests")]
+    paths = [str(tree), str(tree / "kernels"), str(tree / "tests"), str(tree / "tests" / "support")]
     code = f"import sys; sys.path[:0] = {paths}\n{script}"
     ran = subprocess.run([sys.executable, "-c", code], timeout=5 * GUARD, capture_output=True, text=True, check=False)
     assert ran.returncode == ("ValueError" in end), ran.stderr

@@ -12,10 +12,10 @@ from test_engine_exact import PROMPTS, alone, answers
 
 from hf_paged.engine import Engine
 from hf_paged.engine.weights import Weights
-from hf_paged.integration.capture import RECORDERS
-from hf_paged.integration.registry import memory_of
-from hf_paged.integration.switch import original_implementation, restore, switch
-from hf_paged.memory import Group
+from hf_paged.kv import Group
+from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.registry import memory_of
+from hf_paged.model.switch import original_implementation, restore, switch
 
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 

@@ -16,16 +16,16 @@ import torch
 import transformers as tf
 from families import BY_NAME, LONG, SMALL, TOKENS, build
 from test_engine_exact import PROMPTS, alone, answers
-from test_fused import Kernels, surroundings
+from test_model_capture_fusion import Kernels, surroundings
 from torch import nn
 
 from hf_paged import FallbackWarning
 from hf_paged.engine import Engine
 from hf_paged.engine import decoding as decoding_module
-from hf_paged.integration import compiled
-from hf_paged.integration.capture import RECORDERS
-from hf_paged.integration.state import ModelState
-from hf_paged.memory import Ops
+from hf_paged.kv import Ops
+from hf_paged.model.capture import compile as compiled
+from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.state import ModelState
 
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 

@@ -16,8 +16,8 @@ from test_engine_trouble import Does
 from hf_paged.engine import Engine
 from hf_paged.engine.custody import SECONDS, STEPS, Custody, Spoiled
 from hf_paged.engine.weights import Weights
-from hf_paged.integration.capture import RECORDERS
-from hf_paged.integration.lookout import Lookout
+from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.lookout import Lookout
 
 LONG = {"max_new_tokens": 40, "do_sample": False}
 CHANGED = "weights have changed"

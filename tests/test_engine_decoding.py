@@ -12,7 +12,7 @@ from test_engine_exact import PROMPTS, alone, answers
 
 import hf_paged
 from hf_paged.engine import Engine
-from hf_paged.integration.capture import RECORDERS, Rehearsal
+from hf_paged.model.capture.rehearsal import RECORDERS, Rehearsal
 
 GREEDY = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
 

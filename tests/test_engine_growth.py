@@ -13,8 +13,8 @@ from tape import record
 from test_engine_exact import answers
 
 from hf_paged.engine import Engine, pools
-from hf_paged.integration.capture import RECORDERS
-from hf_paged.memory import store
+from hf_paged.kv import store
+from hf_paged.model.capture.rehearsal import RECORDERS
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_batch_sequences": 8, "max_batch_tokens": 64}
 GROWS = "have memory for"

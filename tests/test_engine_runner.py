@@ -15,7 +15,7 @@ from hf_paged.engine import Engine, EngineConfig, Unservable, runner
 from hf_paged.engine.pieces import Piece
 from hf_paged.engine.pools import Pools
 from hf_paged.engine.runner import Runner
-from hf_paged.memory.group import Group
+from hf_paged.kv.group import Group
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 

@@ -14,7 +14,7 @@ from test_engine_exact import KINDS, PROMPTS, _model, alone, answers, right
 import hf_paged
 from hf_paged.blocks import OutOfBlocks
 from hf_paged.engine import Engine, EngineConfig, preemption
-from hf_paged.memory import HostBlocks, host
+from hf_paged.kv import HostBlocks, host
 from hf_paged.scheduling import Group, Plan, Row, Swaps
 
 NEW = 13

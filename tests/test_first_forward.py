@@ -18,9 +18,9 @@ from transformers.cache_utils import DynamicCache
 
 import hf_paged
 from hf_paged.engine import Engine
-from hf_paged.integration import graphs
-from hf_paged.integration.capture import RECORDERS
-from hf_paged.integration.graphs import graphs_of
+from hf_paged.model.capture import pool as graphs
+from hf_paged.model.capture.pool import graphs_of
+from hf_paged.model.capture.rehearsal import RECORDERS
 
 TYPES = {
     "hrm_text": ("causal", "token_type_ids", 1),

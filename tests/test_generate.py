@@ -14,7 +14,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Logits
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
-from hf_paged.integration.registry import memory_of
+from hf_paged.model.registry import memory_of
 
 
 def call(ids: torch.Tensor, **arguments: Any) -> dict[str, Any]:

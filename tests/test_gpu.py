@@ -18,9 +18,9 @@ from test_engine_device import assert_own_logprobs
 
 from hf_paged.checking.ties import NOISE, first_ties, judge, judge_beams, router_margins, routers
 from hf_paged.engine import Engine
-from hf_paged.integration import graphs
-from hf_paged.integration.graphs import graphs_of
-from hf_paged.integration.registry import memory_of
+from hf_paged.model.capture import pool as graphs
+from hf_paged.model.capture.pool import graphs_of
+from hf_paged.model.registry import memory_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,36 @@ BELOW = {
     "scheduling": {"blocks"},
     "config": {"blocks"},
     "trace": set(),
-    "memory": {"config", "blocks"},
-    "integration": {"memory", "config", "blocks"},
-    "checking": {"integration"},
-    "engine": {"checking", "integration", "memory", "scheduling", "trace", "config", "blocks"},
-    "demo": {"integration", "memory", "config", "blocks", ""},
-    "": {"engine", "checking", "integration", "memory", "trace", "config", "blocks"},
-    "environment": {"memory", ""},
+    "kv": {"config", "blocks"},
+    "model": {"kv", "config", "blocks"},
+    "generate": {"model", "kv", "config", "blocks"},
+    "checking": {"model"},
+    "engine": {"checking", "model", "kv", "scheduling", "trace", "config", "blocks"},
+    "demo": {"generate", "model", "kv", "config", "blocks", ""},
+    "": {"engine", "checking", "generate", "model", "kv", "trace", "config", "blocks"},
+    "environment": {"kv", ""},
     "__main__": {"environment"},
 }
 """For each floor the floors it may import; "" is the package's own front door."""
+
+
+BUDGETS = {
+    "hf_paged": 700,
+    "hf_paged/blocks": 1250,
+    "hf_paged/checking": 850,
+    "hf_paged/demo": 220,
+    "hf_paged/engine": 4700,
+    "hf_paged/engine/multimodal": 650,
+    "hf_paged/engine/outputs": 500,
+    "hf_paged/engine/requests": 1250,
+    "hf_paged/engine/sampling": 1400,
+    "hf_paged/generate": 1900,
+    "hf_paged/kv": 3500,
+    "hf_paged/model": 3250,
+    "hf_paged/model/capture": 1700,
+    "hf_paged/scheduling": 2050,
+}
+"""The most lines of each folder."""
 
 
 KERNELS = {"hf_paged_kernels": {"torch", "triton"}, "hf_paged_native": {"torch"}}
@@ -73,8 +94,8 @@ def test_the_books_need_the_standard_library_only(file: Path) -> None:
         assert top == "hf_paged" or top in sys.stdlib_module_names, f"{file.name} imports {name}"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if _floor(file) == "memory"], ids=lambda file: file.name)
-def test_the_memory_does_not_know_transformers(file: Path) -> None:
+@pytest.mark.parametrize("file", [file for file in FILES if _floor(file) == "kv"], ids=lambda file: file.name)
+def test_the_tensors_do_not_know_transformers(file: Path) -> None:
     assert not [name for name in _imports(file) if name.split(".")[0] in ("transformers", "peft", "accelerate")]
 
 
@@ -92,16 +113,19 @@ def test_functions_are_short() -> None:
                 assert node.end_lineno - node.lineno < 50, f"{file.name}:{node.name} has {node.end_lineno - node.lineno + 1} lines"
 
 
-def test_files_are_short() -> None:
+def test_folders_keep_their_budgets() -> None:
+    """Lines by folder. A budget is raised in the change that needs it, with its reason in the commit."""
+    lines: Counter[str] = Counter()
     for file in FILES:
-        assert len(file.read_text().splitlines()) <= 400, file.name
+        lines[str(file.parent.relative_to(ROOT))] += len(file.read_text().splitlines())
+    assert {folder: count for folder, count in lines.items() if count > BUDGETS[folder]} == {}
 
 
 def test_only_the_ops_import_the_kernels() -> None:
-    """One interface: whoever else wants a kernel asks memory/ops."""
+    """One interface: other modules ask kv/ops for a kernel."""
     for package in KERNELS:
         users = {str(file.relative_to(PACKAGE)) for file in FILES if any(name.split(".")[0] == package for name in _imports(file))}
-        assert users == {"memory/ops.py"}
+        assert users == {"kv/ops.py"}
 
 
 @pytest.mark.parametrize(("package", "needs"), KERNELS.items())
@@ -126,9 +150,9 @@ def test_the_oldest_transformers_is_the_same_everywhere() -> None:
     oldest = next(each for each in project["dependencies"] if each.startswith("transformers>=")).partition(">=")[2]
     readme = (ROOT / "README.md").read_text()
     assert f"transformers {oldest}+" in readme
-    assert f"a transformers release from {oldest} on" in (PACKAGE / "integration" / "install.py").read_text()
+    assert f"a transformers release from {oldest} on" in (PACKAGE / "generate" / "install.py").read_text()
     newest = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("transformers=="))
-    assert f"transformers {oldest}.0 and {newest.partition('==')[2]}" in readme.replace("\n", " ")
+    assert f"and {newest.partition('==')[2]}" in readme.replace("\n", " ")
 
 
 ON_A_DEVICE = {

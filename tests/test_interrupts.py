@@ -15,10 +15,10 @@ from test_engine_exact import answers
 
 import hf_paged
 from hf_paged.engine import Engine
-from hf_paged.integration import call as calls
-from hf_paged.integration.attention import running
-from hf_paged.integration.registry import memory_of
-from hf_paged.integration.state import watching
+from hf_paged.generate import call as calls
+from hf_paged.model.attention import running
+from hf_paged.model.registry import memory_of
+from hf_paged.model.state import watching
 
 IDS = torch.randint(5, 80, (2, 6), generator=torch.Generator().manual_seed(3))
 PAGED = {"cache_implementation": "paged", "cache_config": {"prefix_caching": True, "block_size": 4}}

@@ -21,8 +21,8 @@ from test_kernels_reference import GPU, Case, assert_close, ints
 import hf_paged
 import hf_paged_native as native
 from hf_paged.config import CacheConfig
-from hf_paged.memory import Kind, Layout, Memory, Pages, Rows, Seen, store
-from hf_paged.memory.ops import FEW, NativeOps, Ops
+from hf_paged.kv import Kind, Layout, Memory, Pages, Rows, Seen, store
+from hf_paged.kv.ops import FEW, NativeOps, Ops
 from hf_paged_native import plan as plan_module
 
 pytestmark = [

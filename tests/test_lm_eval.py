@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_paged import demo
-from hf_paged.integration.registry import memory_of
+from hf_paged.model.registry import memory_of
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install lm-eval")
 

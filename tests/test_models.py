@@ -14,7 +14,7 @@ from expected import expected_paths, path_of
 from pictures import pad_left, with_pictures, with_recordings
 from tiny import build, mappings, prompts
 
-from hf_paged.integration.cache import paged_parts
+from hf_paged.generate.cache import paged_parts
 
 SAMPLE = {
     # Plain attention in all its variants; windows, chunks, biases, experts.

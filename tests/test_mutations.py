@@ -11,8 +11,8 @@ from compare import both
 from families import BY_NAME, VOCABULARY, build
 
 from hf_paged.blocks import table
-from hf_paged.integration import forward
-from hf_paged.memory import rows, sequences, store
+from hf_paged.generate import forward
+from hf_paged.kv import rows, sequences, store
 
 NEW = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
 
@@ -39,7 +39,7 @@ def _no_padding(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_window(patch: pytest.MonkeyPatch) -> None:
-    from hf_paged.memory.batch import Batch
+    from hf_paged.kv.batch import Batch
 
     patch.setattr(Batch, "first_visible", lambda self, window: 0)
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import hf_paged_native as native
-from hf_paged.memory import Layout
-from hf_paged.memory import ops as ops_module
-from hf_paged.memory.ops import Ops, choose
+from hf_paged.kv import Layout
+from hf_paged.kv import ops as ops_module
+from hf_paged.kv.ops import Ops, choose
 from hf_paged_native import building
 
 LAYOUT = Layout(torch.device("cpu"), torch.float32, 2, 8, 8)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import FAMILIES, VOCABULARY, Family, build
 
-from hf_paged.integration.cache import paged_parts
+from hf_paged.generate.cache import paged_parts
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -11,7 +11,7 @@ from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from hf_paged import demo
-from hf_paged.integration.cache import paged_parts
+from hf_paged.generate.cache import paged_parts
 
 
 @pytest.fixture(scope="module")

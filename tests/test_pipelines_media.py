@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 
 from hf_paged import demo
-from hf_paged.integration.registry import memory_of
+from hf_paged.model.registry import memory_of
 
 WORD = {"cache_implementation": "paged", "cache_config": {"block_size": 4}}
 RATE = 16000

@@ -12,8 +12,8 @@ import torch
 from families import BY_NAME, build
 
 from hf_paged.checking.ties import NOISE, first_ties, judge, judge_beams, rounding, router_margins, routers
-from hf_paged.integration import graphs
-from hf_paged.integration.capture import RECORDERS
+from hf_paged.model.capture import pool as graphs
+from hf_paged.model.capture.rehearsal import RECORDERS
 
 PROMPT = 2
 

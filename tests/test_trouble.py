@@ -12,7 +12,7 @@ from families import BY_NAME, build
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
-from hf_paged.integration.registry import memory_of
+from hf_paged.model.registry import memory_of
 
 
 def paged(model: Any, ids: torch.Tensor, **arguments: Any) -> Any:
@@ -253,11 +253,11 @@ def test_pool_grows_around_a_kept_cache(llama: Any, ids: torch.Tensor) -> None:
 
 
 PLACES = [
-    "hf_paged.memory.rows.append",
-    "hf_paged.memory.rows.reorder",
-    "hf_paged.memory.store.Store.copy",
-    "hf_paged.memory.reference.write",
-    "hf_paged.memory.reference.scaled_dot_product_attention",
+    "hf_paged.kv.rows.append",
+    "hf_paged.kv.rows.reorder",
+    "hf_paged.kv.store.Store.copy",
+    "hf_paged.kv.reference.write",
+    "hf_paged.kv.reference.scaled_dot_product_attention",
     "hf_paged.blocks.pool.BlockPool.take",
     "hf_paged.blocks.pool.BlockPool.share",
     "hf_paged.blocks.pool.BlockPool.drop",
@@ -298,7 +298,7 @@ def test_an_interrupt_anywhere(place: str, after: bool, llama: Any, ids: torch.T
 
 def test_a_torn_cache_is_not_read(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kept cache whose copy on write broke off says so, instead of answering from a block that was never filled."""
-    from hf_paged.memory.store import Store
+    from hf_paged.kv.store import Store
 
     cache = hf_paged.PagedCache(llama)
     history = stock(llama, ids, past_key_values=cache)

@@ -1,11 +1,11 @@
 """The books: which block belongs to whom. Standard library only; they never see a tensor.
 
-Nothing here locks: whoever owns a pool lets one thread in at a time (`memory` does so with one lock per model).
+Nothing here locks: whoever owns a pool lets one thread in at a time (`kv` does so with one lock per model).
 """
 
-from .digest import ROOT, chain, check_salt, extra_key, seat
+from .copies import distinct, move
 from .evictor import Evictor
-from .move import distinct, move
+from .hashing import ROOT, chain, check_salt, extra_key, seat
 from .pool import BlockPool, OutOfBlocks
 from .prefix import Match, Partial, adopt, commit
 from .sheet import Sheet

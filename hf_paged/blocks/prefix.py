@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .digest import ROOT, chain, seat
+from .hashing import ROOT, chain, seat
 from .table import Table
 
 

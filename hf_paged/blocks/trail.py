@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .digest import ROOT, chain, seat
+from .hashing import ROOT, chain, seat
 from .pool import BlockPool
 from .prefix import Match, Partial
 from .table import Copy, Table

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..integration.registry import base_model
+from ..model.registry import base_model
 from .report import LogprobGap, Mismatch, Verdict
 from .runs import Runs, expected_noise, measured_noise
 from .ties import Follow, size_of

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin
 
-from ..integration.registry import base_model
+from ..model.registry import base_model
 from .logprobs import compare_logprobs
 from .report import Mismatch, RowMismatch
 from .runs import Runs, expected_noise, measured_noise

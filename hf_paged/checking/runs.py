@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from ..integration.registry import base_model
+from ..model.registry import base_model
 from .ties import NOISE, Follow, apart, shaken
 
 WORD = "paged"

@@ -2,9 +2,9 @@
 
 from .config import EngineConfig, EngineOptions
 from .engine import Engine
-from .handle import Handle
-from .keywords import RequestKeywords
-from .output import Increment, Output, SequenceOutput, Timing, TokenLogprob
+from .outputs.handle import Handle
+from .outputs.output import Increment, Output, SequenceOutput, Timing, TokenLogprob
+from .requests.keywords import RequestKeywords
 from .support import Unservable
 
 __all__ = [

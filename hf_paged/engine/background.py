@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from .job import Job
-from .news import Wake
+from .outputs.queue import Wake
 
 
 class Driven(Protocol):

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..integration.layer import PagedLayer
-from ..integration.lazy import LazyTensor
-from ..integration.slots import CROSS
-from ..memory import Batch, FlatBatch, Kind, Layout, Pages, Sequences
+from ..kv import Batch, FlatBatch, Kind, Layout, Pages, Sequences
+from ..model.layer import PagedLayer
+from ..model.lazy import LazyTensor
+from ..model.slots import CROSS
 from .pools import Pools
 from .support import Unservable
-
 
 UNREADABLE = "the engine's cache of one step has no keys and values to read; use generate()"
 

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 
-from ..integration.attention import Forward, running
-from ..integration.capture import RECORDERS, Rehearsal
-from ..integration.compiled import Compilation, CompiledFusion, reason_of
-from ..integration.fused import Fusion, fused
-from ..integration.graph import AGREE, SMALLEST_WIDTH, WIDEST, agree, bucket_of
-from ..integration.lazy import NotCapturable
-from ..integration.lengths import LengthsOnDevice, lengths_on_device
-from ..integration.lookout import Lookout
-from ..integration.products import lay_side_by_side
-from ..integration.state import ModelState
-from ..memory import Group, Kind, Ranks, StaticBatch, StaticSpans, is_out_of_memory
-from ..memory.upload import upload
-from .answers import Answer, place_for
+from ..kv import Group, Kind, Ranks, StaticBatch, StaticSpans, is_out_of_memory
+from ..kv.upload import upload
+from ..model.attention import Forward, running
+from ..model.capture.compile import Compilation, CompiledFusion, reason_of
+from ..model.capture.fusion import Fusion, fused
+from ..model.capture.graph import AGREE, SMALLEST_WIDTH, WIDEST, agree, bucket_of
+from ..model.capture.products import lay_side_by_side
+from ..model.capture.rehearsal import RECORDERS, Rehearsal
+from ..model.lazy import NotCapturable
+from ..model.lengths import LengthsOnDevice, lengths_on_device
+from ..model.lookout import Lookout
+from ..model.state import ModelState
 from .pieces import Piece, Pieces, split
+from .sampling.answers import Answer, place_for
 
 if TYPE_CHECKING:
     from .runner import Runner

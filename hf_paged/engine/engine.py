@@ -12,27 +12,27 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, Unpack, get_args
 
-from ..integration.registry import base_model
-from ..memory import in_forked_process
+from ..kv import in_forked_process
+from ..model.registry import base_model
 from ..scheduling import Count, Group, Infeasible, Request, Scheduler, why_infeasible
-from .asking import check_model, check_transformers
 from .collector import without_collections
 from .config import EngineConfig, EngineOptions
 from .custody import Spoiled
-from .encoding import Source
+from .fair_lock import in_turn
 from .front import Front
 from .job import Job
-from .keywords import spell_out
-from .media import Media
-from .output import Output
+from .multimodal.encoder import Source
+from .multimodal.media import Media
+from .outputs.output import Output
 from .pools import Pools
 from .preemption import Preemption
 from .recorder import Recorder
+from .requests.keywords import spell_out
+from .requests.params import check_model, check_transformers
 from .runner import Runner
 from .settings import Settings
 from .stepping import Steps
 from .support import check_servable, longest, longest_source
-from .turns import in_turn
 from .weights import Weights
 
 T = TypeVar("T")

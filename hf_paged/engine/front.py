@@ -14,21 +14,21 @@ import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 from ..blocks import check_salt, extra_key
-from ..integration.offloaded import input_device
-from ..memory import fork_safe_lock
+from ..kv import fork_safe_lock
+from ..model.offloaded import input_device
 from ..scheduling import Infeasible, Request
-from .asking import read
 from .background import Background
 from .custody import Custody, Spoiled
-from .encoding import Source
-from .handle import Handle
+from .fair_lock import Turns, in_turn
 from .job import Job
-from .keywords import GenerateKeywords, RequestKeywords, spell_out
-from .media import Media
-from .options import Options
-from .output import Increment, Output, with_errors_noticed
-from .prompts import words_of
-from .turns import Turns, in_turn
+from .multimodal.encoder import Source
+from .multimodal.media import Media
+from .outputs.handle import Handle
+from .outputs.output import Increment, Output, with_errors_noticed
+from .requests.keywords import GenerateKeywords, RequestKeywords, spell_out
+from .requests.options import Options
+from .requests.params import read
+from .requests.prompts import words_of
 
 T = TypeVar("T")
 LONG_WORK = 3.0

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ..scheduling import Group, Scheduler, Sequence
-from .asking import Asked, is_about_time
-from .beams import BeamSearch, BeamStep
-from .callables import scores_of, stops
-from .news import News
-from .output import FinishReason, Output, Timing, TokenLogprob
+from .outputs.output import FinishReason, Output, Timing, TokenLogprob
+from .outputs.queue import News
+from .outputs.stream import Stream
 from .own_code import own_code, reaches_driver
-from .stream import Stream
+from .requests.callables import scores_of, stops
+from .requests.params import Asked, is_about_time
+from .sampling.beams import BeamSearch, BeamStep
 
 CPU = torch.device("cpu")
 OWN = ("transformers.", "hf_paged.")

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 
 from ..blocks import Table
-from ..memory.upload import upload
+from ..kv.upload import upload
 from ..scheduling import UNKNOWN, Group, Plan, Stride
 from ..scheduling import Sequence as Tokens
-from .asking import Asked
-from .beside import Beside
-from .encoding import Source
+from .multimodal.encoder import Source
+from .multimodal.extras import Beside
+from .requests.params import Asked
 
 
 class Piece(NamedTuple):

@@ -17,10 +17,10 @@ from torch import nn
 
 from ..blocks import Copy, OutOfBlocks
 from ..config import CacheConfig
-from ..integration.registry import memory_of
-from ..integration.slots import CROSS, slots_of
-from ..memory import Group, HostBlocks, Kind, Trip
-from ..memory.budget import free_bytes
+from ..kv import Group, HostBlocks, Kind, Trip
+from ..kv.budget import free_bytes
+from ..model.registry import memory_of
+from ..model.slots import CROSS, slots_of
 from ..scheduling import Group as Requests
 from ..scheduling import Shelf, Swaps
 from ..trace import Kind as TracedKind

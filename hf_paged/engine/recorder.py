@@ -16,7 +16,7 @@ from ..blocks import BlockPool
 from ..blocks.pool import CACHED
 from ..scheduling import Group, Plan, Scheduler
 from ..trace import Blocks, Change, Ended, Name, Row, Step, Trace, Writer
-from .output import FinishReason
+from .outputs.output import FinishReason
 
 logger = logging.getLogger("hf_paged")
 

@@ -11,30 +11,30 @@ from torch import nn
 
 from ..blocks import Table, append
 from ..checking.ties import shaken
-from ..integration.attention import NAME, Forward, running
-from ..integration.latents import defer_expansion, expanding_classes
-from ..integration.lazy import NotFlat
-from ..integration.offloaded import input_device
-from ..integration.routers import routers_of
-from ..integration.slots import CROSS
-from ..integration.switch import decoder_configs, restore, switch
-from ..memory import Batch, FlatBatch, Kind
-from ..memory.group import is_out_of_memory
-from ..memory.upload import upload
-from ..memory.warming import Warming
-from .answers import Answer
-from .beside import given, joined
+from ..kv import Batch, FlatBatch, Kind
+from ..kv.group import is_out_of_memory
+from ..kv.upload import upload
+from ..kv.warmup import Warming
+from ..model.attention import NAME, Forward, running
+from ..model.lazy import NotFlat
+from ..model.mla import defer_expansion, expanding_classes
+from ..model.offloaded import input_device
+from ..model.routers import routers_of
+from ..model.slots import CROSS
+from ..model.switch import decoder_configs, restore, switch
 from .cache import StepCache
 from .custody import Custody
 from .decoding import Decoding
-from .encoding import Encoder, Source
-from .media import Media
-from .merging import Merger
+from .multimodal.encoder import Encoder, Source
+from .multimodal.extras import given, joined
+from .multimodal.media import Media
+from .multimodal.merging import Merger
 from .pieces import Piece, Pieces, merged, placed
 from .pools import Pools
+from .probe import distance, otherwise, require_numbers, tried
+from .sampling.answers import Answer
 from .support import Unservable, check_routers, longest
-from .trial import distance, otherwise, require_numbers, tried
-from .warming import warming, without_plans
+from .warmup import warming, without_plans
 
 T = TypeVar("T")
 Form = Literal["flat", "rows"]

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ..integration.identity import INTERNAL, OURS
-from ..integration.state import Same, fact_of, modules_of
-from ..integration.switch import original_implementation
+from ..model.identity import INTERNAL, OURS
+from ..model.state import Same, fact_of, modules_of
+from ..model.switch import original_implementation
 
 CONTAINERS = (list, tuple, set, frozenset, dict)
 

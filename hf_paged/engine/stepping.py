@@ -10,22 +10,22 @@ from typing import NamedTuple
 import torch
 
 from ..scheduling import Group, Plan, Row, Scheduler, Status, Stride
-from .answers import Answer
-from .asking import Asked
-from .chooser import Choice, Pick
 from .custody import Spoiled
-from .flight import Flight
+from .in_flight import Flight
 from .job import Job
-from .media import Media
-from .output import FinishReason, Output
+from .multimodal.media import Media
+from .outputs.output import FinishReason, Output
 from .own_code import raised_by, reaches_driver
 from .pieces import Latest, Pieces
 from .pools import Pools
 from .preemption import Preemption
 from .recorder import Recorder
-from .repeats import Repeats
-from .roster import Roster
+from .requests.params import Asked
 from .runner import Runner
+from .sampling.answers import Answer
+from .sampling.input_batch import Roster
+from .sampling.penalties import Repeats
+from .sampling.sampler import Choice, Pick
 from .weights import Weights
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-from ..integration.offloaded import unloaded
-from ..integration.quantized import looks_around
-from ..integration.routers import routers_of
-from ..integration.support import ropes_of, why_not
+from ..model.offloaded import unloaded
+from ..model.quantized import looks_around
+from ..model.routers import routers_of
+from ..model.support import ropes_of, why_not
 
 UNBOUNDED = 512
 """Tokens of a sequence with which routers are tried if the model names no longest."""

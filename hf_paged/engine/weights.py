@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..integration.hooks import KINDS, only_looks_on
-from ..integration.identity import identity_of
-from ..integration.offloaded import offloaded, stored
-from ..memory import PLAIN_TENSORS, Unreadable
+from ..model.hooks import KINDS, only_looks_on
+from ..model.identity import identity_of
+from ..model.offloaded import offloaded, stored
+from ..model.weights_digest import PLAIN_TENSORS, Unreadable
 from .custody import Custody, Spoiled
 from .settings import Settings
 

@@ -1,15 +1,15 @@
 """Who runs next, and on which blocks. Standard library only; it writes the books and never sees a tensor."""
 
 from .admission import Verdict, judge, why_infeasible
-from .crew import Crew, Stride
-from .future import ADMISSIONS, Future
+from .decode_batch import Crew, Stride
+from .forecast import ADMISSIONS, Future
 from .history import History
 from .limits import Limits, Shelf
 from .plan import Plan, Row, Swaps
 from .policy import POLICIES
+from .request import UNKNOWN, Group, Request, Sequence, Status
 from .scheduler import Count, Infeasible, Scheduler
-from .sequence import UNKNOWN, Group, Request, Sequence, Status
-from .swapping import Decide, Victim, never
+from .swap import Decide, Victim, never
 
 __all__ = [
     "ADMISSIONS",

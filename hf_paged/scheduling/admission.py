@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..blocks.pool import expect
 from .limits import Limits, Shelf
-from .sequence import Group, Request, Sequence, Status, blocks_of_group
+from .request import Group, Request, Sequence, Status, blocks_of_group
 
 
 class Verdict(Enum):

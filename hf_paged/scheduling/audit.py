@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..blocks.pool import expect
 from .limits import Shelf
 from .policy import Key
-from .sequence import Group, Status
+from .request import Group, Status
 
 
 def check_shelves(shelves: Iterable[Shelf]) -> None:

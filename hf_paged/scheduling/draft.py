@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 
 from ..blocks import BlockPool, Copy, Table, blocks_needed, detach
-from .crew import Stride
+from .decode_batch import Stride
 from .limits import Shelf
 from .plan import Plan, Row, Swaps
-from .sequence import Group, Sequence
+from .request import Group, Sequence
 
 Steps = list[tuple[Sequence, int]]
 """Sequences of one group, and how many tokens each takes."""

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..blocks import Copy
-from .crew import Stride
-from .sequence import Group, Sequence
+from .decode_batch import Stride
+from .request import Group, Sequence
 
 
 class Row(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .sequence import Group
+    from .request import Group
 
 Key = Callable[["Group"], tuple[int, ...]]
 

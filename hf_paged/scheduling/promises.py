@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .sequence import Group
+from .request import Group
 
 
 class Promises(Counter[bytes]):

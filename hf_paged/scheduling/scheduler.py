@@ -12,15 +12,15 @@ from ..blocks import Match, Trail, adopt, append, commit, commit_tail, reach_in_
 from ..blocks.pool import expect
 from .admission import Bid, Moment, Verdict, why_infeasible
 from .audit import check_groups, check_shelves
-from .crew import Crew
+from .decode_batch import Crew
 from .draft import Draft, Steps, fit, samples, share
-from .future import ADMISSIONS
+from .forecast import ADMISSIONS
 from .limits import Limits, Shelf
 from .plan import Plan, Row
 from .policy import POLICIES
 from .promises import Promises
-from .sequence import UNKNOWN, Group, Request, Sequence, Status
-from .swapping import Decide, Swapping, never
+from .request import UNKNOWN, Group, Request, Sequence, Status
+from .swap import Decide, Swapping, never
 
 Count = Literal[
     "steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses",

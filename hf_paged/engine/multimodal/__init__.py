@@ -1,0 +1,1 @@
+"""Pictures, recordings, embeddings and encoders."""

@@ -1,0 +1,166 @@
+"""Pictures and recordings of a prompt: what the model's own forward puts in the place of some of its tokens."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Iterator
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from .extras import Beside
+
+SHOWN = re.compile(r"pixel_values|^(audio_)?input_(features|values)$|^image_patches$|^flattened_patches$|^(images?|videos?|audios?)$")
+"""Keywords that bring pictures or recordings; others of the model's forward say something about them."""
+OURS = frozenset(
+    {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache_position", "labels", "use_cache"}
+    | {"logits_to_keep", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"}
+)
+"""Keywords of a forward that are the engine's to give."""
+MARKS = re.compile(r"(image|img|video|vision|visual|audio|speech|media).*token(_id|_ids|_index)?$")
+"""What a config says about tokens in whose place something else is put."""
+
+
+class Media:
+    """One request's pictures, and what the model makes of them while their part of the prompt is computed.
+
+    names: what the books take for the prompt's token ids: a token in whose place something is put is named by the content of all that
+    is shown, below -1 as no id is. place: from the first of these tokens to behind the last one.
+    """
+
+    def __init__(self, inputs: dict[str, Any], ids: tuple[int, ...], marks: Collection[int], key: bytes) -> None:
+        """marks: tokens in whose place something is put; of a prompt without any it may be any."""
+        self.inputs, self.ids = {name: _kept(name, value) for name, value in inputs.items()}, ids
+        self.marks = frozenset(marks).intersection(ids) or frozenset(ids)
+        places = [place for place, token in enumerate(ids) if token in self.marks]
+        self.place = slice(places[0], places[-1] + 1)
+        self.content = content = _digest(self.inputs, key)
+        named = {mark: _name(content, mark, key) for mark in self.marks}
+        self.names = tuple(named.get(token, token) for token in ids)
+        self.made: torch.Tensor | None = None
+        """[tokens, hidden]: the embeddings of the whole prompt."""
+        self.beside: Beside | None = None
+        """What some of its tokens are given beside the embeddings, as long as these are kept."""
+        self.positions: torch.Tensor | None = None
+        """[axes, tokens] on the host: where the prompt's tokens stand, if that is not one behind the other."""
+        self.shift: tuple[int, ...] | None = None
+        """How far behind their number tokens behind the prompt stand on every axis: nothing if they do not, None while nobody knows."""
+        self.alike = False
+        """Whether the last axis says that for all that matter to the model."""
+
+    @property
+    def kind(self) -> frozenset[str]:
+        """The names of what is shown."""
+        return frozenset(self.inputs)
+
+    def concerns(self, start: int, count: int) -> bool:
+        """Whether so many tokens of the prompt from `start` on are more than their ids."""
+        return start < self.place.stop and start + count > self.place.start
+
+    def where(self, start: int, count: int) -> torch.Tensor | None:
+        """[axes, count]: where so many tokens of a sequence from `start` on stand; None if that is one behind the other."""
+        if not self.shift or start + count <= self.place.start:
+            return None
+        found = torch.arange(start, start + count, device="cpu") + torch.tensor(self.shift, device="cpu")[:, None]
+        if start < self.place.stop:
+            assert self.positions is not None
+            own = self.positions[:, start : start + count]
+            found[:, : own.shape[1]] = own
+        return found
+
+    def moved_by(self, start: int) -> int | None:
+        """How far tokens from `start` on stand behind their number, if one number is known to say it."""
+        if not self.shift or not self.alike or start < self.place.stop:
+            return None
+        return self.shift[-1]
+
+    def near(self, start: int, count: int) -> Beside | None:
+        """What some of so many tokens of a sequence from `start` on are given beside their embeddings."""
+        return None if self.beside is None or not self.concerns(start, count) else self.beside.part(start, count)
+
+    def forget(self) -> None:
+        """What was made is not needed, or not right, any more."""
+        self.made = self.beside = None
+
+    def drop(self) -> None:
+        """Nobody computes the prompt any more: the pictures go, whoever keeps its answer."""
+        self.forget()
+        self.positions, self.inputs = None, {}
+
+    @property
+    def plain(self) -> list[int]:
+        """The prompt with some other token in the places where something is put."""
+        other = next((token for token in self.ids if token not in self.marks), None)
+        if other is None:
+            return list(self.ids)
+        return [other if token in self.marks else token for token in self.ids]
+
+
+def taken(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Take out of a request's keywords what it shows and what is said about that, if the model is one to be shown something."""
+    shown = [name for name, value in keywords.items() if value is not None and SHOWN.search(name)]
+    if not shown or model.config.is_encoder_decoder:
+        return {}
+    known = _parameters(model.forward) | _parameters(model.prepare_inputs_for_generation)
+    unknown = sorted(set(shown) - known)
+    if unknown:
+        raise ValueError(
+            f"{type(model).__name__} takes no {unknown}; give what its processor makes of pictures or recordings: "
+            "engine.submit(**processor(...)), or chat messages"
+        )
+    own = [name for name in keywords if name in known and name not in OURS and not hasattr(model.generation_config, name)]
+    return {name: value for name in own if (value := keywords.pop(name)) is not None}
+
+
+def marks_of(config: Any) -> frozenset[int]:
+    """The tokens in whose place a model puts something else, as far as its config says."""
+    found = [value for name, value in config.to_dict().items() if MARKS.search(name)]
+    lists = [value if isinstance(value, (list, tuple)) else [value] for value in found]
+    return frozenset(each for value in lists for each in value if type(each) is int)
+
+
+def _parameters(method: Any) -> set[str]:
+    return {name for name, each in inspect.signature(method).parameters.items() if each.kind is not each.VAR_KEYWORD}
+
+
+def _kept(name: str, value: Any) -> Any:
+    """A copy: what its owner does with a tensor later is no business of a request that may be computed again."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_kept(name, each) for each in value)
+    if type(value).__module__ == "numpy":
+        value = torch.as_tensor(value, device="cpu")
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{name} is or holds a {type(value).__name__}, expected tensors; give what the model's processor makes of it")
+
+
+def _digest(inputs: dict[str, Any], key: bytes) -> bytes:
+    digest = blake2b(key=key)
+    for part in _parts(sorted(inputs.items())):
+        digest.update(part)
+    return digest.digest()
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    """Bytes that no two different values have in common."""
+    if isinstance(value, (list, tuple)):
+        yield b"(%d" % len(value)
+        for each in value:
+            yield from _parts(each)
+    elif isinstance(value, torch.Tensor):
+        yield f"<{value.dtype}{list(value.shape)}".encode()
+        yield value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    else:
+        said = f"{type(value).__name__} {value!r}".encode()
+        yield b"=%d " % len(said)
+        yield said
+
+
+def _name(content: bytes, mark: int, key: bytes) -> int:
+    """What stands for a token in whose place something of this content is put. Who does not know the key cannot make two of one name."""
+    digest = blake2b(content + mark.to_bytes(8, "big"), digest_size=8, key=key).digest()
+    return -2 - (int.from_bytes(digest, "big") >> 2)

@@ -1,0 +1,1 @@
+"""What a request answers: outputs, streams and handles."""

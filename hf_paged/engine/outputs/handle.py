@@ -1,0 +1,123 @@
+"""What a caller holds of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Generator, Iterator
+from typing import Any, Protocol
+
+from ..job import Job
+from .output import Increment, Output
+
+
+class Desk(Protocol):
+    """Where handles turn to: an engine."""
+
+    def _drive_for(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
+        """Bring a job forward, or wait for what the engine's thread makes of it: for its end, or for `each` increment."""
+
+    async def _arrival(self, job: Job, each: bool = False) -> None:
+        """Wait for a job without holding up the event loop."""
+
+    def _cancel(self, job: Job) -> None:
+        """End a job."""
+
+
+class Handle:
+    """A request in the engine: wait for its `result()`, iterate over its increments as they come, or `cancel()` it.
+
+    Whoever waits drives the engine, everybody's requests with his own, unless the engine has a thread that does. In a coroutine
+    `await` it, or iterate with `async for`; a task that is cancelled meanwhile ends the request. Dropping a handle does not.
+    """
+
+    def __init__(self, job: Job, desk: Desk) -> None:
+        self._job, self._desk = job, desk
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else f"{sum(len(stream.tokens) for stream in self._job.streams)} tokens so far"
+        return f"Handle({state})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a handle belongs to its engine and cannot be pickled or copied; its result() can")
+
+    @property
+    def number(self) -> int | None:
+        """Which request it is in the order of arrival, as a trace names it; None if it was refused."""
+        return self._job.number
+
+    @property
+    def done(self) -> bool:
+        """Whether the output is there."""
+        return self._job.output is not None
+
+    def result(self, timeout: float | None = None) -> Output:
+        """The output, as soon as it is there; TimeoutError after `timeout` seconds, and the request goes on."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while self._job.output is None:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(f"the request is not done after {timeout} seconds; it goes on, ask again or cancel() it")
+            self._desk._drive_for(self._job, timeout=left)
+        return self._job.output
+
+    def cancel(self) -> None:
+        """End the request, whatever its state, with finish_reason "abort"; what it has said so far stays. Twice is once."""
+        self._desk._cancel(self._job)
+
+    def read(self) -> list[Increment]:
+        """What is new since the last time somebody looked, without waiting for more: for those who drive the engine by hand."""
+        increments = self._job.news.take()
+        self._see_to_trouble()
+        return increments
+
+    def _read_one(self) -> Increment | None:
+        """The first of what is new: whoever leaves a loop after it has not taken what comes behind it."""
+        increment = self._job.news.next()
+        self._see_to_trouble()
+        return increment
+
+    def _see_to_trouble(self) -> None:
+        if self._job.trouble is None or self.done:
+            return
+        interrupt = self._job.interrupt()
+        self._desk._cancel(self._job)  # its tokenizer cannot read it: it ends, as the error that this is
+        if interrupt is not None:
+            raise interrupt
+
+    def __iter__(self) -> Iterator[Increment]:
+        """What is new since the last time somebody looked, to the end of the request. Whoever leaves the loop may go on with another."""
+        while True:
+            over = self.done  # looked at first: the last increment comes before the output
+            while (increment := self._read_one()) is not None:
+                yield increment
+            if over:
+                return
+            if not self.done:
+                self._desk._drive_for(self._job, each=True)
+
+    def __await__(self) -> Generator[Any, None, Output]:
+        return self._arrived().__await__()
+
+    async def _arrived(self) -> Output:
+        while self._job.output is None:
+            await self._arrival(each=False)
+        return self._job.output
+
+    async def __aiter__(self) -> AsyncIterator[Increment]:
+        """As __iter__, in a coroutine."""
+        while True:
+            over = self.done
+            while (increment := self._read_one()) is not None:
+                yield increment
+            if over:
+                return
+            if not self.done:
+                await self._arrival(each=True)
+
+    async def _arrival(self, each: bool) -> None:
+        try:
+            await self._desk._arrival(self._job, each)
+        except (asyncio.CancelledError, GeneratorExit):  # whoever waited is gone
+            self.cancel()
+            raise

@@ -1,0 +1,59 @@
+"""What a trial of a model finds: how far logits are apart, and why a model cannot be served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+from torch import nn
+
+from ..kv import NoKernels, is_out_of_memory
+from .support import Unservable
+
+
+@contextmanager
+def tried(what: str) -> Iterator[None]:
+    """Errors of a trial as a reason why the model cannot be served. Want of memory or of kernels is no fault of the model."""
+    try:
+        yield
+    except (NoKernels, Unservable):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise Unservable(f"{what} ({type(error).__name__}: {error})") from error
+
+
+def require_numbers(model: nn.Module, logits: torch.Tensor) -> None:
+    """Raise if a model answers plain tokens with logits that are no finite numbers."""
+    if bool(logits.isfinite().all()):
+        return
+    found = "NaN" if bool(logits.isnan().any()) else "infinite logits"
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    broken = next((name for name, tensor in tensors if not _is_finite(tensor)), None)
+    why = "its computation overflows; try float32 or bfloat16" if broken is None else f"{broken} is not finite; load other weights"
+    raise Unservable(f"{type(model).__name__} answers with {found} to plain tokens, without any cache: {why}")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta or not tensor.is_floating_point():
+        return True
+    return bool(tensor.detach().to(torch.float32).isfinite().all())
+
+
+def otherwise(model: nn.Module, far: float, again: float | None) -> Unservable:
+    """The refusal of a model whose logits are `far` off in pieces; `again` is how far they are off where nothing is different."""
+    name = type(model).__name__
+    if again is not None:
+        return Unservable(
+            f"{name} answers otherwise each time that it is given the same tokens (by {again:.1e} of its logits): something in it "
+            "is random or keeps a state, perhaps a hook; take it away"
+        )
+    return Unservable(f"{name} answers otherwise when its prompt comes in pieces (by {far:.1e} of its logits); use generate()")
+
+
+def distance(right: torch.Tensor, found: torch.Tensor) -> float:
+    """How far logits are from the right ones, as a share of their size."""
+    return float((right - found).norm() / right.norm().clamp(min=1e-12))

@@ -1,0 +1,1 @@
+"""What a request asks for: its prompt, its options, its parameters."""

@@ -1,0 +1,110 @@
+"""The options of a request, as generate() completes and checks them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig
+
+from ...model.offloaded import input_device
+from ..multimodal.media import SHOWN
+from .fields import COUNTS, KNOWN, TOKENS, Written, check_counts, check_fields, counted, why_unknown
+from .stops import StopLists
+
+LENGTH = "max_new_tokens"
+BESIDE = ("seed", "logprobs", "priority", "salt", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "inputs_embeds")
+"""Keywords of a request that are no options of generation."""
+PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+class Read(NamedTuple):
+    """Options, completed from the model's own and checked.
+
+    open: whether the longest and the shortest length are left open. ends: the ends of sequence among the options.
+    """
+
+    open: tuple[bool, bool]
+    config: Any
+    ends: frozenset[int]
+
+
+class Options:
+    """Reads options, and knows those that it read last: most requests of an engine come with the same, and reading takes a while."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, Read] | None = None
+        self.stops = StopLists()
+        """The stop strings that requests came with."""
+
+    def read(self, model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
+        """The options of a request; the config is its own."""
+        own = model.generation_config
+        plain = generation_config is None and all(type(value) in PLAIN for value in keywords.values())
+        if not plain:
+            return _read(model, generation_config, keywords)
+        # The lengths of answers are as different as the requests, and nothing else depends on them.
+        new = keywords.get(LENGTH)
+        free = type(new) is int and new > 0
+        kept_out = {LENGTH} if free else set()
+        values = [(name, type(value), value) for name, value in keywords.items() if name not in kept_out]
+        asked = values, free, input_device(model)
+        last = self._last
+        if last is None or not _equal(last[0], (asked, vars(own))):
+            kept = asked, copy.deepcopy(vars(own))
+            self._last = last = kept, _read(model, None, keywords)
+        config = copy.copy(last[1].config)
+        if free:
+            setattr(config, LENGTH, new)
+        return last[1]._replace(config=config)
+
+
+def _equal(kept: Any, now: Any) -> bool:
+    try:
+        return bool(kept == now)
+    except (RuntimeError, ValueError):  # there are tensors or arrays in it, which are not compared
+        return False
+
+
+def ends_of(tokens: torch.Tensor | None) -> frozenset[int]:
+    """The ends of sequence in a tensor; this waits for the device."""
+    return frozenset() if tokens is None else frozenset(tokens.flatten().tolist())
+
+
+def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
+    own = model.generation_config
+    if not isinstance(generation_config, GenerationConfig | None):
+        raise TypeError(
+            f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}; give single options by name"
+        )
+
+    def left_open(name: str) -> bool:
+        return all(value is None for value in (keywords.get(name), getattr(generation_config, name, None), getattr(own, name)))
+
+    defaults = left_open("max_length"), left_open("min_length")
+    for name in set(COUNTS) & keywords.keys():
+        if keywords[name] is not None:
+            counted(name, keywords[name])  # transformers' own checks come with the completion, in other words
+    # The engine has its own pages: the word is no news to it.
+    if generation_config is None:
+        # As transformers goes about it, but for a look at what the model's own config says about generation (`check_model`).
+        config, unknown = model._prepare_generation_config(GenerationConfig())
+        unknown |= config.update(**keywords)
+    else:
+        config, unknown = model._prepare_generation_config(generation_config, **keywords)
+    unknown = {name for name, value in unknown.items() if value is not None} - {"output_attentions", "output_hidden_states"}
+    shown = sorted(name for name in unknown if SHOWN.search(name))
+    if shown:
+        raise ValueError(f"the engine does not take pictures or recordings ({shown}) for {type(model).__name__}; use generate()")
+    if unknown:
+        raise ValueError(why_unknown(unknown, {*KNOWN, *BESIDE}))
+    written = Written(keywords, generation_config)
+    check_fields(config, written)
+    check_counts(config, written)
+    try:
+        model._prepare_special_tokens(config, True, device=input_device(model))
+    except TypeError as error:
+        tokens = {name: getattr(config, name) for name in sorted(TOKENS) if getattr(config, name) is not None}
+        raise TypeError(f"a special token is an int, eos_token_id also a list of them, got {tokens}") from error
+    return Read(defaults, config, ends_of(config._eos_token_tensor))

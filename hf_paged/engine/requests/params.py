@@ -1,0 +1,364 @@
+"""What a request asks for, read as generate() reads it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+
+from ...model.offloaded import input_device
+from ..multimodal.embed import checked, names_of
+from ..multimodal.encoder import Source
+from ..multimodal.media import Media, marks_of, taken
+from ..sampling.rules import Recipe, recipe_of
+from ..sampling.warp import Warp
+from .options import Options, ends_of
+from .prompts import known, opened, prompt_tokens, short, words_of
+
+EXPECTED = {
+    "_prepare_generation_config": ["generation_config"],
+    "_prepare_special_tokens": ["generation_config", "kwargs_has_attention_mask", "device"],
+    "_prepare_generated_length": ["generation_config", "has_default_max_length", "has_default_min_length", "model_input_name"],
+    "_get_logits_processor": ["generation_config", "input_ids_seq_length", "encoder_input_ids", "prefix_allowed_tokens_fn"],
+    "_get_stopping_criteria": ["generation_config", "stopping_criteria", "tokenizer"],
+    "_prepare_decoder_input_ids_for_generation": ["batch_size", "model_input_name", "model_kwargs", "decoder_start_token_id"],
+}
+"""The methods of GenerationMixin that say what its options mean, so that they mean the same here."""
+PASSED_ON = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask")
+"""Keywords of generate() that are arguments of its processors."""
+
+PROMPTS = ("inputs_embeds", "input_features", "decoder_input_ids")
+"""Keywords that are a prompt or a part of one, beside the prompt itself."""
+KEY = os.urandom(16)
+"""What the names of embeddings and of pictures are made with in this process."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, read and checked.
+
+    prompt: what the books know of it, a number for each position. ids: what processors and criteria see of it: the same, or of a
+    prompt of embeddings [tokens, hidden] the ids that were given beside them, if any were. media: what is put in the place of some of the
+    ids. source: what an encoder is given; prompt and ids are then what its decoder begins with. max_length: of a sequence in the books.
+    processors and criteria: what is not done for the whole batch at once; criteria without those about length and ends of sequence.
+    recipe: what the processors do to scores, if that is done for the whole batch at once. slow: the names of the processors
+    that run for this request alone.
+    """
+
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    embeds: torch.Tensor | None
+    media: Media | None
+    source: Source | None
+    config: Any
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    ends: frozenset[int]
+    max_length: int
+    seed: int
+    favourites: int | None
+    recipe: Recipe | None
+    slow: tuple[str, ...]
+
+    @property
+    def beams(self) -> int:
+        """How many beams; 1 is none."""
+        return int(self.config.num_beams or 1)
+
+    @property
+    def answers(self) -> int:
+        """How many sequences come back."""
+        return int(self.config.num_return_sequences or 1)
+
+    @property
+    def width(self) -> int:
+        """How many sequences run."""
+        return max(self.beams, self.answers)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether tokens are drawn."""
+        return bool(self.config.do_sample)
+
+    @property
+    def warp(self) -> Warp | None:
+        """The parts of the recipe that take other numbers for every row."""
+        return None if self.recipe is None else self.recipe.warp
+
+    @property
+    def steady(self) -> bool:
+        """Whether its next token is chosen with everybody's and stands where all would expect it, and may only be the last one."""
+        moved = self.media is not None and self.media.shift
+        return self.recipe is not None and not self.criteria and self.favourites is None and not moved
+
+    @property
+    def told(self) -> tuple[int, ...]:
+        """The ids of the prompt as the user knows it."""
+        return self.ids if self.source is None else self.source.ids
+
+    def seen_length(self, position: int) -> int:
+        """The length of a sequence of so many tokens in the books as processors and criteria see it."""
+        return position + len(self.ids) - len(self.prompt)
+
+    def seen(self, tokens: list[int]) -> list[int]:
+        """The tokens of a sequence in the books as processors and criteria see them."""
+        return tokens if self.prompt is self.ids else [*self.ids, *tokens[len(self.prompt) :]]
+
+    @property
+    def of_ids(self) -> bool:
+        """Whether the rows of its decoder are token ids and nothing else."""
+        return self.embeds is None and self.media is None and self.source is None
+
+    def vectors(self, start: int, count: int) -> torch.Tensor | None:
+        """[n, hidden]: what the first n of so many tokens from `start` on are instead of ids; None if they are ids."""
+        embeds = self.embeds
+        if self.media is not None and self.media.concerns(start, count):
+            embeds = self.media.made
+        return embeds[start : start + count] if embeds is not None and start < len(embeds) else None
+
+    @property
+    def mends(self) -> bool:
+        """Whether a processor replaces logits that are no numbers."""
+        return any(isinstance(processor, InfNanRemoveLogitsProcessor) for processor in self.processors)
+
+
+def check_transformers() -> None:
+    """Raise if GenerationMixin's methods are not as they are known here."""
+    for name, expected in EXPECTED.items():
+        found = list(inspect.signature(getattr(GenerationMixin, name)).parameters)[1:] if hasattr(GenerationMixin, name) else []
+        if found[: len(expected)] != expected:
+            raise ImportError(
+                f"the engine asks GenerationMixin.{name}{tuple(expected)} and found {tuple(found)}; use a tested transformers"
+            )
+
+
+def check_model(model: Any) -> None:
+    """Raise if the model's config says how to generate, as it did once; that takes longer to find out than to read a request."""
+    model._prepare_generation_config(None)
+
+
+def _callables(name: str, given: Any) -> list[Any]:
+    """The functions that a user hands over as a list."""
+    if given is not None and not isinstance(given, Iterable):
+        raise TypeError(f"{name} is a list of callables, got {short(given)}; put it into a list")
+    found = list(given or [])
+    wrong = [each for each in found if not callable(each)]
+    if wrong:
+        raise TypeError(f"{name} is a list of callables, and {short(wrong[0])} in it is none")
+    return found
+
+
+def _require_function(name: str, given: Any) -> None:
+    if given is not None and not callable(given):
+        raise TypeError(f"{name} is a function, got {short(given)}")
+
+
+class Given(NamedTuple):
+    """A prompt: the ids that processors see, what the model is given as `name`, and what comes of it."""
+
+    tokens: tuple[int, ...]
+    name: str
+    inputs: torch.Tensor
+    embeds: torch.Tensor | None = None
+    media: Media | None = None
+    source: Source | None = None
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        """What the books know the prompt by."""
+        if self.media is not None:
+            return self.media.names
+        return self.tokens if self.embeds is None else names_of(self.embeds, KEY)
+
+
+def read(
+    model: Any,
+    tokenizer: Any,
+    prompt: Any,
+    generation_config: Any,
+    keywords: dict[str, Any],
+    seed: int | None,
+    logprobs: int | bool | None,
+    options: Options,
+) -> Asked:
+    """Read a request as generate() would on that prompt alone; what the engine does not do is refused by name."""
+    prompt, shown = opened(model, tokenizer, prompt, keywords)
+    tokenizer, shown = words_of(tokenizer), taken(model, _beside(keywords, shown))
+    parts = {name: keywords.pop(name, None) for name in PROMPTS if name == "inputs_embeds" or model.config.is_encoder_decoder}
+    extras = {name: keywords.pop(name, None) for name in (*PASSED_ON, "logits_processor", "stopping_criteria")}
+    defaults, config, own_ends = options.read(model, generation_config, keywords)
+    given = (_for_encoder if model.config.is_encoder_decoder else _for_decoder)(model, tokenizer, prompt, config, **parts)
+    given = _showing(model, given, shown)
+    _require_function("prefix_allowed_tokens_fn", extras["prefix_allowed_tokens_fn"])
+    tokens, names = given.tokens, given.names
+    config = _with_lengths(model, config, defaults, given)
+    processors = _processors(model, config, given, extras)
+    criteria = _criteria(model, config, tokenizer, extras["stopping_criteria"], options)
+    at_tokens = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
+    lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
+    others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
+    recipe, slow = _recipe(config, processors)
+    return Asked(
+        names,
+        tokens,
+        given.embeds,
+        given.media,
+        given.source,
+        config,
+        processors,
+        others,
+        own_ends.union(*(ends_of(tensor) for tensor in at_tokens if tensor is not config._eos_token_tensor)),
+        min(lengths) - len(tokens) + len(names),
+        _seed(seed, drawn=bool(config.do_sample)),
+        _favourites(logprobs, model),
+        recipe,
+        slow,
+    )
+
+
+def _processors(model: Any, config: Any, given: Given, extras: Mapping[str, Any]) -> LogitsProcessorList:
+    """The logits processors as generate() makes them."""
+    made: LogitsProcessorList = model._get_logits_processor(
+        config,
+        input_ids_seq_length=len(given.tokens),
+        encoder_input_ids=given.inputs,
+        logits_processor=LogitsProcessorList(_callables("logits_processor", extras["logits_processor"])),
+        device=input_device(model),
+        model_kwargs={},
+        **{name: extras[name] for name in PASSED_ON},
+    )
+    return made
+
+
+def _criteria(model: Any, config: Any, tokenizer: Any, given: Any, options: Options) -> StoppingCriteriaList:
+    """The stopping criteria as generate() makes them, but for stop strings, whose criterion costs less."""
+    if config.stop_strings is not None and tokenizer is None:  # transformers would name an argument of generate()
+        raise ValueError(
+            f"stop_strings={config.stop_strings!r} need the model's tokenizer; make the engine with it, Engine(model, tokenizer)"
+        )
+    brought = StoppingCriteriaList(_callables("stopping_criteria", given))
+    stops = config.stop_strings
+    own = stops is not None and tokenizer is not None and not any(type(each) is StopStringCriteria for each in brought)
+    others = copy.copy(config)
+    others.stop_strings = None if own else stops
+    criteria: StoppingCriteriaList = model._get_stopping_criteria(others, brought, tokenizer=tokenizer)
+    if own:
+        criteria.append(options.stops.criterion(tokenizer, stops))
+    return criteria
+
+
+def _recipe(config: Any, processors: LogitsProcessorList) -> tuple[Recipe | None, tuple[str, ...]]:
+    """The processors as a recipe, or the names of those that run for the request alone: all of a beam search."""
+    if (config.num_beams or 1) > 1:
+        return None, tuple([type(each).__name__ for each in processors])
+    recipe, slow = recipe_of(processors, sampled=bool(config.do_sample))
+    return recipe, tuple(slow)
+
+
+def _beside(keywords: dict[str, Any], shown: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a request with what its processor has made to be shown."""
+    twice = sorted(name for name in shown if keywords.get(name) is not None)
+    if twice:
+        raise ValueError(f"the prompt shows something and so do {twice}; give one of them")
+    keywords.update(shown)
+    return keywords
+
+
+def _showing(model: Any, given: Given, shown: dict[str, Any]) -> Given:
+    """A prompt of ids in the place of some of which something is put, if anything is shown."""
+    if not shown:
+        return given
+    if given.embeds is not None:
+        raise ValueError(f"{sorted(shown)} are put in the place of token ids, got a prompt of embeddings; give one of them")
+    return given._replace(media=Media(shown, given.tokens, marks_of(model.config), KEY))
+
+
+def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_embeds: Any) -> Given:
+    """A prompt's ids, and its embeddings if it is made of those. A tensor of numbers with a point is embeddings, too."""
+    if isinstance(prompt, torch.Tensor) and prompt.is_floating_point():
+        if inputs_embeds is not None:
+            raise ValueError("the prompt and inputs_embeds are both embeddings; give one of them")
+        prompt, inputs_embeds = None, prompt
+    if inputs_embeds is None:
+        if prompt is None:
+            raise ValueError("a request needs a prompt, or inputs_embeds")
+        tokens = known(prompt_tokens(prompt, tokenizer), model)
+        return Given(tokens, "input_ids", torch.tensor([tokens], device=input_device(model)))
+    tokens = () if prompt is None else prompt_tokens(prompt, tokenizer)
+    embeds = checked(model, inputs_embeds, tokens)
+    return Given(tokens, "inputs_embeds", embeds[None], embeds)
+
+
+def _for_encoder(
+    model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_embeds: Any, input_features: Any, decoder_input_ids: Any
+) -> Given:
+    """What an encoder is given, and the ids that its decoder begins with."""
+    name = model.main_input_name
+    if inputs_embeds is not None or (name == "input_ids" and input_features is not None):
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder, of whose prompts the engine takes {name}; or use generate()")
+    if name == "input_ids":
+        if prompt is None:
+            raise ValueError("a request needs a prompt")
+        ids = known(prompt_tokens(prompt, tokenizer), model.get_encoder())
+        inputs = torch.tensor([ids], device=input_device(model))
+    else:
+        if prompt is not None or not isinstance(input_features, torch.Tensor):
+            raise ValueError(f"{type(model).__name__} takes no text; give {name}=..., and decoder_input_ids if it shall begin with some")
+        features = input_features[None] if input_features.ndim == 2 else input_features
+        ids, inputs = (), features.detach().to(input_device(model), model.dtype, copy=True)
+    begin = (
+        {}
+        if decoder_input_ids is None
+        else {"decoder_input_ids": torch.tensor([prompt_tokens(decoder_input_ids, tokenizer)], device="cpu")}
+    )
+    start = config._decoder_start_token_tensor.cpu()
+    found, _ = model._prepare_decoder_input_ids_for_generation(1, name, begin, start, torch.device("cpu"))
+    begun = known(tuple(found[0].tolist()), model.get_decoder())
+    return Given(begun, name, inputs, source=Source(inputs, ids))
+
+
+def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: Given) -> Any:
+    """The options with the lengths that they mean for this prompt."""
+    config = model._prepare_generated_length(config, *defaults, given.name, len(given.tokens), given.inputs)
+    if len(given.tokens) >= config.max_length:
+        count = len(given.tokens) if given.embeds is None else len(given.embeds)
+        raise ValueError(
+            f"the prompt has {count} tokens and max_length={config.max_length} leaves none to generate; give max_new_tokens instead"
+        )
+    return config
+
+
+def _seed(seed: int | None, drawn: bool) -> int:
+    """The request's seed. Draws without one take it from torch's generator, so that torch.manual_seed settles it.
+
+    A request that draws nothing leaves the generator as it is, as in generate().
+    """
+    if seed is None:
+        return int(torch.randint(2**62, (), device="cpu")) if drawn else 0
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed!r} is not an int from 0 to 2**63 - 1")
+    return int(seed)
+
+
+def _favourites(logprobs: int | bool | None, model: Any) -> int | None:
+    """How many favourites are reported beside each token's logprob; None if nobody asked for any of it."""
+    if logprobs is None or logprobs is False:
+        return None
+    count, vocabulary = 0 if logprobs is True else logprobs, model.config.get_text_config(decoder=True).vocab_size
+    if not isinstance(count, Integral) or not 0 <= count <= vocabulary:
+        raise ValueError(f"logprobs={logprobs!r} is not True or a number of favourites from 0 to {vocabulary}")
+    return int(count)
+
+
+def is_about_time(criterion: Any) -> bool:
+    """Whether a criterion ends a request for its length in seconds."""
+    return isinstance(criterion, MaxTimeCriteria)

@@ -1,0 +1,1 @@
+"""Choosing tokens: greedy, sampled and beam search, for all rows at once where possible."""

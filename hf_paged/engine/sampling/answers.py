@@ -1,0 +1,38 @@
+"""What a forward says of the sequences that somebody waits for, and where captured steps say it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .warp import best
+
+
+class Answer(NamedTuple):
+    """The logits that follow the last tokens of some sequences, and the greedy choice among them where a captured step has made it.
+
+    Those of a captured step are its own memory: the next step writes over them.
+    """
+
+    logits: torch.Tensor
+    """[sequences, vocabulary] in fp32"""
+    best: torch.Tensor | None = None
+    """[2, sequences], as `best` makes it of the logits."""
+
+    def first(self, count: int) -> Answer:
+        """The answer for the first `count` sequences."""
+        return Answer(self.logits[:count], None if self.best is None else self.best[:, :count])
+
+    def enter(self, logits: torch.Tensor) -> None:
+        """Say all of it anew, by logits of whatever kind of numbers."""
+        self.logits.copy_(logits)
+        if self.best is not None:
+            self.best.copy_(best(self.logits))
+
+
+def place_for(most: int, vocabulary: int, device: torch.device) -> Answer:
+    """Where captured steps answer for at most so many sequences: one runs at a time, and whoever reads it comes before the next."""
+    with torch.inference_mode(False):
+        logits = torch.empty(most, vocabulary, dtype=torch.float32, device=device)
+        return Answer(logits, torch.empty(2, most, dtype=torch.long, device=device))

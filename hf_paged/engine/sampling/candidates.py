@@ -1,0 +1,70 @@
+"""The continuations that beam searches choose from: the best of all that their beams' logits offer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...kv.upload import upload
+from ..numbers import gumbel
+from ..outputs.output import TokenLogprob
+from .beams import BeamSearch, Continuations
+
+
+class Contest:
+    """Searches of one shape whose scores nobody processes, looked at together on the device.
+
+    The number of operations does not depend on how many there are, and nobody waits: `tensors` are what the host has to hear.
+    """
+
+    def __init__(self, searches: Sequence[BeamSearch], rows: Sequence[int], logits: torch.Tensor) -> None:
+        """rows: of the logits [rows, vocabulary], those that the beams follow, search by search."""
+        self.searches = searches
+        (count, keep), device = searches[0].shape, logits.device
+        self._most = max((search.asked.favourites for search in searches if search.asked.favourites is not None), default=None)
+        own = logits if rows == list(range(len(logits))) else logits[upload(rows, device)]
+        self._vocabulary = own.shape[1]
+        logprobs = own.log_softmax(-1).view(len(searches), count, self._vocabulary)
+        running = upload([search.standing.running for search in searches], device, torch.float32)[:, :, None]
+        sums = logprobs.add_(running) if self._most is None else logprobs + running
+        values, places = sums.flatten(1).topk(keep)
+        self.tensors = [values, places]
+        if self._most is not None:
+            best = logprobs.topk(self._most)
+            self.tensors += [logprobs.flatten(1).gather(1, places), best.values, best.indices]
+
+    def found(self, heard: Sequence[torch.Tensor]) -> list[Continuations | None]:
+        """What each search chooses from, as the host has heard it; None if its logits have NaN among them."""
+        values, places, *notes = heard
+        broken: list[bool] = values.isnan().any(1).tolist()  # to torch NaN is the largest number
+        beams, tokens = (places // self._vocabulary).tolist(), (places % self._vocabulary).tolist()
+        found: list[Continuations | None] = []
+        for i, scores in enumerate(values.tolist()):
+            told = self._notes(i, beams[i], tokens[i], notes)
+            found.append(None if broken[i] else Continuations(scores, beams[i], tokens[i], told))
+        return found
+
+    def _notes(self, i: int, beams: list[int], tokens: list[int], heard: Sequence[torch.Tensor]) -> list[TokenLogprob] | None:
+        wanted = self.searches[i].asked.favourites
+        if wanted is None:
+            return None
+        own, values, indices = (each[i].tolist() for each in heard)
+        pairs = [tuple(zip(ids[:wanted], best[:wanted], strict=True)) for ids, best in zip(indices, values, strict=True)]
+        return [TokenLogprob(token, logprob, pairs[beam]) for beam, token, logprob in zip(beams, tokens, own, strict=True)]
+
+
+def apart(search: BeamSearch, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores [keep] of the continuations of one search, and their places among [beams * vocabulary].
+
+    scores: [beams, vocabulary], log probabilities that were processed. They are the best, or drawn if the request says so.
+    """
+    asked, standing = search.asked, search.standing
+    flat = (scores + upload(standing.running, scores.device, torch.float32)[:, None]).flatten()
+    if not asked.sampled:
+        values, places = flat.topk(search.keep)
+        return values, places
+    keys = upload([asked.seed, standing.new], flat.device)
+    noise = gumbel(keys[:1], keys[1:], torch.arange(flat.shape[0], device=flat.device))
+    places = (flat.double() + noise).topk(search.keep)[1]
+    return flat[places], places

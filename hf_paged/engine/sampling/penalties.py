@@ -1,0 +1,93 @@
+"""What repeating a token costs, for all rows of a step at once: which tokens each sequence has in it, kept on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from typing import NamedTuple
+
+import torch
+
+from ...kv.upload import upload
+from ...scheduling import Group
+from ...scheduling import Sequence as Row
+from ..job import Job
+from .histories import Histories, Places
+from .warp import penalised
+
+FIRST = 8
+"""Places for sequences that are made room for at first; later twice as many each time."""
+
+
+class Fined(NamedTuple):
+    """Rows of a step whose jobs pay for repetitions."""
+
+    rows: torch.Tensor
+    """[fined]: which of the step's rows they are."""
+    places: torch.Tensor
+    """[fined]: where it is kept what they have in them."""
+    scores: torch.Tensor
+    """[fined, vocabulary], with what repetitions cost."""
+
+
+class Repeats(Places):
+    """The tokens that sequences have in them already, a line [vocabulary] of flags for each whose job pays for repeating one.
+
+    A line is made of the tokens that the host knows when the sequence's next one is chosen for the first time. From then on what is
+    chosen is noted on the device: the host may not have heard of it yet.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.histories = Histories()
+        """For processors that read more than which tokens there are."""
+        self._seen = torch.zeros(0, 0, dtype=torch.bool, device="cpu")
+        """[places, vocabulary]"""
+
+    def fined(self, scores: torch.Tensor, rows: Sequence[int], whose: Iterable[tuple[Job, Row]]) -> Fined:
+        """The given rows of scores [all rows, vocabulary], which belong to these, under each job's penalty."""
+        owners = list(whose)
+        self._fit(scores)
+        self._enter(self.without(owners), scores.shape[1])
+        at, places = upload([list(rows), [self.place(row) for _, row in owners]], scores.device)
+        penalties = [1.0 if job.asked.warp is None else job.asked.warp.repetition for job, _ in owners]
+        return Fined(at, places, penalised(scores[at], self._seen[places], penalties))
+
+    def note(self, fined: Fined, tokens: torch.Tensor) -> None:
+        """Who was fined has got these tokens, among those of all rows."""
+        self._seen[fined.places, tokens[fined.rows]] = True
+
+    def drop(self, group: Group) -> None:
+        super().drop(group)
+        self.histories.drop(group)
+
+    def clear(self) -> None:
+        super().clear()
+        self.histories.clear()
+
+    def _fit(self, scores: torch.Tensor) -> None:
+        """Lie where the scores do, a line as long as theirs."""
+        if self._seen.device != scores.device or self._seen.shape[1] != scores.shape[1]:
+            self._places, self._free = {}, []
+            with torch.inference_mode(False):  # whoever drives next may be in no such mode
+                self._seen = torch.zeros(0, scores.shape[1], dtype=torch.bool, device=scores.device)
+
+    def _enter(self, owners: Sequence[tuple[Job, Row]], vocabulary: int) -> None:
+        """Make lines of the tokens that the host knows."""
+        if not owners:
+            return
+        while len(self._free) < len(owners):
+            before = len(self._seen)
+            with torch.inference_mode(False):
+                self._seen = torch.cat([self._seen, self._seen.new_zeros(max(before, FIRST), vocabulary)])
+            self._free += range(before, len(self._seen))
+        lines: list[tuple[int, list[int]]] = []
+        for job, row in owners:
+            place = self.take(row)
+            # Whoever asks for ids beyond the scores has asked for nothing that could be repeated.
+            lines.append((place, [token for token in set(job.asked.seen(row.tokens)) if 0 <= token < vocabulary]))
+        places = list(chain.from_iterable(repeat(place, len(tokens)) for place, tokens in lines))
+        tokens = list(chain.from_iterable(tokens for _, tokens in lines))
+        self._seen[upload([place for place, _ in lines], self._seen.device)] = False
+        whose, which = upload([places, tokens], self._seen.device)
+        self._seen[whose, which] = True

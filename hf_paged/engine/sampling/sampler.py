@@ -1,0 +1,214 @@
+"""What comes after the logits: a token for every sequence that is due, each request by its own rules, none by another's fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from ...kv.upload import Download, upload
+from ...scheduling import UNKNOWN, Scheduler
+from ..job import Job
+from ..outputs.output import TokenLogprob
+from ..requests.callables import require_known
+from .beams import BeamSearch, BeamStep, Contender, Continuations, step
+from .candidates import Contest, apart
+from .penalties import Repeats
+from .selection import Selection
+from .warp import draw
+
+
+class Pick(NamedTuple):
+    """A job that is due, and the rows of the step's logits that its running sequences follow, in their order."""
+
+    job: Job
+    rows: list[int]
+
+
+class NoToken(RuntimeError):
+    """The model's logits, or what a processor made of them, leave nothing to choose."""
+
+
+def no_token(job: Job) -> Exception:
+    """Why there is no token where the device found none."""
+    if job.trouble_with_scores is not None:
+        return job.trouble_with_scores
+    ruled = ", or its processors made NaN scores or leave no token to draw" if job.ruled else ", and leave no token"
+    warp = job.asked.warp
+    if job.asked.sampled and warp is not None and warp.temperature != 1:
+        return NoToken(f"the model's logits over temperature={warp.temperature} are NaN, inf or all -inf{ruled}")
+    return NoToken(f"the model's logits are NaN or all -inf{ruled}")
+
+
+class Choice:
+    """The next tokens of the jobs that are due. logits [rows, vocabulary] in fp32.
+
+    Whose tokens need nothing but a cut and a draw are chosen together, and so are the continuations of beams that nobody processes:
+    that is launched at once, and heard of when the choice lands. Processors and criteria run then, only for their own rows, and whatever
+    they raise is their own request's end.
+    """
+
+    def __init__(self, picks: Sequence[Pick], logits: torch.Tensor, repeats: Repeats) -> None:
+        self._picks, self._logits = picks, logits
+        self._failed: dict[Job, Exception] = {}
+        self._plain = [pick for pick in picks if pick.job.plain]
+        self._contests = _contests(picks, logits)
+        compared = {pick.job for others, _ in self._contests for pick in others}
+        self._own = [pick for pick in picks if not pick.job.plain and pick.job not in compared]
+        tensors = []
+        if self._plain:
+            tensors.append(together(self._plain, logits, repeats)[1])
+        if self._own:
+            tensors.append(logits[upload([row for pick in self._own for row in pick.rows], logits.device)].amax(1).isnan())
+        self._download = Download([*tensors, *[tensor for _, contest in self._contests for tensor in contest.tensors]])
+
+    def land(self, scheduler: Scheduler) -> dict[Job, Exception]:
+        """Wait for what was launched, and give every job its tokens. The answer is who failed, and why."""
+        heard = iter(self._download.wait())
+        tokens = _dealt(self._plain, next(heard).tolist() if self._plain else [])
+        broken = _dealt(self._own, next(heard).tolist() if self._own else [])
+        self._reject(job for job, found in tokens.items() if UNKNOWN in found)
+        self._reject(job for job, found in broken.items() if any(found) and not job.asked.mends)
+        self._each(self._plain, lambda pick: self._take(scheduler, pick, tokens[pick.job]))
+        self._each([pick for pick in self._own if pick.job.beams is None], lambda pick: self._take(scheduler, pick, self._chosen(pick)))
+        self._search(scheduler, heard)
+        return self._failed
+
+    def _reject(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            self._failed[job] = no_token(job)
+
+    def _each(self, picks: Iterable[Pick], act: Callable[[Pick], None]) -> None:
+        """Do something for every job that has not failed."""
+        for pick in picks:
+            if pick.job not in self._failed:
+                try:
+                    act(pick)
+                except Exception as error:  # a processor, a criterion or a tokenizer of this request; its neighbours go on
+                    self._failed[pick.job] = error
+
+    # ---- samples
+
+    def _chosen(self, pick: Pick) -> list[int]:
+        """The tokens of a job with processors of its own."""
+        job, own = pick.job, self._logits[pick.rows]
+        scores = _sound(job.processed(own, own.device), job)
+        tokens: list[int] = (_drawn(pick, scores) if job.asked.sampled else scores.argmax(-1)).tolist()
+        return require_known(tokens, own.shape[1], scores)
+
+    def _take(self, scheduler: Scheduler, pick: Pick, tokens: list[int]) -> None:
+        """Let a job go on. Of one that asks for no logprobs there is nothing to compute: not one launch for each request."""
+        notes = None if pick.job.asked.favourites is None else _notes(self._logits[pick.rows], tokens, pick.job.asked.favourites)
+        pick.job.take(scheduler, tokens, notes, self._logits.device)
+
+    # ---- beams
+
+    def _search(self, scheduler: Scheduler, heard: Iterator[torch.Tensor]) -> None:
+        """Let the beam searches go on, all of one shape together."""
+        compared: dict[Job, Continuations | None] = {}
+        for picks, contest in self._contests:
+            found = contest.found([next(heard) for _ in contest.tensors])
+            compared |= zip([pick.job for pick in picks], found, strict=True)
+        self._reject(job for job, found in compared.items() if found is None)
+        contenders: dict[tuple[int, int], dict[Job, Contender]] = {}
+
+        def judge(pick: Pick) -> None:
+            job = pick.job
+            assert job.beams is not None
+            found = compared.get(job) or self._continuations(pick, job.beams)
+            reasons = job.judged(found.beams, found.tokens, self._logits.device)
+            contenders.setdefault(job.beams.shape, {})[job] = job.beams.contender(found, reasons)
+
+        searching = [pick for pick in self._picks if pick.job.beams is not None]
+        self._each(searching, judge)
+        steps: dict[Job, BeamStep] = {}
+        for alike in contenders.values():
+            steps |= zip(alike, step(list(alike.values())), strict=True)
+        self._each(searching, lambda pick: pick.job.take_beams(scheduler, steps[pick.job]))
+
+    def _continuations(self, pick: Pick, search: BeamSearch) -> Continuations:
+        """The best continuations, or drawn ones, of a search with processors of its own."""
+        own = self._logits[pick.rows].log_softmax(-1)
+        scores = _sound(pick.job.processed(own, own.device), pick.job)
+        values, places = apart(search, scores)
+        beams = (places // scores.shape[1]).tolist()
+        tokens = require_known((places % scores.shape[1]).tolist(), own.shape[1], scores)
+        favourites = pick.job.asked.favourites
+        notes = None if favourites is None else _notes(self._logits[[pick.rows[beam] for beam in beams]], tokens, favourites)
+        return Continuations(values.tolist(), beams, tokens, notes)
+
+
+def _contests(picks: Sequence[Pick], logits: torch.Tensor) -> list[tuple[list[Pick], Contest]]:
+    """The searches that can be compared together, by their shapes."""
+    alike: dict[tuple[int, int], list[Pick]] = {}
+    for pick in picks:
+        search, asked = pick.job.beams, pick.job.asked
+        if search is None or asked.processors or asked.sampled:
+            continue
+        if search.keep <= search.count * logits.shape[1]:  # else it fails by itself
+            alike.setdefault(search.shape, []).append(pick)
+    return [
+        (those, Contest([pick.job.beams for pick in those if pick.job.beams], [row for pick in those for row in pick.rows], logits))
+        for those in alike.values()
+    ]
+
+
+def _dealt(picks: Sequence[Pick], found: list[Any]) -> dict[Job, list[Any]]:
+    """What was found for all rows of the picks, to each job its own."""
+    each = iter(found)
+    return {pick.job: list(islice(each, len(pick.rows))) for pick in picks}
+
+
+def together(picks: Sequence[Pick], logits: torch.Tensor, repeats: Repeats) -> torch.Tensor:
+    """The tokens of plain jobs, one behind the other, and what the host is told of them: UNKNOWN where the logits have NaN among them, and
+    some token stands for it: [2, sequences]. Nobody waits for the device.
+    """
+    rows = [row for pick in picks for row in pick.rows]
+    own = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
+    owners = [(pick.job, sequence) for pick in picks if pick.job.group for sequence in pick.job.group.sequences]
+    return Selection(owners, repeats).choose(own, [len(sequence.tokens) for _, sequence in owners])
+
+
+def _drawn(pick: Pick, scores: torch.Tensor) -> torch.Tensor:
+    """Tokens [rows] drawn from a job's processed scores [rows, vocabulary]."""
+    assert pick.job.group is not None
+    sequences = pick.job.group.sequences
+    seeds = [pick.job.asked.seed] * len(sequences)
+    indices = [sequence.index for sequence in sequences]
+    return draw(scores, seeds, indices, [len(sequence.tokens) for sequence in sequences])
+
+
+def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
+    """Scores [rows, vocabulary] that leave a token in every row, of beams in any row."""
+    if bool(scores.isnan().any()):
+        raise NoToken("a logits processor made NaN scores")
+    best = scores.amax(-1) if job.beams is None else scores.amax()
+    if not bool((best > -torch.inf).all()):
+        raise NoToken("no token is left after the logits processors: all scores of a row are -inf")
+    if job.asked.sampled and not bool(best.isfinite().all()):
+        raise NoToken("no token can be drawn after the logits processors: a score is inf")
+    return scores
+
+
+def _notes(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> list[TokenLogprob]:
+    """What is told about each token of logits [tokens, vocabulary]: its logprob, and its favourites."""
+    numbers = numbers_of(logits.log_softmax(-1), upload(tokens, logits.device), favourites).tolist()
+    return [note_of(own, token, favourites) for own, token in zip(numbers, tokens, strict=True)]
+
+
+def numbers_of(logprobs: torch.Tensor, tokens: torch.Tensor, favourites: int) -> torch.Tensor:
+    """What is told about tokens [rows] of logprobs [rows, vocabulary]: [rows, 1 + 2 * favourites] in fp64.
+
+    The token's own, then the favourites' logprobs, the best first, then their ids.
+    """
+    best = logprobs.topk(favourites)
+    return torch.cat([logprobs.gather(1, tokens[:, None]).double(), best.values.double(), best.indices.double()], 1)
+
+
+def note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:
+    """A row of `numbers_of`, perhaps with more favourites than are wanted."""
+    most = len(numbers) // 2
+    pairs = zip(map(int, numbers[1 + most : 1 + most + favourites]), numbers[1 : 1 + favourites], strict=True)
+    return TokenLogprob(token, numbers[0], tuple(pairs))

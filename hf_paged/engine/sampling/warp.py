@@ -1,0 +1,117 @@
+"""The next token of many rows at once: greedy, or drawn under each row's own temperature and cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ...kv.upload import upload
+from ...scheduling import UNKNOWN
+from ..numbers import uniform
+
+
+class Warp(NamedTuple):
+    """How a row's scores are changed and cut before a choice, in this order: as transformers' processors do it, for all rows in one go."""
+
+    repetition: float = 1.0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+_FIELD_OF = {
+    RepetitionPenaltyLogitsProcessor: ("repetition", "penalty"),
+    TemperatureLogitsWarper: ("temperature", "temperature"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+    MinPLogitsWarper: ("min_p", "min_p"),
+}
+"""The field of each processor's number, and what the processor calls it."""
+CUTS = frozenset(_FIELD_OF) - {RepetitionPenaltyLogitsProcessor}
+
+
+def warp_of(processors: Sequence[Any], sampled: bool) -> Warp | None:
+    """What these processors do, if they are nothing but transformers' own in their order; else None. Cuts are for who draws."""
+    kinds = [type(processor) for processor in processors]
+    known = list(_FIELD_OF) if sampled else [RepetitionPenaltyLogitsProcessor]
+    if any(kind not in known for kind in kinds) or kinds != sorted(set(kinds), key=known.index):
+        return None
+    for processor in processors:
+        if getattr(processor, "filter_value", -torch.inf) != -torch.inf or getattr(processor, "min_tokens_to_keep", 1) != 1:
+            return None
+        if getattr(processor, "prompt_ignore_length", None) is not None:
+            return None
+    fields = [(*_FIELD_OF[type(processor)], processor) for processor in processors]
+    return Warp(**{field: getattr(processor, name) for field, name, processor in fields})
+
+
+def penalised(scores: torch.Tensor, seen: torch.Tensor, penalties: Sequence[float]) -> torch.Tensor:
+    """Scores [rows, vocabulary] with each row's repetition penalty on the tokens that it has in it, which are `seen` [rows, vocabulary]."""
+    by = upload(penalties, scores.device, scores.dtype)[:, None]
+    return torch.where(seen, torch.where(scores < 0, scores * by, scores / by), scores)
+
+
+def best(scores: torch.Tensor) -> torch.Tensor:
+    """The best tokens of scores [rows, vocabulary], and the same with UNKNOWN where there is none: [2, rows].
+
+    There is none where scores are NaN, or all -inf.
+    """
+    tokens = scores.argmax(-1)
+    sound = scores.gather(1, tokens[:, None])[:, 0] > -torch.inf  # to torch NaN is the largest number
+    return torch.stack([tokens, tokens.masked_fill(~sound, UNKNOWN)])
+
+
+def warp(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
+    """The scores [rows, vocabulary] under each row's temperature, with -inf for what its cuts leave out."""
+
+    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return upload(values, scores.device, dtype)[:, None]
+
+    scores = scores / column([each.temperature for each in warps])
+    most = max(each.top_k for each in warps)
+    vocabulary = scores.shape[1]
+    if most:
+        largest = scores.topk(min(most, vocabulary)).values
+        places = column([min(each.top_k or most, vocabulary) - 1 for each in warps], torch.long)
+        cut = largest.gather(1, places).masked_fill(column([each.top_k for each in warps]) == 0, -torch.inf)
+        scores = scores.masked_fill(scores < cut, -torch.inf)
+    if any(each.top_p < 1 for each in warps):
+        ascending, order = scores.sort()
+        below = ascending.softmax(-1).cumsum(-1) <= column([1 - each.top_p for each in warps])
+        below &= column([each.top_p for each in warps]) < 1
+        below[:, -1] = False
+        scores = scores.masked_fill(below.scatter(1, order, below), -torch.inf)
+    if any(each.min_p > 0 for each in warps):
+        chances = scores.softmax(-1)
+        least = column([each.min_p for each in warps]) * chances.amax(-1, keepdim=True)
+        scores = scores.masked_fill(chances < least, -torch.inf)
+    return scores
+
+
+def draw(scores: torch.Tensor, seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """A token [rows] for every row of scores [rows, vocabulary], by its softmax.
+
+    The draw belongs to the seed of the row's request, the number of its sample and the place of the token, to nothing else (C35).
+    """
+    keys = upload([seeds, indices, positions], scores.device)
+    chances = scores.softmax(-1).double().cumsum(-1)
+    at = uniform(*keys)[:, None] * chances[:, -1:]
+    return torch.searchsorted(chances, at, right=True).squeeze(1)
+
+
+def mend(chosen: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Tokens as `best` tells of them [2, rows], some of them drawn since: what is no token of the vocabulary, as where a temperature
+    is so low that all is infinite, is one, and UNKNOWN to the host."""
+    tokens, told = chosen
+    told = torch.where(told < 0, told, tokens).masked_fill(tokens >= vocabulary, UNKNOWN)
+    return torch.stack([tokens.clamp(max=vocabulary - 1), told])

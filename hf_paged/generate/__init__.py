@@ -1,0 +1,1 @@
+"""The plug: stock generate() on pages."""

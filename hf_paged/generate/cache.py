@@ -1,0 +1,305 @@
+"""The cache that stock generate() decodes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+
+from ..config import CacheConfig
+from ..kv import Kind, Sequences
+from ..model.layer import DIFFER, PagedLayer, Path
+from ..model.registry import base_model, memory_of
+from ..model.slots import CROSS, NO_CONTENT, Slot, slots_of
+from .prefix_reuse import Reuse
+
+
+class Mark(NamedTuple):
+    """Where a cache was before a step."""
+
+    columns: dict[Kind, int]
+    initialized: list[bool] | None
+    """Which paged layers were initialized; None where all rows held something."""
+
+
+class PagedCache(DynamicCache):
+    """A key-value cache in blocks, for `model.generate(..., past_key_values=PagedCache(model))` and for plain forwards.
+
+    Layers that attend to everything or to a window are paged; any other layer (linear attention, ...) stays as stock
+    makes it. Rows share blocks after a fork and copy a block only when one of them writes to it: `reorder_cache`,
+    `copy.deepcopy` and `batch_*` change tables and move no tensor.
+    """
+
+    reuse: Reuse | None
+    """What the cache takes from its model's prefixes and leaves to others, if it does."""
+    cross: PagedCache | None
+    """The layers that attend to another sequence than the text (a picture's tokens), with tables of their own; None if none does."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory_fraction: float | None = None,
+        kernels: str = "auto",
+        graphs: bool = True,
+        prefix_caching: bool = False,
+        salt: str = "",
+        verify: str | None = None,
+    ) -> None:
+        config = CacheConfig(block_size, num_blocks, memory_fraction, kernels, graphs, prefix_caching, salt, verify)
+        self._open(base_model(model), config, cross=False)
+
+    @classmethod
+    def make(cls, model: nn.Module, config: CacheConfig, *, cross: bool = False) -> PagedCache:
+        """A cache under checked options; `cross` for what a decoder attends to in its encoder."""
+        cache = cls.__new__(cls)
+        cache._open(model, config, cross)
+        return cache
+
+    def _open(self, model: nn.Module, config: CacheConfig, cross: bool) -> None:
+        slots = slots_of(model, cross)
+        counts = Counter(slot.kind for slot in slots if slot.kind is not None)
+        memory = memory_of(model)
+        total = sum(counts.values())
+        groups = {kind: memory.group(kind, config, count, count / total) for kind, count in counts.items()}
+        across, reference = None, weakref.ref(model)
+        if CROSS in groups and not cross:
+            across = PagedCache.__new__(PagedCache)
+            sequences = Sequences(memory, {CROSS: groups.pop(CROSS)})
+            across._adopt(sequences, [slot for slot in slots if slot.kind == CROSS], reference, config)
+        self._adopt(Sequences(memory, groups), slots, reference, config, across)
+        if config.prefix_caching and not cross:
+            self.reuse = Reuse(self.sequences, config)
+
+    def _adopt(
+        self,
+        sequences: Sequences,
+        slots: list[Slot],
+        model: weakref.ref[nn.Module],
+        config: CacheConfig,
+        cross: PagedCache | None = None,
+    ) -> None:
+        """Take `sequences` as this cache's own: they are freed when the cache is gone. Layers that attend across are those of `cross`."""
+        across = iter(() if cross is None else cross.layers)
+        layers = [next(across) if cross is not None and slot.kind == CROSS else slot.open(i, sequences) for i, slot in enumerate(slots)]
+        Cache.__init__(self, layers=layers)
+        self.sequences, self.config, self.cross, self._model = sequences, config, cross, model
+        self.reuse = None
+        self.mask_read = False
+        """Whether the running call has read its attention mask on the host."""
+        self.prompt_in_chunks = False
+        """Whether the running call feeds its prompt in several forwards."""
+        weakref.finalize(self, sequences.memory.abandon, sequences).atexit = False
+
+    # ---- what it is
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model whose pools hold the blocks."""
+        return self._model()
+
+    @property
+    def paged_layers(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    @property
+    def own_layers(self) -> list[PagedLayer]:
+        """The paged layers that hold the tokens of `sequences`: all but those that attend across."""
+        return [layer for layer in self.paged_layers if layer.sequences is self.sequences]
+
+    @property
+    def complete(self) -> bool:
+        """Whether pages hold all that the cache keeps: no layer has a state beside or instead of them."""
+        return all(getattr(layer, "complete", type(layer) in NO_CONTENT) for layer in self.layers)
+
+    @property
+    def paths(self) -> list[Path | str]:
+        """How attention last read each layer: "paged", "dense" (through a dense copy), "unused", or "stock"."""
+        return [layer.path if isinstance(layer, PagedLayer) else "stock" for layer in self.layers]
+
+    def tables(self, layer: int = 0) -> list[list[int]]:
+        """The blocks of every row, as layer number `layer` sees them."""
+        self.settle()
+        found = self.paged_layers[layer]
+        return [list(table.blocks) for table in found.sequences.tables(found.kind)]
+
+    def __repr__(self) -> str:
+        rows, tokens = self.sequences.count, self.sequences.columns
+        return f"PagedCache(rows={rows}, tokens={tokens}, block_size={self.config.block_size}, layers={len(self)})"
+
+    # ---- rows
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Replace row i by row beam_idx[i]. Tables are forked, no tensor moves."""
+        self.settle()
+        self.sequences.reorder(beam_idx)
+        self._reorder_others(beam_idx)
+        if self.cross is not None:
+            self.cross.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int | torch.Tensor) -> None:
+        """Fork every row into `repeats` rows, or row i into repeats[i]."""
+        self.settle()
+        rows = torch.arange(self.sequences.count, device="cpu")
+        if len(rows):
+            repeats = repeats.cpu() if isinstance(repeats, torch.Tensor) else repeats
+            self._select(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the rows `indices`, in that order: all that can index the rows of a tensor."""
+        self.settle()
+        rows = torch.arange(self.sequences.count, device="cpu")
+        if not len(rows):
+            return
+        picked = rows[indices.cpu() if isinstance(indices, torch.Tensor) else indices, ...]
+        if picked.ndim != 1:
+            raise IndexError(f"batch_select_indices got {indices!r}, expected a list of rows; a single row i is [i]")
+        self._select(picked)
+
+    def _select(self, index: torch.Tensor) -> None:
+        """Make row i what row index[i] was, in every layer. A cache that is left without rows is empty."""
+        if len(index):
+            self.sequences.select(index.tolist())
+        else:
+            self.sequences.free()
+        self._reorder_others(index)
+        self._follow_rows()
+        if self.cross is not None and self.cross.sequences.count:
+            self.cross._select(index)
+
+    def settle(self) -> None:
+        """Pay what the rows are owed, in every layer."""
+        with self.sequences.memory.lock:
+            for part in paged_parts(self):
+                part.sequences.flush()
+            self.spread()
+
+    def spread(self) -> None:
+        """Fork the rows that stand for several equal ones, in every layer."""
+        repeats = self.sequences.unforked
+        if repeats > 1:
+            index = torch.arange(self.sequences.count, device="cpu").repeat_interleave(repeats)
+            self.sequences.spread()
+            self._reorder_others(index)
+        if self.cross is not None:
+            self.cross.spread()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last |tokens_to_remove| tokens; a positive number is the length to keep, as it once was.
+
+        They are tokens of the text: what layers attend to across stays.
+        """
+        columns = self.sequences.columns
+        count = int(tokens_to_remove)
+        count = max(0, columns - count) if count > 0 else -count
+        with self.sequences.changing_all():
+            self.sequences.check_past(min(count, columns))
+            for layer in self._layers_of_rows():
+                layer.crop(-count)
+            self.sequences.crop(min(count, columns))
+        self._follow_rows()
+
+    def reset(self) -> None:
+        """Give back every block and begin anew."""
+        self.sequences.free()
+        with self.sequences.changing_all():
+            for layer in self._layers_of_rows():
+                layer.reset()
+        if self.cross is not None:
+            self.cross.reset()
+        if self.reuse is not None:
+            self.reuse.leave()
+            self.reuse = Reuse(self.sequences, self.config)
+
+    def _reorder_others(self, index: torch.Tensor) -> None:
+        """Do to what layers keep outside the pages what was done to the tables."""
+        with self.sequences.changing_all():
+            for layer in self._layers_of_rows():
+                layer.reorder_cache(index)
+
+    def _layers_of_rows(self) -> list[Any]:
+        """All layers but those that attend across, whose rows are those of `cross`."""
+        return [layer for layer in self.layers if not isinstance(layer, PagedLayer) or layer.sequences is self.sequences]
+
+    def _follow_rows(self) -> None:
+        for layer in self.own_layers:
+            layer.follow()
+
+    def mark(self) -> Mark:
+        """Where the cache is before a step, for `roll_back`."""
+        columns = self.sequences.positions
+        begins = not all(columns.values())
+        return Mark(columns, [layer.is_initialized for layer in self.own_layers] if begins else None)
+
+    def roll_back(self, mark: Mark) -> None:
+        """Undo a step that failed halfway: every group back to where it was. What layers keep outside the pages stays."""
+        for kind, rows in self.sequences.rows.items():
+            if rows.columns > mark.columns[kind] and not rows.torn:
+                rows.crop(rows.columns - mark.columns[kind])
+        layers = self.own_layers
+        for layer, initialized in zip(layers, mark.initialized or [True] * len(layers), strict=True):
+            layer.is_initialized &= initialized
+            layer.follow()
+
+    def begin_at(self, columns: int) -> None:
+        """Let the layers know that their rows began with `columns` columns that were there already."""
+        for layer in self.own_layers:
+            layer.columns = columns
+
+    def require_even(self) -> None:
+        """Raise if a step has passed by a layer that holds earlier tokens: its table counts tokens that were never written."""
+        for layer in self.own_layers:
+            rows = self.sequences.rows[layer.kind]
+            if layer.columns and layer.columns != rows.columns:
+                raise RuntimeError(
+                    f"layer {layer.number} holds {layer.columns} tokens and was given none of a step, after which the other layers hold "
+                    f"{rows.columns}; {DIFFER}"
+                )
+
+    def follow(self) -> None:
+        """Let the layers know what their rows have done without them: a replayed step passes them by."""
+        for layer in self.own_layers:
+            if layer.is_initialized:
+                layer.columns, layer.path = self.sequences.rows[layer.kind].columns, "paged"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        """A fork: the same blocks under new tables, copied only where one of the two writes."""
+        self.settle()
+        twin = PagedCache.__new__(PagedCache)
+        memo[id(self)] = twin
+        slots = [Slot.like(layer, memo) for layer in self.layers]
+        cross = None if self.cross is None else self.cross.__deepcopy__(memo)
+        twin._adopt(self.sequences.fork(), slots, self._model, self.config, cross)
+        twin.reuse = None if self.reuse is None else self.reuse.fork(twin.sequences)
+        for mine, theirs in zip(self.layers, twin.layers, strict=True):
+            if isinstance(mine, PagedLayer) and isinstance(theirs, PagedLayer):
+                theirs.continue_from(mine)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a PagedCache lives in its model's pools and cannot be pickled; save cache.to_dynamic() instead")
+
+    def to_dynamic(self) -> DynamicCache:
+        """A stock cache with the same content, in tensors of its own."""
+        self.settle()
+        stock = DynamicCache()
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, PagedLayer) and layer.columns:
+                assert layer.keys is not None and layer.values is not None
+                stock.update(layer.keys.clone(), layer.values.clone(), i)
+        return stock
+
+
+def paged_parts(cache: object) -> list[PagedCache]:
+    """The paged caches in what a model calls its cache: the decoder's own first, then the cross attention's."""
+    if isinstance(cache, EncoderDecoderCache):
+        return [*paged_parts(cache.self_attention_cache), *paged_parts(cache.cross_attention_cache)]
+    if not isinstance(cache, PagedCache):
+        return []
+    return [cache] if cache.cross is None else [cache, cache.cross]

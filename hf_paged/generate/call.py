@@ -1,0 +1,195 @@
+"""One call of generate(): what was asked, and what must be as before when it ends."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..kv import fork_safe_lock, in_forked_process
+from ..model.attention import NAME
+from ..model.mla import defer_expansion, expanding_classes
+from ..model.registry import memory_of
+from ..model.state import Watch, watching
+from ..model.support import warn, why_left
+from ..model.switch import decoder_configs, restore, switch
+from .cache import PagedCache
+from .forward import wrap
+
+
+class _Plug:
+    """A model whose forward is wrapped and whose attention is ours while at least one call runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: set[Call] = set()
+        self.inside = False
+        """Whether it is plugged in, all of it."""
+        self.configs = decoder_configs(model)
+        self.expanding = expanding_classes(model)
+        self.own: Callable[..., Any] | None = model.__dict__.get("forward")
+        self.wrapper = wrap(model, model.forward, masks_known=bool(self.configs))
+
+    def push_in(self, model: nn.Module) -> None:
+        defer_expansion(self.expanding)
+        switch(self.configs, NAME, self)
+        model.__dict__["forward"] = self.wrapper
+        self.inside = True
+
+    def pull_out(self, model: nn.Module) -> None:
+        self.inside = False
+        restore(self.configs, self)
+        # Somebody may have wrapped our wrapper meanwhile; without a paged cache it only passes through.
+        if model.__dict__.get("forward") is self.wrapper:
+            if self.own is None:
+                del model.__dict__["forward"]
+            else:
+                model.__dict__["forward"] = self.own
+
+
+_plugs: weakref.WeakKeyDictionary[nn.Module, _Plug] = weakref.WeakKeyDictionary()
+_running: set[Call] = set()
+"""The calls whose generate() has not ended. A call leaves it in one operation of the interpreter, which no interrupt divides."""
+_lock = fork_safe_lock()
+
+
+def _settle(model: nn.Module) -> None:
+    """Have a model plugged in while one of its calls runs, and as before when none does. An interrupted one may be repeated."""
+    with _lock:
+        plug = _plugs.get(model)
+        if plug is None:
+            return
+        plug.calls &= _running
+        if not plug.calls:
+            plug.pull_out(model)
+            _plugs.pop(model, None)
+        elif not plug.inside:
+            plug.push_in(model)
+
+
+def settle_models() -> None:
+    """Leave every model as it was that no call runs on: an interrupt may have kept its last call from doing so."""
+    for model in list(_plugs):
+        _settle(model)
+
+
+@dataclass(eq=False)
+class Call:
+    """A running generate(). `asked` is the word as a keyword; a config may ask as well.
+
+    Everything that a call takes it gives back in `close`, which may be repeated: an interrupt in the middle of it leaves what it has
+    not reached to the next time.
+    """
+
+    asked: bool
+    model: nn.Module | None = None
+    made: list[PagedCache] = field(default_factory=list)
+    used: list[PagedCache] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
+    left: bool = False
+    """Whether giving back has begun."""
+    outer: Call | None = field(default_factory=lambda: current.get())
+    outer_watch: Watch | None = field(default_factory=watching.get)
+
+    def open(self, watch: Watch) -> None:
+        """The call of generate() begins."""
+        if _plugs:
+            settle_models()
+        _running.add(self)
+        current.set(self)
+        watching.set(watch)
+
+    def plug(self, model: nn.Module, caches: list[PagedCache], made: bool) -> None:
+        """Begin to run `model` on `caches`, which this call made or was given."""
+        self.made += caches if made else []
+        self.used += caches
+        for cache in caches:
+            cache.mask_read = False
+        if self.model is not None:
+            return
+        with _lock:
+            self.model = model
+            plug = _plugs.get(model)
+            if plug is None:
+                plug = _plugs[model] = _Plug(model)
+            plug.calls.add(self)
+            _settle(model)
+
+    def close(self, answer: Any) -> None:
+        """Leave everything as it was; `answer` is None if the call failed, and its own caches' blocks are back at once. Twice is once."""
+        _running.discard(self)
+        current.set(self.outer)
+        watching.set(self.outer_watch)
+        self.leave(answer)
+
+    def leave(self, answer: Any) -> None:
+        """Give back what the call has taken of its model."""
+        model = self.model
+        if model is None:
+            return
+        memory, broken = memory_of(model), self.left or answer is None
+        memory.suspect |= broken
+        self.left = True
+        try:
+            _settle(model)
+            self._leave_prefixes(model, answer is not None)
+        finally:
+            self._give_back(model, answer is not None)
+        if answer is not None and left_behind(self.used[0], answer):
+            warn(why_left(model))
+        memory.suspect |= broken  # tables of the operation that broke off live as long as its traceback: count again without them
+        self.model = None
+
+    def _leave_prefixes(self, model: nn.Module, succeeded: bool) -> None:
+        """Leave what the caches hold to later calls."""
+        with memory_of(model).lock:
+            for cache in self.used:
+                if cache.reuse is not None:
+                    try:
+                        if succeeded:
+                            cache.settle()
+                            cache.reuse.commit(model)
+                    finally:
+                        cache.reuse.leave()
+
+    def _give_back(self, model: nn.Module, succeeded: bool) -> None:
+        """Give back what the caches hold and the call was not asked for."""
+        memory = memory_of(model)
+        memory.paths = [str(path) for path in self.used[0].paths]
+        if not succeeded:
+            memory.drain()
+            memory.suspect = bool(self.made)
+            for cache in self.made:
+                cache.reset()
+        for cache in self.used:
+            cache.spread()
+        memory.drain()
+
+
+def _leave_threads_behind() -> None:
+    """In a forked process: end the calls of threads that are not there."""
+    for call in list(_running):
+        if call.thread == threading.get_ident():
+            continue
+        for cache in call.used:
+            for rows in cache.sequences.rows.values():
+                rows.torn = True
+        _running.discard(call)
+        call.leave(None)
+
+
+in_forked_process(_leave_threads_behind)
+
+
+def left_behind(cache: PagedCache, answer: Any) -> bool:
+    """Whether the tokens of `answer` went through another cache than the one that was prepared."""
+    sequences = answer if isinstance(answer, torch.Tensor) else getattr(answer, "sequences", None)
+    return isinstance(sequences, torch.Tensor) and sequences.ndim == 2 and cache.get_seq_length() < sequences.shape[1] - 1
+
+
+current: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)

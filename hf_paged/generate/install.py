@@ -1,0 +1,256 @@
+"""The plug: three methods of GenerationMixin, two registry entries. `import hf_paged` installs it, `uninstall()` takes it out."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from ..config import CacheConfig
+from ..model.attention import NAME, paged_attention, paged_mask
+from ..model.mla import restore_expansion
+from ..model.registry import memories
+from ..model.state import Watch, runs_foreign_code
+from ..model.support import warn, why_dropped, why_not
+from .cache import PagedCache, paged_parts
+from .call import Call, current, settle_models
+
+WORD = "paged"
+EXPECTED = {
+    "generate": ["inputs", "generation_config", "logits_processor", "stopping_criteria"],
+    "_prepare_generation_config": ["generation_config"],
+    "_prepare_cache_for_generation": ["generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"],
+}
+PATCH = "_hf_paged_patch"
+
+
+class Patch:
+    """The wrappers in GenerationMixin and the methods that they wrap.
+
+    It is kept in GenerationMixin: a module that is reloaded, or imported a second time, finds it there.
+    """
+
+    def __init__(self) -> None:
+        self.owner = globals()
+        """The namespace of the module whose code the wrappers run."""
+        self.originals: dict[str, Callable[..., Any]] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether its wrappers act: one that others have wrapped cannot be removed and passes through."""
+        return _patch() is self
+
+    @property
+    def complete(self) -> bool:
+        """Whether every method is wrapped: an interrupt may have kept some from it."""
+        methods = {name: getattr(GenerationMixin, name) for name in self.originals}
+        return len(methods) == len(EXPECTED) and not any(methods[name] is own for name, own in self.originals.items())
+
+    def put_in(self) -> None:
+        """Wrap the methods. What an interrupt has left out is done by doing it again."""
+        setattr(GenerationMixin, PATCH, self)
+        for name, wrap in (
+            ("generate", _wrap_generate),
+            ("_prepare_generation_config", _wrap_prepare_config),
+            ("_prepare_cache_for_generation", _wrap_prepare_cache),
+        ):
+            method = getattr(GenerationMixin, name)
+            if self.originals.setdefault(name, method) is not method:
+                continue
+            wrapper = wrap(method, self)
+            # Itself: functools.wraps copies attributes.
+            wrapper.hf_paged = wrapper  # type: ignore[attr-defined]
+            setattr(GenerationMixin, name, wrapper)
+
+    def take_out(self) -> None:
+        """Give the methods back. Wrappers that others put on top of ours stay and pass through."""
+        for name, original in self.originals.items():
+            method = getattr(GenerationMixin, name)
+            if getattr(method, "hf_paged", None) is method:
+                setattr(GenerationMixin, name, original)
+        delattr(GenerationMixin, PATCH)
+
+
+def _patch() -> Patch | None:
+    return vars(GenerationMixin).get(PATCH)
+
+
+def install() -> None:
+    """Make "paged" a cache of generate(). Doing it twice does nothing."""
+    patch = _patch()
+    if installed() and patch is not None and patch.complete:
+        return
+    for name, expected in EXPECTED.items():
+        method = getattr(GenerationMixin, name, None)
+        found = [] if method is None else list(inspect.signature(method).parameters)[1:]
+        if found[: len(expected)] != expected:
+            raise ImportError(
+                f"hf_paged plugs into GenerationMixin.{name}{tuple(expected)} and found {tuple(found)} in transformers "
+                f"{transformers.__version__}; use a transformers release from 5.14 on that hf_paged was tested with"
+            )
+    AttentionInterface.register(NAME, paged_attention)
+    AttentionMaskInterface.register(NAME, paged_mask)
+    patch = _patch()
+    if patch is not None and not installed():  # of a module that was imported before this one, under the same name
+        patch.take_out()
+        patch = None
+    AttentionInterface.register(NAME, paged_attention)
+    AttentionMaskInterface.register(NAME, paged_mask)
+    (patch or Patch()).put_in()
+
+
+def uninstall() -> None:
+    """Give transformers its methods back."""
+    patch = _patch()
+    if patch is not None and installed():
+        patch.take_out()
+    settle_models()
+    for memory in memories():
+        memory.captured.clear()
+    restore_expansion()
+
+
+def installed() -> bool:
+    """Whether generate() knows the word."""
+    patch = _patch()
+    return patch is not None and patch.owner is globals()
+
+
+def _wrap_generate(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any]:
+    names = list(inspect.signature(stock).parameters)[1:]
+
+    @functools.wraps(stock)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not patch.active:
+            return stock(self, *args, **kwargs)
+        # A recipe from a hub replaces generate() altogether: the word is its own business.
+        asked = kwargs.get("cache_implementation") == WORD and not isinstance(kwargs.get("custom_generate"), str)
+        if asked:
+            del kwargs["cache_implementation"]
+        call = Call(asked)
+        watch = Watch(runs_foreign_code({**dict(zip(names, args, strict=False)), **kwargs}))
+        answer = None
+        try:
+            call.open(watch)
+            answer = stock(self, *args, **kwargs)
+            return answer
+        finally:
+            try:
+                call.close(answer)
+            finally:
+                call.close(answer)  # again, if an interrupt has broken it off; else there is nothing left to do
+
+    return generate
+
+
+def _wrap_prepare_config(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def _prepare_generation_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config, model_kwargs = stock(self, *args, **kwargs)
+        call = current.get()
+        if patch.active and call is not None and call.asked:
+            config.cache_implementation = WORD
+        return config, model_kwargs
+
+    return _prepare_generation_config
+
+
+def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> Any:
+        call = current.get()
+        if call is None and patch.active and generation_config.cache_implementation == WORD:
+            warn(f"{type(self).__name__} has a generate() of its own")
+            generation_config.cache_implementation = None
+        if call is None or not patch.active or not _takes(self, generation_config, model_kwargs):
+            return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        given = model_kwargs.get("past_key_values")
+        options = None if generation_config.cache_config is None else _options(generation_config)
+        cache = _made(self, options or CacheConfig()) if given is None else _given(self, given, options)
+        model_kwargs["past_key_values"] = cache
+        parts = paged_parts(cache)
+        _prepare(cache, parts, generation_config, max_cache_length)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        call.plug(self, parts, made=given is None)
+        return None
+
+    return _prepare_cache_for_generation
+
+
+def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether this call runs on pages: it was given a paged cache, or asks for one and can have it."""
+    given, asked = model_kwargs.get("past_key_values"), generation_config.cache_implementation == WORD
+    if paged_parts(given):
+        # A cache and the name of another: stock has its own error for that, here and below.
+        return asked or generation_config.cache_implementation is None
+    if asked and given is not None and generation_config.is_assistant:
+        # The main model's config brought the word. Whisper's generate() and decoder make caches of their own in the first round.
+        warn(f"the assistant {type(model).__name__} continues on a cache that it made itself")
+        generation_config.cache_implementation = generation_config.cache_config = None
+    if not asked or given is not None:
+        return False
+    reason = why_not(model, generation_config) or why_dropped(model)
+    if reason is not None:
+        warn(reason)
+        generation_config.cache_implementation = generation_config.cache_config = None
+    return reason is None
+
+
+def _options(generation_config: Any) -> CacheConfig:
+    """The options of a cache for this call. An assistant's calls are rounds of another's, and leave nothing to others."""
+    options = CacheConfig.of(generation_config.cache_config)
+    return replace(options, prefix_caching=False) if generation_config.is_assistant else options
+
+
+def _made(model: Any, options: CacheConfig) -> Any:
+    return _with_cross(model, PagedCache.make(model, options))
+
+
+def _with_cross(model: Any, cache: PagedCache) -> Any:
+    """The cache as the model wants it: an encoder-decoder's has a second half for what the decoder sees of the encoder."""
+    if not model.config.is_encoder_decoder:
+        return cache
+    prepare = inspect.unwrap(type(model)._prepare_cache_for_generation)
+    if prepare is not inspect.unwrap(GenerationMixin._prepare_cache_for_generation):
+        # The model makes its cross cache anew from the type of ours, so it gets stock's.
+        return EncoderDecoderCache(cache, DynamicCache())
+    return EncoderDecoderCache(cache, PagedCache.make(model, cache.config, cross=True))
+
+
+def _given(model: Any, given: Any, asked: CacheConfig | None) -> Any:
+    """A cache that the user passed: check whose it is and what `asked` for, and complete it for an encoder-decoder."""
+    own = paged_parts(given)[0]
+    if asked is not None and asdict(asked) != asdict(own.config):
+        raise ValueError(f"cache_config={asked} does not fit the PagedCache that was passed, made with {own.config}; give one of them")
+    if id(own.model) != id(model):
+        owner = "a model that is gone" if own.model is None else f"another model ({type(own.model).__name__})"
+        raise ValueError(
+            f"this PagedCache belongs to {owner} and cannot be used by this {type(model).__name__}; "
+            "make one with hf_paged.PagedCache(model)"
+        )
+    if isinstance(given, PagedCache):
+        given = _with_cross(model, given)
+    given._is_user_defined = True
+    return given
+
+
+def _prepare(cache: Any, parts: list[PagedCache], generation_config: Any, max_cache_length: int) -> None:
+    """Tell the caches what the call is going to do with them."""
+    fork = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    if isinstance(cache, EncoderDecoderCache) and len(parts) < 2:
+        fork = 1  # a half that is not ours cannot be forked late
+    begins = all(part.sequences.columns == 0 for part in parts)
+    for part in parts:
+        part.prompt_in_chunks = generation_config.prefill_chunk_size is not None
+        if begins:
+            part.sequences.unforked = fork
+    parts[0].sequences.expect(max_cache_length, fork)

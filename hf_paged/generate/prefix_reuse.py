@@ -1,0 +1,285 @@
+"""Prompts that begin like earlier ones: what is cached of them is not computed again (contract C17 to C25)."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers.utils.generic import ModelOutput
+
+from ..blocks import Prompt
+from ..config import CacheConfig
+from ..kv import Found, History, Memory, Prefix, Sequences, alike, begin_with, count, longest
+from ..model.hooks import Onlookers
+from ..model.identity import Survey, identity_of
+from ..model.state import watching
+from ..model.weights_digest import Unreadable
+from .keys import PLACES, Fed, Origin, Private, why_never
+
+if TYPE_CHECKING:
+    from .cache import Mark, PagedCache
+
+logger = logging.getLogger("hf_paged")
+
+ANSWERS = frozenset({"logits", "past_key_values"})
+"""What the answer to a part of a prompt may consist of."""
+Forward = Callable[..., Any]
+Compute = Callable[[dict[str, Any], bool], Any]
+"""How a forward is computed: from its arguments, and whether these are all that its caller gave."""
+
+
+class Reuse:
+    """What one cache takes from its model's prefixes, and what it leaves to others."""
+
+    def __init__(self, sequences: Sequences, config: CacheConfig) -> None:
+        self.sequences, self.config = sequences, config
+        self.history: History = sequences.keep_history()
+        self.spoiled: str | None = None
+        """Why what the rows hold is nobody else's, if it is not."""
+        self.state = 0
+        """The state of the model that the rows come from."""
+        self._keys: list[bytes] = []
+        """What decides the keys and values of each row beside its tokens; rows as they were in the beginning."""
+        self._tokens: list[list[int]] | None = None
+        """The tokens [rows][columns] so far, padding included, as long as the host knows all of them."""
+        self._forward: Forward | None = None
+        """The running call's, once it has looked at the model."""
+        self._origin: Origin | None = None
+        self._onlookers = Onlookers()
+        self._moves = 0
+        """How often the model's state had moved when the running call looked at it."""
+        self._closely = False
+        """Whether somebody's code runs between the forwards of the running call, which may change the model and change it back."""
+        self._seen = 0
+        """How many columns there were when the model was looked at behind the call's last forward, as far as that was known to be it."""
+
+    def fork(self, sequences: Sequences) -> Reuse:
+        """The same for a second cache that goes on from here."""
+        twin = copy.copy(self)
+        assert sequences.history is not None
+        twin.sequences, twin.history, twin._onlookers = sequences, sequences.history, Onlookers()
+        twin.leave()
+        return twin
+
+    # ---- a call
+
+    def spoil(self, reason: str) -> None:
+        """What the rows hold shall not be found."""
+        if self.spoiled is None:
+            self.spoiled = reason
+            _note(self.sequences.memory, reason)
+
+    def leave(self) -> None:
+        """The call is over, however it ended."""
+        self._onlookers.leave()
+        self._forward = self._origin = self._tokens = None
+        self._seen = 0
+
+    def commit(self, model: nn.Module) -> None:
+        """Let later calls begin with what the rows hold after one that succeeded (C17)."""
+        if self._forward is None or not self._is_sound():
+            return
+        if self._closely or self._seen != self.sequences.columns:
+            self._see_that_nothing_changed(model, self._forward)
+        if self.spoiled is None:
+            self._name(model, self.history.read(), self._keys_now())
+
+    def _see_that_nothing_changed(self, model: nn.Module, forward: Forward) -> None:
+        """Spoil what the rows hold if the model is not what it was when the call looked at it, or was not all the time."""
+        survey = Survey.of(model, forward)
+        if not self._onlookers.know(survey.hooked) or not identity_of(model).still(survey, self.state, self._moves):
+            self.spoil("the model changed while it was used")
+
+    def _is_sound(self) -> bool:
+        """Whether the rows hold what is known of them, computed as their keys say."""
+        if self._onlookers.changed:
+            self.spoil("a hook changes what layers compute")
+        if not self.sequences.padding_known:
+            self.spoil("the attention mask is not left padding")
+        whole = all(rows.columns == self.history.columns and not rows.torn for rows in self.sequences.rows.values())
+        return self.spoiled is None and whole and self.history.columns > 0
+
+    def _keys_now(self) -> list[bytes]:
+        """The keys of the rows as they are now."""
+        return [self._keys[row] for row in self.history.origins()]
+
+    def _name(self, model: nn.Module, tokens: list[list[int]], keys: list[bytes]) -> None:
+        exchange = identity_of(model).trust.get(self.state, "none") != "none"
+        for rows in self.sequences.rows.values():
+            rows.commit(tokens, keys, exchange)
+
+    # ---- a forward
+
+    def run(self, cache: PagedCache, model: nn.Module, forward: Forward, arguments: dict[str, Any], dense: bool, compute: Compute) -> Any:
+        """Compute a forward, less what is cached of it. With `dense` it is asked for more than logits."""
+        fed = None
+        if self.spoiled is None:
+            try:
+                fed = self._read(cache, arguments, self._look(cache, model, forward))
+            except (Private, Unreadable) as reason:
+                self.spoil(str(reason))
+        if self.spoiled is None and fed is not None:
+            return self._prompt(cache, model, arguments, fed, dense, compute)
+        self._tokens = None
+        answer = compute(arguments, True)
+        full = self.sequences.columns == self.sequences.expected
+        if self.spoiled is None and (self._closely or full):
+            self._see_that_nothing_changed(model, forward)  # while a device still works
+            self._seen = self.sequences.columns if full else 0
+        if self.spoiled is None:
+            self.history.feed(arguments["input_ids"])
+        return answer
+
+    def _look(self, cache: PagedCache, model: nn.Module, forward: Forward) -> Origin:
+        """Where this call's keys and values come from; the model is looked at once a call."""
+        if self.history.columns != self.sequences.columns:
+            raise Private("the cache was filled outside of generate()")
+        if self._origin is not None:
+            return self._origin
+        self._forward = forward
+        reason = why_never(cache, model)
+        if reason is not None:
+            raise Private(reason)
+        identity = identity_of(model)
+        glance = identity.begin(model, forward)
+        state = identity.number(glance)
+        if glance.survey.turns_with_length:
+            raise Private("the rotary embedding depends on the longest row")
+        if glance.survey.looks_around:
+            raise Private("a quantized layer rounds a token by what else is computed with it")
+        if identity.trust.get(state) == "none":
+            raise Private("a part of a prompt is not computed like the whole")
+        if self.history.columns and self.state != state:
+            raise Private("the model has changed since the cache was begun")
+        self.state, self._moves = state, identity.moves
+        self._onlookers = Onlookers()
+        self._onlookers.watch(glance.survey.hooked)
+        watch = watching.get()
+        self._closely = self._onlookers.some or (watch is not None and watch.foreign)
+        return Origin(identity.secret, state, self.config.salt, glance.survey.hooked)
+
+    def _read(self, cache: PagedCache, arguments: Mapping[str, Any], origin: Origin) -> Fed | None:
+        """What a prompt, or a part of one, is made of; None for a step that goes on behind it."""
+        ids, before, first = arguments.get("input_ids"), self.history.columns, self._origin is None
+        self._origin = origin
+        if not first and before and (self._tokens is None or not cache.prompt_in_chunks or ids is None or ids.shape[1] == 1):
+            if ids is None:
+                raise Private("a step was fed something else than token ids")
+            return None
+        if not self.sequences.padding_known:
+            raise Private("the attention mask is not left padding")
+        fed = origin.read(arguments, self.sequences.starts, before)
+        if before and fed.keys != self._keys_now():
+            raise Private("what follows was computed differently from what the cache holds")
+        return None if first and before else fed
+
+    def _prompt(self, cache: PagedCache, model: nn.Module, arguments: dict[str, Any], fed: Fed, dense: bool, compute: Compute) -> Any:
+        """Compute a prompt, or a part of one, less what is cached of all that is known so far."""
+        sequences, before, new = self.sequences, self.history.columns, fed.tokens.tolist()
+        tokens = new if self._tokens is None else [old + more for old, more in zip(self._tokens, new, strict=True)]
+        starts, columns = sequences.starts or [0] * len(tokens), before + fed.tokens.shape[1]
+        prompts = [Prompt(row[start:], self.config.block_size, key) for row, start, key in zip(tokens, starts, fed.keys, strict=True)]
+        trust = identity_of(model).trust.get(self.state)
+        prefix, reason = None, self._why_whole(model, arguments, dense)
+        if reason is None:
+            # One token alone is a step to many a model: only where masks say all is it computed as the end of a prompt.
+            most = columns - max(arguments["logits_to_keep"], 1 if trust == "masks" else 2)
+            prefix = longest(sequences, prompts, most, verify=self.config.verify == "tokens")
+            prefix = prefix if prefix is not None and prefix.columns > before else None
+        else:
+            _note(sequences.memory, reason)
+        answer = None
+        if prefix is not None and trust is not None:
+            answer = self._rest(cache, model, arguments, prefix, columns, compute)
+        if answer is None:
+            answer = self._whole(cache, model, arguments, prefix, columns, compute)
+            prefix = None
+        self.history.feed(fed.tokens)
+        self._tokens, self._keys = tokens, fed.keys
+        self._count(prompts, prefix, before, columns)
+        if self._is_sound():
+            self._name(model, tokens, fed.keys)
+        return answer
+
+    def _whole(
+        self, cache: PagedCache, model: nn.Module, arguments: dict[str, Any], prefix: Prefix | None, columns: int, compute: Compute
+    ) -> Any:
+        """Compute all of a prompt, and learn whether its beginning could have been left out.
+
+        Attention that reads pages under masks of ours says by itself that a token's keys and values depend on what stands before it
+        and on nothing else. A model with any other is tried once: a prefix that was found is computed again, before another end than
+        it had, and so is what follows it, with and without it.
+        """
+        trust, state = identity_of(model).trust, self.state
+        if prefix is None or state in trust or prefix.columns >= columns - max(arguments["logits_to_keep"], 2):
+            answer = compute(arguments, True)
+            if state not in trust and self.spoiled is None and all(layer.path == "paged" for layer in cache.own_layers):
+                trust[state] = "masks"
+            return answer
+        mark, starts = cache.mark(), self.sequences.starts
+        with Found(self.sequences, prefix) as found:
+            part = self._rest(cache, model, arguments, prefix, columns, compute)
+            if part is not None:
+                self._take_back(cache, mark, starts)
+            answer = compute(arguments, True)
+            if part is not None and self.spoiled is None:
+                same = found.agrees() and alike(answer.logits[:, -1], part.logits[:, -1])
+                trust[state] = "trial" if same else "none"
+        if trust.get(state) == "none":
+            self.spoil("a part of a prompt is not computed like the whole")
+        return answer
+
+    def _take_back(self, cache: PagedCache, mark: Mark, starts: list[int] | None) -> None:
+        """Go back to where a part of a prompt began."""
+        cache.roll_back(mark)
+        self.sequences.begin_at(starts)
+
+    def _why_whole(self, model: Any, arguments: Mapping[str, Any], dense: bool) -> str | None:
+        """Why this part of a prompt must be computed whole, or None if its end suffices."""
+        keep = arguments.get("logits_to_keep")
+        if dense:
+            return "hidden states or attentions are asked for"
+        if not isinstance(keep, int) or keep < 1:
+            return "all logits are asked for"
+        if arguments.get("output_router_logits") or getattr(model.config, "output_router_logits", False):
+            return "router logits are asked for"
+        if not identity_of(model).answers_in_part:
+            return "the model answers more than logits"
+        if self.history.columns and any(rows.window is not None for rows in self.sequences.rows.values()):
+            return "a prompt in chunks under a window"
+        return None
+
+    def _rest(self, cache: PagedCache, model: nn.Module, arguments: dict[str, Any], prefix: Prefix, columns: int, compute: Compute) -> Any:
+        """Let the rows begin with the prefix and compute the rest; None if that does not stand for the whole."""
+        sequences, before, starts = self.sequences, self.history.columns, self.sequences.starts
+        mark = cache.mark()
+        given = {name: arguments[name] for name in PLACES if arguments.get(name) is not None}
+        cut = {name: value[:, prefix.columns - before :].contiguous() for name, value in given.items()}
+        begin_with(sequences, prefix, columns - prefix.columns)
+        cache.begin_at(prefix.columns)
+        answer = compute({**arguments, **cut}, False)
+        short = not isinstance(answer, ModelOutput) or not ANSWERS.issuperset(name for name in answer if answer[name] is not None)
+        if not short and not self._onlookers.changed:
+            return answer
+        # The answer ought to be longer, or the cached part was computed without the hook: all of it, as if nothing had been found.
+        identity_of(model).answers_in_part &= not short
+        self._take_back(cache, mark, starts)
+        return None
+
+    def _count(self, prompts: list[Prompt], prefix: Prefix | None, before: int, columns: int) -> None:
+        """Enter in the books what was found."""
+        counts, reached = self.sequences.memory.counts, before if prefix is None else prefix.columns
+        count(self.sequences, prompts, prefix)
+        for start in self.sequences.starts or [0] * len(prompts):
+            counts["reused"] += max(0, reached - max(start, before))
+            counts["computed"] += max(0, columns - max(start, reached))
+
+
+def _note(memory: Memory, reason: str) -> None:
+    """Count a prompt that no other call shares; the log names each reason once a model."""
+    memory.reasons[reason] += 1
+    if memory.reasons[reason] == 1:
+        logger.warning("prefix_caching does not share this prompt: %s; hf_paged.stats(model) counts these", reason)

@@ -1,0 +1,133 @@
+"""What a model keeps between calls, in figures: `print(hf_paged.stats(model))`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from ..kv import Group
+from ..model.registry import base_model, known_memory
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """The blocks of one kind of layer. free + held + cached = blocks, at any time."""
+
+    kind: str
+    """"full", "cross" or "window W"."""
+    block_size: int
+    blocks: int
+    held: int
+    """Blocks that caches hold."""
+    cached: int
+    """Blocks that nobody holds and that a prompt may begin with."""
+    free: int
+    hits: int
+    """Blocks that prompts found."""
+    misses: int
+    """Blocks of prompts that had to be computed."""
+    copies: int
+    """Blocks that were copied because their reader wrote on."""
+    evictions: int
+    """Cached blocks that were given up for others."""
+    bytes: int
+
+    @classmethod
+    def of(cls, group: Group) -> PoolStats:
+        """Read a group's books."""
+        pool, counts = group.pool, group.pool.counts
+        kind = group.kind.name if group.kind.window is None else f"{group.kind.name} {group.kind.window}"
+        sizes = pool.block_size, pool.total, pool.held, pool.cached, pool.free
+        return cls(kind, *sizes, counts["hits"], counts["misses"], counts["copies"], counts["evictions"], group.bytes)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What `hf_paged.stats(model)` answers. Figures of blocks count all pools together."""
+
+    model: str
+    layers: tuple[str, ...]
+    """How attention read each layer in the last call: from its pages ("paged"), through a dense copy, by stock, or not at all."""
+    pools: tuple[PoolStats, ...]
+    reused: int
+    """Tokens of prompts that were found, in calls with prefix caching."""
+    computed: int
+    """Tokens of prompts that were not."""
+    reasons: Mapping[str, int]
+    """Why prompts were computed whole, or not kept for others, and how often."""
+
+    @property
+    def blocks(self) -> int:
+        return sum(pool.blocks for pool in self.pools)
+
+    @property
+    def held(self) -> int:
+        return sum(pool.held for pool in self.pools)
+
+    @property
+    def cached(self) -> int:
+        return sum(pool.cached for pool in self.pools)
+
+    @property
+    def free(self) -> int:
+        return sum(pool.free for pool in self.pools)
+
+    @property
+    def hits(self) -> int:
+        return sum(pool.hits for pool in self.pools)
+
+    @property
+    def misses(self) -> int:
+        return sum(pool.misses for pool in self.pools)
+
+    @property
+    def copies(self) -> int:
+        return sum(pool.copies for pool in self.pools)
+
+    @property
+    def evictions(self) -> int:
+        return sum(pool.evictions for pool in self.pools)
+
+    @property
+    def bytes(self) -> int:
+        return sum(pool.bytes for pool in self.pools)
+
+    def __str__(self) -> str:
+        runs = [(path, len(list(run))) for path, run in groupby(self.layers)]
+        lines = [self.model, "layers   " + (", ".join(f"{count} {path}" for path, count in runs) or "no call yet")]
+        if self.pools:
+            lines += _table(self.pools)
+        lines.append(f"prompts  {self.reused:,} tokens reused, {self.computed:,} computed")
+        lines += [f"         {count:,} x {reason}" for reason, count in sorted(self.reasons.items())]
+        return "\n".join(lines)
+
+
+def _table(pools: tuple[PoolStats, ...]) -> list[str]:
+    """Pools as columns under headings."""
+    names = [field.name for field in fields(PoolStats)]
+    rows = [[name.replace("_", " ") for name in names]]
+    rows += [[f"{cell:,}" if isinstance(cell, int) else cell for cell in (getattr(pool, name) for name in names)] for pool in pools]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
+    titles = ["pools", *[""] * len(pools)]
+    return [
+        f"{title:<9}{row[0]:<{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        for title, row in zip(titles, rows, strict=True)
+    ]
+
+
+def stats(model: nn.Module) -> Stats:
+    """Blocks held, cached and free, hits, misses, copies, evictions, and the path of each layer; it prints well."""
+    base: Any = base_model(model)
+    memory = known_memory(base)
+    if memory is None:
+        return Stats(type(base).__name__, (), (), 0, 0, MappingProxyType({}))
+    with memory.lock:
+        memory.drain()
+        pools = tuple(PoolStats.of(group) for group in memory.groups.values())
+        counts, reasons = memory.counts, MappingProxyType(dict(memory.reasons))
+        return Stats(type(base).__name__, tuple(memory.paths), pools, counts["reused"], counts["computed"], reasons)

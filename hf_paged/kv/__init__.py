@@ -1,0 +1,23 @@
+"""The tensors: pools of keys and values, and the index tensors of a step. No policy beyond the size of a pool."""
+
+from .batch import Batch
+from .flat import FlatBatch
+from .forks import fork_safe_lock, in_forked_process
+from .group import Group, Kind, Memory, is_out_of_memory
+from .history import History
+from .host import HostBlocks, Trip
+from .ops import NoKernels, TritonOps
+from .ops_torch import Ops, Seen
+from .prefixes import Found, Prefix, begin_with, count, longest
+from .rows import Rows
+from .sequences import Sequences
+from .spans import StaticSpans
+from .static import Ranks, StaticBatch
+from .store import Layout, Pages, Store, alike
+
+__all__ = [
+    "Batch", "FlatBatch", "Found", "Group", "History", "HostBlocks", "Kind",
+    "Layout", "Memory", "NoKernels", "Ops", "Pages", "Prefix", "Ranks", "Rows", "Seen",
+    "Sequences", "StaticBatch", "StaticSpans", "Store", "Trip", "TritonOps", "alike",
+    "begin_with", "count", "fork_safe_lock", "in_forked_process", "is_out_of_memory", "longest",
+]  # fmt: skip

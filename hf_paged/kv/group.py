@@ -1,0 +1,399 @@
+"""The pools of one model: per kind of layer the books, and the stores that their block ids mean."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter, OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+from ..blocks import BlockPool, Copy, OutOfBlocks
+from ..config import CacheConfig
+from .budget import free_bytes, require_room_for_books
+from .forks import fork_safe_lock
+from .host import HostBlocks
+from .ops_torch import Ops
+from .store import Layout, Store
+
+logger = logging.getLogger("hf_paged")
+
+ROOM_FOR = 16
+"""How many calls like its first one a pool is made for that keeps prefixes."""
+AFFORDABLE = 0.5
+"""The share of the free memory that a pool takes ahead of need; beyond it, it grows with the tokens."""
+
+
+class Holder(Protocol):
+    """Something that holds blocks or pools and can give them back: the rows of a cache, the pools of an engine."""
+
+    def free(self) -> None: ...
+
+
+class Kind(NamedTuple):
+    """What the layers of a group have in common: they hold the same tokens, so one table serves them all."""
+
+    name: Literal["full", "window", "cross"]
+    window: int | None = None
+
+
+class Group:
+    """The layers of one kind: one pool of block ids, and a store per layout they come in."""
+
+    def __init__(self, memory: Memory, kind: Kind, config: CacheConfig, layers: int, share: float) -> None:
+        self.memory, self.kind, self.config, self.share = memory, kind, config, share
+        self.pool = BlockPool(require_room_for_books(config.num_blocks or 0), config.block_size)
+        self._expected_layers = layers
+        self._place: dict[int, tuple[Layout, int]] = {}
+        self._count: Counter[Layout] = Counter()
+        self._stores: dict[Layout, Store] = {}
+        self.host: HostBlocks | None = None
+        """Where its blocks may wait outside the device, for whoever swaps."""
+        self.reserved: int | None = None
+        """The blocks that have memory, the first ones of the pool; None for all of them."""
+        self.kept = False
+        """Whether it stays where it is when the model trains."""
+
+    # ---- layers and their stores
+
+    def look_at(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Note what layer number `layer` looks like by its tensors of a step; in most steps it looks as before."""
+        known = self._place.get(layer)
+        if known is None or not self.pool.held or not known[0].describes(keys, values):
+            self.place(layer, Layout.of(keys, values))
+
+    def place(self, layer: int, layout: Layout) -> None:
+        """Note what layer number `layer` looks like, before its first token or when it has changed."""
+        known = self._place.get(layer)
+        if known is not None and known[0] == layout and (self.pool.held or self.pool.cached):
+            return
+        if known is not None and self.pool.held:
+            raise ValueError(f"layer {layer} holds keys and values like {known[0]} and cannot take {layout}; drop the caches you keep")
+        if known is not None:
+            # Nobody holds anything: whatever the layers looked like before, they may look otherwise now.
+            if known[0] != layout:
+                self.give_back()
+            self._place.clear()
+            self._count.clear()
+        self._place[layer] = (layout, self._count[layout])
+        self._count[layout] += 1
+
+    def look_anew(self) -> None:
+        """Whatever the layers looked like, they may look otherwise from now on; only while nobody holds any blocks."""
+        if self.pool.held:
+            raise ValueError(f"{self.pool.held} blocks are held; their layers cannot look otherwise")
+        self.give_back()
+        self._place.clear()
+        self._count.clear()
+
+    def store(self, layer: int) -> tuple[Store, int]:
+        """The store that layer number `layer` lives in, allocated when first needed, and its place there."""
+        layout, index = self._place[layer]
+        store = self._stores.get(layout)
+        if store is None or index >= store.layers:
+            store = self._make_store(layout, store)
+        return store, index
+
+    def _make_store(self, layout: Layout, old: Store | None) -> Store:
+        # The first layer speaks for all until others show another layout.
+        layers = max(self._count[layout], self._expected_layers if len(self._count) == 1 else 0)
+        if old is not None:
+            layers = max(layers, min(2 * old.layers, self._expected_layers))
+        try:
+            blocks = self.pool.total if self.reserved is None else self.reserved
+            store = Store(layout, layers, blocks, self.pool.block_size, self.config.kernels)
+        except (MemoryError, RuntimeError) as error:
+            raise self._translate(error) from error
+        if old is not None:
+            store.keys[: old.layers], store.values[: old.layers] = old.keys, old.values
+            self.memory.captured.clear()
+        self._stores[layout] = store
+        return store
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers of the group, as far as they are known."""
+        unseen = max(0, self._expected_layers - sum(self._count.values()))
+        tokens = sum(layout.token_bytes * count for layout, count in self._count.items())
+        tokens += unseen * next((layout.token_bytes for layout in self._count), 0)
+        return tokens * self.pool.block_size
+
+    @property
+    def stores(self) -> list[Store]:
+        """The stores there are now."""
+        return list(self._stores.values())
+
+    @property
+    def layouts(self) -> dict[Layout, int]:
+        """What the layers look like, and how many look so, as far as they are known."""
+        return dict(self._count)
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the stores lie."""
+        return {layout.device for layout in self._stores}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stores lie, if that is one device."""
+        return next(iter(self._stores)).device
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What the stores hold."""
+        return [data for store in self._stores.values() for data in (store.keys, store.values)]
+
+    @property
+    def captured_ops(self) -> Ops:
+        """The ops of captured steps, the same for all layers."""
+        return next(iter(self._stores.values())).captured
+
+    @property
+    def bytes(self) -> int:
+        return sum(store.bytes for store in self._stores.values())
+
+    def copy(self, copies: list[Copy]) -> None:
+        """Carry out copies on write in every store."""
+        for store in self._stores.values():
+            store.copy(copies)
+
+    def copy_pairs(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Carry out the copies of a captured step in every store; all of them lie on one device."""
+        for store in self._stores.values():
+            store.copy_pairs(sources, targets)
+
+    def alike(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Whether the blocks of every pair hold the same in every layer, up to rounding."""
+        return all(store.alike(pairs) for store in self._stores.values())
+
+    # ---- size
+
+    def refuse_hopeless(self, tokens: int, blocks: int) -> None:
+        """Raise at once if a fixed pool cannot hold even one sequence of `tokens` tokens, which takes `blocks` (C11)."""
+        if self.config.memory_fraction is not None and not self.pool.total:
+            self._grow_to(self._fraction_blocks())
+        if self.config.fixed and blocks > self.pool.total:
+            raise OutOfBlocks(
+                f"{self._sized} cannot hold one sequence of {tokens} tokens (the {self.kind.name} layers need {blocks} blocks of "
+                f"{self.pool.block_size}, the pool has {self.pool.total}); raise it or lower max_length"
+            )
+
+    @property
+    def _sized(self) -> str:
+        """The option that fixed the pool's size, as the user gave it."""
+        config = self.config
+        return f"num_blocks={config.num_blocks}" if config.num_blocks else f"memory_fraction={config.memory_fraction}"
+
+    def make_room(self, need: int, hint: int) -> None:
+        """See to it that `need` blocks are available; `hint` is what a call that begins may come to need."""
+        pool, fixed = self.pool, self.config.fixed
+        if not fixed and hint > pool.free:
+            self._grow_ahead(need, hint)
+        if need <= pool.available:
+            return
+        self.memory.drain()
+        if need > pool.available and fixed:
+            gc.collect()
+            self.memory.drain()
+        if need > pool.available and fixed:
+            raise OutOfBlocks(self._explain(need))
+        self._grow_to(max(pool.held + need, min(2 * pool.total, self._affordable())))
+
+    def resize(self, total: int) -> None:
+        """Have exactly `total` blocks from now on, for whoever plans with a fixed number; only while nobody holds any."""
+        if self.pool.held:
+            raise ValueError(f"{self.pool.held} blocks are held; a pool in use cannot be resized")
+        self.give_back()
+        self.pool = BlockPool(total, self.pool.block_size)
+        self.reserved = None
+
+    def reserve(self, blocks: int) -> None:
+        """Have memory for the first `blocks` blocks; it grows at least to twice its size, within the pool."""
+        before = self.reserved
+        if before is None or blocks <= before:
+            return
+        wanted = min(self.pool.total, max(blocks, 2 * before))
+        try:
+            self._back(wanted)
+        except (MemoryError, RuntimeError) as error:
+            if wanted == blocks or not is_out_of_memory(error):
+                raise self._translate(error, wanted) from error
+            self._back(blocks)
+
+    def _back(self, blocks: int) -> None:
+        """Move the stores to memory for `blocks` blocks; all that they hold comes along."""
+        logger.info("the %s layers have memory for %d of %d blocks now", self.kind.name, blocks, self.pool.total)
+        self.memory.captured.clear()
+        for store in self._stores.values():
+            if store.blocks < blocks:
+                store.grow(blocks)
+        self.reserved = blocks
+
+    def _grow_ahead(self, need: int, hint: int) -> None:
+        """Grow beyond the need of the moment; while there is memory for it, rather than to give up what is cached."""
+        pool = self.pool
+        # A pool that grows takes more than it was asked for: whoever generates on and on must not move it every time.
+        wanted, affordable = max(pool.held + pool.cached + hint, 2 * pool.total), self._affordable()
+        if hint > pool.available or wanted <= affordable:
+            self._grow_to(max(pool.held + need, min(wanted, affordable)))
+
+    def _grow_to(self, total: int) -> None:
+        """Grow the books and the tensors. An idle group lets go of its tensors first; if it must, also of what it caches."""
+        pool = self.pool
+        if total <= pool.total:
+            return
+        if pool.total:
+            logger.info("the pool of the %s layers grows from %d to %d blocks", self.kind.name, pool.total, total)
+        if not pool.held and not pool.cached:
+            self.give_back()
+        try:
+            self.memory.captured.clear()
+            for store in self._stores.values():
+                store.grow(total)
+        except (MemoryError, RuntimeError) as error:
+            if pool.held or not pool.cached or not is_out_of_memory(error):
+                raise self._translate(error, total) from error
+            self.give_back()
+        pool.grow(total)
+
+    def _affordable(self) -> int:
+        """The blocks that may be allocated ahead of need."""
+        device = next(iter(self._count)).device
+        return self.pool.total + int(AFFORDABLE * self.share * free_bytes(device)) // self.block_bytes
+
+    def _fraction_blocks(self) -> int:
+        assert self.config.memory_fraction is not None
+        device = next(iter(self._count)).device
+        blocks = int(self.config.memory_fraction * self.share * free_bytes(device)) // self.block_bytes
+        if blocks < 1:
+            raise OutOfBlocks(
+                f"memory_fraction={self.config.memory_fraction} of the free memory on {device} is less than one block of "
+                f"{self.block_bytes} bytes; raise it or lower block_size={self.pool.block_size}"
+            )
+        return blocks
+
+    def _explain(self, need: int) -> str:
+        pool = self.pool
+        return (
+            f"{need} more blocks of {pool.block_size} tokens are needed for the {self.kind.name} layers, {pool.available} of "
+            f"{pool.total} are free ({self._sized}, {self.block_bytes} bytes a block); raise it, lower the batch size, num_beams "
+            "or max_length, or drop caches that you keep"
+        )
+
+    def _translate(self, error: Exception, total: int | None = None) -> Exception:
+        """Say in the pool's own words that the device has no memory; any other error stays what it is."""
+        if not is_out_of_memory(error):
+            return error
+        blocks = total or self.pool.total
+        return OutOfBlocks(
+            f"no memory for a pool of {blocks} blocks of {self.block_bytes} bytes for the {self.kind.name} layers ({error}); lower "
+            "the batch size, num_beams or max_length, drop caches that you keep, or fix a smaller num_blocks"
+        )
+
+    def give_back(self) -> None:
+        """Let go of the tensors, those on the host too; the books keep their size."""
+        self.memory.captured.clear()
+        self.pool.forget()
+        self._stores.clear()
+        if self.host is not None:
+            self.host.give_back()
+
+
+class Memory:
+    """All pools of one model. One lock guards books and tensors: a step of one cache runs at a time."""
+
+    def __init__(self) -> None:
+        self.lock = fork_safe_lock()
+        self.groups: dict[tuple[Kind, CacheConfig], Group] = {}
+        self.captured: OrderedDict[Hashable, Any] = OrderedDict()
+        """Steps captured over the addresses of the stores, least recently used first; dropped as soon as a store moves."""
+        self.suspect = False
+        """Whether a call failed since the books were last known to agree with the tables."""
+        self._abandoned: deque[Holder] = deque()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        """The stream of each device that the last step ran on."""
+        self.counts: Counter[str] = Counter()
+        """Tokens of prompts that were "computed" and "reused", in calls that may reuse."""
+        self.reasons: Counter[str] = Counter()
+        """Why prompts were computed whole or not kept for others, and how often."""
+        self.paths: list[str] = []
+        """How attention read each layer in the last call."""
+
+    def group(self, kind: Kind, config: CacheConfig, layers: int, share: float) -> Group:
+        """The group of `kind` under `config`: other options mean another pool, so nobody's choice changes a pool in use."""
+        with self.lock:
+            self.drain()
+            for other in self.groups.values():
+                if other.kind == kind and other.config != config and not other.pool.held and not other.pool.cached:
+                    other.give_back()
+            if (kind, config) not in self.groups:
+                self.groups[kind, config] = Group(self, kind, config, layers, share)
+            return self.groups[kind, config]
+
+    def queue(self) -> None:
+        """Let this step wait, on the device, for what another stream was given to do with the pools before."""
+        for device in {device for group in self.groups.values() for device in group.devices if device.type == "cuda"}:
+            stream, last = torch.cuda.current_stream(device), self._streams.get(device)
+            if last is not None and last != stream:
+                stream.wait_stream(last)
+            self._streams[device] = stream
+
+    def abandon(self, holder: Holder) -> None:
+        """Note what a cache held that is gone. Finalizers call it, in any thread, in the middle of anything: it only notes."""
+        self._abandoned.append(holder)
+
+    def drain(self) -> None:
+        """Free what finalizers have noted. If something broke into a change of the books, make them whole first."""
+        with self.lock:
+            if self.suspect:
+                for group in self.groups.values():
+                    group.pool.recover()
+                self.suspect = False
+            while self._abandoned:
+                self.suspect = True
+                self._abandoned[0].free()
+                self._abandoned.popleft()
+                self.suspect = False
+
+    def forget(self) -> None:
+        """Drop every name: no prefix is found again, cached blocks are free, caches that are kept go on."""
+        with self.lock:
+            self.drain()
+            for group in self.groups.values():
+                group.pool.forget()
+
+    @property
+    def held(self) -> int:
+        """Blocks that caches hold now."""
+        self.drain()
+        return sum(group.pool.held for group in self.groups.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(group.bytes for group in self.groups.values())
+
+    def release(self, training: bool = False) -> int:
+        """Give back the tensors of every idle group and answer with the number of their bytes. If it is for training, some stay."""
+        with self.lock:
+            self.drain()
+            idle = [group for group in self.groups.values() if not group.pool.held and not (training and group.kept)]
+            freed = sum(group.bytes for group in idle)
+            for group in idle:
+                group.give_back()
+            return freed
+
+    def check(self) -> None:
+        """Recount the books of every group."""
+        with self.lock:
+            self.drain()
+            for group in self.groups.values():
+                group.pool.check()
+                if group.host is not None:
+                    group.host.pool.check()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed for want of memory, on whatever device."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

@@ -1,0 +1,369 @@
+"""What is done to pages, behind one interface: plain torch, Triton or C++. Chosen once, when the pages are allocated."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .batch import Batch
+from .flat import FlatBatch
+from .ops_torch import Ops, Seen
+from .spans import StaticSpans
+from .static import StaticBatch
+from .upload import upload
+
+if TYPE_CHECKING:
+    from .store import Layout, Pages
+
+logger = logging.getLogger("hf_paged")
+
+WIDEST_HEAD = 256
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class NoKernels(ValueError):
+    """Kernels that were asked for cannot run here."""
+
+
+class TritonOps(Ops):
+    """Kernels that read the pages in place. What they have no words for (masks, biases, whole prompts) stays with torch."""
+
+    def __init__(self) -> None:
+        import hf_paged_kernels
+
+        self.kernels = hf_paged_kernels
+
+    @property
+    def first(self) -> list[Callable[[], None]]:
+        """What every kernel's compilation waits for: calls that have it done before, in any thread."""
+        return [self.kernels.find_driver, self.kernels.know_triton]
+
+    def advance(self, table: torch.Tensor, *step: Any) -> None:
+        with on(table.device):
+            self.kernels.advance(table, *step)
+
+    def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
+        keys, values = keys.to(pages.keys.dtype), values.to(pages.values.dtype)
+        if keys.stride(3) != 1 or values.stride(3) != 1:
+            keys, values = keys.contiguous(), values.contiguous()
+        blocks = [_by_block(data, pages.batch.block_size) for data in (pages.keys, pages.values)]
+        with on(keys.device):
+            self.kernels.write(keys, values, *blocks, pages.batch.targets(keys.device))
+
+    def rotary_write(
+        self, pages: Pages, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Give query and key [rows, heads, new, dim] their positions; the key goes to its slots with the value, the query comes back."""
+        blocks = [_by_block(data, pages.batch.block_size) for data in (pages.keys, pages.values)]
+        with on(key.device):
+            turned: torch.Tensor = self.kernels.rotary_write(query, key, value, cos, sin, *blocks, pages.batch.targets(key.device))
+            return turned
+
+    def gather(self, data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.Tensor:
+        if not isinstance(batch, Batch) or batch.lane is not None or batch.empty:
+            return super().gather(data, batch, first)  # a view, or nothing at all
+        batch.check()
+        device = data.device
+        starts = None if batch.starts is None else upload(batch.starts, device, torch.int32)
+        with on(device):
+            pages = _by_block(data, batch.block_size)
+            found: torch.Tensor = self.kernels.gather(pages, batch.table(device), starts, first, batch.columns)
+            return found
+
+    def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        with on(sources.device):
+            self.kernels.copy(list(pools), sources, targets)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: Pages,
+        seen: Seen,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        batch = pages.batch
+        # A whole prompt has its keys at hand, and rows of several lengths would have to be packed: both are torch's.
+        whole = query.shape[2] > 1 and (not seen.causal or batch.fresh or batch.starts is not None)
+        # What an encoder said is seen whole, under no mask if none of its rows is shorter.
+        masked = not seen.causal and (seen.mask is not None or not isinstance(batch, StaticBatch))
+        if masked or whole or query.dtype != pages.keys.dtype:
+            return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
+        options = {"scale": scale, "softcap": softcap, "sinks": None if sinks is None else sinks.float()}
+        with on(query.device):
+            if isinstance(batch, FlatBatch):
+                return self._flat(query, pages, batch, seen.window, options)
+            if isinstance(batch, StaticSpans):
+                return self._spans(query, pages, batch, seen.window, options)
+            if query.shape[2] == 1:
+                return self._decode(query, pages, seen.window, options)
+            return self._prefill(query, pages, seen.window, options)
+
+    def _decode(self, query: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]) -> torch.Tensor:
+        batch = pages.batch
+        keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
+        tokens = query[:, :, 0]
+        plan = self._plan(tokens, keys, values, window, batch, batch.lengths(query.device))
+        out: torch.Tensor = self.kernels.decode(tokens, keys, values, batch.table(query.device), plan, **options)
+        return out.unsqueeze(1)
+
+    def _plan(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, batch: Batch | StaticBatch,
+        lengths: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        """The step's plan for layers of one shape and window: kept from step to step, updated once in each."""
+        key = (query.shape, query.dtype, query.device, values.shape[2:], window, batch.columns.bit_length())
+        plans = batch.workspace.setdefault("plans", {})
+        plan, planned = plans.get(key, (None, None))
+        if plan is None:
+            plan = self.kernels.Plan(query, keys, values, mean_length=batch.columns, window=window)
+        if planned is not batch.step:
+            plan.update(lengths)
+            plans[key] = (plan, batch.step)
+        return plan
+
+    def _prefill(self, query: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]) -> torch.Tensor:
+        rows, heads, new, dim = query.shape
+        batch, device = pages.batch, query.device
+        keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
+        borders = torch.arange(0, (rows + 1) * new, new, dtype=torch.int32, device=device)
+        packed = query.transpose(1, 2).reshape(rows * new, heads, dim)
+        out: torch.Tensor = self.kernels.prefill(
+            packed, keys, values, batch.table(device), borders, batch.lengths(device), new, window=window, **options
+        )
+        by_row: torch.Tensor = out.unflatten(0, (rows, new))
+        return by_row
+
+    def _flat(self, query: torch.Tensor, pages: Pages, batch: FlatBatch, window: int | None, options: dict[str, Any]) -> torch.Tensor:
+        """Sequences of any lengths in one row of tokens: one launch for all of them."""
+        keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
+        table, lengths = batch.table(query.device), batch.lengths(query.device)
+        packed, most = query[0].transpose(0, 1).contiguous(), max(batch.counts)
+        if most == 1:
+            plan = self._plan(packed, keys, values, window, batch, lengths)
+            out: torch.Tensor = self.kernels.decode(packed, keys, values, table, plan, **options)
+        else:
+            out = self.kernels.prefill(packed, keys, values, table, batch.borders_on(query.device), lengths, most, window=window, **options)
+        return out[None]
+
+    def _spans(self, query: torch.Tensor, pages: Pages, batch: StaticSpans, window: int | None, options: dict[str, Any]) -> torch.Tensor:
+        """Rows of one token by the kernel of decoding steps, the chunks behind them by that of prompts."""
+        keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
+        packed, few = query[:, :, 0], min(batch.most, batch.rows)
+        out = packed.new_zeros(*packed.shape[:2], values.shape[3])
+        plan = self._plan(packed[:few], keys, values, window, batch, batch.alone[:few])
+        self.kernels.decode(packed[:few], keys, values, batch.blocks[:few], plan, out=out[:few], **options)
+        key = (query.shape, query.dtype, query.device, values.shape[2:])
+        known = batch.workspace.setdefault("spans", {})
+        spans, laid_out = known.get(key, (None, None))
+        if spans is None:
+            spans = self.kernels.Spans(packed, keys, values, batch.most, least=2)
+        if laid_out is not batch.step:
+            spans.update(batch.borders)
+            known[key] = (spans, batch.step)
+        self.kernels.prefill(
+            packed, keys, values, batch.blocks, batch.borders, batch.totals, batch.rows, window=window, out=out, spans=spans, **options
+        )
+        return out.unsqueeze(1)
+
+
+FEW = 16
+"""A step of more new tokens than this is a prompt's: its products are large, and torch's are faster."""
+
+
+class NativeOps(Ops):
+    """The C++ op of CPUs, which reads the pages in place. What it has no words for (masks, biases, prompts) stays with torch."""
+
+    def __init__(self, library: Any) -> None:
+        import hf_paged_native
+
+        self.native, self.library = hf_paged_native, library
+
+    def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if isinstance(pages.batch, FlatBatch):
+            super().write(pages, keys, values)
+            return
+        pools = pages.keys, pages.values
+        keys, values = self._dense(keys, pages.keys.dtype), self._dense(values, pages.keys.dtype)
+        key = (keys.shape, keys.stride(), values.shape, values.stride(), keys.dtype)
+        self._planned(pages.batch, key, self.native.Write, keys, values, *pools).run(keys, values, *pools)
+
+    @staticmethod
+    def _dense(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        data = data if data.dtype == dtype else data.to(dtype)
+        return data if data.stride(3) == 1 else data.contiguous()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: Pages,
+        seen: Seen,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        batch = pages.batch
+        prompt = query.shape[2] > FEW or (batch.fresh and query.shape[2] > 1)
+        learning = torch.is_grad_enabled() and query.requires_grad
+        fits = query.dtype == pages.keys.dtype and query.shape[0] == batch.rows and query.stride(3) == 1
+        if seen.mask is not None or prompt or learning or not fits or isinstance(batch, FlatBatch):
+            return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
+        batch.check()
+        window = seen.window if seen.causal else None
+        key = (query.shape, query.stride(), pages.values.shape[1:], query.dtype, window, seen.causal)
+        plan = self._planned(batch, key, self.native.Attend, query, pages.keys, pages.values, window=window, causal=seen.causal)
+        out: torch.Tensor = plan.run(query, pages.keys, pages.values, scale, softcap, None if sinks is None else sinks.float().contiguous())
+        return out
+
+    def _planned(self, batch: Batch | StaticBatch, key: object, make: Any, *tensors: torch.Tensor, **options: Any) -> Any:
+        """The step's plan for layers of one shape: kept from step to step, updated once in each."""
+        plans = batch.workspace.setdefault("native", {})
+        plan, planned = plans.get(key, (None, None))
+        if plan is None:
+            plan = make(self.library, *tensors, block_size=batch.block_size, **options)
+        if planned is not batch.step:
+            plan.update(self._table(batch), batch.lengths(tensors[0].device))
+            plans[key] = (plan, batch.step)
+        return plan
+
+    @staticmethod
+    def _table(batch: Batch | StaticBatch) -> torch.Tensor:
+        """The batch's table; where rows lie side by side it is counted out instead of being put together from lists."""
+        device = torch.device("cpu")
+        if not isinstance(batch, Batch) or batch.lane is None:
+            return batch.table(device)
+        key = (batch.lane, batch.rows, max(table.end for table in batch.tables))
+        known, table = batch.workspace.get("lane", (None, None))
+        if known != key:
+            (first, stride), rows, width = key
+            begins = torch.arange(first, first + rows * stride, stride, dtype=torch.int32, device=device)[:, None] // batch.block_size
+            table = begins + torch.arange(max(width, 1), dtype=torch.int32, device=device)
+            batch.workspace["lane"] = (key, table)
+        counted: torch.Tensor = table
+        return counted
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Launch on `device`; in the interpreter there is none."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _by_block(data: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Slots [slots, heads, dim] as [blocks, block_size, heads, dim]."""
+    return data.view(-1, block_size, *data.shape[1:])
+
+
+def choose(wanted: str, layout: Layout, captured: bool) -> Ops:
+    """The ops for pages of `layout`, in steps that are `captured` or launched one operation at a time.
+
+    "auto" is the Triton kernels where they can run and steps are captured: launched one by one from Python, they cost the host
+    more than they save the device. On a CPU it is the C++ op where somebody has built it; asking for "native" builds it.
+    """
+    if wanted == "native":
+        return Ops() if captured else _native(layout)
+    reason = why_no_kernels(layout)
+    if wanted == "triton" and reason is not None:
+        raise NoKernels(f"kernels='triton' cannot run here: {reason}; use kernels='auto'")
+    if wanted == "triton" or (wanted == "auto" and captured and reason is None):
+        return TritonOps()
+    if wanted == "auto" and not captured and why_no_native(layout) is None:
+        return _native_if_built()
+    return Ops()
+
+
+def _native(layout: Layout) -> Ops:
+    import hf_paged_native
+
+    reason = why_no_native(layout)
+    if reason is None:
+        try:
+            return NativeOps(hf_paged_native.load(hf_paged_native.build()))
+        except hf_paged_native.Unavailable as error:
+            reason = str(error)
+    raise NoKernels(f"kernels='native' cannot run here: {reason}; use kernels='auto'")
+
+
+def _native_if_built() -> Ops:
+    """The C++ op if it is there. Nobody who did not ask waits for a compiler."""
+    import hf_paged_native
+
+    file = hf_paged_native.find()
+    if file is not None:
+        try:
+            return NativeOps(hf_paged_native.load(file))
+        except hf_paged_native.Unavailable as error:
+            _tell(f"plain torch reads the pages: {error}")
+    elif hf_paged_native.compiler() is not None:
+        _tell("plain torch reads the pages; `python -m hf_paged_native` builds a C++ op for CPUs, once, in some seconds")
+    return Ops()
+
+
+@cache
+def _tell(message: str) -> None:
+    """Log it, the first time."""
+    logger.info(message)
+
+
+def why_no_native(layout: Layout) -> str | None:
+    """Why the C++ op cannot serve pages of `layout`, or None if it can where it is built."""
+    if layout.device.type != "cpu":
+        return f"the C++ op is made for CPUs, the keys are on {layout.device}"
+    if layout.dtype not in KERNEL_DTYPES:
+        return f"the C++ op knows {', '.join(map(str, KERNEL_DTYPES))}, the keys are {layout.dtype}"
+    return None
+
+
+def why_not_built() -> str | None:
+    """Why there is no C++ op here, or None if it is built and loads. Nothing is built."""
+    import hf_paged_native
+
+    file = hf_paged_native.find()
+    if file is None:
+        found = hf_paged_native.compiler()
+        return "not built, `python -m hf_paged_native` builds it" if found else "not built, and there is no C++ compiler"
+    try:
+        hf_paged_native.load(file)
+    except hf_paged_native.Unavailable as error:
+        return str(error)
+    return None
+
+
+@cache
+def digester(device: torch.device) -> Callable[[torch.Tensor, list[tuple[int, int]]], torch.Tensor] | None:
+    """What boils tensors on `device` down by their addresses, if there are kernels for it."""
+    if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
+        return None
+    import hf_paged_kernels
+
+    def digest(pieces: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
+        with on(device):
+            numbers: torch.Tensor = hf_paged_kernels.digest(pieces, ranges)
+            return numbers
+
+    return digest
+
+
+def why_no_kernels(layout: Layout) -> str | None:
+    """Why the Triton kernels cannot serve pages of `layout`, or None if they can."""
+    if layout.device.type != "cuda":
+        return f"the kernels need a CUDA device, the keys are on {layout.device}"
+    if torch.version.hip is not None:
+        return "the kernels are made for CUDA, this torch is built for ROCm"
+    if layout.dtype not in KERNEL_DTYPES:
+        return f"the kernels know {', '.join(map(str, KERNEL_DTYPES))}, the keys are {layout.dtype}"
+    if max(layout.key_dim, layout.value_dim) > WIDEST_HEAD:
+        return f"the kernels know heads up to {WIDEST_HEAD} wide, these are {layout.key_dim} and {layout.value_dim}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None

@@ -1,0 +1,209 @@
+"""The index tensors of a captured step: the same tensors at every replay, with other content."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..blocks import Copy, Sheet, Table
+
+if TYPE_CHECKING:
+    from .ops_torch import Ops
+
+BUFFERS = 2
+"""Staging buffers that take turns, so that the host fills one while the device still reads the other."""
+LONGS = 4
+"""The columns before and after a step take two numbers each of the buffer's."""
+
+
+class Ranks(NamedTuple):
+    """Rows of one token each that stand on a sheet: row i of it has starts[i] + step tokens before this one, none more than `most`."""
+
+    sheet: Sheet
+    starts: array[int]
+    step: int
+    most: int
+
+    def enter(self, tokens: Any, blocks: Any, block_size: int) -> int:
+        """Write into numpy's arrays the tokens before this one [rows or more] and the blocks [rows or more, width]; how many rows it is."""
+        rows = len(self.starts)
+        tokens[:rows] = torch.frombuffer(self.starts, dtype=torch.int32).numpy() + self.step
+        standing = torch.frombuffer(self.sheet.ids, dtype=torch.int32).numpy().reshape(self.sheet.height, self.sheet.width)
+        width = self.most // block_size + 1
+        blocks[:rows, :width] = standing[:rows, :width]
+        return rows
+
+
+class StaticBatch:
+    """What a `Batch` says, in tensors that stay where they are, for at most `rows` rows of at most `width` blocks.
+
+    `begin` is the first operation of every run and part of the capture: it works out where the new tokens go and advances the
+    lengths, all on the device. The host uploads a step (`load`) only when it knows more than the device: a new block, a copy,
+    rows that changed places. Rows beyond those that were loaded write nothing and see nothing.
+    """
+
+    fresh = False
+    empty = False
+    starts = None
+
+    def __init__(
+        self, rows: int, new: int, width: int, block_size: int, columns: int, device: torch.device, window: int | None = None
+    ) -> None:
+        self.rows, self.new, self.width, self.block_size, self.device = rows, new, width, block_size, device
+        self.window = window
+        """Blocks behind it may have been given back: nothing of them is read, masked or not."""
+        self.columns = columns
+        """About how many columns there are, to choose tilings for; exact where no tokens are added (an encoder's)."""
+        self.stamp: object = None
+        """The stamp of the rows whose step the device holds."""
+        self.step: object = None
+        """Another object in every run; plans are made once for each."""
+        self.workspace: dict[str, Any] = {}
+        self._visible: dict[int | None, torch.Tensor] = {}
+        self._sizes = self._parts()
+        with torch.inference_mode(False):
+            self._data = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+            self.seen = torch.zeros(rows, dtype=torch.int32, device=device)
+            self._targets_of_step = torch.full((rows * new,), -1, dtype=torch.long, device=device)
+            pinned = device.type == "cuda"
+            self._staging = [torch.zeros(sum(self._sizes), dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(BUFFERS)]
+            self._take(self._data.split(self._sizes))
+        self._views = [[part.numpy() for part in buffer.split(self._sizes)] for buffer in self._staging]
+        self._events: list[torch.cuda.Event | None] = [None] * BUFFERS
+        self._turn = 0
+
+    def _parts(self) -> list[int]:
+        """How many numbers an upload has of what. The third part says of each row whether it is there."""
+        return [LONGS, self.rows * self.width, self.rows, self.rows, self.rows]
+
+    def _take(self, parts: Sequence[torch.Tensor]) -> None:
+        """Name the parts of what is uploaded, on the device."""
+        longs, table, self.tokens, self._sources, self._targets = parts
+        self._columns = longs.view(torch.long)
+        self._table: torch.Tensor = table.view(self.rows, self.width)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that a captured step reads and writes."""
+        return [self._data, self.seen, self._targets_of_step]
+
+    # ---- the host's part
+
+    def load(self, tables: Sequence[Table], new: int, columns: int, copies: Sequence[Copy] = ()) -> None:
+        """Upload a step of `new` tokens that `tables` have taken already, as it was before it, at `columns` columns."""
+        before, ids, tokens, sources, targets = self._stage()
+        for i, table in enumerate(tables):
+            begin = i * self.width + table.released
+            ids[begin : begin + len(table.blocks)] = table.blocks
+            tokens[i] = table.length - new
+        before[:] = (columns, 0, columns, 0)  # two numbers of 64 bits, on a machine that puts the low half first
+        if copies:
+            sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
+        self._send()
+
+    def spread(self, tables: Sequence[Table], counts: Sequence[int], ranks: Ranks | None = None) -> None:
+        """Upload a step in which table i has taken counts[i] tokens, each of them a row of its own, behind a row for each of the ranks."""
+        _, ids, tokens, _, _ = self._stage()
+        blocks, row = ids.reshape(self.rows, self.width), 0
+        if ranks is not None:
+            row = ranks.enter(tokens, blocks, self.block_size)
+        for table, count in zip(tables, counts, strict=True):
+            held = blocks[row, table.released : table.end]
+            held[:] = table.blocks
+            if count == 1:
+                tokens[row] = table.length - 1
+            else:
+                blocks[row + 1 : row + count, table.released : table.end] = held
+                tokens[row : row + count] = range(table.length - count, table.length)
+            row += count
+        self._send()
+
+    def _stage(self) -> list[Any]:
+        """A buffer that the device has read already, in parts, as numpy's arrays: no row is there yet."""
+        self._turn = (self._turn + 1) % BUFFERS
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()  # two uploads ago: long done
+        parts = self._views[self._turn]
+        parts[2].fill(-1)
+        return parts
+
+    def _send(self) -> None:
+        self._data.copy_(self._staging[self._turn], non_blocking=True)
+        if self.device.type == "cuda":
+            event = self._events[self._turn] = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+
+    def copies(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `count` copies that were uploaded: blocks to read and blocks to write."""
+        return self._sources[:count], self._targets[:count]
+
+    # ---- the device's part, captured
+
+    def begin(self, ops: Ops) -> None:
+        """Begin a run: see where the new tokens go, and count them."""
+        self.step = object()
+        self._visible.clear()
+        if not self.new:
+            self.seen.copy_(self.tokens.clamp(min=0))
+            return
+        ops.advance(self._table, self.tokens, self.seen, self._targets_of_step, self._columns, self.new, self.block_size)
+
+    @property
+    def before(self) -> torch.Tensor:
+        """The columns before this step, a number on the device."""
+        number: torch.Tensor = self._columns[0]
+        return number
+
+    def check(self) -> None:
+        """Nothing to check: whoever replays a step has loaded it."""
+
+    def first_visible(self, window: int | None) -> int:
+        return 0
+
+    def targets(self, device: torch.device) -> torch.Tensor:
+        """Slots [rows * new] that take the new tokens, -1 where there is none."""
+        return self._targets_of_step
+
+    def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """For plain torch: slots [rows * new], and the token that each takes. A row that is not there repeats what row 0 writes."""
+        real = self._targets_of_step >= 0
+        tokens = torch.where(real, torch.arange(self.rows * self.new, device=device), 0)
+        return self._targets_of_step[tokens], tokens
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """Block ids [rows, width], int32."""
+        return self._table
+
+    def lengths(self, device: torch.device) -> torch.Tensor:
+        """The tokens [rows] of each row with this step's, int32; 0 for a row that is not there."""
+        return self.seen
+
+    def slots(self, first: int, device: torch.device) -> torch.Tensor:
+        """For plain torch: the slot [rows, positions] of every position, outside what a row sees that of the nearest token inside."""
+        length = self.seen.long()[:, None]
+        position = torch.arange(self._positions, device=device).expand(self.rows, -1)
+        inside = torch.minimum(position, length - 1).clamp(min=0)
+        if self.window is not None:
+            inside = torch.maximum(inside, length - self.new - self.window + 1)
+        blocks = self.table(device).long().gather(1, inside // self.block_size)
+        return blocks * self.block_size + inside % self.block_size
+
+    def visible(self, first: int, window: int | None, device: torch.device) -> torch.Tensor:
+        """For plain torch: which positions each new token sees, [rows, 1, new, positions]."""
+        if window not in self._visible:
+            position = torch.arange(self._positions, device=device)
+            query = (self.seen.long()[:, None] - self.new + torch.arange(self.new, device=device))[:, :, None]
+            seen = position <= query
+            if window is not None:
+                seen = seen & (position > query - window)
+            self._visible[window] = seen[:, None]
+        return self._visible[window]
+
+    @property
+    def _positions(self) -> int:
+        """How many positions plain torch looks at: all there may ever be; of an encoder, whose length stays, just those."""
+        return self.width * self.block_size if self.new else self.columns

@@ -1,0 +1,135 @@
+"""Keys and values of the layers of one group: one allocation, addressed by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..blocks.table import Copy
+from .batch import Batch
+from .ops import choose
+from .ops_torch import Ops
+from .static import StaticBatch
+from .upload import upload
+
+ALIKE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2**-6, torch.bfloat16: 2**-4}
+"""How far numbers may lie apart, relative to the largest, that were computed twice in batches of different shapes."""
+
+
+class Layout(NamedTuple):
+    """What a layer's keys and values look like, read off the tensors themselves (tensor parallel, MLA, device maps)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Layout:
+        """Read the layout off keys [rows, heads, tokens, key_dim] and values [rows, heads, tokens, value_dim]."""
+        if keys.shape[:3] != values.shape[:3]:
+            raise ValueError(
+                f"Invalid shape of values: expected [{', '.join(map(str, keys.shape[:3]))}, value_dim], got {list(values.shape)}"
+            )
+        # Under autocast the two may differ; the wider one holds both.
+        return cls(keys.device, torch.promote_types(keys.dtype, values.dtype), keys.shape[1], keys.shape[3], values.shape[3])
+
+    def describes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether these keys [rows, heads, tokens, key_dim] and values look like this; cheaper than reading another layout."""
+        _, heads, _, key_dim = keys.shape
+        same = heads == self.heads and key_dim == self.key_dim and values.shape[3] == self.value_dim and values.shape[1] == heads
+        return same and keys.dtype == values.dtype == self.dtype and keys.device == self.device
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class Pages(NamedTuple):
+    """What the attention of one layer reads: the layer's slots, and where the rows' tokens lie in them."""
+
+    keys: torch.Tensor
+    """[slots, heads, key_dim]"""
+    values: torch.Tensor
+    """[slots, heads, value_dim]"""
+    batch: Batch | StaticBatch
+    ops: Ops
+
+
+class Store:
+    """Keys and values of `layers` layers of one layout: `blocks` blocks, one allocation (contract C5).
+
+    Slot s belongs to block s // block_size. Layers lie one behind the other, all keys before all values.
+    """
+
+    def __init__(self, layout: Layout, layers: int, blocks: int, block_size: int, kernels: str = "auto") -> None:
+        self.layout, self.layers, self.block_size = layout, layers, block_size
+        self.ops = choose(kernels, layout, captured=False)
+        self.captured = choose(kernels, layout, captured=True)
+        """The ops of captured steps."""
+        self._hold(*self._allocate(blocks))
+
+    def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.of_layer = list(zip(keys.unbind(), values.unbind(), strict=True))
+        """Keys [slots, heads, key_dim] and values [slots, heads, value_dim] of each layer."""
+
+    @property
+    def blocks(self) -> int:
+        return self.keys.shape[1] // self.block_size
+
+    @property
+    def bytes(self) -> int:
+        return self.layers * self.blocks * self.block_size * self.layout.token_bytes
+
+    def _allocate(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One buffer, seen as keys [layers, slots, heads, key_dim] and values [layers, slots, heads, value_dim]."""
+        device, dtype, heads, key_dim, value_dim = self.layout
+        slots = blocks * self.block_size
+        border = self.layers * slots * heads * key_dim
+        buffer = _empty(self.layers * slots * heads * (key_dim + value_dim), dtype, device)
+        keys = buffer[:border].view(self.layers, slots, heads, key_dim)
+        values = buffer[border:].view(self.layers, slots, heads, value_dim)
+        return keys, values
+
+    def grow(self, blocks: int) -> None:
+        """Move to a larger allocation; every slot keeps its number and content."""
+        slots = self.keys.shape[1]
+        keys, values = self._allocate(blocks)
+        keys[:, :slots] = self.keys
+        values[:, :slots] = self.values
+        self._hold(keys, values)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Carry out the copies on write of a step, all layers together (C15)."""
+        sources, targets = upload(list(zip(*copies, strict=True)), self.layout.device)
+        self._copy(self.ops, sources, targets)
+
+    def copy_pairs(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """The same for a captured step, whose copies were uploaded with it: blocks [copies] to read, blocks [copies] to write."""
+        self._copy(self.captured, sources, targets)
+
+    def alike(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Whether the blocks of every pair hold the same, up to rounding."""
+        one, other = upload(list(zip(*pairs, strict=True)), self.layout.device)
+        layers = [data.view(self.blocks, -1) for pair in self.of_layer for data in pair]
+        return all(alike(blocks[one], blocks[other]) for blocks in layers)
+
+    def _copy(self, ops: Ops, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        ops.copy([data.view(self.layers, self.blocks, -1) for data in (self.keys, self.values)], sources, targets)
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that were computed in two ways hold the same, up to rounding."""
+    furthest = (one.double() - other.double()).abs().amax()
+    return bool(furthest <= ALIKE.get(one.dtype, 0.0) * other.double().abs().amax())
+
+
+def _empty(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # What lives on must be writable outside inference mode too, wherever it was allocated.
+    with torch.inference_mode(False):
+        return torch.empty(elements, dtype=dtype, device=device)

@@ -1,0 +1,144 @@
+"""Kernels that are compiled side by side, before anybody waits for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..blocks import BlockPool, Table, append
+from .batch import Batch
+from .flat import FlatBatch
+from .ops import TritonOps, on
+from .ops_torch import Seen
+from .static import StaticBatch
+from .store import Layout, Pages
+
+logger = logging.getLogger("hf_paged")
+
+MOST_THREADS = 16
+META = torch.device("meta")
+PROMPT, SHORT, WRITTEN = 133, 3, 385
+"""Tokens of a prompt, of one that has the tiles of short ones, and those behind which a sequence decodes: enough for the tiles of long
+ones, a multiple of nothing."""
+PIECES = 100
+Job = Callable[[], object]
+
+
+class Warming:
+    """Jobs that compile kernels, done by threads from when this is made until `wait` returns.
+
+    The threads only compile, which is work of the host: the jobs call kernels on tensors without data, and so nothing is allocated,
+    loaded or launched on a device, and whoever captures a CUDA graph meanwhile does not notice. A kernel that is launched before its
+    job is over is compiled twice, which costs time and no more. Nor does a job that fails: whoever launches that kernel meets the
+    same error and says so.
+    """
+
+    def __init__(self, device: torch.device, first: Callable[[], Sequence[Job]], jobs: Callable[[], Sequence[Job]]) -> None:
+        """first: makes the jobs that all others need. jobs: makes the others, while those are done."""
+        self._device, self._first, self._jobs = device, first, jobs
+        self._thread = threading.Thread(target=self._run, name="hf_paged warming", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until all is done. Twice is once."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "hf_paged warming") as threads:
+            begun = [threads.submit(self._do, job) for job in self._do(self._first) or []]
+            jobs = self._do(self._jobs) or []
+            wait(begun)
+            for job in jobs:
+                threads.submit(self._do, job)
+
+    def _do(self, job: Callable[[], Any]) -> Any:
+        try:
+            with on(self._device):
+                return job()
+        except Exception as error:  # nobody waits for what it makes
+            logger.debug("a kernel is not compiled ahead (%s: %s)", type(error).__name__, error)
+            return None
+
+
+class Attention(NamedTuple):
+    """What the attention of a kind of layers is like, as far as one can know before it runs."""
+
+    layout: Layout
+    query_heads: int
+    block_size: int
+    window: int | None = None
+    softcap: float | None = None
+    turns: bool = False
+    """Whether the kernel that writes keys in captured steps gives them their positions, too."""
+
+    def jobs(self, ops: TritonOps, rows: int, width: int, captured: bool) -> Iterator[Job]:
+        """What prompts and decoding need, and if `captured` steps of `rows` rows with tables of `width` blocks. The longest come first."""
+        yield partial(self._attend, ops, lambda: self._flat(PROMPT, PROMPT))
+        yield partial(self._attend, ops, lambda: self._flat(SHORT, SHORT))
+        yield partial(self._decode, ops, rows, width, captured)
+        yield partial(self._write, ops, PROMPT)
+        yield partial(self._write, ops, 1)
+        if captured:
+            yield lambda: self._captured(rows, width).begin(ops)
+            if self.turns:
+                yield partial(self._turn, ops, rows, width)
+
+    def _decode(self, ops: TritonOps, rows: int, width: int, captured: bool) -> None:
+        self._attend(ops, lambda: self._flat(WRITTEN, 1))
+        if captured:
+            self._attend(ops, lambda: self._captured(rows, width))
+
+    def _attend(self, ops: TritonOps, make: Callable[[], Batch | StaticBatch]) -> None:
+        batch = make()
+        flat = isinstance(batch, FlatBatch)
+        rows, new = (1, batch.new) if flat else (batch.rows, 1)
+        seen = Seen(0, causal=True, window=self.window)
+        ops.attend(self._heads(rows, new, self.query_heads, self.layout.key_dim), self._pages(ops, batch), seen, softcap=self.softcap)
+
+    def _write(self, ops: TritonOps, new: int) -> None:
+        ops.write(self._pages(ops, self._flat(WRITTEN, new)), *self._new(1, new))
+
+    def _turn(self, ops: TritonOps, rows: int, width: int) -> None:
+        key, value = self._new(rows, 1)
+        query = self._heads(rows, 1, self.query_heads, self.layout.key_dim)
+        cos, sin = (torch.empty(rows, 1, self.layout.key_dim, dtype=self.layout.dtype, device=META) for _ in range(2))
+        ops.rotary_write(self._pages(ops, self._captured(rows, width)), query, key, cos, sin, value)
+
+    # ---- tensors without data
+
+    def _flat(self, length: int, new: int) -> FlatBatch:
+        """A sequence of `length` tokens, of which `new` are this step's."""
+        pool = BlockPool(-(-length // self.block_size), self.block_size)
+        table = Table(pool)
+        append([table], [length])
+        return FlatBatch([table], [new])
+
+    def _captured(self, rows: int, width: int) -> StaticBatch:
+        return StaticBatch(rows, 1, width, self.block_size, width, META, self.window)
+
+    def _pages(self, ops: TritonOps, batch: Batch | StaticBatch) -> Pages:
+        layout = self.layout
+        keys, values = (
+            torch.empty(self.block_size, layout.heads, dim, dtype=layout.dtype, device=META) for dim in (layout.key_dim, layout.value_dim)
+        )
+        return Pages(keys, values, batch, ops)
+
+    def _new(self, rows: int, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = self.layout
+        return self._heads(rows, new, layout.heads, layout.key_dim), self._heads(rows, new, layout.heads, layout.value_dim)
+
+    def _heads(self, rows: int, new: int, heads: int, dim: int) -> torch.Tensor:
+        """[rows, heads, new, dim], token by token as a projection makes them."""
+        return torch.empty(rows, new, heads, dim, dtype=self.layout.dtype, device=META).transpose(1, 2)
+
+
+def digest(ops: TritonOps) -> None:
+    """The kernel that looks at weights."""
+    ops.kernels.digest(torch.empty(3, PIECES, dtype=torch.long, device=META), [(0, PIECES)])

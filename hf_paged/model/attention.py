@@ -1,0 +1,252 @@
+"""The attention function and the mask function that transformers' registries know as "hf_paged"."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..kv import FlatBatch, Seen, Sequences, StaticBatch
+from .capture.traced import UNDERSTOOD, Stored, attend_traced
+from .lazy import LazyMask, LazyPages, NotCapturable, NotFlat, as_dense
+from .lengths import GrowingOnes
+from .mla import LazyExpanded
+from .switch import original_implementation, sdpa_refuses_softcap
+
+NAME = "hf_paged"
+WIDEST = 8192
+"""Positions of latents that a captured step may look at, however few of them hold anything yet."""
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class OnPages(Protocol):
+    """A cache whose rows are known: generate()'s, or the one with which the engine runs a step."""
+
+    sequences: Sequences
+    reuse: Any
+    """What it takes from prefixes and leaves to others, None if nothing."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward that is running: on which cache, and whether stock's own attention must be asked.
+
+    flat: whether several sequences lie one behind the other in one row, which only the pages can tell apart.
+    """
+
+    cache: OnPages
+    dense: bool = False
+    flat: bool = False
+
+
+running: ContextVar[Forward | None] = ContextVar("hf_paged_forward", default=None)
+
+
+# ---- masks
+
+
+def paged_mask(**arguments: Any) -> torch.Tensor | None:
+    """Make an attention mask: a lazy one where the pages say the same, else what the model's own setting makes."""
+    implementation = _dense_implementation(original_implementation(arguments["config"]))
+    stock = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    forward = running.get()
+    if forward is not None and forward.flat:
+        return _flat_mask(arguments, forward.cache)
+    captured = forward is not None and forward.cache.sequences.static is not None
+    if captured:
+        arguments["allow_is_bidirectional_skip"] = False  # stock would look whether there is padding, on the host
+    plain = forward is not None and _says_no_more(arguments, forward.cache)
+    if forward is not None and not plain:
+        _keep_to_yourself(forward.cache)
+    if forward is None or forward.dense or not plain:
+        mask: torch.Tensor | None = stock(**arguments)
+        return mask
+
+    def as_stock() -> torch.Tensor | None:
+        if captured:
+            raise NotCapturable("the model computes with its attention mask, which grows from step to step")
+        given: torch.Tensor | None = stock(**arguments)
+        return given
+
+    def build() -> torch.Tensor:
+        arguments["allow_is_causal_skip"] = False
+        made = as_stock()
+        assert made is not None
+        return made
+
+    shape = (arguments["batch_size"], 1, arguments["q_length"], 1 if captured else arguments["kv_length"])
+    dtype = torch.bool if implementation == "sdpa" else arguments["dtype"]
+    return LazyMask(shape, dtype, torch.device(arguments["device"]), arguments.get("local_size"), build, as_stock)
+
+
+def _keep_to_yourself(cache: OnPages) -> None:
+    """Under such a mask a token may have seen what comes behind it: nobody else shall begin with these keys and values."""
+    if cache.reuse is not None:
+        cache.reuse.spoil("the attention mask is more than causal or sliding")
+
+
+def _flat_mask(arguments: dict[str, Any], cache: OnPages) -> torch.Tensor:
+    """The mask of a row of several sequences, which nobody may look at."""
+    if not _says_no_more(arguments, cache):
+        raise NotFlat("the attention mask says more than causal or sliding")
+
+    def build() -> torch.Tensor:
+        raise NotFlat("the model computes with its attention mask")
+
+    shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
+    return LazyMask(shape, torch.bool, torch.device(arguments["device"]), arguments.get("local_size"), build)
+
+
+def _says_no_more(arguments: dict[str, Any], cache: OnPages) -> bool:
+    """Whether a mask is plainly causal or sliding over rows whose padding the cache knows.
+
+    Overlays and packed sequences forbid stock to skip the mask; chunked attention looks like a window but is none.
+    """
+    if not arguments.get("allow_is_causal_skip", False) or arguments.get("use_vmap", False):
+        return False
+    window, chunk = arguments.get("local_size"), getattr(arguments["config"], "attention_chunk_size", None)
+    if window is not None and window == chunk:
+        return False
+    padding = arguments.get("attention_mask")
+    if padding is None or isinstance(padding, GrowingOnes):
+        return cache.sequences.padding_known
+    return cache.sequences.padding_known and bool(padding.shape[-1] == arguments["q_offset"] + arguments["q_length"])
+
+
+# ---- attention
+
+
+def paged_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend from the pages; whatever they cannot say is left to the model's own attention on dense tensors.
+
+    query [rows, query_heads, new, key_dim] -> [rows, new, query_heads, value_dim].
+    """
+    if isinstance(key, Stored):
+        return attend_traced(query, key, value, kwargs), None
+    query = as_dense(query)
+    if isinstance(attention_mask, LazyMask) and query.shape[2] > 1 and not getattr(module, "is_causal", True):
+        # Such a layer is causal only under a mask, and stock leaves masks out that are plainly causal: we answer as stock does.
+        attention_mask = attention_mask.as_stock()
+    if isinstance(key, LazyPages) and isinstance(value, LazyPages):
+        out = _attend_pages(module, query, key, value, attention_mask, kwargs)
+        if out is not None:
+            key.layer.path = "paged"
+            return out, None
+    elif isinstance(key, LazyExpanded) and isinstance(value, LazyExpanded):
+        out = _attend_latents(module, query, key, attention_mask, kwargs)
+        if out is not None:
+            key.expansion.latents.layer.path = "paged"
+            return out, None
+    stock = _stock_attention(module)
+    return stock(module, query, as_dense(key), as_dense(value), as_dense(attention_mask), **kwargs)
+
+
+def _attend_pages(
+    module: nn.Module, query: torch.Tensor, key: LazyPages, value: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """Attention from the pages, or None if this call wants something else."""
+    forward = running.get()
+    if forward is None or forward.dense or not _plain(module, kwargs):
+        return None
+    seen = _seen(query, key, mask, kwargs, forward)
+    if seen is None:
+        return None
+    if isinstance(key.pages.batch, FlatBatch) and (not seen.causal or kwargs.get("position_bias") is not None):
+        raise NotFlat("the attention mask or a bias says which token sees which")
+    if kwargs.get("position_bias") is not None and seen.causal and isinstance(key.pages.batch, StaticBatch):
+        raise NotCapturable("the attention has a bias for every pair of positions")
+    new = None if key.step_tokens is None or value.step_tokens is None else (key.step_tokens, value.step_tokens)
+    return key.pages.ops.attend(
+        query,
+        key.pages,
+        seen.biased(kwargs.get("position_bias"), key.pages.batch),
+        new,
+        scale=kwargs.get("scaling"),
+        softcap=None if drops_caps(module) else kwargs.get("softcap"),
+        sinks=None if drops_caps(module) else kwargs.get("s_aux"),
+    )
+
+
+def _attend_latents(
+    module: nn.Module, query: torch.Tensor, key: LazyExpanded, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """Attention from the pages of latents, or None if this call wants something else."""
+    forward, latents = running.get(), key.expansion.latents
+    more = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+    if forward is None or forward.dense or more or not _plain(module, kwargs):
+        return None
+    batch = latents.pages.batch
+    if isinstance(batch, StaticBatch) and batch.width * batch.block_size > WIDEST:
+        raise NotCapturable("latents are read over all positions that the tables have")
+    seen = _seen(query, latents, mask, kwargs, forward)
+    if isinstance(batch, FlatBatch):
+        if seen is None or not seen.causal:
+            raise NotFlat("the attention mask says which token sees which")
+    elif seen is None or key.expansion.weights(query) is None:
+        return None
+    scale = query.shape[3] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
+    return key.expansion.attend(query, seen, scale)
+
+
+def _seen(query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any], forward: Forward) -> Seen | None:
+    """What the mask lets each new token see, or None if the pages have no words for it."""
+    cross, window = key.layer.kind.name == "cross", key.layer.kind.window
+    if isinstance(mask, LazyMask):
+        # A layer that forgets behind its window under a mask without one shows what stock's cache would show.
+        if cross or window not in (None, mask.window) or kwargs.get("is_causal") is False:
+            return None
+        return Seen(key.pages.batch.first_visible(mask.window), causal=True, window=mask.window)
+    if not cross:
+        _keep_to_yourself(forward.cache)
+    if not cross and isinstance(key.pages.batch, StaticBatch):
+        raise NotCapturable("the attention mask says more than causal or sliding")
+    if mask is None:
+        return Seen(0) if cross else None
+    fits = mask.ndim == 4 and mask.shape[0] in (1, query.shape[0]) and mask.shape[1] in (1, query.shape[1])
+    return Seen(key.first, mask) if fits and mask.shape[2:] == (query.shape[2], key.columns) else None
+
+
+def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether the keywords ask for nothing beyond scale, softcap, sinks and a bias."""
+    if kwargs.get("dropout") and module.training:
+        return False
+    if kwargs.get("softcap") is not None and drops_caps(module) and sdpa_refuses_softcap():
+        return False  # and we leave it to stock to say so
+    return UNDERSTOOD.issuperset(kwargs) or all(
+        name in UNDERSTOOD or setting is None or setting is False for name, setting in kwargs.items()
+    )
+
+
+# ---- the model's own setting
+
+
+def drops_caps(module: nn.Module) -> bool:
+    """Whether the model's own setting computes without softcap and sinks, whatever the model says: we answer as stock does."""
+    return original_implementation(getattr(module, "config", None)) == "sdpa"
+
+
+def _dense_implementation(original: str) -> str:
+    """The setting that works on dense tensors: the model's own if it is one of the two that take any mask."""
+    return original if original in ("eager", "sdpa") else "sdpa"
+
+
+def _stock_attention(module: nn.Module) -> Attention:
+    implementation = original_implementation(getattr(module, "config", None))
+    dense: Attention | None = ALL_ATTENTION_FUNCTIONS.get(_dense_implementation(implementation))
+    if dense is not None:
+        return dense
+    # "eager" stands in no registry: each model file has its own.
+    for cls in type(module).__mro__:
+        eager: Attention | None = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if eager is not None:
+            return eager
+    raise RuntimeError(f"{type(module).__name__} has no eager attention to fall back to; load the model with attn_implementation='sdpa'")

@@ -1,0 +1,263 @@
+"""The small operations of a captured step in fewer launches: kernels that round as the modules' own code does.
+
+Modules are known by their code, not by their name: what reads like Llama's norm is Llama's norm. Weights stay where they are, and
+outside the capture nothing is changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import gelu
+from transformers.activations import ACT2FN
+
+from ...kv import fork_safe_lock
+from ..lazy import Rotation
+
+ROTARY = "apply_rotary_pos_emb"
+STANDS_FOR = "_hf_paged_stands_for"
+_lock = fork_safe_lock()
+"""Modules of transformers are changed by one capture at a time."""
+
+
+class Fusion:
+    """What a captured forward calls instead of its own small operations."""
+
+    def __init__(self, model: nn.Module, kernels: Any) -> None:
+        self.kernels = kernels
+        self.ahead: tuple[nn.Module, torch.Tensor, int, torch.Tensor] | None = None
+        """A norm whose answer was made together with its input."""
+        self.following: dict[nn.Module, nn.Module] = {}
+        """The norm that reads what a layer answers."""
+        self.forwards: dict[nn.Module, Callable[..., Any]] = {}
+        self.rotaries: set[str] = set()
+        """The module files whose rotary embedding is Llama's."""
+        if kernels is not None:
+            self._look_at(model)
+
+    def _look_at(self, model: nn.Module) -> None:
+        for module in model.modules():
+            replacement = self._replacement(module)
+            if replacement is not None and "forward" not in module.__dict__:
+                self.forwards[module] = replacement
+        for module in model.modules():
+            self._chain(module)
+        self.rotaries = {name for module in model.modules() if rotates_like_llama(name := type(module).__module__)}
+
+    def _replacement(self, module: nn.Module) -> Callable[..., Any] | None:
+        if is_norm(module):
+            return partial(self.norm, module)
+        if reads_like(type(module).forward, llama().LlamaMLP.forward) and activation(module) is not None:
+            return partial(self.feed_forward, module)
+        if reads_like(type(module).forward, llama().LlamaDecoderLayer.forward) and is_norm(module.post_attention_layernorm):
+            return partial(self.layer, module)
+        return None
+
+    def _chain(self, module: nn.Module) -> None:
+        """Note for each layer of a stack which norm comes next."""
+        layers, last = getattr(module, "layers", None), getattr(module, "norm", None)
+        if not isinstance(layers, nn.ModuleList) or not is_norm(last):
+            return
+        norms = [*(getattr(layer, "input_layernorm", None) for layer in list(layers)[1:]), last]
+        self.following.update(
+            (layer, norm) for layer, norm in zip(layers, norms, strict=True) if isinstance(norm, nn.Module) and is_norm(norm)
+        )
+
+    def calls(self, rows: int, dtype: torch.dtype) -> list[Callable[[], object]]:
+        """A call of each kernel for the modules that are replaced, on tensors [rows, 1, n] without data: it compiles the kernel."""
+        calls: dict[Any, Callable[[], object]] = {}
+        norms = {module for module in self.forwards if is_norm(module)}
+        layers: list[Any] = [module for module, forward in self.forwards.items() if getattr(forward, "func", None) == self.layer]
+        added = {each for layer in layers for each in (layer.post_attention_layernorm, self.following.get(layer))}
+        for module in self.forwards:
+            if module in norms:
+                weight: Any = torch.empty_like(module.weight, device="meta")  # type: ignore[arg-type]
+                x, centered = torch.empty(rows, 1, len(weight), dtype=dtype, device="meta"), is_centered(module)
+                key = len(weight), weight.dtype, centered
+                calls.setdefault(key, partial(self.kernels.rms_norm, x, weight, 0.0, centered=centered))
+                if module in added:
+                    calls.setdefault((*key, "added"), partial(self.kernels.add_rms_norm, x, x, weight, 0.0, centered=centered))
+            elif isinstance(width := getattr(getattr(module, "gate_proj", None), "out_features", None), int):
+                x, name = torch.empty(rows, 1, width, dtype=dtype, device="meta"), activation(module)
+                calls.setdefault((width, name), partial(self.kernels.swiglu, x, x, activation=name))
+        return list(calls.values())
+
+    # ---- what the modules do instead
+
+    def take_ahead(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        """The norm of x, if it was made together with it."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and ahead[0] is module and ahead[1] is x and ahead[2] == _version(x):
+            return ahead[3]
+        return None
+
+    def leave_ahead(self, module: nn.Module, x: torch.Tensor, normed: torch.Tensor) -> None:
+        """Keep what `module` will be asked for next."""
+        self.ahead = (module, x, _version(x), normed)
+
+    def norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        known = self.take_ahead(module, x)
+        if known is not None:
+            return known
+        normed: torch.Tensor = self.kernels.rms_norm(x, module.weight, epsilon(module), centered=is_centered(module))
+        return normed
+
+    def add_norm(self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum, and its norm."""
+        both: tuple[torch.Tensor, torch.Tensor] = self.kernels.add_rms_norm(
+            x, residual, module.weight, epsilon(module), centered=is_centered(module)
+        )
+        return both
+
+    def feed_forward(self, module: Any, x: torch.Tensor) -> Any:
+        return module.down_proj(self.kernels.swiglu(module.gate_proj(x), module.up_proj(x), activation=activation(module)))
+
+    def layer(self, module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
+        residual, normed = self.add_norm(module.post_attention_layernorm, attended, hidden_states)
+        fed: torch.Tensor = module.mlp(normed)
+        following = self.following.get(module)
+        if following is None:
+            return residual + fed
+        total, normed = self.add_norm(following, fed, residual)
+        self.leave_ahead(following, total, normed)
+        return total
+
+    def rotary(
+        self, stock: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> Any:
+        if unsqueeze_dim != 1 or cos.ndim != 3 or not q.dtype == k.dtype == cos.dtype == sin.dtype:
+            return stock(q, k, cos, sin, unsqueeze_dim)
+        return Rotation(self.kernels, q, k, cos, sin).lazy()
+
+    def substitute(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for a module file's rotary embedding meanwhile."""
+        return _only_here(self, partial(self.rotary, stock), stock)
+
+
+current: ContextVar[Fusion | None] = ContextVar("hf_paged_fusion", default=None)
+
+
+@contextmanager
+def fused(fusion: Fusion) -> Iterator[None]:
+    """Let the model's modules call the fusion, in this thread; whoever else calls them meanwhile gets their own code."""
+    with _lock:
+        modules = [sys.modules[name] for name in fusion.rotaries]
+        stocks = [getattr(module, ROTARY) for module in modules]
+        for module, forward in fusion.forwards.items():
+            module.__dict__["forward"] = _only_here(fusion, forward, partial(type(module).forward, module))
+        for place, stock in zip(modules, stocks, strict=True):
+            setattr(place, ROTARY, fusion.substitute(stock))
+        token = current.set(fusion)
+        try:
+            yield
+        finally:
+            current.reset(token)
+            for module in fusion.forwards:
+                del module.__dict__["forward"]
+            for place, stock in zip(modules, stocks, strict=True):
+                setattr(place, ROTARY, stock)
+
+
+def _only_here(fusion: Fusion, ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        return (ours if current.get() is fusion else stock)(*args, **kwargs)
+
+    setattr(choose, STANDS_FOR, stock)
+    return choose
+
+
+# ---- whose code reads like whose
+
+
+@cache
+def llama() -> Any:
+    """Llama's own code; loaded when first compared with."""
+    return importlib.import_module("transformers.models.llama.modeling_llama")
+
+
+@cache
+def gemma_norm() -> Any:
+    """Gemma's norm."""
+    return importlib.import_module("transformers.models.gemma.modeling_gemma").GemmaRMSNorm
+
+
+def is_norm(module: object) -> bool:
+    """Whether a module computes what the kernel for root-mean-square norms does."""
+    if not isinstance(module, nn.Module) or "forward" in module.__dict__:
+        return False
+    return reads_like(type(module).forward, llama().LlamaRMSNorm.forward) or is_centered(module)
+
+
+def is_centered(module: object) -> bool:
+    """Whether it is Gemma's norm, whose weight is what is added to one."""
+    kind: Any = type(module)
+    return reads_like(kind.forward, gemma_norm().forward) and reads_like(getattr(kind, "_norm", None), gemma_norm()._norm)
+
+
+def epsilon(module: Any) -> float:
+    return float(module.eps if is_centered(module) else module.variance_epsilon)
+
+
+def activation(module: Any) -> str | None:
+    """The name by which the kernel knows a feed-forward layer's activation."""
+    function = module.act_fn
+    if not isinstance(function, nn.Module) or "forward" in function.__dict__:
+        return None
+    code, inner = type(function).forward, function.__dict__.get("act")
+    if reads_like(code, nn.SiLU.forward) or reads_like(code, type(ACT2FN["silu"]).forward):
+        return "silu"
+    tanh = isinstance(inner, partial) and inner.func is gelu and (inner.args, inner.keywords) == ((), {"approximate": "tanh"})
+    return "gelu_tanh" if tanh and reads_like(code, type(ACT2FN["gelu_pytorch_tanh"]).forward) else None
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often a tensor was written to, where torch counts that."""
+    return 0 if x.is_inference() else x._version
+
+
+@cache
+def rotates_like_llama(name: str) -> bool:
+    """Whether a module file's rotary embedding is Llama's."""
+    place: ModuleType | None = sys.modules.get(name)
+    functions = (ROTARY, "rotate_half")
+    return all(reads_like(getattr(place, function, None), getattr(llama(), function)) for function in functions)
+
+
+def reads_like(function: Any, known: Any) -> bool:
+    """Whether two functions have the same code, names, annotations and comments of the signature aside."""
+    # Another thread's capture may have put itself in their place.
+    function, known = (getattr(one, STANDS_FOR, one) for one in (function, known))
+    return function is known or (callable(function) and _code(function) is not None and _code(function) == _code(known))
+
+
+@cache
+def _code(function: Callable[..., Any]) -> str | None:
+    try:
+        # What transformers itself wraps around a forward (kernels from a hub, renamed arguments) changes nothing; others may.
+        while hasattr(function, "__wrapped__") and function.__globals__["__name__"].startswith("transformers."):
+            function = function.__wrapped__
+        tree = None if hasattr(function, "__wrapped__") else ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, AttributeError):
+        return None
+    if tree is None:
+        return None
+    definition = tree.body[0] if len(tree.body) == 1 else None
+    if not isinstance(definition, ast.FunctionDef):
+        return None
+    body = [line for line in definition.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))]
+    names = [argument.arg for argument in definition.args.args]
+    defaults = [ast.dump(default) for default in definition.args.defaults]
+    return ast.dump(ast.Module(body, [])) + repr(names) + repr(defaults)

@@ -1,0 +1,337 @@
+"""One captured step: for which forwards it stands, what it reads, and how its answer is handed out."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.utils.generic import ModelOutput
+
+from ...config import CacheConfig
+from ...kv import Kind, Ops, Rows, Sequences, StaticBatch
+
+AGREE = 2
+"""How many steps of different lengths must come out as they do without a graph before it is trusted."""
+LENGTHS = (1024, 4096, 8192)
+"""Between these lengths kernels are tiled alike."""
+SMALLEST_WIDTH = 16
+"""Blocks of a row in the smallest static table; further ones are powers of two."""
+WIDEST = 8192
+"""Positions that plain torch may look at in every captured step, however few of them hold anything yet."""
+NOISE = {torch.float32: 2e-3, torch.float16: 2**-6, torch.bfloat16: 2**-4}
+"""How far a replayed number may lie from an ordinary one, relative to the largest: another position or length lies further."""
+Path = tuple[str | int, ...]
+PLAIN = (bool, int, float, str, torch.dtype, type(None))
+
+
+class CapturedCache(Protocol):
+    """What a captured step needs of a cache."""
+
+    sequences: Sequences
+
+    @property
+    def config(self) -> CacheConfig:
+        """The options that its pools were made with."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether pages hold all that the model keeps."""
+
+    def mark(self) -> Any:
+        """Where it is before a step."""
+
+    def roll_back(self, mark: Any) -> None:
+        """Return to where it was."""
+
+    def follow(self) -> None:
+        """Update the layers after the rows have taken a step."""
+
+
+class Step(NamedTuple):
+    """A forward that may be replayed."""
+
+    arguments: dict[str, Any]
+    lean: dict[str, Any]
+    """The same without the attention mask: the tables say what it says."""
+    mask: str
+    """How padding was told: "none", "whole" (a mask without padding) or "padded"."""
+    parts: Sequence[CapturedCache]
+    rows: int
+    new: int
+    forward: Callable[..., Any]
+    """The model's own forward, which somebody may have replaced."""
+
+
+class _Place(NamedTuple):
+    """Where in an answer something of the caller's own stands: the cache, or an input that came through."""
+
+    path: Path
+
+
+@dataclass
+class Graph:
+    """A captured step and the tensors that it reads and writes."""
+
+    bucket: int
+    inputs: dict[str, Any]
+    batches: list[dict[Kind, StaticBatch]]
+    replay: Callable[[], None] = lambda: None
+    answer: Any = None
+    """What the captured forward answered, in static tensors, with places for what belongs to the caller."""
+    agreed: int = 0
+    _filled: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def prepare(cls, step: Step) -> Graph:
+        """Static tensors for the step."""
+        bucket = rows_of_graph(step)
+        batches = [{kind: _static_batch(kind, rows, bucket, step.new) for kind, rows in filled(part)} for part in step.parts]
+        inputs = {
+            name: _static(value, step.rows, bucket) for name, value in step.lean.items() if isinstance(value, (torch.Tensor, ModelOutput))
+        }
+        return cls(bucket, inputs, batches)
+
+    @property
+    def trusted(self) -> bool:
+        return self.agreed >= AGREE
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.batches[0].values())).device
+
+    def ops(self, step: Step) -> Ops:
+        """What the step's caches use in captured steps."""
+        rows = next(iter(step.parts[0].sequences.rows.values()))
+        return rows.group.captured_ops
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything static that the step reads and writes."""
+        yield from _leaves(self.inputs)
+        for batches in self.batches:
+            for batch in batches.values():
+                yield from batch.tensors
+
+    @property
+    def bytes(self) -> int:
+        """What it keeps for itself: its inputs and its answer."""
+        return sum(tensor.nbytes for tensor in (*self.tensors, *_leaves(self.answer)))
+
+    # ---- inputs
+
+    def stage(self, step: Step) -> None:
+        """Get ready for the step that the rows have just taken: the replay takes it once more."""
+        for part, batches in zip(step.parts, self.batches, strict=True):
+            for kind, batch in batches.items():
+                part.sequences.rows[kind].stage(batch.new, batch)
+        self.feed(step)
+
+    def advance(self, step: Step) -> None:
+        """Let the rows take the step."""
+        for part, batches in zip(step.parts, self.batches, strict=True):
+            for kind, batch in batches.items():
+                rows = part.sequences.rows[kind]
+                if batch.new:
+                    rows.advance(batch.new, batch)
+                elif batch.stamp is not rows.stamp:
+                    rows.stage(0, batch)
+
+    def feed(self, step: Step) -> None:
+        """Give the graph the step's own arguments."""
+        for name, target in self.inputs.items():
+            self._fill(target, step.arguments[name])
+
+    def _fill(self, target: Any, source: Any) -> None:
+        if isinstance(target, (ModelOutput, tuple)):
+            # What an encoder answered is large and the same at every step of a call.
+            for (_, old), (_, new) in zip(_walk(target), _walk(source), strict=True):
+                last = self._filled.get(id(old))
+                if last is None or last() is not new:
+                    self._fill(old, new)
+                    self._filled[id(old)] = weakref.ref(new)
+        elif source.shape == target.shape:
+            target.copy_(source)
+        else:
+            target[: source.shape[0]].copy_(source)
+
+    # ---- answers
+
+    def keep(self, answer: Any) -> None:
+        """Note what the captured forward answered."""
+        owners = {id(x): path for path, x in _walk(self.inputs)}
+        self.answer = _with_places(answer, owners)
+
+    def hand_out(self, step: Step) -> Any:
+        """The replay's answer, in tensors of its own: the next replay writes over the graph's."""
+        return self._hand_out(self.answer, step)
+
+    def _hand_out(self, value: Any, step: Step) -> Any:
+        if isinstance(value, torch.Tensor):
+            if step.rows == self.bucket or value.ndim == 0 or value.shape[0] % self.bucket:
+                return value.clone()
+            # Routers flatten [rows, tokens]: their first dimension is a multiple of the rows.
+            return value[: value.shape[0] // self.bucket * step.rows].clone()
+        if isinstance(value, _Place):
+            found: Any = step.arguments
+            for name in value.path:
+                found = found[name]
+            return found
+        if isinstance(value, _Output):
+            return value.kind(**{name: self._hand_out(part, step) for name, part in value.parts.items()})
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._hand_out(part, step) for part in value)
+        return value
+
+
+class _Output(NamedTuple):
+    """A ModelOutput with places in it."""
+
+    kind: type[ModelOutput]
+    parts: dict[str, Any]
+
+
+def _with_places(value: Any, owners: dict[int, Path]) -> Any:
+    if isinstance(value, Cache):
+        return _Place(("past_key_values",))
+    if isinstance(value, torch.Tensor):
+        return _Place(owners[id(value)]) if id(value) in owners else value
+    if isinstance(value, ModelOutput):
+        return _Output(type(value), {name: _with_places(part, owners) for name, part in value.items()})
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with_places(part, owners) for part in value)
+    return value
+
+
+def agree(one: Any, other: Any) -> bool:
+    """Whether two answers to one step differ by no more than rounding, as far as one can tell from the numbers they begin with."""
+    first, second = (next(_leaves(answer), None) for answer in (one, other))
+    if first is None or second is None or first.shape != second.shape:
+        return False
+    bound = NOISE.get(second.dtype, 0.0) * second.float().abs().amax().clamp(min=1)
+    return bool(((first.float() - second.float()).abs() <= bound).all())
+
+
+def _leaves(value: Any) -> Iterator[torch.Tensor]:
+    return (tensor for _, tensor in _walk(value))
+
+
+def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """All tensors in an argument or answer, with the names and places that lead to them."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield from _walk(part, (*path, name))
+    elif isinstance(value, tuple):
+        for place, part in enumerate(value):
+            yield from _walk(part, (*path, place))
+
+
+@contextmanager
+def standing(step: Step, graph: Graph) -> Iterator[None]:
+    """Let the caches answer from the graph's static tensors, and begin the step there."""
+    for part, batches in zip(step.parts, graph.batches, strict=True):
+        part.sequences.static = batches
+    try:
+        for part in step.parts:
+            for kind, batch in part.sequences.static.items():  # type: ignore[union-attr]  # set a moment ago
+                batch.begin(part.sequences.rows[kind].group.captured_ops)
+        yield
+    finally:
+        for part in step.parts:
+            part.sequences.static = None
+
+
+# ---- what a graph is captured for
+
+
+def bucket_of(rows: int, steps: int = 8) -> int:
+    """The rows that a graph for `rows` rows has: so many steps, a power of two, from one power of two to the next."""
+    step = 1 << max(0, (rows - 1).bit_length() - steps.bit_length())
+    return -(-rows // step) * step
+
+
+def signature(step: Step, device: torch.device) -> Hashable:
+    """Names, shapes and settings of the arguments, or None if one of them cannot be an input of a graph on `device`."""
+    facts = []
+    for name, value in step.lean.items():
+        fact = (type(value).__name__, id(type(value))) if isinstance(value, Cache) else _fact(value, step.rows, device)
+        if fact is None:
+            return None
+        facts.append((name, fact))
+    return rows_of_graph(step), tuple(facts)
+
+
+def _fact(value: Any, rows: int, device: torch.device) -> Hashable:
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, torch.Tensor):
+        by_row = value.ndim > 0 and value.shape[0] == rows
+        return (by_row, value.shape[by_row:], value.dtype) if value.device == device else None
+    if isinstance(value, (ModelOutput, tuple)):
+        parts = value.items() if isinstance(value, ModelOutput) else enumerate(value)
+        facts = tuple((name, _fact(part, rows, device)) for name, part in parts)
+        return None if any(fact is None for _, fact in facts) else (type(value).__name__, facts)
+    return None
+
+
+def rows_of_graph(step: Step) -> int:
+    """A bucket, or exactly the step's rows if positions of several axes come as [axes, rows, tokens]."""
+    positions = step.arguments.get("position_ids")
+    return step.rows if positions is not None and positions.ndim != 2 else bucket_of(step.rows)
+
+
+def shapes(part: CapturedCache, new: int) -> Hashable:
+    """What a graph depends on in one cache: its pools, the width of the tables, the class of its length."""
+    return part.config, tuple(
+        (kind, columns if (columns := _fixed(kind, rows.columns)) else (new, _width(rows, new), bisect(LENGTHS, rows.columns)))
+        for kind, rows in filled(part)
+    )
+
+
+def too_wide(part: CapturedCache, new: int) -> bool:
+    """Whether a captured step would be slow: plain torch reads all positions that its tables have, kernels only those that are."""
+    return any(
+        rows.group.captured_ops.kernels is None and _width(rows, new) * rows.group.pool.block_size > WIDEST for _, rows in filled(part)
+    )
+
+
+def filled(part: CapturedCache) -> list[tuple[Kind, Rows]]:
+    """The kinds of layers that a step reads: layers that attend across hold nothing where no picture was given."""
+    return [(kind, rows) for kind, rows in part.sequences.rows.items() if rows.columns]
+
+
+def _fixed(kind: Kind, columns: int) -> int:
+    """The columns of an encoder, which stay as they are; 0 for what grows."""
+    return columns if kind.name == "cross" else 0
+
+
+def _width(rows: Rows, new: int) -> int:
+    """Blocks of a row in the static table: a power of two that holds what the rows may become."""
+    blocks = rows.group.pool.blocks_for(max(rows.expected_columns, rows.columns) + new)
+    return max(SMALLEST_WIDTH, 1 << (blocks - 1).bit_length())
+
+
+def _static_batch(kind: Kind, rows: Rows, bucket: int, new: int) -> StaticBatch:
+    pool, fixed = rows.group.pool, _fixed(kind, rows.columns)
+    width = pool.blocks_for(fixed) if fixed else _width(rows, new)
+    return StaticBatch(bucket, 0 if fixed else new, width, pool.block_size, rows.columns, rows.group.device, kind.window)
+
+
+def _static(value: Any, rows: int, bucket: int) -> Any:
+    """A tensor to be filled at every replay, with room for all rows of the bucket."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _static(part, rows, bucket) for name, part in value.items() if part is not None})
+    if isinstance(value, tuple):
+        return tuple(_static(part, rows, bucket) for part in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch.inference_mode(False):
+        shape = (bucket, *value.shape[1:]) if value.ndim and value.shape[0] == rows else value.shape
+        return torch.zeros(shape, dtype=value.dtype, device=value.device)

@@ -1,0 +1,137 @@
+"""Record a forward once, to replay it without Python: what may be recorded, and how."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..lazy import LazyTensor, NotCapturable
+
+aten = torch.ops.aten
+WAITS = frozenset(
+    getattr(aten, name)
+    for name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "bincount")
+)
+"""Operations that the host waits for, or whose answer has a size that depends on content."""
+BY_INDEX = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_})
+MOVES = frozenset({aten._to_copy, aten.copy_})
+
+
+class Rehearsal(TorchDispatchMode):
+    """Run a step once before it is captured, and refuse what a replay would get silently wrong.
+
+    That is whatever the host must wait for, what draws at random, every tensor that is neither a weight nor an input nor made in
+    the step (nobody says that it will still be there, or still be the right one, at the next replay), and those that lie elsewhere
+    than on the graph's device: a kernel gets such a tensor's number once and for all.
+    """
+
+    def __init__(self, device: torch.device, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elsewhere: set[int] = set()
+        self.known: set[int] = set()
+        for tensor in known:
+            (self.known if tensor.device == device else self.elsewhere).add(_address(tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [*_tensors(args), *_tensors(kwargs.values())]
+        if _draws(func):
+            raise NotCapturable(f"{func} draws at random")
+        if _waits(func, args, kwargs, given):
+            raise NotCapturable(f"{func} makes the host wait for the device")
+        for tensor in given:
+            if not tensor.numel():
+                continue
+            if _address(tensor) in self.elsewhere:
+                raise NotCapturable(f"{func} reads a tensor {list(tensor.shape)} on {tensor.device}")
+            if _address(tensor) not in self.known:
+                raise NotCapturable(f"{func} reads a tensor {list(tensor.shape)} that is neither a weight nor an input")
+        answer = func(*args, **kwargs)
+        self.known.update(map(_address, _tensors((answer,))))
+        return answer
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operation's arguments, and in their lists: what torch itself takes apart costs a rehearsal most of its time."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, LazyTensor):
+                yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+
+
+@functools.cache
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func)  # attention's may have dropout
+
+
+def _waits(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:
+    """Whether the host must know what the device has computed before it can go on."""
+    packet = func.overloadpacket
+    if packet in WAITS:
+        return True
+    if packet in BY_INDEX:
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    if packet in MOVES:
+        devices = {x.device for x in given} | ({torch.device(kwargs["device"])} if kwargs.get("device") is not None else set())
+        return len({device.type for device in devices}) > 1
+    return func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where captures of a device run: always the same stream, for torch keeps memory for every one."""
+    return torch.cuda.Stream(device)
+
+
+def cuda_graph(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
+    """Capture `step`: how to replay it, and the tensors in which it answers every time."""
+    graph = torch.cuda.CUDAGraph()
+    side, main = _side_stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(main)
+    collects = gc.isenabled()
+    gc.disable()  # a finalizer must not free device memory in the middle
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            # Other threads may go on working with the device.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                answer = step()
+            except BaseException:
+                _give_up(graph, device)
+                raise
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+        main.wait_stream(side)
+    return graph.replay, answer
+
+
+def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    """End a capture that failed. Torch then thinks that its random numbers are still being captured; an empty capture tells it."""
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
+    with contextlib.suppress(RuntimeError), torch.cuda.stream(_side_stream(device)):
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, dtype=torch.float32, device=device)
+        empty.capture_end()
+
+
+Recorder = Callable[[Callable[[], Any], Any, torch.device], tuple[Callable[[], None], Any]]
+RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
+"""For each type of device how a step is recorded there."""

@@ -1,0 +1,202 @@
+"""Tensors that exist only if somebody looks: keys and values in their pages, and masks that the pages make needless.
+
+A model hands what the cache returned straight to its attention function, so a view of the pages can travel in the
+tensors' place. Whoever computes with it instead (a model with an attention of its own) gets the dense tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..kv import FlatBatch, StaticBatch, TritonOps
+
+if TYPE_CHECKING:
+    from ..kv import Pages
+    from .layer import PagedLayer
+
+
+class NotCapturable(RuntimeError):
+    """A forward wants something on the host, or at a size, that another replay would need otherwise."""
+
+
+class NotFlat(RuntimeError):
+    """A forward over several sequences in one row wants keys, values or a mask as if they were one sequence."""
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor with a shape and no content; any operation on it makes the content first."""
+
+    _dense: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *args: Any) -> LazyTensor:
+        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        lazy._dense = None
+        return lazy
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what torch documents for wrappers
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Torch hands kwargs as None where there are none.
+        return func(*tree_map(as_dense, args), **tree_map(as_dense, kwargs or {}))
+
+    def dense(self) -> torch.Tensor:
+        """The content, made once."""
+        if self._dense is None:
+            self._dense = self._make()
+        return self._dense
+
+    def _make(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.dense().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)
+
+    def tolist(self) -> Any:
+        return self.dense().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.dense().numpy(force=force)
+
+    def data_ptr(self) -> int:
+        return self.dense().data_ptr()
+
+
+def as_dense(value: Any) -> Any:
+    """The content of a lazy tensor; anything else as it is."""
+    return value.dense() if isinstance(value, LazyTensor) else value
+
+
+class LazyPages(LazyTensor):
+    """Keys or values [rows, heads, visible columns, dim] of one layer, in their pages.
+
+    `step_tokens` are those of the step that handed it out: where they are all there is, nobody needs to gather them. In a captured
+    step the visible columns grow from replay to replay, so there the shape tells them as a number on the device.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        layer: PagedLayer,
+        pages: Pages,
+        data: torch.Tensor,
+        step_tokens: torch.Tensor | None,
+    ) -> None:
+        self.layer, self.pages, self.data_in_pages, self.step_tokens = layer, pages, data, step_tokens
+        self.columns = shape[2]
+        """The visible columns, as the host knows them."""
+
+    @property
+    def shape(self) -> Any:  # type: ignore[override]
+        """[rows, heads, visible columns, dim]"""
+        known = super().shape
+        return known if self.layer.length is None else (*known[:2], self.layer.length, known[3])
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or one number of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def first(self) -> int:
+        """The first column shown."""
+        return self.pages.batch.columns - self.columns
+
+    def columns_from(self, first: int) -> torch.Tensor:
+        """[rows, heads, columns - first, dim], without a copy where rows lie side by side."""
+        if self.step_tokens is not None and first == 0 and self.pages.batch.fresh:
+            return self.step_tokens
+        return self.pages.ops.gather(self.data_in_pages, self.pages.batch, first)
+
+    def _make(self) -> torch.Tensor:
+        if isinstance(self.pages.batch, StaticBatch):
+            raise NotCapturable("the model computes with keys or values itself, and there are more of them at every step")
+        if isinstance(self.pages.batch, FlatBatch):
+            raise NotFlat("the model computes with keys or values itself")
+        if self.step_tokens is not None:  # else somebody reads the cache, which is no attention
+            self.layer.path = "dense"
+        return self.columns_from(self.first).contiguous()
+
+
+class LazyMask(LazyTensor):
+    """A causal or sliding mask [rows, 1, new, columns] that says no more than the pages do.
+
+    `window` is how far back a token sees, None for all the way. `build` makes the mask, `as_stock` what stock hands its layers in its
+    place: often nothing.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int | None,
+        build: Callable[[], torch.Tensor],
+        as_stock: Callable[[], torch.Tensor | None] | None = None,
+    ) -> None:
+        self.window, self.build, self.as_stock = window, build, as_stock or build
+
+    def _make(self) -> torch.Tensor:
+        return self.build()
+
+
+class Rotation:
+    """Queries and keys on their way to their positions: a layer that stores the keys turns both in one launch."""
+
+    def __init__(self, kernels: Any, *inputs: torch.Tensor) -> None:
+        self.kernels, self.inputs = kernels, inputs
+        self.query: torch.Tensor | None = None
+        self.key: torch.Tensor | None = None
+
+    def lazy(self) -> tuple[LazyRotated, LazyRotated]:
+        """Query and key as they will be: [rows, heads, new, dim]."""
+        return LazyRotated.of(self, 0), LazyRotated.of(self, 1)
+
+    def fits(self, pages: Pages, value: torch.Tensor) -> bool:
+        """Whether the keys can be written into these pages as they are."""
+        return isinstance(pages.ops, TritonOps) and self.inputs[1].dtype == pages.keys.dtype == value.dtype and value.stride(3) == 1
+
+    def write(self, pages: Pages, value: torch.Tensor) -> None:
+        """Turn both, and store the key with the step's value."""
+        assert isinstance(pages.ops, TritonOps)
+        query, key, cos, sin = self.inputs
+        self.query = pages.ops.rotary_write(pages, query, key, cos, sin, value)
+
+    def turned(self, which: int) -> torch.Tensor:
+        """Query or key, if somebody wants it without storing."""
+        done = (self.query, self.key)[which]
+        if done is None:
+            self.query, self.key = self.kernels.rotary(*self.inputs)
+        made = (self.query, self.key)[which]
+        assert made is not None
+        return made
+
+
+class LazyRotated(LazyTensor):
+    """A query or a key that nobody has turned yet."""
+
+    rotation: Rotation
+    which: int
+
+    @classmethod
+    def of(cls, rotation: Rotation, which: int) -> LazyRotated:
+        """Queries are number 0, keys number 1."""
+        source = rotation.inputs[which]
+        made = cls(source.shape, source.dtype, source.device)
+        made.rotation, made.which = rotation, which
+        return made
+
+    def _make(self) -> torch.Tensor:
+        return self.rotation.turned(self.which)

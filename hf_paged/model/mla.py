@@ -1,0 +1,172 @@
+"""Keys and values that a model keeps as latents (MLA): steps of few tokens read them as they are, and expand nothing of the past.
+
+Such a model expands what its cache hands out before it asks for attention. Here the expansion waits; when attention is asked for,
+the queries go to the latents instead: q (W c) = (q W) c.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..kv import Seen, fork_safe_lock, reference
+from .capture.fusion import STANDS_FOR, reads_like
+from .lazy import LazyPages, LazyTensor
+
+METHOD = "expand_kv"
+_stocks: dict[type, Callable[..., Any]] = {}
+"""Classes of attention whose expansion is deferred, and their own method."""
+_lock = fork_safe_lock()
+
+
+class Expansion:
+    """What a layer's latents stand for: its heads' keys and values, made once and only if somebody looks."""
+
+    def __init__(self, module: Any, latents: LazyPages, turned: LazyPages, expand: Callable[..., Any]) -> None:
+        self.module, self.latents, self.turned, self._expand = module, latents, turned, expand
+        self._made: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def lazy(self) -> tuple[LazyExpanded, LazyExpanded]:
+        """Keys and values as they will be: [rows, heads, columns, dim]."""
+        rows, columns = self.latents.shape[0], self.latents.columns
+        widths = self.module.qk_nope_head_dim + self.turned.shape[3], self.module.v_head_dim
+        return tuple(LazyExpanded.of(self, which, (rows, self.heads, columns, width)) for which, width in enumerate(widths))  # type: ignore[return-value]
+
+    @property
+    def heads(self) -> int:
+        heads: int = self.module.kv_b_proj.weight.shape[0] // (self.module.qk_nope_head_dim + self.module.v_head_dim)
+        return heads
+
+    def made(self, which: int) -> torch.Tensor:
+        """Keys (number 0) or values (number 1), as stock expands them."""
+        if self._made is None:
+            self._made = self._expand(self.module, self.latents.dense(), self.turned.dense())
+        return self._made[which]
+
+    def attend(self, query: torch.Tensor, seen: Seen, scale: float) -> torch.Tensor:
+        """Attention of query [rows, heads, new, key_dim] over the latents in the pages: [rows, new, heads, value_dim]."""
+        new = (self.latents.step_tokens, self.turned.step_tokens)
+        known = None if new[0] is None or new[1] is None else (new[0], new[1])
+        pages = self.latents.pages
+        return pages.ops.attend_latents(query, pages, seen, self._attend, self.module.v_head_dim, known, scale=scale)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        turned: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        causal: bool = False,
+        scale: float,
+    ) -> torch.Tensor:
+        """The same over latents [rows, 1, columns, rank] and rotary parts [rows, 1, columns, rope].
+
+        Few queries go to the latents as q (W c) = (q W) c; for many the latents are expanded.
+        """
+        weights = self.weights(query)
+        if weights is None:
+            keys, values = self._expand(self.module, latents, turned)
+            return reference.attend(query, keys, values, mask, causal=causal, scale=scale)
+        if causal:
+            new = query.shape[2]
+            mask = torch.ones(new, new, dtype=torch.bool, device=query.device).tril()[None, None]
+        of_keys, of_values = weights
+        plain, rotary = query.split([of_keys.shape[1], query.shape[3] - of_keys.shape[1]], -1)
+        out = reference.attend_latents(plain @ of_keys, rotary, latents, turned, mask, scale)
+        return (out @ of_values.transpose(1, 2)).transpose(1, 2).contiguous()
+
+    def weights(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What makes keys [heads, nope, rank] and values [heads, value_dim, rank] of latents, where that may go to the queries.
+
+        None if the projection is more than a matrix (adapters, hooks, quantized or sharded weights), or if the step has so many
+        new tokens that expanding is less work.
+        """
+        module, projection = self.module, self.module.kv_b_proj
+        if type(projection) is not nn.Linear or projection.bias is not None or type(projection.weight) is not nn.Parameter:
+            return None
+        if "forward" in projection.__dict__ or projection._forward_hooks or projection._forward_pre_hooks:
+            return None
+        nope, value, rank = module.qk_nope_head_dim, module.v_head_dim, projection.in_features
+        if query.shape[1] != self.heads or query.dtype != projection.weight.dtype:
+            return None
+        if query.shape[2] * (2 * rank - nope - value) > rank * (nope + value):
+            return None
+        by_head = projection.weight.view(self.heads, nope + value, rank)
+        return by_head[:, :nope], by_head[:, nope:]
+
+
+class LazyExpanded(LazyTensor):
+    """Keys or values of all heads that nobody has expanded yet."""
+
+    expansion: Expansion
+    which: int
+
+    @classmethod
+    def of(cls, expansion: Expansion, which: int, shape: tuple[int, ...]) -> LazyExpanded:
+        """Keys are number 0, values number 1."""
+        made = cls(shape, expansion.latents.dtype, expansion.latents.device)
+        made.expansion, made.which = expansion, which
+        return made
+
+    def _make(self) -> torch.Tensor:
+        return self.expansion.made(self.which)
+
+
+# ---- the models' own expansion
+
+
+def expanding_classes(model: nn.Module) -> list[type]:
+    """The attention classes of a model that expand latents in the known way."""
+    classes: set[Any] = {type(module) for module in model.modules()}
+    with _lock:
+        return [cls for cls in classes if cls in _stocks or _is_known(cls)]
+
+
+def defer_expansion(classes: Sequence[Any]) -> None:
+    """Let these classes hand latents in pages to the attention function unexpanded. Twice is once.
+
+    Latents that are ordinary tensors are expanded as ever, so other models of the class do not notice.
+    """
+    with _lock:
+        for cls in classes:
+            method = getattr(cls, METHOD)
+            if cls not in _stocks:
+                _stocks[cls] = getattr(method, STANDS_FOR, method)  # a module that was reloaded has left its wrapper
+            elif method is not _stocks[cls]:
+                continue
+            setattr(cls, METHOD, _deferring(_stocks[cls]))
+
+
+def restore_expansion() -> None:
+    """Give every class its own expansion back. A running engine defers it again with its next step."""
+    with _lock:
+        for cls, stock in _stocks.items():
+            setattr(cls, METHOD, stock)
+        _stocks.clear()
+
+
+def _deferring(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> Any:
+        if isinstance(kv_nope, LazyPages) and isinstance(k_rot, LazyPages):
+            return Expansion(self, kv_nope, k_rot, stock).lazy()
+        return stock(self, kv_nope, k_rot)
+
+    setattr(expand_kv, STANDS_FOR, stock)
+    return expand_kv
+
+
+@functools.cache
+def _is_known(cls: Any) -> bool:
+    """Whether a class expands as DeepSeek does."""
+    method = getattr(cls, METHOD, None)
+    if method is None:
+        return False
+    known = importlib.import_module("transformers.models.deepseek_v3.modeling_deepseek_v3").DeepseekV3Attention
+    return METHOD in vars(cls) and reads_like(method, getattr(known, METHOD))

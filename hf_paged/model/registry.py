@@ -1,0 +1,98 @@
+"""Which memory belongs to which model."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..kv import Memory, fork_safe_lock, in_forked_process
+
+_memories: weakref.WeakKeyDictionary[nn.Module, Memory] = weakref.WeakKeyDictionary()
+_lock = fork_safe_lock()
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside a peft wrapper; any other model as it is."""
+    unwrap = getattr(model, "get_base_model", None)
+    base = unwrap() if callable(unwrap) else model
+    if not isinstance(base, nn.Module):
+        raise TypeError(f"expected a model, got {type(model).__name__}")
+    return base
+
+
+def memory_of(model: nn.Module) -> Memory:
+    """The model's memory, made when first asked for. It lives as long as the model."""
+    with _lock:
+        memory = _memories.get(model)
+        if memory is None:
+            # A copied model brings the hook along.
+            if before_forward not in model._forward_pre_hooks.values():
+                _remove_earlier_hooks(model)
+                model.register_forward_pre_hook(before_forward, with_kwargs=True)
+            memory = _memories[model] = Memory()
+        return memory
+
+
+def _remove_earlier_hooks(model: nn.Module) -> None:
+    """Remove the hooks that this module registered before it was reloaded, or imported a second time."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        name = getattr(hook, "__module__", None), getattr(hook, "__name__", None)
+        if name == (__name__, before_forward.__name__):
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def known_memory(model: nn.Module) -> Memory | None:
+    """The model's memory, if it has one."""
+    return _memories.get(model)
+
+
+def memories() -> list[Memory]:
+    """The memory of every model that has one."""
+    with _lock:
+        return list(_memories.values())
+
+
+def _recount() -> None:
+    """In a forked process: the books may have been copied in the middle of another thread's change."""
+    for memory in memories():
+        memory.suspect = True
+
+
+in_forked_process(_recount)
+
+
+def release(model: nn.Module) -> int:
+    """Give back the pools that the model keeps between calls, and answer with the number of bytes.
+
+    Blocks that a cache still holds stay: drop the cache first.
+    """
+    memory = _memories.get(base_model(model))
+    return 0 if memory is None else memory.release()
+
+
+def invalidate(model: nn.Module) -> None:
+    """Let no prompt begin with anything that is cached now: say so when a model was changed in a way that nobody can see.
+
+    Caches that are kept go on as they are; what they hold, and what is computed behind it, is not found either.
+    """
+    memory = _memories.get(base_model(model))
+    if memory is not None:
+        memory.forget()
+
+
+def before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """A forward that trains wants the memory: idle pools go then. One on a padded cache needs the mask.
+
+    A hook of every model that has a memory, found by name when the model is pickled.
+    """
+    if model.training and torch.is_grad_enabled():
+        memory = _memories.get(model)
+        if memory is not None and memory.bytes:
+            memory.release(training=True)
+    sequences = getattr(kwargs.get("past_key_values"), "sequences", None)
+    if sequences is not None and sequences.starts is not None and kwargs.get("attention_mask") is None:
+        raise ValueError("this cache holds rows of different lengths; pass the attention_mask that it was begun with")

@@ -1,0 +1,107 @@
+"""Which attention a model's decoder uses, for as long as a call needs it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cache
+from typing import Any, cast
+
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..kv import fork_safe_lock
+
+
+class _Switched:
+    """A config whose attention setting is ours for as long as it has owners. Models may share a config."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.original = config, config._attn_implementation or "eager"
+        self.owners: set[int] = set()
+
+
+_switched: dict[int, _Switched] = {}
+_lock = fork_safe_lock()
+
+
+def original_implementation(config: Any) -> str:
+    """The attention setting that the user chose for the models of `config`."""
+    with _lock:  # another thread may switch it between the two questions
+        entry = _switched.get(id(config))
+        return str(entry.original if entry is not None else getattr(config, "_attn_implementation", None) or "eager")
+
+
+def switch(configs: list[Any], name: str, owner: object) -> None:
+    """Set the attention of `configs` to `name` until `restore`. A second switch by the same owner changes nothing."""
+    with _lock:
+        for config in configs:
+            entry = _switched.setdefault(id(config), _Switched(config))
+            entry.owners.add(id(owner))
+            config._attn_implementation_internal = name
+
+
+def restore(configs: list[Any], owner: object) -> None:
+    """Undo the `switch` of an owner, or what an interrupt has left of it; the last owner puts the user's setting back."""
+    with _lock:
+        for config in configs:
+            entry = _switched.get(id(config))
+            if entry is None:
+                continue
+            entry.owners.discard(id(owner))
+            if not entry.owners:
+                config._attn_implementation_internal = entry.original
+                _switched.pop(id(config), None)
+
+
+def decoder_configs(model: nn.Module) -> list[Any]:
+    """The configs of the attention modules that read a cache and look their function up in transformers' registry.
+
+    A config that some other attention reads too stays as it is: that module would not know our name. So does one whose
+    attention is the user's own: it is called as ever, on dense copies.
+    """
+    ours: dict[int, Any] = {}
+    others: set[int] = set()
+    for module in model.modules():
+        config, attention = getattr(module, "config", None), cast(Any, type(module))
+        if config is None or not hasattr(config, "_attn_implementation_internal"):
+            continue
+        if getattr(module, "layer_idx", None) is None and not is_told_its_layer(attention):
+            continue
+        if uses_registry(attention) and is_stock(original_implementation(config)):
+            ours[id(config)] = config
+        elif "ttention" in attention.__name__:
+            others.add(id(config))
+    return [config for key, config in ours.items() if key not in others]
+
+
+def is_stock(setting: str) -> bool:
+    """Whether an attention setting means the softmax attention that pages compute too."""
+    if setting == "sdpa":
+        return ALL_ATTENTION_FUNCTIONS.get("sdpa") is sdpa_attention_forward
+    return setting in ("eager", "flex_attention") or "flash" in setting
+
+
+@cache
+def is_told_its_layer(cls: Any) -> bool:
+    """Whether a module serves several layers and learns with every call which one it is (Zamba's attention)."""
+    return "layer_idx" in inspect.signature(cls.forward).parameters
+
+
+@cache
+def sdpa_refuses_softcap() -> bool:
+    """Whether this transformers raises for a softcap under sdpa; older ones leave it out."""
+    return "softcap" in inspect.getsource(sdpa_attention_forward)
+
+
+@cache
+def uses_registry(cls: Any) -> bool:
+    """Whether an attention class asks transformers' registry for its function."""
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return False
+    # A class that asks whether its function is one of stock's would take ours for something else. One that makes a mask of its own
+    # asks whether it was given one, and stock gives none where a mask would be plainly causal.
+    return "ALL_ATTENTION_FUNCTIONS" in source and not re.search(r"_attn_implementation (not )?in |attention_mask=attn_mask\b", source)

@@ -1,0 +1,233 @@
+"""Whether a model's tensors still hold what they held: some words of each at every look, and in turns all of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kv.ops import digester
+from ..kv.upload import upload
+
+GOLDEN = -7046029254386353131
+"""What a word counts depends on where it stands: word i is multiplied with (i * GOLDEN) | 1."""
+SAMPLES = 1024
+"""Words of a large tensor that every look reads, evenly spread."""
+SMALL = 4096
+"""A tensor of at most so many words is read whole."""
+PIECE = 2**20
+"""Words that are boiled down to one number, in turns."""
+TURN = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
+"""Bytes of a device that one look reads beside the samples: smaller models are read whole every time."""
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Kinds of tensors that are one piece of memory; others are asked."""
+Place = tuple[torch.device, bool]
+"""A device, and whether what lies there is read by address."""
+
+
+class Unreadable(Exception):
+    """A tensor whose content nobody can look at: it has no memory of its own."""
+
+
+class Tags:
+    """What the host sees of tensors without asking a device: which they are, where they lie, how often torch wrote to them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._facts = [_facts(tensor) for tensor in tensors]
+
+    def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the same tensors, moved nowhere and written by nobody that torch knows of."""
+        if len(tensors) != len(self._tensors):
+            return False
+        same = all(known() is tensor for known, tensor in zip(self._tensors, tensors, strict=True))
+        return same and all(known == _facts(tensor) for known, tensor in zip(self._facts, tensors, strict=True))
+
+
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if _wraps(tensor):
+        return tuple(_facts(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class Piece(NamedTuple):
+    """Words of a part: `words` of them from word `first` on, `step` words apart."""
+
+    part: int
+    first: int
+    words: int
+    step: int
+
+
+class Reading(NamedTuple):
+    """What was found in one place, perhaps still on its way: the numbers of some pieces."""
+
+    shelf: Shelf
+    ranges: list[tuple[int, int]]
+    numbers: torch.Tensor | list[int]
+    arrived: torch.cuda.Event | None = None
+
+    def fetch(self) -> list[int]:
+        """The numbers, once they are there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.numbers if isinstance(self.numbers, list) else list(self.numbers.tolist())
+
+
+class Contents:
+    """What tensors hold, boiled down to a number for each piece when this is made; later looks read some pieces again.
+
+    A look costs a launch or two. It sees every change of a small tensor and of a word that is sampled, hence whatever changes
+    a tensor everywhere, and it sees any other change when its turn comes: after `turns` looks at the latest.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._by_hand = [i for i, tensor in enumerate(tensors) if any(not by_address for _, by_address in _by_place([tensor]))]
+        self._shelves = {place: Shelf(parts, place) for place, parts in _by_place(tensors).items()}
+        self._baseline = self._read([[(0, len(shelf.pieces))] for shelf in self._shelves.values()])
+        self._known: dict[Shelf, list[int]] = {}
+        self._looks = 0
+
+    @property
+    def turns(self) -> int:
+        """After how many looks everything was read again."""
+        return max((len(shelf.turns) for shelf in self._shelves.values()), default=1)
+
+    def look(self, tensors: Sequence[torch.Tensor]) -> list[Reading]:
+        """Begin to read some of it again. The tensors must be those that this was made for, where they were."""
+        self._looks += 1
+        for place, parts in _by_place([tensors[i] for i in self._by_hand]).items():
+            self._shelves[place].parts = parts
+        return self._read([shelf.due(self._looks) for shelf in self._shelves.values()])
+
+    def _read(self, ranges: list[list[tuple[int, int]]]) -> list[Reading]:
+        readings = [shelf.read(due) for shelf, due in zip(self._shelves.values(), ranges, strict=True)]
+        for shelf in self._shelves.values():
+            shelf.parts = []  # whoever looks must not keep weights alive
+        return readings
+
+    def same(self, readings: Sequence[Reading]) -> bool:
+        """Wait for what was read; whether it is what it was."""
+        if not self._known:
+            self._known = {reading.shelf: reading.fetch() for reading in self._baseline}
+        for reading in readings:
+            known = self._known[reading.shelf]
+            if reading.fetch() != [number for begin, end in reading.ranges for number in known[begin:end]]:
+                return False
+        return True
+
+
+class Shelf:
+    """The parts that lie in one place, cut into pieces: first a sample of each, then all of the large ones."""
+
+    def __init__(self, parts: list[torch.Tensor], place: Place) -> None:
+        self.device, by_address = place
+        self.parts = parts
+        lengths = [part.nbytes // 4 for part in parts] if by_address else [_words(part).numel() for part in parts]
+        steps = [1 if words <= SMALL else words // SAMPLES for words in lengths]
+        self.pieces = [
+            Piece(i, 0, words if step == 1 else SAMPLES, step) for i, (words, step) in enumerate(zip(lengths, steps, strict=True))
+        ]
+        self.samples = len(self.pieces)
+        self.turns: list[tuple[int, int]] = []
+        self._cut([(i, words) for i, (words, step) in enumerate(zip(lengths, steps, strict=True)) if step > 1])
+        self._kernel = digester(self.device) if by_address else None
+        self._table: torch.Tensor | None = None
+        self._weights: torch.Tensor | None = None
+        if self._kernel is not None:
+            firsts = [parts[piece.part].data_ptr() + 4 * piece.first for piece in self.pieces]
+            self._table = upload([firsts, [piece.words for piece in self.pieces], [piece.step for piece in self.pieces]], self.device)
+
+    def _cut(self, large: list[tuple[int, int]]) -> None:
+        """Cut large parts (number, words) into pieces, and these into turns."""
+        begin, size = len(self.pieces), 0
+        for part, words in large:
+            for first in range(0, words, PIECE):
+                count = min(PIECE, words - first)
+                if size and size + 4 * count > TURN.get(self.device.type, TURN["cpu"]):
+                    self.turns.append((begin, len(self.pieces)))
+                    begin, size = len(self.pieces), 0
+                self.pieces.append(Piece(part, first, count, 1))
+                size += 4 * count
+        if size:
+            self.turns.append((begin, len(self.pieces)))
+
+    def due(self, look: int) -> list[tuple[int, int]]:
+        """The pieces that a look reads: the samples, and those whose turn it is."""
+        return [(0, self.samples), *([self.turns[look % len(self.turns)]] if self.turns else [])]
+
+    def read(self, ranges: list[tuple[int, int]]) -> Reading:
+        """Begin to boil down the pieces of one or two ranges."""
+        pieces = [self.pieces[i] for begin, end in ranges for i in range(begin, end)]
+        if self._kernel is not None and self._table is not None:
+            numbers = self._kernel(self._table, ranges)
+        elif hashes(self.device):
+            return Reading(self, ranges, [self._hash(piece) for piece in pieces])
+        else:
+            numbers = torch.stack([self._boil_down(piece) for piece in pieces])
+        if numbers.device.type != "cuda":
+            return Reading(self, ranges, numbers)
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(numbers.device))
+        return Reading(self, ranges, host, arrived)
+
+    def _boil_down(self, piece: Piece) -> torch.Tensor:
+        if self._weights is None:
+            longest = max(piece.words for piece in self.pieces)
+            self._weights = (torch.arange(longest, device=self.device) * GOLDEN) | 1
+        return (self._read(piece).long() * self._weights[: piece.words]).sum()
+
+    def _hash(self, piece: Piece) -> int:
+        return int.from_bytes(blake2b(self._read(piece).contiguous().numpy().data, digest_size=8).digest(), "little")
+
+    def _read(self, piece: Piece) -> torch.Tensor:
+        return _words(self.parts[piece.part])[piece.first :: piece.step][: piece.words]
+
+
+def hashes(device: torch.device) -> bool:
+    """Whether the host itself reads what lies on `device`."""
+    return device.type == "cpu"
+
+
+def _by_place(tensors: Sequence[torch.Tensor]) -> dict[Place, list[torch.Tensor]]:
+    places: dict[Place, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        for part, moved in _parts(tensor.detach()):
+            by_address = not moved and digester(part.device) is not None and part.nbytes % 4 == 0 and part.data_ptr() % 4 == 0
+            places.setdefault((part.device, by_address), []).append(part)
+    return places
+
+
+def _wraps(tensor: torch.Tensor) -> bool:
+    """Whether a tensor consists of others, and has no memory of its own."""
+    return type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "__tensor_flatten__")
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
+    """The plain tensors that a tensor consists of, in the order of their memory, and whether they had to be copied for it."""
+    if _wraps(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from _parts(getattr(tensor, name).detach())
+        return
+    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+        raise Unreadable(f"a tensor {list(tensor.shape)} on {tensor.device} has no memory to look into")
+    if tensor.numel():
+        strides = tensor.stride()
+        order = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
+        part = tensor.permute(order).contiguous()
+        yield part, part.data_ptr() != tensor.data_ptr()
+
+
+def _words(part: torch.Tensor) -> torch.Tensor:
+    """Its memory as integers, as wide as they fit."""
+    flat = part.reshape(-1)
+    for word in (torch.int32, torch.int16, torch.int8):
+        if part.nbytes % word.itemsize == 0 and part.storage_offset() * part.itemsize % word.itemsize == 0:
+            return flat.view(word)
+    raise Unreadable(f"a tensor {list(part.shape)} of {part.dtype} cannot be read as words")

@@ -1,0 +1,271 @@
+"""Admission by what those who run will hold, not by what they hold now (C40)."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect, bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Rows
+from itertools import chain, count, takewhile
+from typing import NamedTuple
+
+from ..blocks.pool import expect
+from .admission import Bid, Moment, Verdict, Watermark
+from .history import History
+from .limits import Limits, Shelf
+from .request import UNKNOWN, Group, Sequence, Status, blocks_of_group
+
+FAR = 1 << 60
+"""The end of groups whose prompt takes more steps: nobody knows how many."""
+LAG = 1
+"""Whoever ends is found and freed this many steps later, if the host works ahead."""
+SHORTEST_REVIEW = 16
+"""An estimate is looked at again after so many tokens at the soonest; later after a quarter of the answer so far."""
+MARGIN = 0.5
+"""Estimates are wrong by about their own size, and errors add up as squares: this share of their sum stays free."""
+GOLDEN = 0.6180339887498949
+
+
+class Part(NamedTuple):
+    """The slots of a pool that somebody holds at a step, `start + slope * step`, until the step `end` is over."""
+
+    end: int
+    slope: int
+    start: int
+
+
+def peak(parts: Iterable[Part]) -> int:
+    """The most slots that are ever held; the parts come in order of their ends, the last to end first.
+
+    While everybody grows the most is held at a moment when somebody ends, and then all those are there that end no sooner.
+    """
+    most = slots = slope = 0
+    for part in parts:
+        slots += part.start
+        slope += part.slope
+        most = max(most, slots + slope * part.end)
+    return most
+
+
+class _Entry:
+    """What a group that runs, or would like to, is going to hold of every pool. Replaced as a whole whenever that changes.
+
+    settled: it takes a token in every step by now. review: the step at which it is estimated anew. spread: the square of what is only
+    estimated. shared: blocks that are counted for several groups, and not in its parts.
+    """
+
+    __slots__ = ("group", "key", "parts", "review", "settled", "shared", "spread")
+
+    def __init__(self, group: Group, settled: bool, review: int, spread: int, parts: list[Part], shared: list[list[int]]) -> None:
+        self.group, self.settled, self.review, self.spread, self.parts, self.shared = group, settled, review, spread, parts, shared
+        self.key = (-parts[0].end, group.request.number)
+
+
+class Future(Watermark):
+    """Lets in whoever can stay to the end: the future peak of all that run, with the newcomer, must fit every pool.
+
+    How long answers become is taken from those that have ended, given what each has said already. Every group stands for a share of
+    the answers, spread evenly over the groups, so that a crowd is as long as the answers were; a margin for the errors stays free. With
+    a history that knows nothing each is taken to become as long as it may, there is no margin, and nobody is ever preempted. An empty
+    engine lets in the first one, whatever is estimated.
+
+    Slots are counted, not blocks: a sequence of L tokens holds less than L + block_size of them, and half a block more on average, which
+    is what an estimate gets. Full blocks of a beginning that several groups share are counted once, for as long as one of them runs.
+    Behind a window a sequence is taken to hold the most at once. So is one whose prompt takes several steps, and without an end,
+    because nobody knows when it begins to grow.
+
+    An event (somebody comes, goes, or is estimated anew) costs O(log n) and the move of n pointers, the verdict on the first one in
+    the queue n additions; whoever decodes as expected costs nothing, because its part is a line.
+    """
+
+    def __init__(self, shelves: Rows[Shelf], limits: Limits, history: History | None = None) -> None:
+        super().__init__(shelves, limits)
+        self.history = History() if history is None else history
+        self.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self._entries: dict[Group, _Entry] = {}
+        self._order: list[_Entry] = []
+        """The same by their ends, the last first."""
+        self._spread = 0
+        self._reviews: list[tuple[int, int, _Entry]] = []
+        self._serial = count()
+        self._changed: dict[Group, None] = {}
+        """Groups that do not decode yet, or have lost a sequence."""
+        self._shared: list[Counter[int]] = [Counter() for _ in self.shelves]
+        """Blocks that are counted once for several groups, and for how many."""
+
+    # ---- the verdict
+
+    def verdict(self, bid: Bid, moment: Moment) -> Verdict:
+        """Whether there is room now, and will be."""
+        now = super().verdict(bid, moment)
+        if now is not Verdict.OK or not moment.running:
+            return now
+        self._catch_up(moment.step)
+        entry = self._newcomer(bid, moment)
+        for i, shelf in enumerate(self.shelves):
+            reserve = 0 if bid.group.status is Status.PREEMPTED else self.limits.reserve(shelf)
+            margin = 0 if shelf.window is not None else MARGIN * math.sqrt(self._spread + entry.spread)
+            if self._peak(i, entry) + margin > (shelf.pool.total - reserve) * shelf.pool.block_size:
+                return Verdict.LATER
+        return Verdict.OK
+
+    def _peak(self, i: int, newcomer: _Entry) -> int:
+        """The future peak of a pool, in slots, with the newcomer; what it shares with others is theirs no more."""
+        size, shared = self.shelves[i].pool.block_size, self._shared[i]
+        blocks = newcomer.shared[i]
+        given = {entry: len(taken) * size for entry, taken in self._owners(i, blocks)}
+        place = bisect(self._order, newcomer.key, key=lambda entry: entry.key)
+        entries = chain(self._order[:place], (newcomer,), self._order[place:])
+        parts: Iterable[Part] = (entry.parts[i] for entry in entries)
+        if given:
+            parts = (entry.parts[i]._replace(start=entry.parts[i].start - given.get(entry, 0)) for entry in entries)
+        return peak(parts) + size * (len(shared) + sum(1 for block in blocks if block not in shared))
+
+    def _owners(self, i: int, blocks: list[int]) -> Iterator[tuple[_Entry, list[int]]]:
+        """Who counts some of these blocks, the first of a newcomer, as its own only, and which.
+
+        What all of them share with others already comes first. A block that is not found here is counted twice, and never too little.
+        """
+        shared, size = self._shared[i], self.shelves[i].pool.block_size
+        first = next((place for place, block in enumerate(blocks) if block not in shared), len(blocks))
+        new = list(takewhile(lambda block: block not in shared, blocks[first:]))
+        if not new:
+            return
+        for entry in self._order:
+            own = entry.group.leader.tables[i].blocks[first : entry.group.common // size]
+            taken = [block for block, _ in takewhile(lambda pair: pair[0] == pair[1], zip(new, own, strict=False))]
+            if taken:
+                yield entry, taken
+
+    # ---- entries
+
+    def _newcomer(self, bid: Bid, moment: Moment) -> _Entry:
+        group = bid.group
+        shared = [
+            [block for block in blocks if shelf.pool.references(block)] if shelf.window is None else []
+            for shelf, blocks in zip(self.shelves, bid.blocks, strict=True)
+        ]
+        behind = group.leader.behind if group.swapped else group.common - bid.cached
+        settled = group.decoding or (group.common == group.length and behind <= moment.room)
+        return self._entry(group, moment.step, settled, shared)
+
+    def _entry(self, group: Group, step: int, settled: bool, shared: list[list[int]]) -> _Entry:
+        """What a group holds from `step` on; settled: from then on it grows in every step."""
+        width, prompt = len(group.sequences), len(group.request.prompt)
+        said, most = group.length - prompt, group.request.most_tokens - prompt
+        # Of n answers the longest counts, which stays within a length as often as one does, to the power of n.
+        share = (group.request.number * GOLDEN % 1.0) ** (1 / width)
+        length = max(said, self.history.expected(said, most, share))
+        end = step + length - said - 1 + LAG if settled else FAR
+        parts = []
+        for i in range(len(self.shelves)):
+            slots = self._slots(i, group, prompt + length + LAG, length < most) - len(shared[i]) * self.shelves[i].pool.block_size
+            slope = width if settled and self.shelves[i].window is None and not self.shelves[i].cross else 0
+            parts.append(Part(end, slope, slots - slope * end))
+        review = step + min(max(1, length - said), max(SHORTEST_REVIEW, said // 4))
+        spread = (width * (length - said)) ** 2 if length < most else 0
+        return _Entry(group, settled, review, spread, parts, shared)
+
+    def _slots(self, i: int, group: Group, length: int, estimated: bool) -> int:
+        """The most slots of a pool that a group holds whose sequences are to have `length` tokens, the last of which is not stored.
+
+        Where that is an estimate, the slots that a last block leaves unused are, too: half of it, as for lengths at random.
+        """
+        shelf, width = self.shelves[i], len(group.sequences)
+        size = shelf.pool.block_size
+        if shelf.cross:
+            return size * group.need(i, self.limits.tokens)
+        if shelf.window is not None:
+            return size * blocks_of_group(shelf, width, group.common, length, self.limits.tokens)
+        common, unused = group.common // size * size, size // 2 if estimated else size - 1
+        return common + width * (length - 1 - common + unused)
+
+    def _put(self, entry: _Entry) -> None:
+        self._entries[entry.group] = entry
+        self._spread += entry.spread
+        self._order.insert(bisect_left(self._order, entry.key, key=lambda each: each.key), entry)
+        if entry.settled:
+            heapq.heappush(self._reviews, (entry.review, next(self._serial), entry))
+        else:
+            self._changed[entry.group] = None
+
+    def _remove(self, group: Group) -> _Entry:
+        entry = self._entries.pop(group)
+        self._spread -= entry.spread
+        del self._order[bisect_left(self._order, entry.key, key=lambda each: each.key)]
+        return entry
+
+    def _renew(self, group: Group, step: int) -> None:
+        entry = self._remove(group)
+        self._put(self._entry(group, step, entry.settled or group.decoding, entry.shared))
+
+    def _catch_up(self, step: int) -> None:
+        """Estimate anew for whom it is time."""
+        changed, self._changed = self._changed, {}
+        for group in changed:
+            self._renew(group, step)
+        while self._reviews and self._reviews[0][0] <= step:
+            entry = heapq.heappop(self._reviews)[-1]
+            if self._entries.get(entry.group) is entry:
+                self._renew(entry.group, step)
+
+    # ---- who comes and goes
+
+    def enter(self, bid: Bid, moment: Moment) -> None:
+        super().enter(bid, moment)
+        self._catch_up(moment.step)
+        newcomer = self._newcomer(bid, moment)
+        for i, blocks in enumerate(newcomer.shared):
+            owners = list(self._owners(i, blocks))
+            self._shared[i].update(blocks)
+            for entry, taken in owners:
+                self._shared[i].update(taken)
+                entry.shared[i].extend(taken)
+                self._renew(entry.group, moment.step)
+        self._put(newcomer)
+
+    def leave(self, group: Group) -> None:
+        super().leave(group)
+        if group not in self._entries:
+            return
+        self._changed.pop(group, None)
+        for shared, blocks in zip(self._shared, self._remove(group).shared, strict=True):
+            for block in blocks:
+                shared[block] -= 1
+                if not shared[block]:
+                    del shared[block]
+
+    def finish(self, sequence: Sequence) -> None:
+        group = sequence.group
+        length = len(sequence.tokens) - (sequence.tokens[-1] == UNKNOWN)  # a token after the last one, if the host worked ahead
+        self.history.add(length - len(group.request.prompt), limited=length >= group.request.most_tokens)
+        if len(group.sequences) > 1 and group in self._entries:
+            self._changed[group] = None
+
+    # ---- the audit
+
+    def check(self, moment: Moment) -> None:
+        super().check(moment)
+        expect(set(self._entries) == set(moment.running), "the future knows others than those who run")
+        expect(self._order == sorted(self._entries.values(), key=lambda entry: entry.key), "the future is out of order")
+        for i, shelf in enumerate(self.shelves):
+            expect(self._shared[i] == Counter(b for entry in self._order for b in entry.shared[i]), "shared blocks do not add up")
+            if shelf.window is not None:
+                continue
+            held = {b for group in moment.running for sequence in group.sequences for b in sequence.tables[i].blocks}
+            slots = shelf.pool.block_size * len(self._shared[i])
+            for entry in self._order:
+                if not entry.settled:  # it may decode by now, and longer than was estimated
+                    entry = self._entry(entry.group, moment.step, entry.group.decoding, entry.shared)
+                slots += entry.parts[i].start + entry.parts[i].slope * (moment.step - 1)
+                slots += len(entry.group.sequences) * shelf.pool.block_size if entry.spread else 0
+            expect(len(held) * shelf.pool.block_size <= slots, f"{len(held)} blocks are held, the future has {slots} slots for them")
+
+
+ADMISSIONS: dict[str, type[Watermark]] = {"watermark": Watermark, "future": Future}
+"""The routers by name."""

@@ -1,0 +1,136 @@
+"""The books of the host's memory: who waits there, what is on its way, and what is not worth bringing back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..blocks import Copy, Table, blocks_needed, distinct, move
+from .limits import Shelf
+from .plan import Swaps
+from .request import Group
+
+
+class Victim(NamedTuple):
+    """A group that must go, as far as it matters to whoever decides how."""
+
+    blocks: tuple[int, ...]
+    """What it holds of every shelf, shared blocks counted once."""
+    tokens: int
+    """What would have to be computed again."""
+
+
+Decide = Callable[[Victim], bool]
+"""Whether a victim is swapped, asked before the books are looked at; it may see to it that the host has room."""
+
+
+def never(victim: Victim) -> bool:
+    """Everybody is computed again."""
+    return False
+
+
+class Swapping:
+    """Moves whole groups between the pools of the shelves and those of the host.
+
+    While a group waits on the host its sequences' `parked` tables name its blocks there; `computed` and the fork stay as they were.
+    Every block goes out, since a name on the device lasts only until somebody needs the room; a block whose content the device still
+    has under its name is not copied back. What rests on names that were forgotten since (other weights, a pool given back) is
+    never brought back.
+    """
+
+    def __init__(self, shelves: tuple[Shelf, ...], decide: Decide, verify: bool) -> None:
+        self.shelves, self.decide, self.verify = shelves, decide, verify
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is on its way any more."""
+        self._out: list[dict[int, int]] = [{} for _ in self.shelves]
+        """For every shelf the host's blocks that are to be filled, and from which of the device's: by whoever got the block last."""
+        self._back: list[list[Copy]] = [[] for _ in self.shelves]
+
+    def plan(self) -> Swaps:
+        """What is to be carried out before the rows of this step."""
+        if not any(self._out) and not any(self._back):
+            return Swaps()
+        out = tuple(tuple(Copy(source, target) for target, source in shelf.items()) for shelf in self._out)
+        swaps = Swaps(out, tuple(map(tuple, self._back)))
+        self.clear()
+        return swaps
+
+    # ---- out
+
+    def park(self, group: Group) -> int | None:
+        """Move a running group to the host, if that is wanted and there is room: the blocks that travel, None if it stays."""
+        if not group.leader.computed or group.complete or any(shelf.host is None for shelf in self.shelves) or self.stale(group):
+            return None
+        for i, shelf in enumerate(self.shelves):
+            if shelf.window is not None:
+                for table in _tables(group, i):
+                    table.release_before(table.length - shelf.window + 1)
+        held = tuple(distinct(_tables(group, i)) for i in range(len(self.shelves)))
+        # The common tokens are computed once by whoever is computed again.
+        tokens = sum(sequence.computed for sequence in group.sequences)
+        if group.forked:
+            tokens -= (len(group.sequences) - 1) * group.common
+        if not self.decide(Victim(held, tokens)):
+            return None
+        hosts = [shelf.host for shelf in self.shelves if shelf.host is not None]
+        if any(host.available < blocks for host, blocks in zip(hosts, held, strict=True)):
+            return None
+        for sequence in group.sequences:
+            sequence.parked = tuple(Table(host) for host in hosts)
+        for i, of_shelf in enumerate(self._out):
+            for copy in move(_tables(group, i), [sequence.parked[i] for sequence in group.sequences]):
+                of_shelf[copy.target] = copy.source
+        return sum(held)
+
+    # ---- back
+
+    def stale(self, group: Group) -> bool:
+        """Whether what a group has computed rests on what was forgotten since."""
+        return any(
+            table.length and table.epoch != shelf.pool.epoch
+            for sequence in group.sequences
+            for shelf, table in zip(self.shelves, sequence.parked or sequence.tables, strict=True)
+        )
+
+    def there(self, group: Group, i: int) -> dict[int, int]:
+        """Which of a group's blocks on the host the device still has under their names, and where."""
+        pool, found = self.shelves[i].pool, {}
+        for sequence in group.sequences:
+            table = sequence.parked[i]
+            for place in range(table.released, len(table.digests)):
+                block = pool.lookup(table.digests[place])
+                if block is not None and (
+                    not self.verify or pool.published_tokens(block) == _content(sequence.tokens, place, pool.block_size)
+                ):
+                    found[table.blocks[place - table.released]] = block
+        return found
+
+    def need(self, group: Group, i: int, chunk: int) -> int:
+        """The blocks that a group on the host takes of a shelf for all its tokens, like `Group.need`."""
+        most = group.need(i, chunk)
+        if not group.forked:
+            return most
+        tables = [sequence.parked[i] for sequence in group.sequences]
+        return min(most, distinct(tables) + blocks_needed(tables, [sequence.behind for sequence in group.sequences]))
+
+    def bring_back(self, group: Group) -> int:
+        """Move a group from the host to the shelves, which have room: the blocks that travel."""
+        blocks = 0
+        for i, of_shelf in enumerate(self._back):
+            parked = [sequence.parked[i] for sequence in group.sequences]
+            copies = move(parked, _tables(group, i), self.there(group, i))
+            of_shelf += copies
+            blocks += len(copies)
+        for sequence in group.sequences:
+            sequence.parked = ()
+        return blocks
+
+
+def _tables(group: Group, i: int) -> list[Table]:
+    return [sequence.tables[i] for sequence in group.sequences]
+
+
+def _content(tokens: list[int], place: int, size: int) -> tuple[int, ...]:
+    return tuple(tokens[place * size : (place + 1) * size])

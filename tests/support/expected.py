@@ -1,0 +1,36 @@
+"""The path that attention takes to each layer of a family, in words, and the file that says what it was."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from hf_paged.generate.cache import PagedCache
+from hf_paged.model.layer import PagedLayer
+from hf_paged.model.slots import NO_CONTENT
+
+EXPECTED_FILE = Path(__file__).with_name("expected_paths.json")
+STOCK_LAYERS = {"LinearAttentionLayer": "state"}
+"""What stock's layers hold."""
+
+
+def path_of(parts: list[PagedCache]) -> str:
+    """Kinds of layers, how many there are of each, and how attention last read them: "1 full paged, 1 window paged; 2 cross paged"."""
+    return "; ".join(", ".join(_told(part)) for part in parts)
+
+
+def _told(part: PagedCache) -> list[str]:
+    counts: Counter[str] = Counter()
+    for layer in part.layers:
+        if isinstance(layer, PagedLayer):
+            counts[f"{layer.kind.name} {layer.path}{'' if layer.complete else ' and more'}"] += 1
+        elif type(layer) not in NO_CONTENT:
+            counts[f"{STOCK_LAYERS.get(type(layer).__name__, type(layer).__name__)} stock"] += 1
+    return [f"{count} {name}" for name, count in sorted(counts.items())]
+
+
+def expected_paths() -> dict[str, str]:
+    """For each "kind family" the path that it had when the file was written."""
+    paths: dict[str, str] = json.loads(EXPECTED_FILE.read_text())
+    return paths

@@ -1,0 +1,82 @@
+"""Ctrl-C at the n-th place of a piece of code where the interpreter looks for signals: all of them, one after the other."""
+
+from __future__ import annotations
+
+import ctypes
+import dis
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import hf_paged
+
+PACKAGE = str(Path(hf_paged.__file__).parent)
+OUTER = ("/generate/install.py", "/generate/call.py", "/model/switch.py", "/model/hooks.py", "/model/mla.py")
+"""The files that change a model for the time of a call."""
+
+DRIVING = tuple(f"/engine/{name}.py" for name in ("turns", "front", "engine", "collector", "background", "handle"))
+"""The files that take an engine's locks."""
+
+
+class _Signal:
+    """`-signal` is SIGINT. An operator calls it without a line of Python, so the interpreter acts on it where the traced code is."""
+
+    __neg__ = ctypes.PYFUNCTYPE(None)(("PyErr_SetInterrupt", ctypes.pythonapi))
+
+
+SIGNAL: Any = _Signal()
+
+
+class Interrupted:
+    """Calls `act` with Ctrl-C at place number `at`, counted over the code of the package (of the files that end with `files`).
+
+    The places are those where the interpreter looks for signals: at the beginning of a function, after a call, and where a loop goes
+    back. `count` is how many there were, `where` it came; without `at` nothing is interrupted.
+    """
+
+    def __init__(self, at: int | None = None, files: tuple[str, ...] = ("",)) -> None:
+        self.at, self.files, self.count = at, files, 0
+        self.where = "nowhere"
+        self._places: dict[CodeType, frozenset[int]] = {}
+
+    def __call__(self, act: Callable[[], Any]) -> bool:
+        """Whether it came to its end."""
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            act()
+        except KeyboardInterrupt as interrupt:
+            frames = traceback.extract_tb(interrupt.__traceback__, limit=-6)
+            self.where = " > ".join(f"{frame.name}:{frame.lineno}" for frame in frames)
+            return False
+        finally:
+            sys.settrace(before)
+        return True
+
+    def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith(PACKAGE) or not name.endswith(self.files):
+            return None
+        if frame.f_code not in self._places:
+            self._places[frame.f_code] = _places(frame.f_code)
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._trace
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode" and frame.f_lasti in self._places[frame.f_code]:
+            self.count += 1
+            if self.count == self.at:
+                -SIGNAL  # noqa: B018  # the last thing that is done here
+        return self._trace
+
+
+def _places(code: CodeType) -> frozenset[int]:
+    """The instructions after which the interpreter looks for signals."""
+    return frozenset(each.offset for each in dis.get_instructions(code) if _looks(each.opname))
+
+
+def _looks(name: str) -> bool:
+    return name.startswith(("CALL", "RESUME")) or "JUMP_BACKWARD" in name

@@ -1,0 +1,68 @@
+"""A CUDA graph for CPUs: every operation of a step is noted with its very tensors, and a replay does the same to them.
+
+Like a graph, it knows nothing of Python: a number that the host put in stays in, and tensors are reused from replay to replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_paged.model.lazy import LazyTensor
+
+
+class Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        answer = func(*args, **kwargs)
+        if any(isinstance(x, LazyTensor) for x in tree_leaves((args, kwargs))):
+            return answer  # nothing was computed
+        self.noted.append((func, args, kwargs, answer))
+        return answer
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for func, args, kwargs, answer in self.noted:
+                places = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+                made = [x for x in tree_leaves(answer) if isinstance(x, torch.Tensor)]
+                views = any(x.untyped_storage().data_ptr() in places for x in made)
+                if views and not func._schema.is_mutable:
+                    continue
+                again = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+                if not views:
+                    for old, new in zip(made, again, strict=True):
+                        old.copy_(new)
+
+
+def record(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
+    """What `RECORDERS` holds for a device."""
+    tape = Tape()
+    # A graph's tensors may be written at any time; on a CPU those of inference mode may not.
+    with torch.inference_mode(False), torch.no_grad(), tape:
+        answer = step()
+    return tape.replay, answer
+
+
+def rerun(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
+    """The same for what no tape can note, kernels: a replay runs the step again and puts its answer where the first one was."""
+    answer = step()
+
+    def replay() -> None:
+        for old, new in zip(_numbers(answer), _numbers(step()), strict=True):
+            old.copy_(new)
+
+    return replay, answer
+
+
+def _numbers(answer: Any) -> list[torch.Tensor]:
+    return [value for value in answer.values() if isinstance(value, torch.Tensor)]

@@ -1,0 +1,210 @@
+"""What IDEs, type checkers and help() know of an engine's keywords is what the engine takes."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+import transformers
+from test_engine_requests_fields import HONOURED_HERE, REFUSED_HERE
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged import Engine, EngineConfig
+from hf_paged.config import KERNELS
+from hf_paged.engine import EngineOptions, RequestKeywords, config
+from hf_paged.engine.multimodal.media import SHOWN
+from hf_paged.engine.requests import params as asking
+from hf_paged.engine.requests.fields import BESIDE_AN_ASSISTANT, HONOURED, REFUSED, fields_of
+from hf_paged.engine.requests.keywords import UNNAMED, NeutralOptions
+from hf_paged.engine.requests.prompts import RAW
+from hf_paged.scheduling import ADMISSIONS, POLICIES
+
+PROMPT = [5, 6, 7, 8]
+METHODS = ("submit", "generate", "stream", "agenerate", "astream")
+ROOT = Path(__file__).parent.parent
+
+EXAMPLES: dict[str, Any] = {
+    **{name: value for case in HONOURED_HERE.values() for name, value in case.items()},
+    "max_new_tokens": 2,
+    "max_time": 60.0,
+    "do_sample": False,
+    "num_beams": 2,
+    "num_return_sequences": 1,
+    "early_stopping": "never",
+    "length_penalty": 0.5,
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "top_h": 0.5,
+    "typical_p": 0.5,
+    "epsilon_cutoff": 0.02,
+    "eta_cutoff": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "decoder_start_token_id": 1,
+    "negative_prompt_ids": torch.tensor([[5, 6]]),
+    "negative_prompt_attention_mask": torch.ones(1, 2, dtype=torch.long),
+    "seed": 3,
+    "logprobs": 2,
+    "priority": 1,
+    "salt": "one",
+    **dict.fromkeys(BESIDE_AN_ASSISTANT, 3),
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.5,
+    "assistant_ensemble_weight": 0.5,
+}
+"""A value of each keyword beside a prompt of ids."""
+ELSEWHERE = {"stop_strings", "inputs_embeds", "input_ids", "attention_mask", "decoder_input_ids", *RAW}
+"""Keywords that need another prompt, a tokenizer or a processor; their own tests use them."""
+
+
+def accepted_as_neutral() -> dict[str, Any]:
+    """The options that change no answer, with a value other than None that the engine takes."""
+    found = {name: [value for value in values if value is not None] for name, (values, _) in REFUSED.items()}
+    assistants = {name: [EXAMPLES[name]] for name in BESIDE_AN_ASSISTANT}
+    return {name: values[0] for name, values in {**found, **assistants, "return_dict_in_generate": [True]}.items() if values}
+
+
+def test_the_types_name_what_submit_takes() -> None:
+    """Every option of GenerationConfig, what asking and prompts read beside them, and nothing else."""
+    own = set(inspect.signature(Engine.submit).parameters) - {"self", "prompt", "generation_config", "generate_keywords"}
+    beside = {*asking.PASSED_ON, *asking.PROMPTS, *RAW, "logits_processor", "stopping_criteria", "input_ids", "attention_mask"}
+    shown = {name for name in RequestKeywords.__annotations__ if SHOWN.search(name)}
+    requests = {"seed", "logprobs", "priority", "salt"}
+    assert RequestKeywords.__annotations__.keys() == HONOURED | accepted_as_neutral().keys() | beside | shown | requests
+    assert NeutralOptions.__annotations__.keys() == accepted_as_neutral().keys()
+    assert own == RequestKeywords.__annotations__.keys() - UNNAMED
+
+
+def test_every_option_of_transformers_has_its_place() -> None:
+    """A field of GenerationConfig is typed unless no value of it says anything to an engine."""
+    fields = {name for name, _ in fields_of(GenerationConfig())} - {"transformers_version"}
+    assert fields & RequestKeywords.__annotations__.keys() == fields & (HONOURED | accepted_as_neutral().keys())
+
+
+@pytest.mark.parametrize("name", sorted(RequestKeywords.__annotations__.keys() - ELSEWHERE))
+def test_submit_takes_every_typed_keyword(engine: Engine, name: str) -> None:
+    """Or refuses it for the model's sake, by name, as this Llama sees no pictures."""
+    value = EXAMPLES.get(name, accepted_as_neutral().get(name))
+    if SHOWN.search(name):
+        with pytest.raises(ValueError, match=rf"takes no \['{name}'\]"):
+            engine.submit(PROMPT, **{name: torch.zeros(1, 3, 4, 4)})
+        return
+    assert value is not None, f"a value for {name} is missing here"
+    if name in NeutralOptions.__annotations__ and not hasattr(GenerationConfig(), name):
+        pytest.skip("an option of later releases of transformers, or of earlier ones")
+    engine.submit(PROMPT, **{name: value}).cancel()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_HERE.keys() - NeutralOptions.__annotations__.keys()))
+def test_what_has_no_type_is_refused(engine: Engine, name: str) -> None:
+    assert name not in RequestKeywords.__annotations__
+    with pytest.raises(ValueError, match=name):
+        engine.submit(PROMPT, **{name: REFUSED_HERE[name]})
+
+
+def test_pictures_and_recordings_have_their_names() -> None:
+    """Every keyword that brings some to a model of the installed transformers with a language model's head is typed."""
+    found = set()
+    for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        for parameters in re.findall(r"def forward\(\s*self,(.*?)\)\s*->", file.read_text(), re.S):
+            if "past_key_values" in parameters and "labels" in parameters:
+                found |= {name for name in re.findall(r"^\s*(\w+)\s*:", parameters, re.M) if SHOWN.search(name)}
+    assert len(found) > 5
+    assert found - RequestKeywords.__annotations__.keys() == set()
+
+
+def test_an_engines_options_are_its_config() -> None:
+    """Names, types and defaults, in the order of the config."""
+    assert get_type_hints(EngineOptions) == get_type_hints(EngineConfig)
+    parameters = list(inspect.signature(Engine).parameters.values())
+    assert [each.name for each in parameters[:3]] == ["model", "tokenizer", "config"]
+    assert {each.name: each.default for each in parameters[3:]} == {each.name: each.default for each in fields(EngineConfig)}
+    assert set(get_args(config.Policy)) == set(POLICIES)
+    assert set(get_args(config.Admission)) == set(ADMISSIONS)
+    assert set(get_args(config.Kernels)) == set(KERNELS)
+    for mode in get_args(config.PreemptionMode):
+        assert EngineConfig(preemption=mode).preemption == mode
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_signatures_name_the_options(method: str) -> None:
+    """As completion in notebooks reads them; what they do not name still passes."""
+    signature = inspect.signature(getattr(Engine, method))
+    assert RequestKeywords.__annotations__.keys() - UNNAMED <= signature.parameters.keys()
+    assert signature.parameters["priority"].default == 0
+    assert all(signature.parameters[name].default is None for name in ("max_new_tokens", "do_sample", "seed"))
+    signature.bind(None, PROMPT, max_new_tokens=3, use_cache=True)
+
+
+def test_help_shows_options_and_no_internals() -> None:
+    text = pydoc.render_doc(Engine, renderer=pydoc.plaintext)
+    for option in (*EngineOptions.__annotations__, "max_new_tokens", "top_p", "seed", "logprobs", "salt"):
+        assert re.search(rf"\b{option}=", text), option
+    for internal in ("Job", "Custody", "FinishReason", "Handles call it", "thread calls it"):
+        assert internal not in text, internal
+    methods = set(re.findall(r"^ \|  (?:async )?(\w+)\(self", text, re.M))
+    assert {name for name in methods if not name.startswith("__")} == {
+        *METHODS, "start", "stop", "step", "pause", "resume", "stats", "trace", "check", "close",
+    }  # fmt: skip
+
+
+def test_the_front_door_has_the_types_of_answers() -> None:
+    for name in ("Handle", "Output", "SequenceOutput", "Increment"):
+        assert name in hf_paged.__all__
+        assert getattr(hf_paged, name) is getattr(hf_paged.engine, name)
+
+
+USER = """
+from hf_paged import Engine, EngineConfig, Handle, Increment, Output, SequenceOutput
+
+engine = Engine(object(), block_size=16, policy="priority", run_ahead=None)
+Engine(object(), config=EngineConfig(num_blocks=100))
+outputs: list[Output] = engine.generate(["The fox"], max_new_tokens=4, do_sample=True, seed=1, progress=False)
+handle: Handle = engine.submit("The owl", top_p=0.9, stop_strings=["."], logprobs=True, use_cache=True)
+sequence: SequenceOutput = handle.result(timeout=1.0).sequences[0]
+for increment in engine.stream("The moon", eos_token_id=[1, 2]):
+    piece: Increment = increment
+
+async def main() -> None:
+    several: list[Output] = await engine.agenerate(["The fox"], min_p=0.1)
+    async for increment in engine.astream("The fox", salt="one"):
+        piece: Increment = increment
+"""
+MISTAKES = {
+    "Engine(object(), blocksize=16)": 'Unexpected keyword argument "blocksize"',
+    'Engine(object(), policy="fifo")': 'expected "Literal',
+    'engine.submit("a", max_new_token=4)': 'Unexpected keyword argument "max_new_token"',
+    'engine.submit("a", max_new_tokens="4")': 'expected "int | None"',
+    'engine.submit("a", use_cache=False)': "Literal[True]",
+    'engine.generate(["a"], temprature=0.5)': 'Unexpected keyword argument "temprature"',
+    'engine.stream("a", beam_size=4)': 'Unexpected keyword argument "beam_size"',
+    'engine.stream("a", priority="high")': 'expected "int"',
+    'engine.astream("a", seeds=1)': 'Unexpected keyword argument "seeds"',
+}
+
+
+def test_a_type_checker_knows_the_keywords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mypy accepts a user's script, and finds each mistake in the line where it is."""
+    api = pytest.importorskip("mypy.api")
+    script, settings = tmp_path / "user.py", tmp_path / "mypy.ini"
+    script.write_text(USER + "\n".join(MISTAKES) + "\n")
+    settings.write_text(
+        "[mypy]\nstrict = True\n[mypy-torch.*,transformers.*,triton.*]\nfollow_imports = skip\n[mypy-hf_paged.*]\nfollow_imports = silent\n"
+    )
+    monkeypatch.setenv("MYPYPATH", f"{ROOT}:{ROOT / 'kernels'}")
+    out, err, _ = api.run(["--config-file", str(settings), "--cache-dir", str(tmp_path / "cache"), "--no-pretty", str(script)])
+    assert not err
+    first = USER.count("\n") + 1
+    found = {int(line): message for line, message in re.findall(r"user\.py:(\d+): error: (.*)", out)}
+    assert found.keys() == set(range(first, first + len(MISTAKES))), out
+    for line, (code, message) in enumerate(MISTAKES.items(), first):
+        assert message in found[line], f"{code}: {found[line]}"

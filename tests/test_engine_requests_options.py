@@ -1,0 +1,97 @@
+"""Options that were read once are read again only if something is different, and mean the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME, build
+from transformers import GenerationConfig
+
+from hf_paged.engine.requests import options as reading
+from hf_paged.engine.requests.options import Options
+
+
+@pytest.fixture
+def model() -> Any:
+    return build(BY_NAME["llama"])
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What was read through transformers; the list grows."""
+    seen: list[dict[str, Any]] = []
+    read = reading._read
+
+    def counted(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Any:
+        seen.append(keywords)
+        return read(model, generation_config, keywords)
+
+    monkeypatch.setattr(reading, "_read", counted)
+    return seen
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two configs say the same, tensors made of them included."""
+    return {**vars(one), **{name: str(value) for name, value in vars(one).items() if isinstance(value, torch.Tensor)}} == {
+        **vars(other), **{name: str(value) for name, value in vars(other).items() if isinstance(value, torch.Tensor)},
+    }  # fmt: skip
+
+
+def test_requests_of_one_kind_are_read_once(model: Any, reads: list[Any]) -> None:
+    options, asked = Options(), {"do_sample": True, "temperature": 0.7, "eos_token_id": 5}
+    for new in (3, 9, 4):
+        found = options.read(model, None, asked | {"max_new_tokens": new})
+        fresh = Options().read(model, None, asked | {"max_new_tokens": new})
+        assert same(found.config, fresh.config)
+        assert (found.open, found.ends) == (fresh.open, fresh.ends) == ((True, True), frozenset({5}))
+        found.config.max_length = 1  # a request's own
+        found.config.temperature = 2.0
+    assert len(reads) == 1 + 3
+
+
+CHANGES: dict[str, Any] = {
+    "value": ({"max_new_tokens": 3, "top_k": 7}, None),
+    "kind of a value": ({"max_new_tokens": 3, "top_k": 5.0}, None),
+    "another option": ({"max_new_tokens": 3, "top_k": 5, "top_p": 0.5}, None),
+    "the model's own": ({"max_new_tokens": 3, "top_k": 5}, lambda own: setattr(own, "temperature", 0.3)),
+    "inside the model's own": ({"max_new_tokens": 3, "top_k": 5}, lambda own: own.eos_token_id.append(9)),
+    "no length": ({"top_k": 5}, None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_different_is_read_again(change: str, model: Any, reads: list[Any]) -> None:
+    model.generation_config.eos_token_id = [2, 3]
+    options, (asked, touch) = Options(), CHANGES[change]
+    options.read(model, None, {"max_new_tokens": 3, "top_k": 5})
+    if touch is not None:
+        touch(model.generation_config)
+    try:
+        found: Any = options.read(model, None, asked)
+    except (TypeError, ValueError) as error:
+        found = error
+    assert len(reads) == 2
+    if change == "kind of a value":
+        assert isinstance(found, Exception) or type(found.config.top_k) is float
+    elif change == "inside the model's own":
+        assert found.ends == {2, 3, 9}
+    else:
+        assert same(found.config, Options().read(model, None, asked).config)
+
+
+def test_a_config_or_a_list_is_always_read(model: Any, reads: list[Any]) -> None:
+    options = Options()
+    for _ in range(2):
+        options.read(model, GenerationConfig(max_new_tokens=3), {})
+        options.read(model, None, {"max_new_tokens": 3, "eos_token_id": [2, 4]})
+    assert len(reads) == 4
+
+
+def test_a_length_that_is_none_is_refused_every_time(model: Any) -> None:
+    options = Options()
+    options.read(model, None, {"max_new_tokens": 3})
+    for _ in range(2):
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            options.read(model, None, {"max_new_tokens": 0})

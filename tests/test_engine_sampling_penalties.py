@@ -1,0 +1,126 @@
+"""Repetition penalties of many requests at once: the tokens of generate(), whoever comes, goes and is computed again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME, build
+from tape import record
+from test_engine_exact import PROMPTS, alone, answers
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from hf_paged.engine import Engine
+from hf_paged.engine.sampling.penalties import FIRST, Repeats
+from hf_paged.model.capture.rehearsal import RECORDERS
+
+VOCABULARY = 12
+
+
+def owner(group: Any, tokens: list[int], index: int = 0, penalty: float = 2.0) -> Any:
+    """A job of one penalty, and a sequence of its own with these tokens in it."""
+    job = SimpleNamespace(asked=SimpleNamespace(warp=SimpleNamespace(repetition=penalty), seen=lambda tokens: tokens))
+    return job, SimpleNamespace(group=group, index=index, tokens=tokens)
+
+
+def cost(repeats: Repeats, *owners: Any) -> tuple[Any, list[list[int]]]:
+    """Who was fined, and for which tokens."""
+    fined = repeats.fined(torch.ones(len(owners), VOCABULARY), range(len(owners)), owners)
+    return fined, [(row == 0.5).nonzero()[:, 0].tolist() for row in fined.scores]
+
+
+def test_lines_are_of_what_a_sequence_has_in_it() -> None:
+    """Those that the host knows at first, then what was chosen, of which the host may not know."""
+    repeats, one, other = Repeats(), object(), object()
+    first, second, twin = owner(one, [3, 5, 3]), owner(other, [1, VOCABULARY, 99]), owner(one, [7], index=1)
+    fined, seen = cost(repeats, first, second, twin)
+    assert seen == [[3, 5], [1], [7]]
+    repeats.note(fined, torch.tensor([8, 9, 7]))
+    first[1].tokens.append(-1)
+    assert cost(repeats, second, first, twin)[1] == [[1, 9], [3, 5, 8], [7]]
+    repeats.drop(one)
+    assert cost(repeats, owner(object(), [2]), owner(object(), [4]), second)[1] == [[2], [4], [1, 9]]  # their places are others' now
+    repeats.clear()
+    assert cost(repeats, second)[1] == [[1]]
+
+
+def test_room_grows_with_those_who_pay() -> None:
+    repeats = Repeats()
+    owners = [owner(object(), [i % VOCABULARY]) for i in range(3 * FIRST)]
+    assert cost(repeats, *owners[:2])[1] == [[0], [1]]
+    assert cost(repeats, *owners)[1] == [[i % VOCABULARY] for i in range(3 * FIRST)]
+    for each in owners:
+        repeats.drop(each[1].group)
+    assert sorted(repeats._free) == list(range(len(repeats._seen)))
+
+
+KINDS: list[dict[str, Any]] = [
+    {"do_sample": False, "repetition_penalty": 1.8},
+    {"do_sample": False},
+    {"do_sample": True, "seed": 3, "num_return_sequences": 2, "repetition_penalty": 0.7, "top_k": 30},
+    {"do_sample": False, "repetition_penalty": 1.2, "logprobs": 2},
+]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_everybody_pays_his_own(ahead: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside others in small pools, preempted and broken into: what an interrupt threw away was not said by whoever begins again."""
+    if graphs:
+        monkeypatch.setitem(RECORDERS, "cpu", record)
+    model = build(BY_NAME["llama"])
+    asked = [(prompt, {**kind, "max_new_tokens": 14}) for prompt in PROMPTS[:3] for kind in KINDS]
+    with Engine(model, num_blocks=200, run_ahead=False, prefix_caching=False) as engine:
+        expected = [answers(engine.generate([prompt], **kind)[0]) for prompt, kind in asked]
+    for (prompt, kind), found in zip(asked, expected, strict=True):
+        if not kind["do_sample"]:
+            assert found == alone(model, prompt, **{name: value for name, value in kind.items() if name != "logprobs"})
+    with Engine(model, block_size=4, num_blocks=14, max_batch_tokens=16, max_batch_sequences=6, run_ahead=ahead) as engine:
+        handles = [engine.submit(prompt, **kind) for prompt, kind in asked]
+        run, left = engine._runner.run, [12]
+
+        def breaks(*given: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            return run(*given)
+
+        monkeypatch.setattr(engine._runner, "run", breaks)
+        with pytest.raises(KeyboardInterrupt):
+            handles[-1].result()
+        while not all(handle.done for handle in handles):
+            engine.step()
+            engine.check()
+        assert [answers(handle.result()) for handle in handles] == expected
+        assert engine.stats()["preemptions"]
+        assert not engine._steps._repeats._places
+
+
+class Own(RepetitionPenaltyLogitsProcessor):
+    """The same as a user's processor, which is called with a request's own rows."""
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_draws_are_those_of_the_processor(samples: int) -> None:
+    """C35: in the crew and beside it, before the cuts."""
+    options = {"do_sample": True, "num_return_sequences": samples, "top_k": 20, "temperature": 1.3, "seed": 2, "max_new_tokens": 20}
+    with Engine(build(BY_NAME["llama"]), num_blocks=200) as engine:
+        for prompt in PROMPTS[:3]:
+            expected = engine.submit(prompt, logits_processor=[Own(1.7)], **options)
+            found = engine.submit(prompt, repetition_penalty=1.7, **options)
+            assert (expected._job.plain, found._job.plain) == (False, True)
+            assert answers(found.result()) == answers(expected.result()) != answers(engine.submit(prompt, **options).result())
+
+
+def test_whoever_drives_in_whatever_mode() -> None:
+    """What was begun in inference mode goes on outside it."""
+    options = {"do_sample": False, "repetition_penalty": 1.7, "max_new_tokens": 8}
+    model = build(BY_NAME["llama"])
+    with Engine(model, num_blocks=200) as engine:
+        handles = [engine.submit(prompt, **options) for prompt in PROMPTS[:3]]
+        with torch.inference_mode():
+            for _ in range(4):
+                engine.step()
+        assert [answers(handle.result()) for handle in handles] == [alone(model, prompt, **options) for prompt in PROMPTS[:3]]

@@ -1,0 +1,141 @@
+"""Draws: cut as transformers cuts, distributed as the scores say, and nobody's but the request's own (C35)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from hf_paged.engine.numbers import gumbel, uniform
+from hf_paged.engine.sampling.warp import Warp, draw, penalised, warp, warp_of
+
+VOCABULARY = 40
+warps = st.builds(
+    Warp,
+    repetition=st.sampled_from([1.0, 1.3, 0.8]),
+    temperature=st.sampled_from([1.0, 0.7, 2.5]),
+    top_k=st.sampled_from([0, 1, 5, 39, 400]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3, 1e-4]),
+    min_p=st.sampled_from([0.0, 0.05, 0.9]),
+)
+
+
+def stock(wanted: Warp) -> LogitsProcessorList:
+    """The same by transformers, as generate() makes them."""
+    made = LogitsProcessorList()
+    if wanted.repetition != 1:
+        made.append(RepetitionPenaltyLogitsProcessor(wanted.repetition))
+    if wanted.temperature != 1:
+        made.append(TemperatureLogitsWarper(wanted.temperature))
+    if wanted.top_k:
+        made.append(TopKLogitsWarper(wanted.top_k))
+    if wanted.top_p < 1:
+        made.append(TopPLogitsWarper(wanted.top_p))
+    if wanted.min_p:
+        made.append(MinPLogitsWarper(wanted.min_p))
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(warps, min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_rows_are_cut_as_transformers_cuts_them(rows: list[Warp], seed: int) -> None:
+    """Every row under its own options, all in one go: exactly the scores that transformers' processors leave."""
+    torch.manual_seed(seed)
+    scores = torch.randn(len(rows), VOCABULARY) * 3
+    scores[:, 7] = scores[:, 3]  # a tie
+    ids = torch.randint(0, VOCABULARY, (len(rows), 9))
+    seen = torch.zeros(len(rows), VOCABULARY, dtype=torch.bool).scatter(1, ids, True)
+    together = warp(penalised(scores, seen, [row.repetition for row in rows]), rows)
+    for i, row in enumerate(rows):
+        processors = stock(row)
+        assert warp_of(processors, sampled=True) == row
+        assert torch.equal(together[i : i + 1], processors(ids[i : i + 1], scores[i : i + 1].clone()))
+
+
+def test_other_processors_are_not_cuts() -> None:
+    """Whatever warps do not say is left to the processors themselves."""
+    assert warp_of([], sampled=True) == warp_of([], sampled=False) == Warp()
+    assert warp_of([RepetitionPenaltyLogitsProcessor(1.2)], sampled=False) == Warp(repetition=1.2)
+    assert warp_of([RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)], sampled=False) is None
+    assert warp_of([TemperatureLogitsWarper(2.0)], sampled=False) is None
+    others: list[list[Any]] = [
+        [TemperatureLogitsWarper(2.0), TypicalLogitsWarper(0.9)],
+        [TopKLogitsWarper(5), TemperatureLogitsWarper(2.0)],
+        [TemperatureLogitsWarper(2.0), RepetitionPenaltyLogitsProcessor(1.2)],
+        [TopKLogitsWarper(5, filter_value=-5.0)],
+        [TopPLogitsWarper(0.9, min_tokens_to_keep=2)],
+        [TemperatureLogitsWarper(2.0), TemperatureLogitsWarper(2.0)],
+    ]
+    assert [warp_of(each, sampled=True) for each in others] == [None] * len(others)
+
+
+def test_draws_follow_the_scores() -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(1, 12) * 1.5
+    scores[0, 4] = -torch.inf
+    count = 20_000
+    tokens = draw(scores.expand(count, -1), [1] * count, [0] * count, range(count))
+    found = torch.bincount(tokens, minlength=12) / count
+    assert found[4] == 0
+    torch.testing.assert_close(found.double(), scores[0].softmax(-1).double(), atol=0.012, rtol=0)
+
+
+def test_a_draw_is_the_requests_own() -> None:
+    """C35: seed, sample and place decide, not the row, not who else is there."""
+    torch.manual_seed(0)
+    scores = torch.randn(30, 50)
+    keys = [(i % 4, i % 3, i) for i in range(30)]
+    together = draw(scores, *zip(*keys, strict=True)).tolist()
+    alone = [int(draw(scores[i : i + 1], *([key] for key in keys[i]))) for i in range(30)]
+    assert together == alone
+    same = scores[:1].expand(200, -1)
+    for place in range(3):
+        varied = [[5] * 200, [0] * 200, [9] * 200]
+        varied[place] = list(range(200))
+        assert len(set(draw(same, *varied).tolist())) > 10
+
+
+def test_numbers_are_even_and_unlike() -> None:
+    """Uniform in [0, 1), and neighbours in seed, sample or place have nothing to do with each other."""
+    places = torch.arange(50_000)
+    for keys in ((places, torch.tensor(3)), (torch.tensor(3), places), (torch.tensor(2**62 + 1), places)):
+        numbers = uniform(*keys)
+        assert float(numbers.min()) >= 0
+        assert float(numbers.max()) < 1
+        assert torch.histc(numbers, 20, 0, 1).tolist() == pytest.approx([2500] * 20, abs=250)
+        assert abs(float(torch.corrcoef(torch.stack([numbers[:-1], numbers[1:]]))[0, 1])) < 0.02
+    assert float(uniform(torch.tensor(7), torch.tensor(9))) == float(uniform(torch.tensor([7, 8]), torch.tensor([9, 9]))[0])
+
+
+def test_noise_draws_without_putting_back() -> None:
+    """The largest of log weights + noise are drawn in order, each by its weight among those that are left."""
+    weights = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    trials = torch.arange(20_000)
+    noise = gumbel(trials[:, None], torch.arange(4))
+    order = (weights.log() + noise).topk(2)[1]
+    first = torch.bincount(order[:, 0], minlength=4) / len(trials)
+    torch.testing.assert_close(first.float(), weights, atol=0.012, rtol=0)
+    second = torch.bincount(order[order[:, 0] == 0, 1], minlength=4) / (order[:, 0] == 0).sum()
+    torch.testing.assert_close(second.float(), torch.tensor([0, 0.6, 0.3, 0.1]), atol=0.015, rtol=0)
+
+
+@pytest.mark.parametrize("place", [0, 17, VOCABULARY - 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_number_is_nan(place: int, dtype: torch.dtype) -> None:
+    """Whoever looks for a row's best token finds NaN, wherever it stands: that is how rows of NaN are known."""
+    scores = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1)).to(dtype)
+    scores[1, place], scores[1, 5], scores[2, 7] = torch.nan, torch.inf, torch.inf
+    assert scores.argmax(-1)[1] == place
+    assert scores.amax(-1).isnan().tolist() == [False, True, False]

@@ -1,0 +1,223 @@
+"""Kernels compiled while a model is tried out: exactly those that are launched later, by threads that end, and nobody's trouble."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from families import ALTERNATING, LONG, SMALL, TOKENS
+from tape import rerun
+from test_kernels_reference import GPU, load
+
+from hf_paged.engine import Engine, Unservable, runner
+from hf_paged.engine import warmup as warming
+from hf_paged.engine.runner import Runner
+from hf_paged.engine.warmup import jobs
+from hf_paged.kv import ops
+from hf_paged.kv.warmup import Warming
+from hf_paged.model.capture.rehearsal import RECORDERS
+
+MODULES = ["advance", "copy", "decode", "digest", "gather", "norm", "prefill", "rotary", "swiglu", "write"]
+ON_DEVICES = {"EXACT": True, "UPCAST": False}
+"""Constants that are other ones in the interpreter."""
+Specialisation = tuple[str, str]
+
+
+class Compiler:
+    """Stands for Triton's: it notes which specialisation of which kernel it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: set[Specialisation] = set()
+        self.here: set[str] = set()
+        """Kernels that the main thread has asked for."""
+
+    def ask(self, kernel: Any, key: str) -> None:
+        self.asked.add((kernel.__name__, key))
+        if threading.current_thread() is threading.main_thread():
+            self.here.add(kernel.__name__)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """Kernels run in the interpreter, and of each launch it is noted what would have been compiled for a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    found = Compiler()
+    target = GPUTarget("cuda", 90, 32)
+    known = {"get_current_device": lambda: 0, "get_current_stream": lambda device: 0, "get_current_target": lambda: target}
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(**known))
+    monkeypatch.setattr(triton.JITFunction, "_do_compile", lambda kernel, key, *rest: found.ask(kernel, key))
+    interpreted = load()
+    for name in MODULES:
+        compiled = importlib.import_module(f"hf_paged_kernels.{name}")
+        monkeypatch.setattr(sys.modules[f"{interpreted.__name__}.{name}"], "launch", _noting(compiled, interpreted.launching.launch))
+    monkeypatch.setitem(sys.modules, "hf_paged_kernels", interpreted)
+    monkeypatch.setattr(ops, "why_no_kernels", lambda layout: None)
+    monkeypatch.setitem(RECORDERS, "cpu", rerun)
+    return found
+
+
+def _noting(compiled: Any, launch: Callable[..., None]) -> Callable[..., None]:
+    def both(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        own = {name: ON_DEVICES.get(name, value) for name, value in constants.items()}
+        getattr(compiled, kernel.fn.__name__).warmup(*arguments, grid=(1,), **own)
+        launch(kernel, grid, *arguments, **constants)
+
+    return both
+
+
+SHAPE = {**SMALL, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, **TOKENS, **LONG}
+"""Heads of 16 dimensions: like those of larger models they begin where whole words do."""
+
+
+def make(kind: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(tf, f"{kind}Config")(**{**SHAPE, **changes})
+    model = getattr(tf, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: make("Llama"),
+    "half": lambda: make("Llama", max_position_embeddings=1024).half(),
+    "qwen3": lambda: make("Qwen3", head_dim=16),
+    "gemma2": lambda: make(
+        "Gemma2", head_dim=16, query_pre_attn_scalar=16, attn_logit_softcapping=5.0, **ALTERNATING, attn_implementation="eager"
+    ),
+    "gemma3": lambda: make("Gemma3Text", head_dim=16, **ALTERNATING),
+}
+"""In half precision prompts of several lengths have tiles of several sizes, and the trial is as long as on a device."""
+
+
+pytestmark = pytest.mark.skipif(GPU, reason="the interpreted copy is the CPU's")
+
+
+def first_steps(engine: Engine, compiler: Compiler, prompt: int) -> set[Specialisation]:
+    """What is launched by a trial, by the first prompt, by the step behind it, and by the first one that is captured."""
+    assert engine.why_rows is None
+    engine.submit([5 + i % 90 for i in range(prompt)], max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    while not engine.stats()["graphs"].get("captured"):
+        assert engine.stats()["running"] + engine.stats()["waiting"]
+        engine.step()
+    return set(compiler.asked)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_launched_first_is_compiled_before(name: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every specialisation, and none that is not launched, but for the look at weights, which a CPU takes without kernels."""
+    if name == "half":
+        monkeypatch.setitem(runner.LONGER, "cpu", runner.LONGER["cuda"])
+    engine = Engine(MODELS[name](), block_size=4, num_blocks=200)
+    launched = first_steps(engine, compiler, 140 if name == "half" else 21)
+    engine.generate([[7, 6, 5]], max_new_tokens=1)  # a short one, with another beginning
+    launched |= compiler.asked
+    compiler.asked.clear()
+    for job in jobs(engine._runner):
+        job()
+    foreseen = {(kernel, key) for kernel, key in compiler.asked if kernel != "_digest"}
+    assert {"_prefill", "_write", "_plan", "_decode"} <= {kernel for kernel, _ in launched}
+    assert foreseen == launched
+    assert len(compiler.asked) == len(foreseen) + 1
+
+
+def names() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if "warming" in thread.name}
+
+
+def test_threads_compile_and_end(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the model is tried out kernels are compiled in other threads, before the first launch, and no thread is left."""
+    monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
+    before: list[set[Specialisation]] = []
+    trial = Runner._why_not_flat
+
+    def watched(runner: Any, *arguments: Any) -> Any:
+        runner._warming.wait()
+        before.append(set(compiler.asked))
+        return trial(runner, *arguments)
+
+    monkeypatch.setattr(Runner, "_why_not_flat", watched)
+    engine = Engine(make("Llama"), block_size=4, num_blocks=200)
+    assert not names()
+    assert compiler.here == {"_prefill", "_write"}
+    assert first_steps(engine, compiler, 21) <= before[0]
+
+
+@pytest.mark.parametrize("broken", ["find_driver", "decode"])
+def test_trouble_in_there_is_nobodys(broken: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be compiled ahead is met where it is launched, and everything else is compiled all the same."""
+    monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
+    kernels = sys.modules["hf_paged_kernels"]
+    whole, calls = getattr(kernels, broken), []
+
+    def breaks(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return whole(*arguments, **options)
+        calls.append(threading.current_thread().name)
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(kernels, broken, breaks)
+    engine = Engine(make("Llama"), block_size=4, num_blocks=200)
+    assert calls
+    assert not names()
+    assert {"_prefill", "_write", "_advance", "_swiglu", "_rotary"} <= {kernel for kernel, _ in compiler.asked}
+    assert len(engine.generate([[5, 6, 7, 8]], max_new_tokens=2, min_new_tokens=2, do_sample=False)[0].sequences[0].token_ids) == 2
+
+
+def test_threads_end_where_the_model_is_refused(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
+    monkeypatch.setattr(Runner, "_apart", lambda *given: 1.0)
+    with pytest.raises(Unservable):
+        Engine(make("Llama"), block_size=4, num_blocks=200)
+    assert not names()
+    assert compiler.asked
+
+
+@pytest.mark.parametrize("options", [{"kernels": "torch"}, {}], ids=["torch", "auto"])
+def test_a_cpu_compiles_nothing(options: dict[str, Any], compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does an engine whose pages plain torch reads, wherever it is."""
+    if options:
+        monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
+    monkeypatch.setattr(Warming, "__init__", lambda *given: pytest.fail("threads for nothing"))
+    Engine(make("Llama"), block_size=4, num_blocks=200, **options)
+    assert {kernel for kernel, _ in compiler.asked} == compiler.here
+
+
+def test_without_data_nothing_is_computed(compiler: Compiler) -> None:
+    """A kernel on tensors without data is compiled as for those with data, and touches none."""
+    kernels = sys.modules["hf_paged_kernels"]
+    x, weight = torch.randn(3, 1, 64), torch.ones(64)
+    made = kernels.rms_norm(x.to("meta"), weight.to("meta"), 1e-6)
+    assert made.is_meta
+    assert made.shape == x.shape
+    asked = set(compiler.asked)
+    kernels.rms_norm(x, weight, 1e-6)
+    assert compiler.asked == asked
+    assert len(asked) == 1
+
+
+def test_cudnn_is_left_out_of_a_trial_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only where somebody else is left who takes everything."""
+    backends = torch.backends.cuda
+    known = backends.cudnn_sdp_enabled(), backends.math_sdp_enabled()
+    seen = []
+    try:
+        for math in (True, False):
+            backends.enable_cudnn_sdp(True)
+            backends.enable_math_sdp(math)
+            with warming.without_plans(torch.device("cuda")):
+                seen.append(backends.cudnn_sdp_enabled())
+            assert backends.cudnn_sdp_enabled()
+    finally:
+        backends.enable_cudnn_sdp(known[0])
+        backends.enable_math_sdp(known[1])
+    assert seen == [False, True]

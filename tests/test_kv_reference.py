@@ -1,0 +1,150 @@
+"""Attention in plain torch against a float64 formula, over pools that are NaN wherever nothing was written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_layer import HEADS, Paged, formula
+
+from hf_paged.blocks import Table, append
+from hf_paged.kv import Layout, Pages, Seen, reference, store
+
+DIM, VALUE_DIM = 8, 6
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that nobody wrote is NaN: reading it shows."""
+    original = store._empty
+    monkeypatch.setattr(store, "_empty", lambda *arguments: original(*arguments).fill_(torch.nan))
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_attention_over_any_history(data: st.DataObject) -> None:
+    """C3, C10, C14: appends, forks, reorders and crops in any order, over any block size, window and padding."""
+    torch.manual_seed(data.draw(st.integers(0, 10_000)))
+    count = data.draw(st.integers(1, 3))
+    window = data.draw(st.sampled_from([None, None, 1, 3, 7]))
+    starts = data.draw(st.none() | st.lists(st.integers(0, 5), min_size=count, max_size=count))
+    paged = Paged(count, data.draw(st.sampled_from([1, 2, 4, 16])), window, starts, data.draw(st.sampled_from([0, 40])))
+    paged.rows.keep_past = data.draw(st.booleans())
+    for _ in range(data.draw(st.integers(1, 6))):
+        pages = paged.step(data.draw(st.sampled_from([1, 1, 1, 2, 5, 9])))
+        paged.assert_attends(
+            pages, data.draw(st.sampled_from([2, 4, 6])), data.draw(st.sampled_from([None, 3.0])), data.draw(st.booleans())
+        )
+        move = data.draw(st.sampled_from(["on", "reorder", "fork", "crop"]))
+        if move == "reorder":
+            paged.reorder(data.draw(st.lists(st.integers(0, paged.count - 1), min_size=paged.count, max_size=paged.count)))
+        elif move == "fork" and paged.count < 6:
+            paged.reorder([row for row in range(paged.count) for _ in range(2)])
+        elif move == "crop" and (window is None or paged.rows.keep_past):
+            # Behind a window the past is kept back to the last crop, no further.
+            paged.crop(data.draw(st.integers(0, min(3, paged.rows.columns - 1, pages.batch.new))))
+        paged.group.pool.check()
+    paged.rows.free()
+    assert paged.group.pool.held == 0
+
+
+def test_rows_side_by_side_are_a_view() -> None:
+    """A batch without padding or forks is read in place: no gather."""
+    paged = Paged(3, 4, expected=40)
+    for new in (9, 1, 1, 6):
+        pages = paged.step(new)
+        assert pages.batch.lane is not None
+        assert reference.gather(pages.keys, pages.batch, 0).untyped_storage().data_ptr() == pages.keys.untyped_storage().data_ptr()
+        paged.assert_attends(pages, 4, None, False)
+    paged.reorder([1, 0, 2])
+    assert paged.step(1).batch.lane is None
+
+
+def test_scattered_blocks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C3: the order of ids means nothing."""
+    paged = Paged(2, 4)
+    hole = [Table(paged.group.pool) for _ in range(3)]
+    paged.step(1)
+    paged.group.make_room(40, 40)
+    append(hole, [5, 9, 3])
+    for table in hole[::2]:
+        table.free()
+    for new in (7, 1, 5, 1):
+        paged.assert_attends(paged.step(new), 4, None, False)
+    assert paged.rows.tables[0].blocks != sorted(paged.rows.tables[0].blocks) or paged.rows.batch.lane is None
+    hole[1].free()
+
+
+def test_window_gives_blocks_back() -> None:
+    """C10: ceil(W / B) + 1 blocks a row in the steady state."""
+    paged = Paged(2, 4, window=10)
+    paged.step(30)
+    for _ in range(40):
+        paged.assert_attends(paged.step(1), 2, None, False)
+        assert all(len(table.blocks) <= -(-10 // 4) + 1 for table in paged.rows.tables)
+
+
+def test_going_back_over_the_window_is_refused() -> None:
+    paged = Paged(1, 4, window=6)
+    paged.step(20)
+    paged.step(1)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        paged.rows.crop(8)
+    paged.assert_attends(paged.step(1), 2, None, False)
+
+
+def test_masks_with_heads_and_biases() -> None:
+    """A bias of its own for every query head, folded with the heads."""
+    query, keys, values = torch.randn(2, 6, 3, DIM), torch.randn(2, HEADS, 5, DIM), torch.randn(2, HEADS, 5, VALUE_DIM)
+    bias = torch.randn(1, 6, 3, 5)
+    out = reference.attend(query, keys, values, bias)
+    weights = (query @ keys.repeat_interleave(3, 1).transpose(-1, -2) * DIM**-0.5 + bias).softmax(-1)
+    torch.testing.assert_close(out, (weights @ values.repeat_interleave(3, 1)).transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("starts", [None, [0, 2]], ids=["whole", "padded"])
+def test_values_without_a_width(starts: list[int] | None) -> None:
+    """Latents without a part for positions: one half of the store has slots and no content."""
+    paged = Paged(2, 4, starts=starts, dims=(8, 0))
+    for new in (7, 1):
+        pages = paged.step(new)
+    paged.reorder([1, 1])
+    pages = paged.step(2)
+    found = reference.gather(pages.keys, pages.batch, 0)
+    begin = 0 if starts is None else 2
+    torch.testing.assert_close(found[:, :, begin:], paged.keys[:, :, begin:])
+    assert reference.gather(pages.values, pages.batch, 0).shape == (2, HEADS, 10, 0)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("starts", [None, [0, 4, 9]], ids=["whole", "padded"])
+def test_attention_over_latents(starts: list[int] | None, new: int) -> None:
+    """One head of latents serves all heads of the query, as keys and as values; a token that sees nothing gives 0."""
+    torch.manual_seed(5)
+    paged = Paged(3, 4, starts=starts, dims=(8, 4))
+    paged.keys, paged.values = paged.keys[:, :1], paged.values[:, :1]
+    for count in (9 - new, new):
+        keys, values = torch.randn(3, 1, count, 8), torch.randn(3, 1, count, 4)
+        paged.group.place(0, Layout.of(keys, values))
+        batch = paged.rows.extend(3, count)
+        made, index = paged.group.store(0)
+        pages = Pages(*made.of_layer[index], batch, made.ops)
+        pages.ops.write(pages, keys, values)
+        paged.keys, paged.values = torch.cat([paged.keys, keys], 2), torch.cat([paged.values, values], 2)
+    query, turned = torch.randn(3, 6, new, 8), torch.randn(3, 6, new, 4)
+    both = torch.cat([query, turned], 3)
+
+    def attention(query: torch.Tensor, latents: torch.Tensor, rotary: torch.Tensor, mask: Any, scale: float) -> torch.Tensor:
+        out = reference.attend_latents(query[..., :8], query[..., 8:], latents, rotary, mask, scale)
+        return out.transpose(1, 2)
+
+    out = pages.ops.attend_latents(both, pages, Seen(0, causal=True), attention, 8, scale=12**-0.5)
+    expected = formula(both, torch.cat([paged.keys, paged.values], 3), paged.keys, None, starts, None, None)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    everything = Seen(0, torch.ones(1, 1, new, 9, dtype=torch.bool))
+    narrow = pages.ops.attend_latents(both, pages, everything, attention, 8, scale=12**-0.5)
+    if starts is None and new == 1:
+        torch.testing.assert_close(narrow, out)

@@ -1,0 +1,455 @@
+"""What becomes of captured steps: pools move, models change in the middle of a call, captures fail, models and threads come and go."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_clean, assert_same, both
+from families import BY_NAME, VOCABULARY, build
+from peft import LoraConfig, get_peft_model
+from tape import record
+from torch import nn
+from transformers import LogitsProcessor, StoppingCriteria
+
+import hf_paged
+from hf_paged.model.capture import graph as graph_module
+from hf_paged.model.capture import pool as graphs
+from hf_paged.model.capture.graph import Graph
+from hf_paged.model.capture.pool import graphs_of
+from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.registry import memory_of
+
+NEW = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    monkeypatch.setattr(graphs, "WORTH", 4)
+
+
+def replayed(model: Any) -> int:
+    return graphs_of(model).counts["replayed"]
+
+
+def reasons(model: Any) -> str:
+    return " ".join(graphs_of(model).reasons.values())
+
+
+def random_ids(rows: int, columns: int = 13) -> torch.Tensor:
+    return torch.randint(5, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(2))
+
+
+# ---- whose step it is
+
+
+def test_a_second_call_replays_from_its_first_step(llama: Any, ids: torch.Tensor) -> None:
+    assert_same(llama, input_ids=ids, **NEW)
+    first = replayed(llama)
+    assert_same(llama, input_ids=ids.flip(0), **NEW)
+    assert graphs_of(llama).counts["captured"] == 1
+    assert replayed(llama) - first == NEW["max_new_tokens"] - 1
+
+
+def test_rows_of_a_bucket_share_a_graph_and_filler_rows_write_nothing(llama: Any) -> None:
+    assert_same(llama, input_ids=random_ids(20), **NEW)
+    assert_same(llama, input_ids=random_ids(19), **NEW)
+    assert graphs_of(llama).counts["captured"] == 1
+    assert replayed(llama) == 19
+
+
+def test_graphs_can_be_turned_off(llama: Any, ids: torch.Tensor) -> None:
+    llama.generate(ids, **NEW, cache_implementation="paged", cache_config={"graphs": False})
+    assert not graphs_of(llama).counts
+
+
+def test_a_short_call_pays_for_no_capture(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "WORTH", 16)
+    for _ in range(2):
+        assert_same(llama, input_ids=ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        assert not graphs_of(llama).counts["captured"]
+
+
+def test_what_comes_out_is_the_callers_own(llama: Any, ids: torch.Tensor) -> None:
+    """Kept logits and hidden states of one step are not written over by the next."""
+    assert_same(llama, input_ids=ids, **NEW, return_dict_in_generate=True, output_logits=True, output_hidden_states=True)
+    assert replayed(llama), reasons(llama)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_under_every_way_of_not_training(mode: Callable[[], Any], llama: Any, ids: torch.Tensor) -> None:
+    with mode():
+        assert_same(llama, input_ids=ids, **NEW)
+    assert_same(llama, input_ids=ids, **NEW)
+    assert replayed(llama), reasons(llama)
+
+
+# ---- pools that move
+
+
+def test_a_pool_that_moves_between_a_graph_s_check_and_its_replay(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is fetched, the forward grows the pool, and the graph would write to memory that is gone."""
+    used: list[tuple[Graph, int]] = []
+    stage = Graph.stage
+
+    def note(self: Graph, step: Any) -> None:
+        rows = next(iter(step.parts[0].sequences.rows.values()))
+        used.append((self, rows.group.tensors[0].data_ptr()))
+        stage(self, step)
+
+    monkeypatch.setattr(Graph, "stage", note)
+    monkeypatch.setattr(graph_module, "AGREE", 6)
+    cache = hf_paged.PagedCache(llama, block_size=4)
+    other = hf_paged.PagedCache(llama, block_size=4)
+    stock = llama.generate(ids, **NEW)
+    seen = []
+
+    class Filler(LogitsProcessor):
+        """Fill the pool from outside, so that the next step must move it."""
+
+        def __call__(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if tokens.shape[1] in (16, 19, 22):
+                llama(tokens[:, : 40 * (tokens.shape[1] - 15)].repeat(1, 4), past_key_values=other, use_cache=True)
+                seen.append(next(iter(other.sequences.rows.values())).group.tensors[0].data_ptr())
+            return scores
+
+    paged = llama.generate(ids, **NEW, past_key_values=cache, logits_processor=[Filler()])
+    assert torch.equal(stock, paged)
+    assert len(set(seen)) > 1, "the pool never moved"
+    places: dict[int, set[int]] = {}
+    for graph, place in used:
+        places.setdefault(id(graph), set()).add(place)
+    assert all(len(each) == 1 for each in places.values()), "a graph was used over a pool that it was not captured for"
+    cache.reset()
+    other.reset()
+
+
+@pytest.mark.parametrize("drop", [hf_paged.release, lambda model: memory_of(model).captured.clear()])
+def test_graphs_that_are_gone_are_captured_anew(drop: Callable[[Any], Any], llama: Any, ids: torch.Tensor) -> None:
+    setting = llama.config._attn_implementation
+    assert_same(llama, input_ids=ids, **NEW)
+    drop(llama)
+    assert not memory_of(llama).captured
+    assert_same(llama, input_ids=ids, **NEW)
+    assert graphs_of(llama).counts["captured"] == 2
+    assert_clean(llama, setting)
+
+
+def test_uninstalling_drops_graphs(llama: Any, ids: torch.Tensor) -> None:
+    assert_same(llama, input_ids=ids, **NEW)
+    try:
+        hf_paged.uninstall()
+        assert not memory_of(llama).captured
+    finally:
+        hf_paged.install()
+
+
+@pytest.mark.parametrize(("name", "value"), [("MANY", 2), ("LARGE", 1)])
+def test_the_least_recently_used_goes_first(name: str, value: int, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, name, value)
+    for rows in (1, 2, 3, 1):
+        assert_same(llama, input_ids=random_ids(rows), **NEW)
+        assert len(memory_of(llama).captured) <= (2 if name == "MANY" else 1)
+    assert graphs_of(llama).counts["captured"] == 4
+
+
+# ---- a model that changes
+
+
+def test_an_optimizer_step_and_new_weights_in_place_are_seen(llama: Any, ids: torch.Tensor) -> None:
+    assert_same(llama, input_ids=ids, **NEW)
+    with torch.no_grad():
+        for parameter in llama.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    assert_same(llama, input_ids=ids, **NEW)
+    assert graphs_of(llama).counts["captured"] == 1
+    llama.train()
+    llama(ids, labels=ids).loss.backward()
+    torch.optim.SGD(llama.parameters(), 0.5).step()
+    llama.eval()
+    assert_same(llama, input_ids=ids, **NEW)
+
+
+class Meddler(LogitsProcessor):
+    """A user's processor that changes the model in the middle of a call."""
+
+    def __init__(self, change: Callable[[], Any], at: int) -> None:
+        self.change, self.at, self.calls = change, at, 0
+
+    def __call__(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            self.change()
+        return scores
+
+
+@pytest.mark.parametrize("how", ["processor", "criterion", "streamer", "prefix"])
+def test_a_model_that_changes_in_the_middle_of_a_call(how: str, llama: Any, ids: torch.Tensor) -> None:
+    """The user's own code scales every attention from the ninth step on: a graph that was captured before must not be replayed."""
+
+    def call(paged: dict[str, Any]) -> torch.Tensor:
+        for layer in llama.model.layers:
+            layer.self_attn.scaling = 0.35
+        steps = iter(range(99))
+
+        def change(*_: Any) -> None:
+            if next(steps) == 9:
+                for layer in llama.model.layers:
+                    layer.self_attn.scaling = 4.0
+
+        class Processor(LogitsProcessor):
+            def __call__(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+                change()
+                return scores
+
+        class Criterion(StoppingCriteria):
+            def __call__(self, tokens: torch.Tensor, scores: Any, **_: Any) -> Any:
+                change()
+                return torch.zeros(len(tokens), dtype=torch.bool)
+
+        class Streamer:
+            def put(self, _: Any) -> None:
+                change()
+
+            def end(self) -> None: ...
+
+        def prefix(row: int, tokens: torch.Tensor) -> list[int]:
+            change()
+            return list(range(VOCABULARY))
+
+        own = {
+            "processor": {"logits_processor": [Processor()]},
+            "criterion": {"stopping_criteria": [Criterion()]},
+            "streamer": {"streamer": Streamer()},
+            "prefix": {"prefix_allowed_tokens_fn": prefix},
+        }[how]
+        answer: torch.Tensor = llama.generate(ids[:1], **{**NEW, "max_new_tokens": 24, "min_new_tokens": 24}, **own, **paged)
+        return answer
+
+    word = {"cache_implementation": "paged"}
+    stock = call({})
+    assert torch.equal(stock, call(word))
+    assert torch.equal(stock, call(word))
+    assert replayed(llama), reasons(llama)
+
+
+def test_a_processor_that_only_looks_costs_no_replay(llama: Any, ids: torch.Tensor) -> None:
+    for _ in range(2):
+        assert_same(llama, input_ids=ids, **NEW, logits_processor=[Meddler(lambda: None, 0)])
+    assert replayed(llama) >= 18
+
+
+def test_hooks_and_training_pass_through(llama: Any, ids: torch.Tensor) -> None:
+    assert_same(llama, input_ids=ids, **NEW)
+    before, called = replayed(llama), []
+    handle = llama.model.layers[0].register_forward_hook(lambda *_: called.append(1))
+    assert_same(llama, input_ids=ids, **NEW)
+    assert len(called) == 2 * NEW["max_new_tokens"]
+    handle.remove()
+    llama.train()
+    assert_same(llama, input_ids=ids, **NEW)
+    llama.eval()
+    assert replayed(llama) == before
+    assert_same(llama, input_ids=ids, **NEW)
+    assert replayed(llama) > before
+
+
+def test_adapters_switched_disabled_and_scaled(llama: Any, ids: torch.Tensor) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(llama, config).eval()
+    model.add_adapter("other", config)
+    changes: list[Callable[[], Any]] = [lambda: None, lambda: model.set_adapter("other"), model.base_model.disable_adapter_layers]
+    changes += [model.base_model.enable_adapter_layers, lambda: model.base_model.model.model.layers[0].self_attn.q_proj.scale_layer(3.0)]
+    for change in [*changes, model.merge_adapter]:
+        change()
+        assert_same(model, input_ids=ids, **NEW)
+    assert replayed(model.get_base_model())
+
+
+class Changeling(nn.Module):
+    """A feed-forward layer with something in it that no graph may hold."""
+
+    def __init__(self, inner: nn.Module, how: str) -> None:
+        super().__init__()
+        self.inner, self.how, self.calls = inner, how, 0
+        self.outside = [torch.full((1,), 0.5)]  # not a buffer: nobody could say when it is another one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "counts":
+            self.calls += 1
+            return self.inner(x) * (1 + self.calls % 2)
+        if self.how == "reads":
+            return self.inner(x) * self.outside[0]
+        if self.how == "draws":
+            return self.inner(x) + 0 * torch.rand_like(x)
+        if self.how == "waits":
+            return self.inner(x) * float(x.sum().sign().abs())
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("counts", "changes the model"), ("reads", "neither a weight"), ("draws", "at random"), ("waits", "host wait")]
+)
+def test_what_no_graph_may_hold_passes_through(how: str, why: str, llama: Any, ids: torch.Tensor) -> None:
+    llama.model.layers[1].mlp = Changeling(llama.model.layers[1].mlp, how)
+    if how == "counts":
+        llama.generate(ids, **NEW, cache_implementation="paged")
+    else:
+        assert_same(llama, input_ids=ids, **NEW)
+    assert not replayed(llama)
+    assert why in reasons(llama)
+
+
+def test_a_forward_that_changes_the_model_is_tried_once(llama: Any, ids: torch.Tensor) -> None:
+    llama.model.layers[1].mlp = Changeling(llama.model.layers[1].mlp, "counts")
+    for _ in range(3):
+        llama.generate(ids, **NEW, cache_implementation="paged")
+    assert graphs_of(llama).counts == {"refused": 1}
+
+
+# ---- captures that fail
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device"), IndexError("list"), AttributeError("name"), AssertionError(), KeyError("key")])
+def test_a_capture_that_fails_costs_no_answer(error: Exception, llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setitem(RECORDERS, "cpu", fails)
+    assert_same(llama, input_ids=ids, **NEW)
+    assert type(error).__name__ in reasons(llama)
+    assert graphs_of(llama).counts == {"refused": 1}
+
+
+@pytest.mark.parametrize("place", ["prepare", "hand_out"])
+def test_so_does_what_comes_before_and_after_it(place: str, llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(Graph, place, fails)
+    assert_same(llama, input_ids=ids, **NEW)
+    assert "no luck" in reasons(llama)
+    assert not memory_of(llama).captured
+
+
+def test_want_of_memory_is_not_for_ever(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(graphs, "LATER", 12)
+    monkeypatch.setitem(RECORDERS, "cpu", fails)
+    assert_same(llama, input_ids=ids, **NEW)
+    assert not reasons(llama)
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    for _ in range(3):
+        assert_same(llama, input_ids=ids, **NEW)
+    assert replayed(llama), reasons(llama)
+
+
+def test_a_replay_that_differs_is_never_trusted(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that succeeds proves nothing: this one forgets an operation (trap 1)."""
+
+    def forgetful(step: Callable[[], Any], pool: Any, device: torch.device) -> Any:
+        replay, answer = record(step, pool, device)
+        return lambda: (replay(), answer.logits.mul_(1.5)), answer
+
+    monkeypatch.setitem(RECORDERS, "cpu", forgetful)
+    assert_same(llama, input_ids=ids, **NEW)
+    assert not replayed(llama)
+    assert "differs" in reasons(llama)
+
+
+def test_an_interrupt_in_a_capture_reaches_the_user_and_leaves_nothing(
+    llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = llama.config._attn_implementation
+
+    def interrupted(step: Callable[[], Any], pool: Any, device: torch.device) -> Any:
+        step()
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(RECORDERS, "cpu", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llama.generate(ids, **NEW, cache_implementation="paged")
+    assert_clean(llama, setting)
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    assert_same(llama, input_ids=ids, **NEW)
+
+
+# ---- several callers
+
+
+def test_two_caches_share_a_graph_turn_by_turn(llama: Any, ids: torch.Tensor) -> None:
+    first, second = (hf_paged.PagedCache(llama, block_size=4) for _ in range(2))
+    one, other = ids[:1], ids[1:2]
+    for _ in range(3):
+        one = llama.generate(one, past_key_values=first, **NEW)
+        other = llama.generate(other, past_key_values=second, **NEW)
+    assert graphs_of(llama).counts["captured"] <= 3  # the pool grows for the second cache
+    assert replayed(llama) > 40
+    long = {**NEW, "max_new_tokens": 36, "min_new_tokens": 36}
+    assert torch.equal(torch.cat([one, other]), llama.generate(ids[:2], **long))
+    fork = copy.deepcopy(first)
+    a = llama.generate(one, past_key_values=first, **NEW)
+    b = llama.generate(one, past_key_values=fork, **NEW)
+    assert torch.equal(a, b)
+    for cache in (first, second, fork):
+        cache.reset()
+
+
+def test_threads(llama: Any) -> None:
+    """Several threads generate at once with one model; each gets the tokens that it gets alone."""
+    prompts = [random_ids(rows, 7 + rows) for rows in (1, 2, 3, 1)]
+    alone = [llama.generate(prompt, **NEW) for prompt in prompts]
+    answers: dict[int, torch.Tensor] = {}
+
+    def call(number: int) -> None:
+        answers[number] = llama.generate(prompts[number], **NEW, cache_implementation="paged")
+
+    for _ in range(2):
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(answers[number], alone[number]) for number in range(len(prompts)))
+    assert replayed(llama), reasons(llama)
+
+
+def test_a_model_with_graphs_goes_when_nobody_holds_it(ids: torch.Tensor) -> None:
+    model: Any = build(BY_NAME["llama"])
+    model.model.layers[0].mlp.also = model.forward
+    both(model, input_ids=ids, **NEW)
+    assert replayed(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+class Int8Linear(nn.Module):
+    """Weights in eight bits with a scale for each output, as quantized models keep them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight.to(x.dtype) * self.scale).t()
+
+
+def test_quantized_linear_layers(llama: Any, ids: torch.Tensor) -> None:
+    for layer in llama.model.layers:
+        layer.mlp.down_proj = Int8Linear(layer.mlp.down_proj)
+        layer.self_attn.o_proj = Int8Linear(layer.self_attn.o_proj)
+    assert_same(llama, input_ids=ids, **NEW)
+    assert replayed(llama)

@@ -1,0 +1,130 @@
+"""Weights side by side: which ones move, that nothing else about them does, and one operation in a traced layer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from families import BY_NAME, VOCABULARY, build
+from torch import nn
+
+from hf_paged.model.capture.products import join_products, joined_of, lay_side_by_side
+
+IDS = torch.randint(5, VOCABULARY, (1, 5), generator=torch.Generator().manual_seed(3))
+
+
+def move(model: Any) -> int:
+    with torch.no_grad():
+        return lay_side_by_side(model, lambda: model(IDS, use_cache=False))
+
+
+def weights(*layers: nn.Linear) -> list[nn.Parameter]:
+    return [layer.weight for layer in layers]
+
+
+@pytest.mark.parametrize(("name", "moved"), [("llama", 10), ("qwen2", 16), ("qwen3", 10), ("gemma3", 10), ("gpt-neox", 0), ("gpt2", 0)])
+def test_the_same_parameters_elsewhere(name: str, moved: int) -> None:
+    """q, k, v and gate, up of two layers, with their biases; twice is once. Names, values, strides, gradients and hooks stay."""
+    model = build(BY_NAME[name])
+    right, before = model(IDS, use_cache=False).logits, copy.deepcopy(model.state_dict())
+    known = {name: (id(parameter), parameter.stride(), parameter._version) for name, parameter in model.named_parameters()}
+    assert move(model) == moved
+    assert move(model) == 0
+    assert {name: (id(p), p.stride(), p._version) for name, p in model.named_parameters()} == known
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not [module for module in model.modules() if module._forward_pre_hooks]
+    assert torch.equal(model(IDS, use_cache=False).logits, right)
+    if name == "qwen2":
+        attention = model.model.layers[1].self_attn
+        several = [attention.q_proj, attention.k_proj, attention.v_proj]
+        joined, bias = joined_of(weights(*several)), joined_of([layer.bias for layer in several])
+        assert joined is not None
+        assert bias is not None
+        assert torch.equal(joined, torch.cat(weights(*several)))
+        assert torch.equal(bias, torch.cat([layer.bias for layer in several]))
+
+
+def test_weights_that_somebody_shares_stay(llama: Any) -> None:
+    """Tied ones, parts of somebody's larger tensor, other types of layers and of parameters."""
+
+    class Own(nn.Linear):
+        pass
+
+    first, second = llama.model.layers
+    first.self_attn.k_proj.weight = first.self_attn.v_proj.weight
+    second.self_attn.q_proj.weight.data = torch.randn(2, 32, 32)[1]
+    first.mlp.gate_proj.__class__ = Own
+    second.mlp.up_proj.weight.data = second.mlp.up_proj.weight.data.double()
+    second.mlp.gate_proj.weight.data = second.mlp.gate_proj.weight.data.T.contiguous().T
+    places = [parameter.data_ptr() for parameter in llama.parameters()]
+    assert (
+        lay_side_by_side(
+            llama, lambda: [layer.mlp.up_proj(torch.ones(1, 32, dtype=layer.mlp.up_proj.weight.dtype)) for layer in (first, second)]
+        )
+        == 0
+    )
+    assert places == [parameter.data_ptr() for parameter in llama.parameters()]
+
+
+def test_saved_copied_and_trained(llama: Any, tmp_path: Any) -> None:
+    right = llama(IDS, use_cache=False).logits
+    move(llama)
+    llama.save_pretrained(tmp_path)
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(IDS, use_cache=False).logits, right)
+    other = copy.deepcopy(llama)
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=0.1)
+    llama(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    attention = llama.model.layers[0].self_attn
+    joined = joined_of(weights(attention.q_proj, attention.k_proj, attention.v_proj))
+    assert joined is not None
+    assert torch.equal(joined[:32], attention.q_proj.weight)
+    assert not torch.equal(llama(IDS, use_cache=False).logits, right)
+    assert torch.equal(other(IDS, use_cache=False).logits, right)
+    llama.double()  # moves every one by itself
+    assert joined_of(weights(attention.q_proj, attention.k_proj, attention.v_proj)) is None
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+def test_one_operation(biased: bool, together: bool) -> None:
+    """The products of one input come from one call, wherever their weights lie; others stay as they are."""
+    torch.manual_seed(0)
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(6, n, bias=biased) for n in (4, 3, 5))
+            self.d = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.a(x), self.b(x).relu(), self.c(x) + 1, self.d(self.a(x)), x @ self.b.weight.T
+
+    model, graphs = Layers(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        join_products(graph)
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.randn(2, 7, 6)
+    with torch.no_grad():
+        right = model(x)
+        if together:
+            assert lay_side_by_side(model, lambda: [layer(x) for layer in (model.a, model.b, model.c)]) == 3 * (1 + biased)
+        found = torch.compile(model, backend=backend, fullgraph=True)(x)
+    torch._dynamo.reset()
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, right, strict=True))
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert called.count("hf_paged.products.default") == 2
+    assert not any("linear" in name for name in called)
+
+
+def test_the_operation_as_torch_checks_it() -> None:
+    x, several = torch.randn(3, 6), [torch.randn(4, 6), torch.randn(2, 6)]
+    torch.library.opcheck(torch.ops.hf_paged.products.default, (x, several, []))
+    torch.library.opcheck(torch.ops.hf_paged.products.default, (x, several, [torch.randn(4), torch.randn(2)]))
