@@ -115,11 +115,18 @@ def run_class(kind: str, name: str, wanted: list[str]) -> Row:
         model = build_class(model_class, config_class, kind)
         if not model.can_generate():
             raise TypeError("it does not generate")
-        if "generate" in vars(model_class) and "past_key_values" not in inspect.signature(model.forward).parameters:
+        if _keeps_nothing(model):
             raise TypeError("its own generate() keeps no keys and values")
     except Exception as error:
         return {"rows": [{**empty_row(what, name), "unbuilt": f"{type(error).__name__}: {error}"} for what in whats]}
     return {"rows": [row for what in whats if (row := _row(model, what, name, wanted)) is not None]}
+
+
+def _keeps_nothing(model: Any) -> bool:
+    """Whether neither the model's own generate() nor a model inside it has a cache, as where a classifier names every frame."""
+    inside = any(isinstance(module, tf.GenerationMixin) for module in model.modules() if module is not model)
+    cached = "past_key_values" in inspect.signature(model.forward).parameters
+    return "generate" in vars(type(model)) and not inside and not cached
 
 
 def _row(model: Any, what: str, name: str, wanted: list[str]) -> Row | None:

@@ -221,7 +221,7 @@ def note_mode(row: Row, name: str, model: Any, arguments: dict[str, Any]) -> Non
     if answer is None:
         return
     told = [str(entry.message) for entry in caught if issubclass(entry.category, hf_paged.FallbackWarning)]
-    if parts and not row["path"]:
+    if parts and (not row["path"] or name == "greedy"):  # text alone passes by layers that attend to pictures
         row["path"] = path_of(parts)
     row["why"] = row["why"] or (told[0].split("'paged': ")[-1].split("; transformers")[0] if told else "")
     if len(told) > 1:
@@ -276,7 +276,7 @@ def _asker() -> str:
             known = {"scaling", "dropout", "position_ids", "use_cache"}
             given = frame.f_locals["kwargs"].items()
             wanted = sorted(key for key, value in given if value is not None and value is not False and key not in known)
-            asked = f"asks for attention with {', '.join(wanted)}"
+            asked = f"asks for attention with {', '.join(wanted)}" if wanted else ""
         if name.startswith("transformers.models.") and frame.f_code.co_name != "expand_kv":
             owner = type(frame.f_locals["self"]) if "self" in frame.f_locals else None
             return f"{owner.__name__ if owner else frame.f_code.co_name} {asked or _why_itself(owner)}"

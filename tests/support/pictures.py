@@ -102,7 +102,7 @@ def _matters(model: Any, inputs: Inputs, shown: Inputs) -> bool:
     floating = {name: value for name, value in shown.items() if value.is_floating_point() and value.ndim > 1}
     other = {name: value.clone() for name, value in floating.items()}
     for value in other.values():
-        value[len(value) // 2 :] = value[len(value) // 2 :].flip(-1) * 1.5 + 0.1
+        value[len(value) // 2 :] = value[len(value) // 2 :].roll(1, 1) * 1.5 + 0.1
     scores = [
         model.generate(
             **given, max_new_tokens=1, min_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True
