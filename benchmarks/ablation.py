@@ -1,14 +1,16 @@
-"""The studies of the design's sources, replayed: block sizes, waste, swap against recompute, paged against contiguous, sharing.
+"""The studies of the design's sources, replayed: block sizes, waste, swap against recompute, paged against
+contiguous, sharing.
 
-    python benchmarks/ablation.py --json results.jsonl                                     # on a GPU: the 8B shape
-    OMP_NUM_THREADS=1 python benchmarks/ablation.py --shape tiny --rows 4 --context 64 --requests 12 --at-once 6   # on any CPU
-    OMP_NUM_THREADS=1 python benchmarks/ablation.py --sections waste sharing               # the books alone
+    python benchmarks/ablation.py --json results.jsonl                                     # on a GPU: the 8B
+    shape OMP_NUM_THREADS=1 python benchmarks/ablation.py --shape tiny --rows 4 --context 64 --requests 12
+    --at-once 6   # on any CPU OMP_NUM_THREADS=1 python benchmarks/ablation.py --sections waste sharing
+    # the books alone
 
 blocks      milliseconds of a decoding step by block size, and how much of the blocks held is unused then
-waste       slots that are held and unused, over all steps of a trace: the books alone (PagedAttention: under 4 % at 16)
-preemption  a trace in a pool that is too small, by block size and by what happens to those that must go
-attention   one layer's decode attention on scattered pages against torch's on contiguous keys and values
-sharing     blocks saved by samples, in closed form (`sharing.py` has the beams)
+waste       slots that are held and unused, over all steps of a trace: the books alone (PagedAttention: under
+4 % at 16) preemption  a trace in a pool that is too small, by block size and by what happens to those that
+must go attention   one layer's decode attention on scattered pages against torch's on contiguous keys and
+values sharing     blocks saved by samples, in closed form (`sharing.py` has the beams)
 """
 
 from __future__ import annotations
@@ -69,7 +71,12 @@ def blocks(bench: Bench) -> None:
         ):
             unused: list[float] = []
             seconds = decode_steps(
-                bench, engine, rows, bench.options.steps, context, lambda engine, to=unused: to.append(unused_share(engine._scheduler))
+                bench,
+                engine,
+                rows,
+                bench.options.steps,
+                context,
+                lambda engine, to=unused: to.append(unused_share(engine._scheduler)),
             )
             bench.report.row(
                 size=size, median=statistics.median(seconds) * 1e3, worst=max(seconds) * 1e3, waste=statistics.mean(unused),
@@ -95,10 +102,19 @@ def waste(bench: Bench) -> None:
     prompt, answer, _, longest = TRACES[options.trace]
     asks = trace(options.trace, options.books_requests, 1000)
     for size in options.block_sizes:
-        room = max(2 * in_blocks(2 * longest, size), in_blocks(options.books_at_once * (prompt + answer), size) + options.books_at_once)
+        room = max(
+            2 * in_blocks(2 * longest, size),
+            in_blocks(options.books_at_once * (prompt + answer), size) + options.books_at_once,
+        )
         shares: list[float] = []
         replay(
-            asks, longest, room, size, options.books_at_once, "watermark", lambda scheduler, to=shares: to.append(unused_share(scheduler))
+            asks,
+            longest,
+            room,
+            size,
+            options.books_at_once,
+            "watermark",
+            lambda scheduler, to=shares: to.append(unused_share(scheduler)),
         )
         quarter, ranked = len(shares) // 4, sorted(shares)
         bench.report.row(
@@ -115,7 +131,8 @@ def preemption(bench: Bench) -> None:
     tokens = max(int(options.pressure * options.at_once * (prompt + answer)), longest + 512)
     bench.report.table(
         "ablation preemption",
-        f"{len(asks)} requests of the {options.trace} trace, up to {options.at_once} at once, in a pool of {tokens} tokens",
+        f"{len(asks)} requests of the {options.trace} trace, up to {options.at_once} at once, in a pool of "
+        f"{tokens} tokens",
         size=("block size", "d"), mode=("preemption", ""), speed=("tok/s", ".0f"), share=("of recompute's", ".2f"),
         preemptions=("preemptions", "d"), swapped=("swapped", "d"), seconds=("s", ".1f"),
     )  # fmt: skip
@@ -128,12 +145,27 @@ def preemption(bench: Bench) -> None:
                 bench.report.row(size=size, mode=mode, speed=speed, share=speed / base, **found)
 
 
-def under_pressure(bench: Bench, asks: list[Ask], size: int, mode: str, room: int) -> tuple[float, dict[str, Any]]:
+def under_pressure(
+    bench: Bench, asks: list[Ask], size: int, mode: str, room: int
+) -> tuple[float, dict[str, Any]]:
     """Output tokens a second of a trace, and what the books did."""
     at_once = bench.options.at_once
-    options = {"block_size": size, "preemption": mode, "num_blocks": room, "prefix_caching": False, **bench.options.engine}
-    with Engine(bench.model, max_batch_sequences=at_once, max_batch_tokens=max(2048, at_once), **options) as engine:
-        engine.generate([ask.prompt for ask in asks[: min(4, len(asks))]], max_new_tokens=8, do_sample=False, progress=False)
+    options = {
+        "block_size": size,
+        "preemption": mode,
+        "num_blocks": room,
+        "prefix_caching": False,
+        **bench.options.engine,
+    }
+    with Engine(
+        bench.model, max_batch_sequences=at_once, max_batch_tokens=max(2048, at_once), **options
+    ) as engine:
+        engine.generate(
+            [ask.prompt for ask in asks[: min(4, len(asks))]],
+            max_new_tokens=8,
+            do_sample=False,
+            progress=False,
+        )
         before = dict(engine._scheduler.counts)
         bench.wait()
         begin = time.monotonic()
@@ -144,7 +176,10 @@ def under_pressure(bench: Bench, asks: list[Ask], size: int, mode: str, room: in
         seconds = time.monotonic() - begin
         new = sum(len(handle.result().sequences[0].token_ids) for handle in handles)
         counts = engine._scheduler.counts
-        found = {name: counts[key] - before.get(key, 0) for name, key in (("preemptions", "preemptions"), ("swapped", "swapped_out"))}
+        found = {
+            name: counts[key] - before.get(key, 0)
+            for name, key in (("preemptions", "preemptions"), ("swapped", "swapped_out"))
+        }
         return new / seconds, {**found, "seconds": seconds}
 
 
@@ -170,7 +205,12 @@ def attention(bench: Bench) -> None:
             pages = scattered(keys, values, size)
             seen = Seen(0, causal=True)
             paged = microseconds(bench, lambda pages=pages, seen=seen: pages.ops.attend(query, pages, seen))
-            apart = (pages.ops.attend(query, pages, seen)[:, 0].float() - dense()[:, :, 0].float()).abs().max().item()
+            apart = (
+                (pages.ops.attend(query, pages, seen)[:, 0].float() - dense()[:, :, 0].float())
+                .abs()
+                .max()
+                .item()
+            )
             bench.report.row(size=size, paged=paged, dense=contiguous, share=paged / contiguous, apart=apart)
 
 
@@ -218,7 +258,9 @@ def sharing(bench: Bench) -> None:
     for name in TRACES:
         for width in (2, 4, 6):
             booked, closed = samples(name, width, 500)
-            bench.report.row(trace=name, width=width, booked=booked, closed=closed, paper=PAPER["samples", name])
+            bench.report.row(
+                trace=name, width=width, booked=booked, closed=closed, paper=PAPER["samples", name]
+            )
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
@@ -239,8 +281,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
     parser.add_argument("--requests", type=int, default=256, help="of the trace under pressure")
     parser.add_argument("--at-once", type=int, default=128)
-    parser.add_argument("--pressure", type=float, default=0.2, help="the pool, as a share of what so many requests hold in the end")
-    parser.add_argument("--books-requests", type=int, default=400, help="of the trace that only the books see")
+    parser.add_argument(
+        "--pressure",
+        type=float,
+        default=0.2,
+        help="the pool, as a share of what so many requests hold in the end",
+    )
+    parser.add_argument(
+        "--books-requests", type=int, default=400, help="of the trace that only the books see"
+    )
     parser.add_argument("--books-at-once", type=int, default=64)
     return parser.parse_args()
 

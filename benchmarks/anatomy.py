@@ -1,8 +1,9 @@
-"""Where the time goes: of a trace by kinds of steps, and of one decoding step on the device by kernels. What the host does is
-in `engine.py --sections host`.
+"""Where the time goes: of a trace by kinds of steps, and of one decoding step on the device by kernels. What
+the host does is in `engine.py --sections host`.
 
-    python benchmarks/anatomy.py --rows 256 --requests 512 --at-once 256                            # on a GPU: the 8B shape
-    OMP_NUM_THREADS=1 python benchmarks/anatomy.py --shape tiny --rows 8 --requests 12 --at-once 4  # on any CPU
+    python benchmarks/anatomy.py --rows 256 --requests 512 --at-once 256                            # on a
+    GPU: the 8B shape OMP_NUM_THREADS=1 python benchmarks/anatomy.py --shape tiny --rows 8 --requests 12
+    --at-once 4  # on any CPU
 
 kinds    steps of a trace that were replayed and that were not, with and without prompts in them
 device   one decoding step of the engine: what each kind of kernel costs the device
@@ -38,7 +39,9 @@ def kinds(bench: Bench) -> None:
     options = bench.options
     asks = trace(options.trace, options.requests, SHAPES[options.shape]["vocab_size"])
     with bench.engine(options.at_once) as engine:
-        for ask in trace(options.trace, options.warm_up or len(asks), SHAPES[options.shape]["vocab_size"], seed=1):
+        for ask in trace(
+            options.trace, options.warm_up or len(asks), SHAPES[options.shape]["vocab_size"], seed=1
+        ):
             engine.submit(ask.prompt, max_new_tokens=ask.new, do_sample=False)
         while engine._jobs:
             engine.step()
@@ -61,7 +64,9 @@ def kinds(bench: Bench) -> None:
     )  # fmt: skip
     found = defaultdict(list)
     for seconds, waited, rows, tokens, replayed in steps:
-        found[("replayed" if replayed else "not replayed") + (", with prompts" if tokens > rows else "")].append((seconds, waited, tokens))
+        found[
+            ("replayed" if replayed else "not replayed") + (", with prompts" if tokens > rows else "")
+        ].append((seconds, waited, tokens))
     for kind, of_kind in sorted(found.items()):
         times = [seconds for seconds, _, _ in of_kind]
         bench.report.row(
@@ -85,7 +90,9 @@ def collector_clock(seconds: list[float]) -> Callable[[str, dict[str, int]], Non
 
 
 def watched(engine: Engine) -> list[tuple[float, float, int, int, bool]]:
-    """All steps until nobody is left: seconds, of them waiting for the device, rows, tokens, whether replayed."""
+    """All steps until nobody is left: seconds, of them waiting for the device, rows, tokens, whether
+    replayed.
+    """
     steps, plans = [], []
     schedule = engine._scheduler.schedule
 
@@ -105,7 +112,15 @@ def watched(engine: Engine) -> list[tuple[float, float, int, int, bool]]:
                 seconds = time.perf_counter() - begin
                 rows = sum(len(plan.rows) for plan in plans)
                 tokens = sum(plan.tokens for plan in plans)
-                steps.append((seconds, sum(waited), rows, tokens, engine.stats()["graphs"].get("replayed", 0) > replayed))
+                steps.append(
+                    (
+                        seconds,
+                        sum(waited),
+                        rows,
+                        tokens,
+                        engine.stats()["graphs"].get("replayed", 0) > replayed,
+                    )
+                )
     finally:
         del engine._scheduler.schedule  # type: ignore[method-assign]
     return steps
@@ -138,7 +153,9 @@ def device(bench: Bench) -> None:
         for event in events:
             if kind_of(event.name) == "other":
                 other[event.name[:90]] += event.time_range.elapsed_us()
-        print("other:", *(f"{name} {cost / 1e3 / count:.3f}" for name, cost in other.most_common(6)), sep="\n  ")
+        print(
+            "other:", *(f"{name} {cost / 1e3 / count:.3f}" for name, cost in other.most_common(6)), sep="\n  "
+        )
 
 
 def last_of(events: list[Any], microseconds: float) -> list[Any]:
@@ -161,7 +178,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, default=256)
-    parser.add_argument("--warm-up", type=int, default=0, help="requests before anything is timed; as many as are timed if left out")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=0,
+        help="requests before anything is timed; as many as are timed if left out",
+    )
     return parser.parse_args()
 
 

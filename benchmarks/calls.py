@@ -1,4 +1,6 @@
-"""The ways of calling generate() that benchmarks/generate.py times: those of tests/modes.py, at the size of a benchmark."""
+"""The ways of calling generate() that benchmarks/generate.py times: those of tests/modes.py, at the size of a
+benchmark.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,27 @@ def padded(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def lookup(ids: torch.Tensor, new: int) -> dict[str, Any]:
-    """A repeating prompt that goes on repeating itself, with every fifth token another: some candidates are right."""
+    """A repeating prompt that goes on repeating itself, with every fifth token another: some candidates are
+    right.
+    """
     prompt = ids[:1, :8].repeat(1, ids.shape[1] // 8)
     words = ids[0, :8].tolist()
     tokens = [words[i % 8] if i % 5 else 3 for i in range(prompt.shape[1] + new + 1)]
-    return {"input_ids": prompt, "prompt_lookup_num_tokens": 3, "logits_processor": LogitsProcessorList([Script(tokens)])}
+    return {
+        "input_ids": prompt,
+        "prompt_lookup_num_tokens": 3,
+        "logits_processor": LogitsProcessorList([Script(tokens)]),
+    }
 
 
 def modes_of(ids: torch.Tensor, new: int, assistant: torch.nn.Module | None) -> dict[str, dict[str, Any]]:
     """The modes of tests/modes.py; those of one row only with an assistant."""
-    everything = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "output_hidden_states": True}
+    everything = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "output_hidden_states": True,
+    }
     scored = {"return_dict_in_generate": True, "output_scores": True}
     pads = padded(ids)
     alone = {"assisted": {"assistant_model": assistant}, "prompt-lookup": lookup(ids, new)}

@@ -1,17 +1,16 @@
 """The engine on the requests of a trace: 8B Llama shape, random weights, bfloat16, lengths forced, greedy.
 
-    python benchmarks/engine.py --json results.jsonl                      # on a GPU
-    OMP_NUM_THREADS=1 python benchmarks/engine.py --shape tiny --requests 24 --at-once 8 --rows 1 4   # does it run? on any CPU
+    python benchmarks/engine.py --json results.jsonl                      # on a GPU OMP_NUM_THREADS=1 python
+    benchmarks/engine.py --shape tiny --requests 24 --at-once 8 --rows 1 4   # does it run? on any CPU
 
 steps    milliseconds of a step in which every sequence takes one token, by the clock around `Engine.step()`
-trace    output tokens a second, time to the first token, time between tokens, and what the books did, beside other engines
-load     the same where requests come one by one
-shared   requests that begin alike
-beams    seconds of 16 beam searches of width 4 and 8, beside paged and stock generate() over the same rows
-beside   a step of 64 rows some of which need the host for their next token
-host     what the host does in a decoding step and how long that takes, with a model of next to no width
-startup  seconds from `Engine(model)` to the first token, and to the first replayed step, with and without compiled layers
-profile  where the time of a decoding step goes on the host
+trace    output tokens a second, time to the first token, time between tokens, and what the books did, beside
+other engines load     the same where requests come one by one shared   requests that begin alike beams
+seconds of 16 beam searches of width 4 and 8, beside paged and stock generate() over the same rows beside   a
+step of 64 rows some of which need the host for their next token host     what the host does in a decoding
+step and how long that takes, with a model of next to no width startup  seconds from `Engine(model)` to the
+first token, and to the first replayed step, with and without compiled layers profile  where the time of a
+decoding step goes on the host
 """
 
 from __future__ import annotations
@@ -60,24 +59,36 @@ class Bench:
             torch.cuda.synchronize()
 
     def engine(self, at_once: int, **more: Any) -> Engine:
-        options = {"max_batch_sequences": at_once, "max_batch_tokens": max(2048, at_once), **self.options.engine, **more}
+        options = {
+            "max_batch_sequences": at_once,
+            "max_batch_tokens": max(2048, at_once),
+            **self.options.engine,
+            **more,
+        }
         return Engine(self.model, **options)
 
     def prompts(self, rows: int, context: int) -> list[list[int]]:
         random = torch.Generator().manual_seed(1)
-        return torch.randint(10, SHAPES[self.options.shape]["vocab_size"] - 10, (rows, context), generator=random).tolist()
+        return torch.randint(
+            10, SHAPES[self.options.shape]["vocab_size"] - 10, (rows, context), generator=random
+        ).tolist()
 
 
 def decode_steps(
     bench: Bench, engine: Engine, rows: int, steps: int, context: int = CONTEXT, watch: Callable[[Engine], None] | None = None,
     others: Sequence[dict[str, Any]] = (),
 ) -> list[float]:  # fmt: skip
-    """Seconds of steps in which nothing but decoding happens. watch: sees the engine after each of them. others: what the last requests
-    ask beyond that; the rows are those of all."""
-    new = 64 * steps  # nobody ends in between; a prompt is not computed in one step, so some are ahead of others
+    """Seconds of steps in which nothing but decoding happens. watch: sees the engine after each of them.
+    others: what the last requests ask beyond that; the rows are those of all."""
+    new = (
+        64 * steps
+    )  # nobody ends in between; a prompt is not computed in one step, so some are ahead of others
     asked = [{}] * (rows - sum(each.get("num_beams", 1) for each in others)) + [*others]
     prompts = bench.prompts(len(asked), context)
-    handles = [engine.submit(prompt, max_new_tokens=new, do_sample=False, **each) for prompt, each in zip(prompts, asked, strict=True)]
+    handles = [
+        engine.submit(prompt, max_new_tokens=new, do_sample=False, **each)
+        for prompt, each in zip(prompts, asked, strict=True)
+    ]
     seen = -1
     while engine.stats()["waiting"] or engine.stats()["tokens"] - seen != rows:
         seen = engine.stats()["tokens"]
@@ -103,7 +114,10 @@ def steps(bench: Bench) -> None:
     )  # fmt: skip
     for rows in bench.options.rows:
         # Prompts in few steps: who is first is not far ahead when the last one comes.
-        with bench.report.surviving(f"steps, {rows} rows"), bench.engine(rows, max_batch_tokens=max(2048, 16 * rows)) as engine:
+        with (
+            bench.report.surviving(f"steps, {rows} rows"),
+            bench.engine(rows, max_batch_tokens=max(2048, 16 * rows)) as engine,
+        ):
             seconds = decode_steps(bench, engine, rows, 32)
             captured, context = engine.stats()["graphs"], engine.stats()["tokens"] / rows - 16
             bench.report.row(
@@ -112,11 +126,27 @@ def steps(bench: Bench) -> None:
             )  # fmt: skip
 
 
-def serve(bench: Bench, name: str, at_once: int, asks: Sequence[Ask], arrivals: Sequence[float] | None = None, **options: Any) -> Served:
+def serve(
+    bench: Bench,
+    name: str,
+    at_once: int,
+    asks: Sequence[Ask],
+    arrivals: Sequence[float] | None = None,
+    **options: Any,
+) -> Served:
     """What an engine makes of a trace, after it has seen some of it and the same lengths of others."""
-    peer = peers()[name](bench.model, at_once, **(bench.options.engine | options if name == "hf_paged" else options))
+    peer = peers()[name](
+        bench.model, at_once, **(bench.options.engine | options if name == "hf_paged" else options)
+    )
     try:
-        peer.serve(trace(bench.options.trace, bench.options.warm_up or len(asks), SHAPES[bench.options.shape]["vocab_size"], seed=1))
+        peer.serve(
+            trace(
+                bench.options.trace,
+                bench.options.warm_up or len(asks),
+                SHAPES[bench.options.shape]["vocab_size"],
+                seed=1,
+            )
+        )
         bench.wait()
         return peer.serve(asks, arrivals)
     finally:
@@ -181,14 +211,22 @@ def shared(bench: Bench) -> None:
     options = bench.options
     vocabulary = SHAPES[options.shape]["vocab_size"]
     common = trace("alpaca", 1, vocabulary, seed=3)[0].prompt * options.shared
-    asks = [Ask([*common[: options.shared], *ask.prompt[:128]], 32) for ask in trace(options.trace, 64, vocabulary, seed=4)]
+    asks = [
+        Ask([*common[: options.shared], *ask.prompt[:128]], 32)
+        for ask in trace(options.trace, 64, vocabulary, seed=4)
+    ]
     bench.report.table(
         "engine shared", f"64 requests, {options.shared} tokens in common, up to 128 of their own, 32 new", cached=("prefix cache", ""),
         **COLUMNS,
     )  # fmt: skip
     for cached in (True, False):
         with bench.report.surviving(f"shared prefixes, {cached}"):
-            told(bench, "hf_paged", serve(bench, "hf_paged", 64, asks, prefix_caching=cached), cached=str(cached))
+            told(
+                bench,
+                "hf_paged",
+                serve(bench, "hf_paged", 64, asks, prefix_caching=cached),
+                cached=str(cached),
+            )
 
 
 def beams(bench: Bench, searches: int = 16, prompt: int = 256, new: int = 64) -> None:
@@ -199,13 +237,18 @@ def beams(bench: Bench, searches: int = 16, prompt: int = 256, new: int = 64) ->
         aim=("aim", ".1f"), met=("met", ""), same=("same tokens as stock", ".0%"),
     )  # fmt: skip
     rows = bench.prompts(searches, prompt)
-    calls = generate.Bench(argparse.Namespace(**{**vars(bench.options), "cache": {}, "rounds": 3}), bench.report, bench.model)
+    calls = generate.Bench(
+        argparse.Namespace(**{**vars(bench.options), "cache": {}, "rounds": 3}), bench.report, bench.model
+    )
     for width in bench.options.widths:
         values: dict[str, Any] = {}
         with bench.report.surviving(f"beams of the engine, width {width}"):
             values, tokens = engine_beams(bench, rows, width, new)
         ids = torch.tensor(rows, device=bench.model.device)
-        sides = calls.both(f"beams, width {width}", lambda paged, ids=ids, width=width: generate.beam_seconds(calls, paged, ids, width))
+        sides = calls.both(
+            f"beams, width {width}",
+            lambda paged, ids=ids, width=width: generate.beam_seconds(calls, paged, ids, width),
+        )
         values |= {generate.NAMES[paged]: seconds for paged, (seconds, _) in sides.items()}
         if "engine" in values:
             values |= calls.bar(BEAM_BARS, width, values["engine"])
@@ -214,14 +257,20 @@ def beams(bench: Bench, searches: int = 16, prompt: int = 256, new: int = 64) ->
         bench.report.row(width=width, **values)
 
 
-def engine_beams(bench: Bench, rows: list[list[int]], width: int, new: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """What the engine needs for a search of each row, the median of three times, and its tokens [rows, new]."""
+def engine_beams(
+    bench: Bench, rows: list[list[int]], width: int, new: int
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """What the engine needs for a search of each row, the median of three times, and its tokens [rows,
+    new].
+    """
     totals, steps = [], []
     with bench.engine(len(rows) * width, prefix_caching=False) as engine:
         for turn in range(5):
             bench.wait()
             begin = last = time.perf_counter()
-            handles = [engine.submit(row, num_beams=width, max_new_tokens=new, do_sample=False) for row in rows]
+            handles = [
+                engine.submit(row, num_beams=width, max_new_tokens=new, do_sample=False) for row in rows
+            ]
             while not all(handle.done for handle in handles):
                 engine.step()
                 now = time.perf_counter()
@@ -230,7 +279,11 @@ def engine_beams(bench: Bench, rows: list[list[int]], width: int, new: int) -> t
             totals.append(last - begin)
         replayed = engine.stats()["graphs"].get("replayed", 0)
     tokens = torch.tensor([handle.result().sequences[0].token_ids for handle in handles])
-    return {"engine": statistics.median(totals[2:]), "step": statistics.median(steps) * 1e3, "replayed": replayed}, tokens
+    return {
+        "engine": statistics.median(totals[2:]),
+        "step": statistics.median(steps) * 1e3,
+        "replayed": replayed,
+    }, tokens
 
 
 BESIDE: dict[str, list[dict[str, Any]]] = {
@@ -253,7 +306,9 @@ def beside(bench: Bench, rows: int = 64) -> None:
 
 
 def startup(bench: Bench) -> None:
-    """One request on a new engine; what was compiled for the one before is not looked for again, but may lie in caches on the disk."""
+    """One request on a new engine; what was compiled for the one before is not looked for again, but may lie
+    in caches on the disk.
+    """
     bench.report.table(
         "engine startup", "Seconds from Engine(model), weights loaded", compile=("compile", ""), ready=("engine made", ".1f"),
         first=("first token", ".1f"), replayed=("first replayed step", ".1f"), compiled=("compiled graphs", "d"),
@@ -269,7 +324,9 @@ def startup(bench: Bench) -> None:
                     found.setdefault("first", time.perf_counter() - begin)
                     if engine.stats()["graphs"].get("replayed"):
                         found.setdefault("replayed", time.perf_counter() - begin)
-                bench.report.row(compile=str(compile), compiled=engine.stats()["graphs"].get("compiled", 0), **found)
+                bench.report.row(
+                    compile=str(compile), compiled=engine.stats()["graphs"].get("compiled", 0), **found
+                )
 
 
 def profile(bench: Bench) -> None:
@@ -296,7 +353,11 @@ def host(bench: Bench) -> None:
     for rows in bench.options.rows:
         for driver in DRIVERS:
             with bench.report.surviving(f"host, {rows} rows"):
-                bench.report.row(rows=rows, driver=driver, **measure(layers, bench.options.device, rows, driver, **bench.options.engine))
+                bench.report.row(
+                    rows=rows,
+                    driver=driver,
+                    **measure(layers, bench.options.device, rows, driver, **bench.options.engine),
+                )
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
@@ -320,8 +381,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, nargs="+", default=[256])
-    parser.add_argument("--warm-up", type=int, default=0, help="requests before anything is timed; as many as are timed if left out")
-    parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 16.0], help="requests a second, of the section load")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=0,
+        help="requests before anything is timed; as many as are timed if left out",
+    )
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[4.0, 16.0], help="requests a second, of the section load"
+    )
     parser.add_argument("--shared", type=int, default=1024, help="tokens in common, of the section shared")
     parser.add_argument(
         "--peers",

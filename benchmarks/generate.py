@@ -1,17 +1,18 @@
-"""generate() as a user calls it, stock against paged, beside the bars: 8B Llama shape, random weights, bfloat16, no compile.
+"""generate() as a user calls it, stock against paged, beside the bars: 8B Llama shape, random weights,
+bfloat16, no compile.
 
-    python benchmarks/generate.py --json results.jsonl             # every section, about five minutes on an H200
-    python benchmarks/generate.py --sections steps --rows 1 8      # a part of it
-    OMP_NUM_THREADS=1 python benchmarks/generate.py --shape tiny   # does it run? on any CPU, in two minutes
+    python benchmarks/generate.py --json results.jsonl             # every section, about five minutes on an
+    H200 python benchmarks/generate.py --sections steps --rows 1 8      # a part of it OMP_NUM_THREADS=1
+    python benchmarks/generate.py --shape tiny   # does it run? on any CPU, in two minutes
 
-Each row is printed as soon as it is known, and kept as a JSON line; a row that fails says so, and the next one goes on.
-`benchmarks/plot.py` draws the steps from the JSON. The sections:
+Each row is printed as soon as it is known, and kept as a JSON line; a row that fails says so, and the next
+one goes on. `benchmarks/plot.py` draws the steps from the JSON. The sections:
 
-warmup  the first paged calls of a process: a short one must not pay for a capture, the first long one may, for up to 5 s
-memory  bytes of keys and values of a beam search of width 8 over a long prompt
-steps   milliseconds of a greedy step: (a call of 80 tokens - a call of 16) / 64, and by a clock inside the loop
-beams   seconds of 16 beam searches of width 4 and 8
-modes   every way of calling generate() that the tests compare: milliseconds a call, nowhere more than 2 % over stock
+warmup  the first paged calls of a process: a short one must not pay for a capture, the first long one may,
+for up to 5 s memory  bytes of keys and values of a beam search of width 8 over a long prompt steps
+milliseconds of a greedy step: (a call of 80 tokens - a call of 16) / 64, and by a clock inside the loop beams
+seconds of 16 beam searches of width 4 and 8 modes   every way of calling generate() that the tests compare:
+milliseconds a call, nowhere more than 2 % over stock
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ MODES_SECONDS = 150
 
 
 class Bar(NamedTuple):
-    """What others need, and what is wanted: milliseconds of a step, seconds of the searches; for the 8B shape on an H200."""
+    """What others need, and what is wanted: milliseconds of a step, seconds of the searches; for the 8B shape
+    on an H200.
+    """
 
     vllm: float
     must: float
@@ -55,7 +58,12 @@ class Bar(NamedTuple):
         return "aim" if value <= self.aim else "must" if value <= self.must else "no"
 
 
-STEP_BARS = {1: Bar(4.96, 7.2, 6.0), 8: Bar(5.07, 7.8, 6.3), 64: Bar(6.55, 9.2, 7.8), 256: Bar(12.92, 15.5, 13.5)}
+STEP_BARS = {
+    1: Bar(4.96, 7.2, 6.0),
+    8: Bar(5.07, 7.8, 6.3),
+    64: Bar(6.55, 9.2, 7.8),
+    256: Bar(12.92, 15.5, 13.5),
+}
 BEAM_BARS = {4: Bar(2.59, 1.1, 0.7), 8: Bar(5.24, 1.7, 1.1)}
 
 
@@ -64,9 +72,14 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, report: Report, model: Any = None) -> None:
         self.options, self.report = options, report
-        self.model = build(options.shape, options.device, getattr(torch, options.dtype)) if model is None else model
+        self.model = (
+            build(options.shape, options.device, getattr(torch, options.dtype)) if model is None else model
+        )
         self.model.generation_config.pad_token_id = 0
-        self.word = {"cache_implementation": "paged", **({"cache_config": options.cache} if options.cache else {})}
+        self.word = {
+            "cache_implementation": "paged",
+            **({"cache_config": options.cache} if options.cache else {}),
+        }
         self.on_gpu = self.model.device.type == "cuda"
 
     def prompt(self, rows: int, tokens: int) -> torch.Tensor:
@@ -77,7 +90,13 @@ class Bench:
     def call(self, paged: bool, ids: torch.Tensor, new: int, **arguments: Any) -> tuple[float, Any]:
         """The seconds of a call of exactly `new` tokens, and its answer."""
         length = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new}
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **length, **arguments, **(self.word if paged else {})}
+        given = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            **length,
+            **arguments,
+            **(self.word if paged else {}),
+        }
         torch.manual_seed(0)
         self.synchronize()
         begin = time.perf_counter()
@@ -101,7 +120,9 @@ class Bench:
         return self.options.rounds if paged else 1
 
     def both(self, what: str, measure: Callable[[bool], Any]) -> dict[bool, Any]:
-        """What `measure` says of paged and of stock; a side that fails is missing. Paged comes first, as it may fail."""
+        """What `measure` says of paged and of stock; a side that fails is missing. Paged comes first, as it
+        may fail.
+        """
         sides = {}
         for paged in (True, False):
             with self.report.surviving(f"{what}, {NAMES[paged]}"):
@@ -127,7 +148,9 @@ def warmup(bench: Bench) -> None:
     for rows in (1, 4):  # few, so that the next section meets a small pool
         with bench.report.surviving(f"warmup, {rows} rows"):
             ids = bench.prompt(rows, CONTEXT)
-            _, stock = (bench.call(False, ids, 16)[0] for _ in range(2))  # whatever CUDA itself needs first is paid here
+            _, stock = (
+                bench.call(False, ids, 16)[0] for _ in range(2)
+            )  # whatever CUDA itself needs first is paid here
             first = bench.call(True, ids, 16)[0]  # one only: many short calls may pay for a capture after all
             long, again, warm = (bench.call(True, ids, 64)[0] for _ in range(3))
             paid = long + again - 2 * warm
@@ -185,7 +208,9 @@ def token_bytes(model: torch.nn.Module) -> int:
 
 def floor(model: torch.nn.Module, rows: int, columns: int) -> float:
     """Milliseconds in which an H200 can read weights and cache once or, if that is more, do the products."""
-    weights = sum(weight.numel() for weight in model.parameters()) - model.get_input_embeddings().weight.numel()
+    weights = (
+        sum(weight.numel() for weight in model.parameters()) - model.get_input_embeddings().weight.numel()
+    )
     reading = (weights * model.dtype.itemsize + rows * columns * token_bytes(model)) / BYTES_A_SECOND
     return max(reading, 2 * weights * rows / OPERATIONS_A_SECOND) * 1e3
 
@@ -199,7 +224,9 @@ def steps(bench: Bench) -> None:
     )  # fmt: skip
     for rows in bench.options.rows:
         ids = bench.prompt(rows, CONTEXT)
-        sides = bench.both(f"steps, {rows} rows", lambda paged, ids=ids: step_times(bench, paged, ids, bench.rounds(paged)))
+        sides = bench.both(
+            f"steps, {rows} rows", lambda paged, ids=ids: step_times(bench, paged, ids, bench.rounds(paged))
+        )
         if True in sides:
             bench.report.row(rows=rows, **step_values(bench, rows, sides[True], sides.get(False)))
 
@@ -208,7 +235,11 @@ def step_values(bench: Bench, rows: int, paged: StepTimes, stock: StepTimes | No
     values: dict[str, Any] = {"paged": paged.difference, "paged_clock": paged.clock}
     values["floor"] = floor(bench.model, rows, CONTEXT + (SHORT + LONG) // 2)
     if stock is not None:
-        values |= {"stock": stock.difference, "stock_clock": stock.clock, "ratio": paged.difference / stock.difference}
+        values |= {
+            "stock": stock.difference,
+            "stock_clock": stock.clock,
+            "ratio": paged.difference / stock.difference,
+        }
         values["same"] = (stock.tokens == paged.tokens).float().mean().item()
     return values | bench.bar(STEP_BARS, rows, max(paged.difference, paged.clock))
 
@@ -224,7 +255,9 @@ def beams(bench: Bench) -> None:
     )  # fmt: skip
     ids = bench.prompt(16, 256)
     for width in BEAM_BARS:
-        sides = bench.both(f"beams, width {width}", lambda paged, width=width: beam_seconds(bench, paged, ids, width))
+        sides = bench.both(
+            f"beams, width {width}", lambda paged, width=width: beam_seconds(bench, paged, ids, width)
+        )
         values: dict[str, Any] = {NAMES[paged]: seconds for paged, (seconds, _) in sides.items()}
         if len(sides) == 2:
             values["ratio"] = values["paged"] / values["stock"]
@@ -250,7 +283,9 @@ class Watch(LogitsProcessor):
         self.held = self.pools = self.allocated = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.held = max(self.held, sum(group.pool.held * group.block_bytes for group in self.memory.groups.values()))
+        self.held = max(
+            self.held, sum(group.pool.held * group.block_bytes for group in self.memory.groups.values())
+        )
         self.pools = max(self.pools, self.memory.bytes)
         if self.on_gpu:
             self.allocated = max(self.allocated, torch.cuda.memory_allocated())
@@ -262,7 +297,8 @@ def memory(bench: Bench, prompt: int = 2048, new: int = 64, width: int = 8) -> N
     least = one + (width - 1) * new * token_bytes(bench.model)
     bench.report.table(
         "memory", f"Keys and values of a beam search of width {width}, prompt {prompt}, {new} new, MiB; one sequence is {one / 2**20:.1f}, "
-        f"with the tails of the other {width - 1} beams {least / 2**20:.1f}; the bar is {MEMORY_BAR} times that",
+        f"with the tails of the other {width - 1} beams {least / 2**20:.1f}; the bar is {MEMORY_BAR} times "
+        "that",
         cache=("cache", ""), held=("held at the peak", ".1f"), of_one=("/ one sequence", ".2f"), of_least=("/ one and tails", ".2f"),
         met=("met", ""), pools=("pool allocated", ".1f"), between=("all that is allocated between steps", ".1f"),
         peak=("and at the peak", ".1f"),
@@ -274,10 +310,18 @@ def memory(bench: Bench, prompt: int = 2048, new: int = 64, width: int = 8) -> N
             if bench.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             watch = Watch(bench.model)
-            arguments = {"num_beams": width, "return_dict_in_generate": True, "logits_processor": LogitsProcessorList([watch])}
+            arguments = {
+                "num_beams": width,
+                "return_dict_in_generate": True,
+                "logits_processor": LogitsProcessorList([watch]),
+            }
             _, answer = bench.call(paged, bench.prompt(1, prompt), new, **arguments)
             peak = torch.cuda.max_memory_allocated() - before if bench.on_gpu else None
-            tensors = [] if paged else [data for layer in answer.past_key_values.layers for data in (layer.keys, layer.values)]
+            tensors = (
+                []
+                if paged
+                else [data for layer in answer.past_key_values.layers for data in (layer.keys, layer.values)]
+            )
             held = watch.held + sum(data.nbytes for data in tensors)
             bench.report.row(
                 cache=NAMES[paged], held=held / 2**20, of_one=held / one, of_least=held / least,
@@ -299,7 +343,9 @@ def assistant_of(bench: Bench) -> torch.nn.Module:
     return assistant
 
 
-def compare(bench: Bench, ids: torch.Tensor, new: int, arguments: dict[str, Any], deadline: float) -> dict[bool, list[float]]:
+def compare(
+    bench: Bench, ids: torch.Tensor, new: int, arguments: dict[str, Any], deadline: float
+) -> dict[bool, list[float]]:
     """Milliseconds of warm calls, stock and paged in turns; calls that are nearly equal get more of them."""
     times: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(5):
@@ -339,8 +385,16 @@ def modes(bench: Bench, prompt: int = 128, new: int = 32) -> None:
     print(f"worst ratio {worst:.3f}", flush=True)
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {"warmup": warmup, "memory": memory, "steps": steps, "beams": beams, "modes": modes}
-"""In the order in which they run: the first calls of the process, then the memory of a pool that was never larger."""
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "warmup": warmup,
+    "memory": memory,
+    "steps": steps,
+    "beams": beams,
+    "modes": modes,
+}
+"""In the order in which they run: the first calls of the process, then the memory of a pool that was never
+larger.
+"""
 
 
 def parse() -> argparse.Namespace:
@@ -349,7 +403,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256], help="of the steps")
     parser.add_argument("--mode-rows", type=int, nargs="+", default=[1, 32], help="of the modes")
     parser.add_argument("--rounds", type=int, default=3, help="measured paged calls of steps and beams")
-    parser.add_argument("--cache", type=json.loads, default={}, help="""cache_config of the paged calls, such as '{"graphs": false}'""")
+    parser.add_argument(
+        "--cache",
+        type=json.loads,
+        default={},
+        help="""cache_config of the paged calls, such as '{"graphs": false}'""",
+    )
     return parser.parse_args()
 
 

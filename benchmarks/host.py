@@ -1,4 +1,6 @@
-"""What the host does in a decoding step, and how long each part takes: with a model whose forward is next to nothing."""
+"""What the host does in a decoding step, and how long each part takes: with a model whose forward is next to
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,39 @@ PARTS: dict[str, list[tuple[type, str]]] = {
     "hear": [(Flight, "land")],
 }
 """The parts of a step, and whose methods they are."""
-THIN = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 64}
+THIN = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": 64,
+}
 """As many modules as any model of so many layers has, and nothing to compute."""
 
 DRIVERS: dict[str, Callable[[Engine], Callable[[], Any]]] = {
     "the engine": lambda engine: engine._advance,
     "by hand": lambda engine: engine.step,
 }
-"""Who takes the steps: the engine's own loop, which looks at the model now and then, or somebody who calls step(), which always does."""
+"""Who takes the steps: the engine's own loop, which looks at the model now and then, or somebody who calls
+step(), which always does.
+"""
 
 PROMPT, MOST = (130, 146), 256
 """How long prompts are; while all have between 129 and 256 tokens no graph needs more room."""
 
 
 class Still:
-    """Stands for CUDA graphs on a CPU: a replay runs the step until `stop`, and leaves its answer as it is from then on."""
+    """Stands for CUDA graphs on a CPU: a replay runs the step until `stop`, and leaves its answer as it is
+    from then on.
+    """
 
     def __init__(self) -> None:
         self.stopped = False
 
-    def record(self, step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
+    def record(
+        self, step: Callable[[], Any], pool: Any, device: torch.device
+    ) -> tuple[Callable[[], None], Any]:
         def replay() -> None:
             if not self.stopped:
                 step()
@@ -95,21 +110,35 @@ def begin(engine: Engine, rows: int) -> None:
 
 
 def _own_graph(engine: Engine, rows: int) -> bool:
-    """Whether there is a trusted graph for just these rows: a larger one stands in at first, and a capture is not to be timed."""
+    """Whether there is a trusted graph for just these rows: a larger one stands in at first, and a capture is
+    not to be timed.
+    """
     decoding = engine._runner.decoding
     assert decoding is not None, decoding
-    own = [step for shape, step in decoding._steps.items() if shape.form == "single" and shape.rows == bucket_of(rows)]
+    own = [
+        step
+        for shape, step in decoding._steps.items()
+        if shape.form == "single" and shape.rows == bucket_of(rows)
+    ]
     return any(step.agreed >= AGREE for step in own)
 
 
-def measure(layers: int, device: str, rows: int, driver: str, steps: int = 40, **options: Any) -> dict[str, float]:
-    """Milliseconds of the host in a step of `rows` sequences, the whole (the median step, and the mean) and its parts (means)."""
+def measure(
+    layers: int, device: str, rows: int, driver: str, steps: int = 40, **options: Any
+) -> dict[str, float]:
+    """Milliseconds of the host in a step of `rows` sequences, the whole (the median step, and the mean) and
+    its parts (means).
+    """
     still, kept = Still(), dict(capture.RECORDERS)
     if device == "cpu":
         capture.RECORDERS["cpu"] = still.record
     model = build("llama8b", device, torch.float32, num_hidden_layers=layers, **THIN)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    sizes = {"max_batch_sequences": rows, "max_batch_tokens": max(2048, 16 * rows), "num_blocks": rows * MOST // 8}
+    sizes = {
+        "max_batch_sequences": rows,
+        "max_batch_tokens": max(2048, 16 * rows),
+        "num_blocks": rows * MOST // 8,
+    }
     try:
         with Engine(model, run_ahead=True, **{**sizes, **options}) as engine:
             begin(engine, rows)

@@ -1,4 +1,5 @@
-"""What each generation option costs: the same prompts through the engine, beside no option and beside stock's padded batch.
+"""What each generation option costs: the same prompts through the engine, beside no option and beside stock's
+padded batch.
 
     python benchmarks/options.py --json results.jsonl                   # on a GPU
     OMP_NUM_THREADS=1 python benchmarks/options.py --shape demo         # the demo model, on any CPU
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +68,9 @@ def fastest(call: Callable[[], object], device: str, runs: int) -> float:
 def prompts_of(rows: int, vocabulary: int) -> list[list[int]]:
     """Prompts of different lengths."""
     chance = torch.Generator().manual_seed(1)
-    return [torch.randint(10, vocabulary - 10, (12 + 5 * i % 17,), generator=chance).tolist() for i in range(rows)]
+    return [
+        torch.randint(10, vocabulary - 10, (12 + 5 * i % 17,), generator=chance).tolist() for i in range(rows)
+    ]
 
 
 def padded(prompts: list[list[int]], device: str) -> dict[str, torch.Tensor]:
@@ -74,7 +78,10 @@ def padded(prompts: list[list[int]], device: str) -> dict[str, torch.Tensor]:
     longest = max(map(len, prompts))
     ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
+    return {
+        "input_ids": torch.tensor(ids, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
+    }
 
 
 def main() -> None:
@@ -107,9 +114,10 @@ def run(options: argparse.Namespace) -> None:
         for name, kind in kinds.items():
             with report.surviving(name), Engine(model, max_batch_sequences=options.rows) as engine:
                 asked = {"max_new_tokens": options.new, "do_sample": drawn, "top_k": 0, **kind}
-                ours = fastest(lambda: engine.generate(prompts, progress=False, **asked), options.device, options.runs)  # noqa: B023
+                run = partial(engine.generate, prompts, progress=False, **asked)
+                ours = fastest(run, options.device, options.runs)
                 none = none or ours
-                stock = fastest(lambda: model.generate(**batch, **asked), options.device, options.runs)  # noqa: B023
+                stock = fastest(partial(model.generate, **batch, **asked), options.device, options.runs)
                 slow = ", ".join(engine.stats()["slow_processors"])
                 label = f"{'drawn' if drawn else 'greedy'}: {name}"
                 report.row(option=label, engine=ours, beside=ours / none, stock=stock, slow=slow)

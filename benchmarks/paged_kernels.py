@@ -1,7 +1,9 @@
-"""How fast the kernels are on this GPU, beside the best figures known: python benchmarks/paged_kernels.py, under 150 s on an H200.
+"""How fast the kernels are on this GPU, beside the best figures known: python benchmarks/paged_kernels.py,
+under 150 s on an H200.
 
-Every time is one launch of a CUDA graph that goes round over several layers' worth of cache, more than the second-level cache
-holds. Answers are checked against float64 in the same run; the plan of a decode step is timed on its own.
+Every time is one launch of a CUDA graph that goes round over several layers' worth of cache, more than the
+second-level cache holds. Answers are checked against float64 in the same run; the plan of a decode step is
+timed on its own.
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ class Shape(NamedTuple):
 
     @property
     def name(self) -> str:
-        context = "512-4k" if self.ragged else f"{self.context // 1024}k" if self.context >= 1024 else str(self.context)
+        context = (
+            "512-4k"
+            if self.ragged
+            else f"{self.context // 1024}k"
+            if self.context >= 1024
+            else str(self.context)
+        )
         return f"{self.rows}, {self.query_heads}/{self.heads}, {context}, {self.block_size}"
 
     @property
@@ -94,12 +102,16 @@ class Step:
 
     def plan(self, tiling: kernels.tuning.Tiling | None = None) -> kernels.Plan:
         mean = sum(self.shape.lengths) // self.shape.rows
-        plan = kernels.Plan(self.query, self.pool[0, :, 0], self.pool[0, :, 1], mean_length=mean, tiling=tiling)
+        plan = kernels.Plan(
+            self.query, self.pool[0, :, 0], self.pool[0, :, 1], mean_length=mean, tiling=tiling
+        )
         plan.update(self.lengths)
         return plan
 
     def attend(self, plan: kernels.Plan, layer: int) -> torch.Tensor:
-        return kernels.decode(self.query, self.pool[layer, :, 0], self.pool[layer, :, 1], self.table, plan, out=self.out)
+        return kernels.decode(
+            self.query, self.pool[layer, :, 0], self.pool[layer, :, 1], self.table, plan, out=self.out
+        )
 
     def microseconds(self, plan: kernels.Plan, repeats: int = 11) -> float:
         launches = max(self.layers, 8)
@@ -145,7 +157,8 @@ def graph_time(launches: list[Callable[[], object]], repeats: int = 11) -> float
 def decode_table(noise: torch.Tensor) -> None:
     print(
         "\ndecode, us a layer\n"
-        "| rows, q/kv heads, context, page | here | bar | here / bar | TB/s | error | plan |\n|---|---|---|---|---|---|---|"
+        "| rows, q/kv heads, context, page | here | bar | here / bar | TB/s | error | plan "
+        "|\n|---|---|---|---|---|---|---|"
     )
     met = 0
     for shape in SHAPES:
@@ -155,7 +168,8 @@ def decode_table(noise: torch.Tensor) -> None:
         planning = graph_time([lambda plan=plan, step=step: plan.update(step.lengths)] * 20)
         met += time <= shape.bar
         print(
-            f"| {shape.name} | {time:.1f} | {shape.bar} | {time / shape.bar:.3f} | {shape.layer_bytes / time / 1e6:.2f} "
+            f"| {shape.name} | {time:.1f} | {shape.bar} | {time / shape.bar:.3f} | "
+            f"{shape.layer_bytes / time / 1e6:.2f} "
             f"| {error:.1e} | {planning:.1f} |", flush=True,
         )  # fmt: skip
         assert error < 1e-2, shape
@@ -182,7 +196,15 @@ class Prompt:
 
     def attend(self, tiling: kernels.tuning.Tiling | None = None) -> torch.Tensor:
         return kernels.prefill(
-            self.query, self.pool[:, 0], self.pool[:, 1], self.table, self.borders, self.lengths, self.length, out=self.out, tiling=tiling
+            self.query,
+            self.pool[:, 0],
+            self.pool[:, 1],
+            self.table,
+            self.borders,
+            self.lengths,
+            self.length,
+            out=self.out,
+            tiling=tiling,
         )
 
     def teraflops(self, tiling: kernels.tuning.Tiling | None = None) -> float:
@@ -193,7 +215,10 @@ class Prompt:
         """Against scaled_dot_product_attention in fp32, the last row, its first and last 256 query tokens."""
         self.out.fill_(torch.nan)
         self.attend()
-        k, v = (self.pool[self.table[-1].long(), i].flatten(0, 1).float().repeat_interleave(4, 1).transpose(0, 1) for i in (0, 1))
+        k, v = (
+            self.pool[self.table[-1].long(), i].flatten(0, 1).float().repeat_interleave(4, 1).transpose(0, 1)
+            for i in (0, 1)
+        )
         worst = 0.0
         for at in (torch.arange(256), torch.arange(self.length - 256, self.length)):
             mine = (at + (self.rows - 1) * self.length).cuda()
@@ -215,16 +240,21 @@ def prefill_table(noise: torch.Tensor) -> None:
 
 def write_table(noise: torch.Tensor) -> None:
     print(
-        "\nwrite of new tokens, 8 heads of 128, 32 layers\n| tokens | us a layer | TB/s | copy_ of the same bytes, us |\n|---|---|---|---|"
+        "\nwrite of new tokens, 8 heads of 128, 32 layers\n| tokens | us a layer | TB/s | copy_ of the same "
+        "bytes, us |\n|---|---|---|---|"
     )
     pool = noise[: 32 * 2048 * 2 * 8 * 16 * DIM].view(32, 2048, 2, 8, 16, DIM).transpose(3, 4)
     for tokens in (1, 64, 1024, 8192):
         new = noise[-32 * 2 * tokens * 8 * DIM :].view(32, 2, 1, tokens, 8, DIM).transpose(3, 4)
         slots = torch.randperm(2048 * 16, device="cuda")[:tokens]
-        time = graph_time([partial(kernels.write, *new[i], pool[i, :, 0], pool[i, :, 1], slots) for i in range(32)])
+        time = graph_time(
+            [partial(kernels.write, *new[i], pool[i, :, 0], pool[i, :, 1], slots) for i in range(32)]
+        )
         source, flat = new.transpose(3, 4).flatten(1), noise[: 32 * new[0].numel()].view(32, -1)
         copy = graph_time([partial(flat[i].copy_, source[i]) for i in range(32)])
-        print(f"| {tokens} | {time:.2f} | {2 * new[0].numel() * 2 / time / 1e6:.3f} | {copy:.2f} |", flush=True)
+        print(
+            f"| {tokens} | {time:.2f} | {2 * new[0].numel() * 2 / time / 1e6:.3f} | {copy:.2f} |", flush=True
+        )
 
 
 def copy_table(noise: torch.Tensor) -> None:
@@ -241,13 +271,22 @@ def copy_table(noise: torch.Tensor) -> None:
         time = graph_time(calls)
         words = 32 * pairs * 2**15
         plain = min(copy_time(noise, words, gap) for gap in (0, 8448))
-        print(f"| {pairs} | {time:.1f} | {4 * words / time / 1e6:.2f} | {plain:.1f} | {plain / time:.2f} |", flush=True)
+        print(
+            f"| {pairs} | {time:.1f} | {4 * words / time / 1e6:.2f} | {plain:.1f} | {plain / time:.2f} |",
+            flush=True,
+        )
 
 
 def copy_time(noise: torch.Tensor, words: int, gap: int) -> float:
-    """torch's copy_ of `words` elements to a place `gap` behind their end; the distance decides which banks meet."""
-    starts = [i * (noise.numel() // 9 // 4096 * 4096) for i in range(8)]  # aligned, or copy_ falls back to short words
-    return graph_time([lambda at=at: noise[at : at + words].copy_(noise[at + words + gap :][:words]) for at in starts])
+    """torch's copy_ of `words` elements to a place `gap` behind their end; the distance decides which banks
+    meet.
+    """
+    starts = [
+        i * (noise.numel() // 9 // 4096 * 4096) for i in range(8)
+    ]  # aligned, or copy_ falls back to short words
+    return graph_time(
+        [lambda at=at: noise[at : at + words].copy_(noise[at + words + gap :][:words]) for at in starts]
+    )
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""Engines that serve one trace in one way, so that their figures stand in one table: ours, transformers' own, and vLLM where it is."""
+"""Engines that serve one trace in one way, so that their figures stand in one table: ours, transformers' own,
+and vLLM where it is.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Peer(ABC):
 
     @abstractmethod
     def serve(self, asks: Sequence[Ask], arrivals: Sequence[float] | None = None) -> Served:
-        """Answer a trace, greedily, every answer as long as it says; arrivals in seconds, else all at once."""
+        """Answer a trace, greedily, every answer as long as it says; arrivals in seconds, else all at
+        once.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -50,7 +54,9 @@ class Ours(Peer):
     name = "hf_paged"
 
     def __init__(self, model: Any, at_once: int, **options: Any) -> None:
-        self.engine = Engine(model, **{"max_batch_sequences": at_once, "max_batch_tokens": max(2048, at_once), **options})
+        self.engine = Engine(
+            model, **{"max_batch_sequences": at_once, "max_batch_tokens": max(2048, at_once), **options}
+        )
         self._device = model.device
 
     def serve(self, asks: Sequence[Ask], arrivals: Sequence[float] | None = None) -> Served:
@@ -85,7 +91,10 @@ class Ours(Peer):
             seconds,
             sum(len(output.sequences[0].token_ids) for output in outputs),
             [timing.first_token - at for timing, at in zip(timings, due, strict=True)],
-            [(timing.finished - timing.first_token) / max(1, ask.new - 1) for timing, ask in zip(timings, asks, strict=True)],
+            [
+                (timing.finished - timing.first_token) / max(1, ask.new - 1)
+                for timing, ask in zip(timings, asks, strict=True)
+            ],
             notes,
         )
 
@@ -144,7 +153,9 @@ class Stock(Peer):
 
         self.model = model
         config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=16)
-        kept = {} if model.device.type == "cuda" else {"num_blocks": 64, "max_batch_tokens": 2048}  # it asks the device for its memory
+        kept = (
+            {} if model.device.type == "cuda" else {"num_blocks": 64, "max_batch_tokens": 2048}
+        )  # it asks the device for its memory
         options = ContinuousBatchingConfig(max_requests_per_batch=at_once, **kept, **self.options)
         self._context = model.continuous_batching_context_manager(config, continuous_batching_config=options)
         self._manager = self._context.__enter__()
@@ -155,14 +166,18 @@ class Stock(Peer):
             now = time.perf_counter() - begin
             while waiting and (arrivals is None or arrivals[waiting[0][0]] <= now):
                 number, ask = waiting.pop(0)
-                self._manager.add_request(ask.prompt, request_id=str(number), max_new_tokens=ask.new, record_timestamps=True)
+                self._manager.add_request(
+                    ask.prompt, request_id=str(number), max_new_tokens=ask.new, record_timestamps=True
+                )
             found = self._manager.get_result(timeout=0.001 if waiting else 1.0)
             if found is not None and found.is_finished():
                 if found.error:
                     raise RuntimeError(found.error)
                 results[int(found.request_id)] = found
             if not self._manager.is_running():
-                raise RuntimeError(f"its thread has ended: {self._manager.background_thread_status.fatal_error}")
+                raise RuntimeError(
+                    f"its thread has ended: {self._manager.background_thread_status.fatal_error}"
+                )
         seconds = time.perf_counter() - begin
         times = [results[number].timestamps for number in range(len(asks))]
         starts = [begin] * len(asks) if arrivals is None else [begin + arrival for arrival in arrivals]
@@ -196,17 +211,23 @@ class Vllm(Peer):
         self._vllm = vllm
         self._folder = tempfile.TemporaryDirectory()
         model.save_pretrained(self._folder.name)
-        self._llm = vllm.LLM(self._folder.name, skip_tokenizer_init=True, max_num_seqs=at_once, gpu_memory_utilization=0.6)
+        self._llm = vllm.LLM(
+            self._folder.name, skip_tokenizer_init=True, max_num_seqs=at_once, gpu_memory_utilization=0.6
+        )
 
     def serve(self, asks: Sequence[Ask], arrivals: Sequence[float] | None = None) -> Served:
         if arrivals is not None:
             raise NotImplementedError("vLLM's offline interface takes all requests at once")
         options = [
-            self._vllm.SamplingParams(temperature=0.0, min_tokens=ask.new, max_tokens=ask.new, ignore_eos=True, detokenize=False)
+            self._vllm.SamplingParams(
+                temperature=0.0, min_tokens=ask.new, max_tokens=ask.new, ignore_eos=True, detokenize=False
+            )
             for ask in asks
         ]
         begin = time.monotonic()
-        outputs = self._llm.generate([{"prompt_token_ids": ask.prompt} for ask in asks], options, use_tqdm=False)
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": ask.prompt} for ask in asks], options, use_tqdm=False
+        )
         return Served(time.monotonic() - begin, sum(len(output.outputs[0].token_ids) for output in outputs))
 
     def close(self) -> None:

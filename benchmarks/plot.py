@@ -1,7 +1,8 @@
-"""Draw the time of a greedy step against rows, as benchmarks/generate.py measured it: python benchmarks/plot.py results.jsonl
+"""Draw the time of a greedy step against rows, as benchmarks/generate.py measured it: python
+benchmarks/plot.py results.jsonl
 
-Writes docs/steps.svg. Its colours are readable on white and on black, its ground is transparent. Where a number of rows was
-measured several times, the last one counts.
+Writes docs/steps.svg. Its colours are readable on white and on black, its ground is transparent. Where a
+number of rows was measured several times, the last one counts.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def read(path: Path) -> list[dict[str, Any]]:
         if row["section"] == "steps":
             found[row["rows"]] = row
     if len(found) < 2:
-        raise SystemExit(f"{path} has {len(found)} row(s) of the section steps; a line needs two: benchmarks/generate.py --sections steps")
+        raise SystemExit(
+            f"{path} has {len(found)} row(s) of the section steps; a line needs two: benchmarks/generate.py "
+            "--sections steps"
+        )
     return [found[rows] for rows in sorted(found)]
 
 
@@ -91,7 +95,9 @@ def curve(line: Line, points: list[tuple[float, float, float]]) -> list[str]:
     parts = [f'<path d="{path}" fill="none" stroke="{line.colour}" stroke-width="2"{line.dash}/>']
     for x, y, value in points:
         parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="3" fill="{line.colour}"/>')
-        parts.append(text(x, y - 9 if line.up else y + 18, number(value), colour=line.colour, more=' font-size="11"'))
+        parts.append(
+            text(x, y - 9 if line.up else y + 18, number(value), colour=line.colour, more=' font-size="11"')
+        )
     x, y, _ = points[-1]
     return [*parts, text(x + 24, y + 4, line.name, "start", line.colour, ' font-weight="600"')]
 
@@ -119,7 +125,9 @@ def draw(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("json", type=Path, help="what benchmarks/generate.py --json wrote")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs" / "steps.svg")
     options = parser.parse_args()

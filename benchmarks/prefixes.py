@@ -1,11 +1,13 @@
-"""Prefix reuse as a user meets it: calls that share a long beginning, a chat, and what the look at the weights costs.
+"""Prefix reuse as a user meets it: calls that share a long beginning, a chat, and what the look at the
+weights costs.
 
-    python benchmarks/prefixes.py --json results.jsonl             # 8B Llama shape on a GPU, random weights, about two minutes
-    OMP_NUM_THREADS=1 python benchmarks/prefixes.py --shape tiny   # does it run? on any CPU, in a minute
+    python benchmarks/prefixes.py --json results.jsonl             # 8B Llama shape on a GPU, random weights,
+    about two minutes OMP_NUM_THREADS=1 python benchmarks/prefixes.py --shape tiny   # does it run? on any
+    CPU, in a minute
 
-calls   64 calls one after the other, 1,024 shared + 128 own + 32 new tokens: stock, pages, pages with prefix caching
-turns   a chat of ten turns: the seconds of each with and without
-check   milliseconds that a call spends on seeing whether the model is the same, against the call; the bar is 1 %
+calls   64 calls one after the other, 1,024 shared + 128 own + 32 new tokens: stock, pages, pages with prefix
+caching turns   a chat of ten turns: the seconds of each with and without check   milliseconds that a call
+spends on seeing whether the model is the same, against the call; the bar is 1 %
 """
 
 from __future__ import annotations
@@ -52,7 +54,12 @@ class Bench:
         self.synchronize()
         begin = time.perf_counter()
         answer = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, min_new_tokens=new, **SIDES[side]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            **SIDES[side],
         )
         self.synchronize()
         return time.perf_counter() - begin, answer
@@ -198,7 +205,9 @@ def main() -> None:
     parser.add_argument("--shared", type=int, default=1024)
     parser.add_argument("--own", type=int, default=128)
     parser.add_argument("--new", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=20, help="calls that look at the model, and that do not")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="calls that look at the model, and that do not"
+    )
     options = parser.parse_args()
     report = report_of(options)
     bench = Bench(options, report)

@@ -1,14 +1,17 @@
-"""The engine on too few blocks: the requests of a trace on a share of the blocks that they would hold, preempted in every way.
+"""The engine on too few blocks: the requests of a trace on a share of the blocks that they would hold,
+preempted in every way.
 
     python benchmarks/pressure.py --json results.jsonl --timeline steps.jsonl                # on a GPU
-    OMP_NUM_THREADS=1 python benchmarks/pressure.py --shape tiny --requests 24 --at-once 12  # does it run? on any CPU
+    OMP_NUM_THREADS=1 python benchmarks/pressure.py --shape tiny --requests 24 --at-once 12  # does it run? on
+    any CPU
 
-First the requests run with enough blocks, up to --at-once at once: that is the throughput they are compared with. Then with a fifth
-(--share) of the demand, and each preemption mode. The demand is what all requests hold together when they are complete, or with
---demand peak the most blocks that were held in the first run; a fifth of that seats a fifth of the sequences, however well they are
-swapped. Every run is done twice on one engine, with other tokens of the same
-lengths; the second counts, when graphs are captured and the host's memory is there. Exposed is the time by which steps came later for
-swaps, by CUDA events on the steps' own stream; the speed of the copies is that of the copies alone, on theirs.
+First the requests run with enough blocks, up to --at-once at once: that is the throughput they are compared
+with. Then with a fifth (--share) of the demand, and each preemption mode. The demand is what all requests
+hold together when they are complete, or with --demand peak the most blocks that were held in the first run; a
+fifth of that seats a fifth of the sequences, however well they are swapped. Every run is done twice on one
+engine, with other tokens of the same lengths; the second counts, when graphs are captured and the host's
+memory is there. Exposed is the time by which steps came later for swaps, by CUDA events on the steps' own
+stream; the speed of the copies is that of the copies alone, on theirs.
 """
 
 from __future__ import annotations
@@ -27,7 +30,18 @@ from traces import TRACES, Ask, trace
 from hf_paged import Engine
 
 MODES = ("swap", "recompute", "auto")
-COUNTED = ("tokens", "steps", "preemptions", "swapped_out", "swapped_in", "recomputed", "blocks_out", "blocks_in", "bytes_out", "bytes_in")
+COUNTED = (
+    "tokens",
+    "steps",
+    "preemptions",
+    "swapped_out",
+    "swapped_in",
+    "recomputed",
+    "blocks_out",
+    "blocks_in",
+    "bytes_out",
+    "bytes_in",
+)
 TIMED = ("copied", "exposed")
 
 
@@ -62,7 +76,12 @@ class Bench:
 
     def engine(self, **options: Any) -> Engine:
         at_once = self.options.at_once
-        return Engine(self.model, max_batch_sequences=at_once, max_batch_tokens=max(2048, at_once), **{**self.options.engine, **options})
+        return Engine(
+            self.model,
+            max_batch_sequences=at_once,
+            max_batch_tokens=max(2048, at_once),
+            **{**self.options.engine, **options},
+        )
 
     def run(self, engine: Engine, timeline: Path | None = None) -> Run:
         """All requests twice, with other tokens the second time: that one counts."""
@@ -75,7 +94,10 @@ class Bench:
         pool.peak_held = 0
         self.wait()
         begin = time.perf_counter()
-        handles = [engine.submit(self.prompt(ask, turn), max_new_tokens=ask.new, do_sample=False) for ask in self.asks]
+        handles = [
+            engine.submit(self.prompt(ask, turn), max_new_tokens=ask.new, do_sample=False)
+            for ask in self.asks
+        ]
         lines = []
         while not all(handle.done for handle in handles):
             engine.step()
@@ -102,8 +124,17 @@ def write(path: Path, mode: str, before: dict[str, Any], lines: list[tuple[float
     """The steps of a run: when each was over, who ran and who waited, and what was carried in it."""
     with path.open("a") as file:
         for at, stats in lines:
-            moved = {name: stats[name] - before[name] for name in ("blocks_out", "blocks_in", "preemptions", "tokens", "exposed")}
-            line = {"mode": mode, "at": round(at, 6), "running": stats["running"], "preempted": stats["preempted"], **moved}
+            moved = {
+                name: stats[name] - before[name]
+                for name in ("blocks_out", "blocks_in", "preemptions", "tokens", "exposed")
+            }
+            line = {
+                "mode": mode,
+                "at": round(at, 6),
+                "running": stats["running"],
+                "preempted": stats["preempted"],
+                **moved,
+            }
             print(json.dumps(line), file=file)
             before = stats
 
@@ -127,13 +158,17 @@ def measure(bench: Bench, report: Report) -> None:
         size, alone = engine.config.block_size, bench.run(engine)
         total = engine.pools.shelves[0].pool.total
     if alone.counts["preemptions"]:
-        print(f"even with {total} blocks somebody had to go {alone.counts['preemptions']:.0f} times; give more --num-blocks")
+        print(
+            f"even with {total} blocks somebody had to go {alone.counts['preemptions']:.0f} times; give more "
+            "--num-blocks"
+        )
     needs = bench.needs(size)
     demand = sum(needs) if options.demand == "all" else alone.peak
     blocks = max(demand // options.share, math.ceil(max(needs) / 0.98))
     report.table(
         "pressure", f"{options.requests} requests of the {options.trace} trace, up to {options.at_once} at once; complete they hold "
-        f"{sum(needs)} blocks of {size} together, where there are enough at most {alone.peak} at once, and they get {blocks}",
+        f"{sum(needs)} blocks of {size} together, where there are enough at most {alone.peak} at once, and "
+        f"they get {blocks}",
         mode=("preemption", ""), blocks=("blocks", "d"), speed=("tok/s", ".0f"), ratio=("of unpressured", ".2f"),
         computed=("tokens computed, of unpressured", ".2f"), preemptions=("preemptions", "d"), swapped=("swapped / again", ""),
         carried=("blocks out / in", ""), exposed=("exposed, ms", ".1f"), share=("of the run", ".1%"), bandwidth=("copies, GB/s", ".2f"),
@@ -151,12 +186,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, default=256)
-    parser.add_argument("--num-blocks", type=int, help="of the unpressured run; as many as the engine takes by itself if left out")
-    parser.add_argument("--demand", choices=["all", "peak"], default="all", help="of all requests together, or the most held at once")
-    parser.add_argument("--share", type=int, default=5, help="the pool under pressure is the demand divided by it")
+    parser.add_argument(
+        "--num-blocks",
+        type=int,
+        help="of the unpressured run; as many as the engine takes by itself if left out",
+    )
+    parser.add_argument(
+        "--demand",
+        choices=["all", "peak"],
+        default="all",
+        help="of all requests together, or the most held at once",
+    )
+    parser.add_argument(
+        "--share", type=int, default=5, help="the pool under pressure is the demand divided by it"
+    )
     parser.add_argument("--host-blocks", type=int)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--timeline", type=Path, help="a file that gets a line for each step of the runs under pressure")
+    parser.add_argument(
+        "--timeline", type=Path, help="a file that gets a line for each step of the runs under pressure"
+    )
     return parser.parse_args()
 
 

@@ -1,4 +1,6 @@
-"""What the benchmarks of generate() share: the shapes of the models, where they ran, and the tables of what they found."""
+"""What the benchmarks of generate() share: the shapes of the models, where they ran, and the tables of what
+they found.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,11 @@ def build(shape: str, device: str, dtype: torch.dtype, **changes: Any) -> LlamaF
 def where(device: str) -> dict[str, str]:
     """The hardware, the versions and the day, for the line that goes with every table."""
     on_gpu = torch.device(device).type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
+    name = (
+        torch.cuda.get_device_name(device)
+        if on_gpu
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
+    )
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -107,12 +113,22 @@ class Report:
         """Begin a table: for each column's key its heading and its format."""
         self.section, self.columns = section, columns
         print(f"\n{title}\n\n{line(self.place)}\n", flush=True)
-        print("| " + " | ".join(heading for heading, _ in columns.values()) + " |\n" + "|---" * len(columns) + "|", flush=True)
+        print(
+            "| "
+            + " | ".join(heading for heading, _ in columns.values())
+            + " |\n"
+            + "|---" * len(columns)
+            + "|",
+            flush=True,
+        )
 
     def row(self, **values: Any) -> None:
         """Print the values that have a column, and keep all of them."""
         shown = [values.get(key) for key in self.columns]
-        cells = ["" if value is None else format(value, how) for value, (_, how) in zip(shown, self.columns.values(), strict=True)]
+        cells = [
+            "" if value is None else format(value, how)
+            for value, (_, how) in zip(shown, self.columns.values(), strict=True)
+        ]
         print("| " + " | ".join(cells) + " |", flush=True)
         if self.path is not None:
             with self.path.open("a") as file:
@@ -141,7 +157,9 @@ class Report:
             sys.exit(f"failed: {'; '.join(self.failed)}")
 
 
-def common_parser(about: str | None, sections: Iterable[str] = (), engine: bool = False) -> argparse.ArgumentParser:
+def common_parser(
+    about: str | None, sections: Iterable[str] = (), engine: bool = False
+) -> argparse.ArgumentParser:
     """The options that benchmarks have in common; `engine`: whether they take an engine's."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu, names = torch.cuda.is_available(), list(sections)
@@ -151,7 +169,12 @@ def common_parser(about: str | None, sections: Iterable[str] = (), engine: bool 
     parser.add_argument("--shape", choices=SHAPES, default="llama8b" if on_gpu else "tiny")
     parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
     if engine:
-        parser.add_argument("--engine", type=json.loads, default={}, help="""options of the engine, such as '{"graphs": false}'""")
+        parser.add_argument(
+            "--engine",
+            type=json.loads,
+            default={},
+            help="""options of the engine, such as '{"graphs": false}'""",
+        )
     parser.add_argument("--json", type=Path, help="a file that gets each row as a line")
     return parser
 

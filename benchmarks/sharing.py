@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/sharing.py
 
 Saved = blocks saved / blocks without sharing, the paper's own measure (arXiv 2309.06180, section 6.3).
-Samples: the books fork and append over lognormal length traces with the paper's means, and must agree with the closed
-form. Beams: real beam searches of the embedded model at those lengths, blocks counted at every step.
+Samples: the books fork and append over lognormal length traces with the paper's means, and must agree with
+the closed form. Beams: real beam searches of the embedded model at those lengths, blocks counted at every
+step.
 """
 
 from __future__ import annotations
@@ -102,14 +103,23 @@ def beams(trace: str, width: int, requests: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=12, help="beam searches per trace and width")
     options = parser.parse_args()
-    print(f"block {BLOCK}, hf_paged {hf_paged.__version__}, transformers {transformers.__version__}, torch {torch.__version__}")
-    print("| what | trace | width 2 | width 4 | width 6 | the paper, widths 2 to 6 |\n|---|---|---|---|---|---|")
+    print(
+        f"block {BLOCK}, hf_paged {hf_paged.__version__}, transformers {transformers.__version__}, torch "
+        f"{torch.__version__}"
+    )
+    print(
+        "| what | trace | width 2 | width 4 | width 6 | the paper, widths 2 to 6 |\n|---|---|---|---|---|---|"
+    )
     for trace in MEANS:
         found = [samples(trace, width) for width in (2, 4, 6)]
-        assert all(abs(booked - closed) < 1e-12 for booked, closed in found), "the books and the closed form disagree"
+        assert all(abs(booked - closed) < 1e-12 for booked, closed in found), (
+            "the books and the closed form disagree"
+        )
         cells = " | ".join(f"{booked:.1%}" for booked, _ in found)
         print(f"| samples | {trace} | {cells} | {PAPER['samples', trace]} |", flush=True)
     for trace in MEANS:

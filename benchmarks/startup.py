@@ -1,10 +1,12 @@
-"""How soon the first engine of a process answers, weights loaded: with no kernel compiled yet, and with all of them in a cache on the disk.
+"""How soon the first engine of a process answers, weights loaded: with no kernel compiled yet, and with all
+of them in a cache on the disk.
 
     python benchmarks/startup.py                    # on a GPU; 8B Llama shape, random weights, bfloat16
     OMP_NUM_THREADS=1 python benchmarks/startup.py --shape tiny    # does it run? on any CPU
 
-Each line is a process of its own, the first with an empty folder for Triton's cache, the second with the same folder. The parts lie
-within each other where one calls the other. `--alone` is what these processes run; `--apart` has the kernels compiled as they are met.
+Each line is a process of its own, the first with an empty folder for Triton's cache, the second with the same
+folder. The parts lie within each other where one calls the other. `--alone` is what these processes run;
+`--apart` has the kernels compiled as they are met.
 """
 
 from __future__ import annotations
@@ -105,7 +107,9 @@ def alone(options: argparse.Namespace) -> dict[str, Any]:
     with Engine(model, max_batch_sequences=8, **options.engine) as engine:
         found["made"] = time.perf_counter() - begin
         for number, _ in enumerate(
-            engine.submit([10 + 7 * i % (vocabulary - 20) for i in range(CONTEXT)], max_new_tokens=NEW, do_sample=False)
+            engine.submit(
+                [10 + 7 * i % (vocabulary - 20) for i in range(CONTEXT)], max_new_tokens=NEW, do_sample=False
+            )
         ):
             now = time.perf_counter() - begin
             if number < 4:
@@ -119,17 +123,32 @@ def alone(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(name: str, found: dict[str, Any]) -> None:
-    print(f"\n{name}: " + ", ".join(f"{what} {seconds:.2f} s" for what, seconds in found.items() if what != "parts"))
+    print(
+        f"\n{name}: "
+        + ", ".join(f"{what} {seconds:.2f} s" for what, seconds in found.items() if what != "parts")
+    )
     for part, (seconds, calls) in found["parts"].items():
         print(f"  {seconds:7.3f} s in {calls:4d} calls  {part}")
 
 
 def main() -> None:
     parser = common_parser(__doc__, engine=True)
-    parser.add_argument("--alone", action="store_true", help="one engine in this process, with whatever caches there are; JSON")
-    parser.add_argument("--apart", action="store_true", help="no threads: every kernel is compiled where it is launched first")
-    parser.add_argument("--plans", action="store_true", help="let torch's attention be cuDNN's in the trial, too")
-    parser.add_argument("--kernels", action="store_true", help="watch Triton, too, which is imported before anything is timed then")
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="one engine in this process, with whatever caches there are; JSON",
+    )
+    parser.add_argument(
+        "--apart", action="store_true", help="no threads: every kernel is compiled where it is launched first"
+    )
+    parser.add_argument(
+        "--plans", action="store_true", help="let torch's attention be cuDNN's in the trial, too"
+    )
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="watch Triton, too, which is imported before anything is timed then",
+    )
     options = parser.parse_args()
     if options.alone:
         print(json.dumps(alone(options)))
@@ -138,12 +157,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in ("no kernel compiled yet", "kernels in a cache"):
             command = [sys.executable, __file__, *sys.argv[1:], "--alone"]
-            said = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": folder}, stdout=subprocess.PIPE, text=True, check=True)
+            said = subprocess.run(
+                command,
+                env={**os.environ, "TRITON_CACHE_DIR": folder},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
             found = json.loads(said.stdout.splitlines()[-1])
             show(name, found)
             if options.json is not None:
                 with options.json.open("a") as file:
-                    print(json.dumps({"section": "startup", "cache": name, **found, **where(options.device)}), file=file)
+                    print(
+                        json.dumps({"section": "startup", "cache": name, **found, **where(options.device)}),
+                        file=file,
+                    )
 
 
 if __name__ == "__main__":

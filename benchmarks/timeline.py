@@ -1,6 +1,8 @@
-"""Draw a run under pressure, as benchmarks/pressure.py wrote it down: python benchmarks/timeline.py timeline.jsonl results.jsonl
+"""Draw a run under pressure, as benchmarks/pressure.py wrote it down: python benchmarks/timeline.py
+timeline.jsonl results.jsonl
 
-Writes docs/pressure.svg: who ran and who had to wait, how many blocks went out and came back, and by how much steps came later for it.
+Writes docs/pressure.svg: who ran and who had to wait, how many blocks went out and came back, and by how much
+steps came later for it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ class Panel(NamedTuple):
     def frame(self) -> list[str]:
         return [
             text(LEFT, self.top - 8, self.name, "start", more=' font-weight="600"'),
-            *(f'<path d="M{LEFT} {y:g}H{RIGHT}" stroke="{INK}" stroke-opacity=".25"/>' for y in (self.top, self.bottom)),
+            *(
+                f'<path d="M{LEFT} {y:g}H{RIGHT}" stroke="{INK}" stroke-opacity=".25"/>'
+                for y in (self.top, self.bottom)
+            ),
             text(LEFT - 8, self.top + 4, f"{self.most:g}", "end"),
             text(LEFT - 8, self.bottom + 4, "0", "end"),
         ]
@@ -79,7 +84,10 @@ def read(path: Path, mode: str) -> list[dict[str, Any]]:
     steps = [step for step in map(json.loads, path.read_text().splitlines()) if step["mode"] == mode]
     if len(steps) < 2 or any(one["at"] > other["at"] for one, other in pairwise(steps)):
         modes = sorted({json.loads(line)["mode"] for line in path.read_text().splitlines()})
-        raise SystemExit(f"{path} must have the steps of one run with {mode!r}; it has {len(steps)} of it, and runs with {modes}")
+        raise SystemExit(
+            f"{path} must have the steps of one run with {mode!r}; it has {len(steps)} of it, and runs with "
+            f"{modes}"
+        )
     return steps
 
 
@@ -87,7 +95,11 @@ def draw(steps: list[dict[str, Any]], row: dict[str, Any]) -> str:
     """The whole picture; `row` is the run's line of results."""
     run = Timeline(steps)
     running, waiting = run.mean("running"), run.mean("preempted")
-    out, back, exposed = run.total("blocks_out"), run.total("blocks_in"), [1e3 * value for value in run.total("exposed")]
+    out, back, exposed = (
+        run.total("blocks_out"),
+        run.total("blocks_in"),
+        [1e3 * value for value in run.total("exposed")],
+    )
     people = Panel("requests", 76, 216, max(running) or 1)
     blocks = Panel(f"blocks carried in {run.seconds / BINS * 1e3:.0f} ms", 256, 336, max(out + back) or 1)
     late = Panel("steps later for it, ms", 376, 426, max(1.0, round(max(exposed), 1)))
@@ -97,7 +109,8 @@ def draw(steps: list[dict[str, Any]], row: dict[str, Any]) -> str:
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 470" width="{WIDTH}" height="470" role="img" '
         'font-family="system-ui, sans-serif" font-size="12">',
-        "<title>A run under pressure: requests, blocks carried between device and host, and the time that this cost</title>",
+        "<title>A run under pressure: requests, blocks carried between device and host, and the time that "
+        "this cost</title>",
         text(LEFT - 40, 18, title, "start", more=' font-size="14" font-weight="600"'),
         text(LEFT - 40, 36, place, "start", more=' font-size="11"'),
         *people.frame(), people.line(running, BLUE), people.line(waiting, ORANGE),
@@ -111,13 +124,17 @@ def draw(steps: list[dict[str, Any]], row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("timeline", type=Path, help="what benchmarks/pressure.py --timeline wrote")
     parser.add_argument("json", type=Path, help="what it wrote with --json")
     parser.add_argument("--mode", default="swap", choices=["swap", "recompute", "auto"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs" / "pressure.svg")
     options = parser.parse_args()
-    rows = [row for row in map(json.loads, options.json.read_text().splitlines()) if row["section"] == "pressure"]
+    rows = [
+        row for row in map(json.loads, options.json.read_text().splitlines()) if row["section"] == "pressure"
+    ]
     own = [row for row in rows if row["mode"] == options.mode]
     if not own:
         raise SystemExit(f"{options.json} has no run with {options.mode!r}")

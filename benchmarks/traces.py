@@ -1,4 +1,6 @@
-"""Requests of given lengths, made from a seed: lognormal, with the means of the PagedAttention paper's figure 11."""
+"""Requests of given lengths, made from a seed: lognormal, with the means of the PagedAttention paper's figure
+11.
+"""
 
 from __future__ import annotations
 
@@ -25,4 +27,7 @@ def trace(name: str, count: int, vocabulary: int, seed: int = 0) -> list[Ask]:
     def length(mean: float) -> int:
         return min(most, max(4, int(rng.lognormvariate(math.log(mean) - spread**2 / 2, spread))))
 
-    return [Ask([rng.randrange(10, vocabulary - 10) for _ in range(length(prompt))], length(answer)) for _ in range(count)]
+    return [
+        Ask([rng.randrange(10, vocabulary - 10) for _ in range(length(prompt))], length(answer))
+        for _ in range(count)
+    ]

@@ -1,7 +1,9 @@
-"""Thirty-two prompts of different lengths in one batch: the same sentences, no padding stored, and the seconds of both caches.
+"""Thirty-two prompts of different lengths in one batch: the same sentences, no padding stored, and the
+seconds of both caches.
 
-python examples/batch.py                    # a tiny model that comes with the package, on the GPU if there is one
-python examples/batch.py --shape llama8b    # 32 prompts of 384 tokens, an 8B Llama with random weights, on a GPU
+python examples/batch.py                    # a tiny model that comes with the package, on the GPU if there is
+one python examples/batch.py --shape llama8b    # 32 prompts of 384 tokens, an 8B Llama with random weights,
+on a GPU
 """
 
 import argparse
@@ -57,4 +59,6 @@ if not big:
 print(f"seconds on {device}, {len(paged)} rows: stock {stock_seconds:.3f}, paged {paged_seconds:.3f}")
 same = torch.equal(stock, paged)
 print("the same tokens" if same else "not the same tokens")
-assert same or device == "cuda"  # a GPU adds in another order, and scores that rounding cannot tell apart may change places
+assert (
+    same or device == "cuda"
+)  # a GPU adds in another order, and scores that rounding cannot tell apart may change places

@@ -1,7 +1,8 @@
 """Beam search on pages: the same sentences, the prompts stored once, and the seconds of both caches.
 
-python examples/beams.py                    # a tiny model that comes with the package, on the GPU if there is one
-python examples/beams.py --shape llama8b    # 16 prompts of 256 tokens, an 8B Llama with random weights, on a GPU
+python examples/beams.py                    # a tiny model that comes with the package, on the GPU if there is
+one python examples/beams.py --shape llama8b    # 16 prompts of 256 tokens, an 8B Llama with random weights,
+on a GPU
 """
 
 import argparse
@@ -60,4 +61,6 @@ print(f"{len(tables)} beams name {named} blocks, {held} are in memory")
 print(f"seconds on {device}: stock {stock_seconds:.3f}, paged {paged_seconds:.3f}")
 same = torch.equal(stock.sequences, paged.sequences)
 print("the same tokens" if same else "not the same tokens")
-assert same or device == "cuda"  # a GPU adds in another order, and scores that rounding cannot tell apart may change places
+assert (
+    same or device == "cuda"
+)  # a GPU adds in another order, and scores that rounding cannot tell apart may change places

@@ -1,10 +1,12 @@
-"""A chat, asked anew at every turn with all that was said before: with prefix caching a turn computes only what is new.
+"""A chat, asked anew at every turn with all that was said before: with prefix caching a turn computes only
+what is new.
 
-python examples/chat.py                    # a tiny model that comes with the package, on the GPU if there is one
-python examples/chat.py --shape small      # random weights of a larger model: nonsense, at the cost of sense
-python examples/chat.py path/of/a/model    # any model with a chat template
+python examples/chat.py                    # a tiny model that comes with the package, on the GPU if there is
+one python examples/chat.py --shape small      # random weights of a larger model: nonsense, at the cost of
+sense python examples/chat.py path/of/a/model    # any model with a chat template
 
-The system prompt is `--system` tokens long, an answer `--new`. Turns are timed with and without `prefix_caching`, after one to warm up.
+The system prompt is `--system` tokens long, an answer `--new`. Turns are timed with and without
+`prefix_caching`, after one to warm up.
 """
 
 import argparse
@@ -32,15 +34,21 @@ SHAPES = {
 
 
 def load(path, shape, device):
-    """The model of a path, of a shape with random weights, or the one that comes with the package; and a tokenizer."""
+    """The model of a path, of a shape with random weights, or the one that comes with the package; and a
+    tokenizer.
+    """
     if path:
-        return AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device).eval(), AutoTokenizer.from_pretrained(path)
+        return AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(
+            device
+        ).eval(), AutoTokenizer.from_pretrained(path)
     if shape == "demo":
         return demo.model().to(device), demo.tokenizer()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
     with torch.device(device):
-        model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape], vocab_size=848, max_position_embeddings=8192)).eval()
+        model = LlamaForCausalLM(
+            LlamaConfig(**SHAPES[shape], vocab_size=848, max_position_embeddings=8192)
+        ).eval()
     torch.set_default_dtype(torch.float32)
     return model, demo.tokenizer()
 
@@ -53,17 +61,28 @@ def system_prompt(tokenizer, tokens):
 
 
 def chat(model, tokenizer, system, turns, new, cache_config):
-    """Ask question after question; the answers, and for each turn its seconds and the tokens of its prompt that were computed."""
+    """Ask question after question; the answers, and for each turn its seconds and the tokens of its prompt
+    that were computed.
+    """
     messages, said, figures = [{"role": "system", "content": system}], [], []
     for question in QUESTIONS[:turns]:
         messages.append({"role": "user", "content": question})
-        told = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True).to(model.device)
+        told = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(model.device)
         prompt, before = told.input_ids.shape[1], hf_paged.stats(model).reused
         begin = time.perf_counter()
         output = model.generate(
-            **told, max_new_tokens=new, do_sample=False, pad_token_id=0, cache_implementation="paged", cache_config=cache_config
+            **told,
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            cache_implementation="paged",
+            cache_config=cache_config,
         )
-        answer = tokenizer.decode(output[0, prompt:].tolist(), skip_special_tokens=True)  # which waits for the device
+        answer = tokenizer.decode(
+            output[0, prompt:].tolist(), skip_special_tokens=True
+        )  # which waits for the device
         seconds, reused = time.perf_counter() - begin, hf_paged.stats(model).reused - before
         figures.append((seconds, prompt - reused, reused))
         messages.append({"role": "assistant", "content": answer})
@@ -94,10 +113,14 @@ said, messages, figures = found["reused"]
 for message in messages:
     print(f"{'>' if message['role'] == 'user' else ' '} {message['content']}")
 print(f"\nturn   seconds  computed  reused   without: seconds  computed   ({device})")
-for turn, ((seconds, computed, reused), (plain, whole, _)) in enumerate(zip(figures, found["computed anew"][2], strict=True), 1):
+for turn, ((seconds, computed, reused), (plain, whole, _)) in enumerate(
+    zip(figures, found["computed anew"][2], strict=True), 1
+):
     print(f"{turn:4}{seconds:10.3f}{computed:10}{reused:8}{plain:18.3f}{whole:10}")
 for way, (_, _, ((first, *_), (second, *_), *_)) in found.items():
     print(f"the second turn takes {second / first:.2f} of the first, prompts {way}")
 same = said == found["computed anew"][0]
 print("the same tokens" if same else "not the same tokens")
-assert same or device == "cuda"  # a GPU adds in another order, and scores that rounding cannot tell apart may change places
+assert (
+    same or device == "cuda"
+)  # a GPU adds in another order, and scores that rounding cannot tell apart may change places

@@ -20,9 +20,13 @@ past: dict[int, torch.Tensor] = {}
 def answer(question: str, cache: hf_paged.PagedCache, **how: object) -> str:
     """The model's reply to one more message."""
     messages.append({"role": "user", "content": question})
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     seen = cache.get_seq_length()
-    assert torch.equal(inputs.input_ids[0, :seen], past.get(id(cache), inputs.input_ids[0])[:seen]), "the template rewrote the past"
+    assert torch.equal(inputs.input_ids[0, :seen], past.get(id(cache), inputs.input_ids[0])[:seen]), (
+        "the template rewrote the past"
+    )
     output = model.generate(**inputs, past_key_values=cache, max_new_tokens=40, **how)
     past[id(cache)] = output[0]
     text = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True).strip()
@@ -30,7 +34,12 @@ def answer(question: str, cache: hf_paged.PagedCache, **how: object) -> str:
     return text
 
 
-messages.append({"role": "assistant", "content": answer("Tell me a story about the lighthouse keeper.", cache, do_sample=False)})
+messages.append(
+    {
+        "role": "assistant",
+        "content": answer("Tell me a story about the lighthouse keeper.", cache, do_sample=False),
+    }
+)
 before = copy.deepcopy(cache)  # shares every block
 past[id(before)] = past[id(cache)]
 torch.manual_seed(3)

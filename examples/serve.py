@@ -1,9 +1,11 @@
-"""Eight requests at once on one small model, side by side in the terminal as they grow: greedy, drawn, beams, with a stop string.
+"""Eight requests at once on one small model, side by side in the terminal as they grow: greedy, drawn, beams,
+with a stop string.
 
 python examples/serve.py [--blocks 40] [--delay 0.03] [--trace steps.jsonl]
 
-With fewer blocks the newest have to go and come back: their panels wait, and their words stay the same. Where the output is no
-terminal only the last picture is printed. --trace writes every step down and draws who held which block when most were held.
+With fewer blocks the newest have to go and come back: their panels wait, and their words stay the same. Where
+the output is no terminal only the last picture is printed. --trace writes every step down and draws who held
+which block when most were held.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Panel:
     def __init__(self, engine, prompt, options):
         self.handle = engine.submit(prompt, **{"max_new_tokens": 48, **options})
         self.prompt, self.texts, self.state = prompt, {}, "waiting"
-        self.title = ", ".join(f"{name} {value}" for name, value in options.items() if name != "do_sample") or "greedy"
+        self.title = (
+            ", ".join(f"{name} {value}" for name, value in options.items() if name != "do_sample") or "greedy"
+        )
 
     def look(self):
         """Take what is new."""
@@ -59,17 +63,27 @@ def draw(panels, columns, width):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=40, help="blocks of 16 tokens for all requests together")
-    parser.add_argument("--delay", type=float, default=0.03, help="seconds between two pictures, in a terminal")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=40, help="blocks of 16 tokens for all requests together"
+    )
+    parser.add_argument(
+        "--delay", type=float, default=0.03, help="seconds between two pictures, in a terminal"
+    )
     parser.add_argument("--trace", help="a file for the record of every step")
     options = parser.parse_args()
     screen = shutil.get_terminal_size((120, 40)).columns
     columns = 4 if screen >= 110 else 2
     width = screen // columns - 3
     live = sys.stdout.isatty()
-    with Engine(demo.model(), demo.tokenizer(), num_blocks=options.blocks, max_batch_tokens=64, max_batch_sequences=16) as engine:
-        panels = [Panel(engine, prompt, request) for prompt, request in zip(demo.prompts(), REQUESTS, strict=True)]
+    with Engine(
+        demo.model(), demo.tokenizer(), num_blocks=options.blocks, max_batch_tokens=64, max_batch_sequences=16
+    ) as engine:
+        panels = [
+            Panel(engine, prompt, request) for prompt, request in zip(demo.prompts(), REQUESTS, strict=True)
+        ]
         recorder = engine.trace(options.trace) if options.trace else None
         begin = time.perf_counter()
         while not all(panel.handle.done for panel in panels):
@@ -84,12 +98,17 @@ def main():
         if not live:
             draw(panels, columns, width)
         stats = engine.stats()
-        tokens = sum(len(sequence.token_ids) for panel in panels for sequence in panel.handle.result().sequences)
+        tokens = sum(
+            len(sequence.token_ids) for panel in panels for sequence in panel.handle.result().sequences
+        )
         if recorder:
             recorder.close()
             record = trace.read(options.trace)
             print(record, max(record.maps(), key=lambda each: each.step.blocks[0].held), sep="\n")
-        print(f"{tokens} tokens in {stats['steps']} steps, {seconds:.2f} seconds; {stats['preemptions']} times somebody had to wait")
+        print(
+            f"{tokens} tokens in {stats['steps']} steps, {seconds:.2f} seconds; {stats['preemptions']} times "
+            "somebody had to wait"
+        )
 
 
 main()

@@ -18,8 +18,10 @@ from .model.registry import invalidate, release
 from .model.support import FallbackWarning
 
 __all__ = [
-    "CacheConfig", "Engine", "EngineConfig", "FallbackWarning", "Handle", "Increment", "LogprobGap", "Mismatch",
-    "OutOfBlocks", "Output", "PagedCache", "RowMismatch", "SequenceOutput", "Stats", "check_mismatch", "install",
+    "CacheConfig", "Engine", "EngineConfig", "FallbackWarning", "Handle", "Increment", "LogprobGap",
+    "Mismatch",
+    "OutOfBlocks", "Output", "PagedCache", "RowMismatch", "SequenceOutput", "Stats", "check_mismatch",
+    "install",
     "installed", "invalidate", "release", "stats", "trace", "uninstall",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -18,16 +18,21 @@ class CacheConfig:
     """The options of `cache_config={...}` and of `PagedCache(model, ...)`.
 
     block_size: tokens in a block, a power of two from 1 to 256.
-    num_blocks: blocks of every layer group, fixed. Without it the pool is sized from what the call needs and grows.
-    memory_fraction: instead of num_blocks: the share of the device's free memory that the pools get, fixed as well.
-    kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is not there (both are an error where
-        they cannot run); or "auto": Triton in captured steps where it can run, the C++ op where it is built, else torch.
+    num_blocks: blocks of every layer group, fixed. Without it the pool is sized from what the call needs and
+        grows.
+    memory_fraction: instead of num_blocks: the share of the device's free memory that the pools get, fixed as
+        well.
+    kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is not there
+        (both are an error where they cannot run); or "auto": Triton in captured steps where it can run, the
+        C++ op where it is built, else torch.
     graphs: whether decoding steps are captured in CUDA graphs and replayed; on a CPU there are none.
-    prefix_caching: whether a prompt may begin with blocks of earlier calls, and later ones with blocks of this.
+    prefix_caching: whether a prompt may begin with blocks of earlier calls, and later ones with blocks of
+        this.
     salt: calls share blocks only with calls of the same salt: one for each tenant keeps them apart.
     verify: "tokens" compares a prompt's tokens with those of every block found by its name.
 
-    The last three say what a call does with a pool and not what the pool is like: configs that differ there share one.
+    The last three say what a call does with a pool and not what the pool is like: configs that differ there
+        share one.
     """
 
     block_size: int = 16
@@ -52,12 +57,15 @@ class CacheConfig:
             raise ValueError(f"verify={self.verify!r} is not one of {VERIFY}")
         if self.num_blocks is not None and self.memory_fraction is not None:
             raise ValueError(
-                f"num_blocks={self.num_blocks} and memory_fraction={self.memory_fraction} both size the pool; give one of them"
+                f"num_blocks={self.num_blocks} and memory_fraction={self.memory_fraction} both size the "
+                "pool; give one of them"
             )
         if self.num_blocks is not None:
             _check_number("num_blocks", self.num_blocks, int)
             if self.num_blocks < 1:
-                raise ValueError(f"num_blocks={self.num_blocks} is not a pool; give 1 or more, or leave it out")
+                raise ValueError(
+                    f"num_blocks={self.num_blocks} is not a pool; give 1 or more, or leave it out"
+                )
         if self.memory_fraction is not None:
             _check_number("memory_fraction", self.memory_fraction, (int, float))
             if not 0 < self.memory_fraction <= 1:

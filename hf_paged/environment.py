@@ -23,8 +23,9 @@ PACKAGES = ("torch", "transformers", "accelerate", "triton", "peft")
 class Facts:
     """The facts of an installation.
 
-    versions: of hf_paged, Python and the packages beside it; None for one that is not installed. devices: every CUDA device, or
-    the CPU. kernels: what reads pages, by its name in `kernels=`: "available", or why it is not.
+    versions: of hf_paged, Python and the packages beside it; None for one that is not installed. devices:
+    every CUDA device, or the CPU. kernels: what reads pages, by its name in `kernels=`: "available", or why
+    it is not.
     """
 
     versions: dict[str, str | None]
@@ -65,11 +66,13 @@ def _version(package: str) -> str | None:
 
 def _devices() -> tuple[str, ...]:
     if not torch.cuda.is_available():
-        cpu = f"cpu, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        registers = torch.backends.cpu.get_cpu_capability()
+        cpu = f"cpu, {platform.machine()}, {registers}, {torch.get_num_threads()} threads"
         return (cpu,)
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     made_for = f"CUDA {torch.version.cuda}" if torch.version.hip is None else f"ROCm {torch.version.hip}"
     return tuple(
-        f"cuda:{i}, {each.name}, {each.total_memory / 2**30:.0f} GiB, capability {each.major}.{each.minor}, {made_for}"
+        f"cuda:{i}, {each.name}, {each.total_memory / 2**30:.0f} GiB, capability {each.major}.{each.minor}, "
+        f"{made_for}"
         for i, each in enumerate(found)
     )

@@ -1,11 +1,12 @@
-"""A record of an engine's steps: who ran, who came and went, and whose every block was. Read back, it is what a block map is drawn from.
+"""A record of an engine's steps: who ran, who came and went, and whose every block was. Read back, it is what
+a block map is drawn from.
 
     with engine.trace("steps.jsonl"):
         engine.generate(prompts)
     print(hf_paged.trace.read("steps.jsonl"))
 
-JSON lines, packed with gzip if the name ends with ".gz": a header, one line for each step, a last line. Tables are written as what
-changed in them.
+JSON lines, packed with gzip if the name ends with ".gz": a header, one line for each step, a last line.
+Tables are written as what changed in them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class TraceError(ValueError):
 
 
 class Name(NamedTuple):
-    """A sequence: the number of its request in the order of arrival, and its own among the request's samples or beams."""
+    """A sequence: the number of its request in the order of arrival, and its own among the request's samples
+    or beams.
+    """
 
     request: int
     sequence: int
@@ -55,7 +58,9 @@ class Ended(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A pool while a step runs: held by somebody, of those by more than one table, cached, free; and what lies in the host's memory."""
+    """A pool while a step runs: held by somebody, of those by more than one table, cached, free; and what
+    lies in the host's memory.
+    """
 
     held: int
     shared: int
@@ -65,14 +70,18 @@ class Blocks(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The blocks of a sequence in order of position, behind the `released` ones that a sliding window has left."""
+    """The blocks of a sequence in order of position, behind the `released` ones that a sliding window has
+    left.
+    """
 
     released: int
     blocks: tuple[int, ...]
 
 
 class Change(NamedTuple):
-    """What became of a table: of its blocks from number `released` on the first `same` stayed, and behind them come `new` ones."""
+    """What became of a table: of its blocks from number `released` on the first `same` stayed, and behind
+    them come `new` ones.
+    """
 
     released: int
     same: int
@@ -80,14 +89,18 @@ class Change(NamedTuple):
 
     def apply(self, old: Table) -> Table:
         """The table after the change."""
-        kept = old.blocks[self.released - old.released :][: self.same] if self.released >= old.released else ()
+        kept = (
+            old.blocks[self.released - old.released :][: self.same] if self.released >= old.released else ()
+        )
         if len(kept) < self.same:
             raise ValueError(f"{self} does not fit {old}")
         return Table(self.released, kept + self.new)
 
 
 class Kind(NamedTuple):
-    """A kind of layer: what it is called, how far it looks back (None: all the way), and how many blocks its pool has."""
+    """A kind of layer: what it is called, how far it looks back (None: all the way), and how many blocks its
+    pool has.
+    """
 
     name: str
     window: int | None
@@ -98,9 +111,10 @@ class Kind(NamedTuple):
 class Step:
     """A step as it ran. The first record of a trace has no rows: it is how things stood when the trace began.
 
-    at: seconds since the trace began. preempted: who had to go since the step before. waiting, running, preempted_waiting: how many
-    requests there were of each. blocks: of each kind of layer. tables: for each kind what changed in whose tables; None for a
-    sequence that holds nothing any more. cached: for each kind the blocks that came into the cache and those that left it.
+    at: seconds since the trace began. preempted: who had to go since the step before. waiting, running,
+    preempted_waiting: how many requests there were of each. blocks: of each kind of layer. tables: for each
+    kind what changed in whose tables; None for a sequence that holds nothing any more. cached: for each kind
+    the blocks that came into the cache and those that left it.
     """
 
     number: int
@@ -124,7 +138,9 @@ class Step:
 
 @dataclass(frozen=True)
 class BlockMap:
-    """Which block belongs to whom while a step runs: for each sequence its table of each kind of layer, and the cached blocks."""
+    """Which block belongs to whom while a step runs: for each sequence its table of each kind of layer, and
+    the cached blocks.
+    """
 
     step: Step
     kinds: tuple[Kind, ...]
@@ -140,7 +156,9 @@ class BlockMap:
         return {block: tuple(names) for block, names in sorted(found.items())}
 
     def draw(self, kind: int = 0, width: int = 64) -> str:
-        """The blocks in order, a sign for each: its request's last digit or letter, "*" of several requests, ":" cached, "." free."""
+        """The blocks in order, a sign for each: its request's last digit or letter, "*" of several requests,
+        ":" cached, "." free.
+        """
         signs = ["."] * self.kinds[kind].total
         for block in self.cached[kind]:
             signs[block] = ":"
@@ -150,7 +168,9 @@ class BlockMap:
         return "\n".join("".join(signs[i : i + width]) for i in range(0, len(signs), width))
 
     def __str__(self) -> str:
-        return "\n".join(f"step {self.step.number}, {kind.name}\n{self.draw(i)}" for i, kind in enumerate(self.kinds))
+        return "\n".join(
+            f"step {self.step.number}, {kind.name}\n{self.draw(i)}" for i, kind in enumerate(self.kinds)
+        )
 
 
 @dataclass(frozen=True)
@@ -175,7 +195,10 @@ class Trace:
                 if changes is None:
                     del tables[name]
                 else:
-                    tables[name] = tuple(change.apply(old) for change, old in zip(changes, tables.get(name, empty), strict=True))
+                    tables[name] = tuple(
+                        change.apply(old)
+                        for change, old in zip(changes, tables.get(name, empty), strict=True)
+                    )
             for blocks, (came, left) in zip(cached, step.cached, strict=True):
                 blocks.difference_update(left)
                 blocks.update(came)
@@ -191,17 +214,20 @@ class Trace:
         reasons = Counter(ended.reason for step in self.steps for ended in step.ended)
         seconds = self.steps[-1].at if self.steps else 0.0
         lines = [
-            f"{self.model}: {max(0, len(self.steps) - 1)} steps in {seconds:.2f} s, {sum(step.tokens for step in self.steps):,} tokens"
+            f"{self.model}: {max(0, len(self.steps) - 1)} steps in {seconds:.2f} s, "
+            f"{sum(step.tokens for step in self.steps):,} tokens"
             + ("" if self.whole else "; the trace breaks off"),
             f"requests   {len({number for step in self.steps for number in step.admitted})} admitted, "
-            f"{sum(len(step.preempted) for step in self.steps)} times one was preempted, {sum(reasons.values())} ended"
+            f"{sum(len(step.preempted) for step in self.steps)} times one was preempted, "
+            f"{sum(reasons.values())} ended"
             + "".join(f", {count} {reason}" for reason, count in sorted(reasons.items())),
         ]
         for i, kind in enumerate(self.kinds):
             most = [max((step.blocks[i][place] for step in self.steps), default=0) for place in range(5)]
             swapped = f", {most[4]} swapped" if most[4] else ""
             lines.append(
-                f"{kind.name:<10} {kind.total} blocks of {self.block_size} tokens: at most {most[0]} held, {most[1]} shared, "
+                f"{kind.name:<10} {kind.total} blocks of {self.block_size} tokens: at most {most[0]} held, "
+                f"{most[1]} shared, "
                 f"{most[2]} cached{swapped}"
             )
         return "\n".join(lines)
@@ -211,7 +237,9 @@ class Trace:
 
 
 class Writer:
-    """Writes the lines of a trace: the header at once, a step when it is handed over, the last line at `close`."""
+    """Writes the lines of a trace: the header at once, a step when it is handed over, the last line at
+    `close`.
+    """
 
     def __init__(self, path: str | os.PathLike[str], trace: Trace) -> None:
         self._file = _open(path, "w")
@@ -263,7 +291,10 @@ def read(path: str | os.PathLike[str], partial: bool = False) -> Trace:
                 try:
                     steps.append(_decode(len(steps), value, header))
                 except (LookupError, TypeError, ValueError, AttributeError) as error:
-                    raise TraceError(f"line {number} of {path} is no step of a trace ({error}); it was written over or changed") from error
+                    raise TraceError(
+                        f"line {number} of {path} is no step of a trace ({error}); it was written over or "
+                        "changed"
+                    ) from error
             else:
                 value = None
         except (EOFError, UnicodeDecodeError, gzip.BadGzipFile) as error:
@@ -275,11 +306,18 @@ def read(path: str | os.PathLike[str], partial: bool = False) -> Trace:
     whole = value is not None and value.get("steps") == len(steps)
     if not whole and not partial:
         raise TraceError(
-            f"{path} breaks off after {len(steps)} records: it is still being written, or its writer was stopped; "
+            f"{path} breaks off after {len(steps)} records: it is still being written, or its writer was "
+            "stopped; "
             "read(path, partial=True) gives what is there"
         )
     return Trace(
-        header.model, header.block_size, header.kinds, header.max_batch_tokens, header.max_batch_sequences, tuple(steps), whole=whole
+        header.model,
+        header.block_size,
+        header.kinds,
+        header.max_batch_tokens,
+        header.max_batch_sequences,
+        tuple(steps),
+        whole=whole,
     )
 
 
@@ -296,7 +334,9 @@ def _json(path: object, number: int, line: str) -> dict[str, Any] | None:
     except json.JSONDecodeError as error:
         if not line.endswith("\n"):
             return None
-        raise TraceError(f"line {number} of {path} is broken ({error}); it was written over or changed") from error
+        raise TraceError(
+            f"line {number} of {path} is broken ({error}); it was written over or changed"
+        ) from error
     if not isinstance(value, dict):
         raise TraceError(f"line {number} of {path} is {line[:40]!r}, expected an object")
     return value
@@ -311,13 +351,17 @@ def _header(path: object, line: str) -> Trace:
     if not is_trace:
         raise TraceError(f"{path} is no trace of hf_paged: it begins with {line[:40]!r}")
     if value.get("version") != VERSION:
-        raise TraceError(f"{path} is a trace of version {value.get('version')!r} and this hf_paged reads version {VERSION}")
+        raise TraceError(
+            f"{path} is a trace of version {value.get('version')!r} and this hf_paged reads version {VERSION}"
+        )
     try:
         tokens, sequences = value["budgets"]
         kinds = tuple(Kind(*kind) for kind in value["kinds"])
         return Trace(value["model"], value["block_size"], kinds, tokens, sequences, ())
     except (LookupError, TypeError, ValueError) as error:
-        raise TraceError(f"the header of {path} is broken ({error}); it was written over or changed") from error
+        raise TraceError(
+            f"the header of {path} is broken ({error}); it was written over or changed"
+        ) from error
 
 
 def _encode(step: Step) -> dict[str, Any]:
@@ -327,7 +371,11 @@ def _encode(step: Step) -> dict[str, Any]:
         "requests": [step.waiting, step.running, step.preempted_waiting],
         "blocks": [each if each.swapped else each[:4] for each in step.blocks],
     }
-    value |= {name: getattr(step, name) for name in ("rows", "admitted", "preempted", "ended") if getattr(step, name)}
+    value |= {
+        name: getattr(step, name)
+        for name in ("rows", "admitted", "preempted", "ended")
+        if getattr(step, name)
+    }
     if step.tables:
         value["tables"] = {str(name): changes for name, changes in step.tables.items()}
     if any(came or left for came, left in step.cached):
@@ -339,12 +387,17 @@ def _decode(number: int, value: Mapping[str, Any], header: Trace) -> Step:
     waiting, running, preempted_waiting = value["requests"]
     blocks = tuple(Blocks(*each) for each in value["blocks"])
     if [each.held + each.cached + each.free for each in blocks] != [kind.total for kind in header.kinds]:
-        raise ValueError(f"blocks {[tuple(each) for each in blocks]} do not add up to {[kind.total for kind in header.kinds]}")
+        raise ValueError(
+            f"blocks {[tuple(each) for each in blocks]} do not add up to "
+            f"{[kind.total for kind in header.kinds]}"
+        )
     tables: dict[Name, tuple[Change, ...] | None] = {}
     for name, changes in value.get("tables", {}).items():
         request, sequence = name.split(".")
         tables[Name(int(request), int(sequence))] = (
-            None if changes is None else tuple(Change(released, same, tuple(new)) for released, same, new in changes)
+            None
+            if changes is None
+            else tuple(Change(released, same, tuple(new)) for released, same, new in changes)
         )
     return Step(
         number,
@@ -358,5 +411,7 @@ def _decode(number: int, value: Mapping[str, Any], header: Trace) -> Step:
         preempted_waiting,
         blocks,
         MappingProxyType(tables),
-        tuple((tuple(came), tuple(left)) for came, left in value.get("cached", [[(), ()] for _ in header.kinds])),
+        tuple(
+            (tuple(came), tuple(left)) for came, left in value.get("cached", [[(), ()] for _ in header.kinds])
+        ),
     )

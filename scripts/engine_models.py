@@ -1,11 +1,14 @@
-"""How the engine takes every generating architecture in transformers: in one flat row, row by row, or not at all.
+"""How the engine takes every generating architecture in transformers: in one flat row, row by row, or not at
+all.
 
-    python scripts/engine_models.py [--seconds 60] [--kinds causal seq2seq image audio] [family ...] > docs/engine_models.md
+    python scripts/engine_models.py [--seconds 60] [--kinds causal seq2seq image audio] [family ...] >
+    docs/engine_models.md
 
-One Markdown row per family, on a tiny random model: greedy and beams of several prompts at once against generate() on each alone.
-Prompts for models with eyes or ears have a picture or a recording in them; "texts only" is who is served without these.
-Whisper's own generate() is not tried, GenerationMixin's is.
-`=` the same tokens, `~` rounding (the same in float64), `X` others. Exit code 1 if there is any X, or an engine that fails.
+One Markdown row per family, on a tiny random model: greedy and beams of several prompts at once against
+generate() on each alone. Prompts for models with eyes or ears have a picture or a recording in them; "texts
+only" is who is served without these. Whisper's own generate() is not tried, GenerationMixin's is. `=` the
+same tokens, `~` rounding (the same in float64), `X` others. Exit code 1 if there is any X, or an engine that
+fails.
 """
 
 from __future__ import annotations
@@ -27,10 +30,18 @@ from tiny import build, mappings
 from hf_paged import Engine
 from hf_paged.engine import Unservable
 
-PROMPTS = [torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (3, 14, 9)]
+PROMPTS = [
+    torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (3, 14, 9)
+]
 WAYS = {"greedy": {"do_sample": False}, "beams": {"num_beams": 3, "do_sample": False}}
 OPTIONS = {"block_size": 4, "num_blocks": 60, "max_batch_tokens": 11, "max_batch_sequences": 8}
-TITLES = {"causal": "Decoders", "seq2seq": "Encoder-decoders", "image": "Models for pictures", "audio": "Models for recordings"}
+TITLES = {
+    "causal": "Decoders",
+    "seq2seq": "Encoder-decoders",
+    "image": "Models for pictures",
+    "audio": "Models for recordings",
+}
 SHOW = {"image": with_pictures, "audio": with_recordings}
 Request = dict[str, Any]
 
@@ -78,7 +89,11 @@ def _compare(model: Any, requests: list[Request], way: dict[str, Any]) -> tuple[
     found = _answers(model, requests, way)
     if found == right:
         return "=", ""
-    if "num_beams" in way and "input_ids" in requests[0] and found == [_from_embeddings(model, request, way) for request in requests]:
+    if (
+        "num_beams" in way
+        and "input_ids" in requests[0]
+        and found == [_from_embeddings(model, request, way) for request in requests]
+    ):
         return "=", "those of generate() on its own embeddings; on the pictures it repeats them wrongly"
     model.double()
     wide = [{name: _double(value) for name, value in request.items()} for request in requests]
@@ -97,28 +112,42 @@ def _requests(kind: str, model: Any) -> list[Request] | None:
     if kind in SHOW and not model.config.is_encoder_decoder:
         shown = SHOW[kind](model, rows=1)
         others = [(1.0, 0.0), (0.5, 0.1), (-1.0, 0.0)]
-        return shown and [{name: value * a + b if value.is_floating_point() else value for name, value in shown.items()} for a, b in others]
+        return shown and [
+            {name: value * a + b if value.is_floating_point() else value for name, value in shown.items()}
+            for a, b in others
+        ]
     if model.main_input_name != "input_features":
         return [{"prompt": prompt} for prompt in PROMPTS]
     shape = (1, model.config.num_mel_bins, 2 * model.config.max_source_positions)
-    return [{"input_features": torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(model.dtype)} for seed in range(3)]
+    return [
+        {"input_features": torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(model.dtype)}
+        for seed in range(3)
+    ]
 
 
 def _right(model: Any, request: Request, way: dict[str, Any]) -> list[int]:
     """The new tokens of generate() on one of them alone."""
     if "input_ids" in request:
-        shown: list[int] = model.generate(**request, max_new_tokens=8, **way)[0, request["input_ids"].shape[1] :].tolist()
+        shown: list[int] = model.generate(**request, max_new_tokens=8, **way)[
+            0, request["input_ids"].shape[1] :
+        ].tolist()
         return shown
     inputs = torch.tensor([request["prompt"]]) if "prompt" in request else request["input_features"]
     begin = 1 if model.config.is_encoder_decoder else inputs.shape[1]
-    answer: list[int] = tf.GenerationMixin.generate(model, inputs, max_new_tokens=8, **way)[0, begin:].tolist()
+    answer: list[int] = tf.GenerationMixin.generate(model, inputs, max_new_tokens=8, **way)[
+        0, begin:
+    ].tolist()
     return answer
 
 
 def _from_embeddings(model: Any, request: Request, way: dict[str, Any]) -> list[int]:
-    """The new tokens of generate() on the embeddings that it makes of a picture itself, where it has one row."""
+    """The new tokens of generate() on the embeddings that it makes of a picture itself, where it has one
+    row.
+    """
     found: list[torch.Tensor] = []
-    with model.get_decoder().register_forward_pre_hook(lambda _, __, given: found.append(given["inputs_embeds"]), with_kwargs=True):
+    with model.get_decoder().register_forward_pre_hook(
+        lambda _, __, given: found.append(given["inputs_embeds"]), with_kwargs=True
+    ):
         model.generate(**request, max_new_tokens=1)
     return _right(model, {"input_ids": request["input_ids"], "inputs_embeds": found[0]}, way)
 
@@ -142,7 +171,9 @@ def _answers(model: Any, requests: list[Request], way: dict[str, Any]) -> list[A
 
 def main() -> int:
     """Go through the families and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("families", nargs="*", help="model types; all of them by default")
     parser.add_argument("--kinds", nargs="+", default=list(TITLES), choices=list(TITLES))
     parser.add_argument("--seconds", type=int, default=120, help="limit for one family")
@@ -151,7 +182,10 @@ def main() -> int:
     options.modes = []
     sweep_models.run_family = run_family  # in a fork of its own, as there
     totals: Counter[str] = Counter()
-    print(f"# Models in the engine\n\nMade by `scripts/engine_models.py`: transformers {tf.__version__}, torch {torch.__version__}.\n")
+    print(
+        f"# Models in the engine\n\nMade by `scripts/engine_models.py`: transformers {tf.__version__}, torch "
+        f"{torch.__version__}.\n"
+    )
     for kind in options.kinds:
         print(f"## {TITLES[kind]}\n\n| family | form | greedy, beams | remark |\n|---|---|---|---|")
         for config_class in dict.fromkeys(mappings()[kind]):
@@ -160,7 +194,9 @@ def main() -> int:
             child = sweep_models.in_child(kind, config_class, options)
             found = sweep_models.finish(*child, kind, config_class.model_type, options.seconds)
             form = found.get("form", "fails")
-            remark = " ".join((found.get("remark") or found.get("unbuilt") or "").split()).replace("|", "/")[:200]
+            remark = " ".join((found.get("remark") or found.get("unbuilt") or "").split()).replace("|", "/")[
+                :200
+            ]
             if form == "no encoder-decoder":
                 continue
             print(f"| {config_class.model_type} | {form} | {found.get('marks', '')} | {remark} |", flush=True)

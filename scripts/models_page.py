@@ -41,9 +41,13 @@ def complaints(row: Row) -> list[str]:
 
 
 def lost(row: Row) -> str:
-    """What the row's path was, if it was better than now: other releases lay other layers out, and that is no loss."""
+    """What the row's path was, if it was better than now: other releases lay other layers out, and that is no
+    loss.
+    """
     before = expected_paths().get(f"{row['kind']} {row['family']}", "") if EXPECTED_FILE.exists() else ""
-    worse = GROUPS.index(group(row)) > GROUPS.index(_group_of(before)) or _paged_layers(row["path"]) < _paged_layers(before)
+    worse = GROUPS.index(group(row)) > GROUPS.index(_group_of(before)) or _paged_layers(
+        row["path"]
+    ) < _paged_layers(before)
     return before if before and worse and group(row) != "not run" else ""
 
 
@@ -58,7 +62,11 @@ def line(row: Row, details: bool = False) -> str:
     why = [" ".join(row.get("unbuilt", "").split())[:200] or row["why"]]
     gone = [f"LOST: it was {lost(row)}"] if lost(row) else []
     dense = row["dense"] if "dense" in row["path"] else ""
-    told = [entry for entry in (row["path"], dense, row["captured"], f"{row['apart']:.0e}", *why, *gone, *notes) if entry]
+    told = [
+        entry
+        for entry in (row["path"], dense, row["captured"], f"{row['apart']:.0e}", *why, *gone, *notes)
+        if entry
+    ]
     return f"{row['kind']:8}{row['family']:28}{marks:11} " + " | ".join(told)
 
 
@@ -71,11 +79,15 @@ def summary(rows: list[Row]) -> int:
     for kind in TITLES:
         counts = Counter(group(row) for row in rows if row["kind"] == kind)
         if counts:
-            print(f"{TITLES[kind]:32}" + ", ".join(f"{counts[name]} {name}" for name in GROUPS if counts[name]))
+            print(
+                f"{TITLES[kind]:32}" + ", ".join(f"{counts[name]} {name}" for name in GROUPS if counts[name])
+            )
     marks = Counter(mark for row in rows for mark in row["marks"].values())
     captured = sum(row["captured"] == "yes" for row in rows)
     print(f"captured: {captured} of {sum(bool(row['captured']) for row in rows)}")
-    print("answers: " + ", ".join(f"{number} {name}" for mark, name in MARKS.items() if (number := marks[mark])))
+    print(
+        "answers: " + ", ".join(f"{number} {name}" for mark, name in MARKS.items() if (number := marks[mark]))
+    )
     bad = [row for row in rows if complaints(row) or lost(row)]
     print(f"bad rows: {', '.join(row['family'] for row in bad) or 'none'}")
     return 1 if bad else 0
@@ -105,7 +117,13 @@ def expected(rows: list[Row]) -> str:
 def page(run: Row, other: Row | None, device: Row | None = None) -> str:
     """docs/models.md."""
     rows = run["rows"]
-    parts = [HEAD.format(**run, **_totals(rows)), *(_table(kind, rows) for kind in TITLES), _not_run(rows), DEPENDENT, QUANTIZED]
+    parts = [
+        HEAD.format(**run, **_totals(rows)),
+        *(_table(kind, rows) for kind in TITLES),
+        _not_run(rows),
+        DEPENDENT,
+        QUANTIZED,
+    ]
     if other is not None:
         parts.append(_compared(run, other))
     if device is not None:
@@ -207,8 +225,16 @@ def _totals(rows: list[Row]) -> dict[str, int]:
 
 
 def _table(kind: str, rows: list[Row]) -> str:
-    mine = sorted((row for row in rows if row["kind"] == kind and group(row) != "not run"), key=lambda row: row["family"])
-    lines = [f"## {TITLES[kind]}", "", "| family | path | modes | apart | captured |", "|---|---|---|---|---|"]
+    mine = sorted(
+        (row for row in rows if row["kind"] == kind and group(row) != "not run"),
+        key=lambda row: row["family"],
+    )
+    lines = [
+        f"## {TITLES[kind]}",
+        "",
+        "| family | path | modes | apart | captured |",
+        "|---|---|---|---|---|",
+    ]
     return "\n".join([*lines, *(_cells(row) for row in mine), ""])
 
 
@@ -267,14 +293,16 @@ def _media_compared(run: Row, other: Row) -> str:
         twin = twins.get((row["kind"], row["family"]))
         if twin is not None and (differing := _otherwise(twin, row)):
             told.append(f"- {row['family']} ({row['kind']}): {'; '.join(differing)}")
-    head = (
-        f"On transformers {other['transformers']}, {other['date']}: {totals['same']:,} answers are the same, {totals['bad']} differ, stock"
+    head = f"On transformers {other['transformers']}, {other['date']}: {totals['same']:,} answers are the same, {totals['bad']} differ, stock"
+    return "\n".join(
+        [head, f"itself cannot give {totals['cannot']}. What is otherwise there than above:", "", *told]
     )
-    return "\n".join([head, f"itself cannot give {totals['cannot']}. What is otherwise there than above:", "", *told])
 
 
 def with_media(text: str, section: str) -> str:
-    """The page `text` with this section in the place of its old one, or before the list of what cannot run."""
+    """The page `text` with this section in the place of its old one, or before the list of what cannot
+    run.
+    """
     begin, end = text.find(MEDIA_TITLE), text.find("## What cannot run here")
     return text[: end if begin < 0 else begin] + section + "\n" + text[end:]
 
@@ -288,14 +316,21 @@ def media_of(text: str) -> str:
 def _reasons(rows: list[Row]) -> list[str]:
     """What did not run, and why."""
     lines = []
-    for row in sorted((row for row in rows if group(row) == "not run"), key=lambda row: (row["kind"], row["family"])):
+    for row in sorted(
+        (row for row in rows if group(row) == "not run"), key=lambda row: (row["kind"], row["family"])
+    ):
         error = row.get("unbuilt") or next((note.split(": ", 1)[1] for note in row["notes"]), "")
         lines.append(f"- {row['family']} ({row['kind']}): {' '.join(error.split())[:160]}")
     return lines
 
 
 def _not_run(rows: list[Row]) -> str:
-    lines = ["## What cannot run here", "", "Stock's own error, from a shrunken config or in its own generate().", ""]
+    lines = [
+        "## What cannot run here",
+        "",
+        "Stock's own error, from a shrunken config or in its own generate().",
+        "",
+    ]
     return "\n".join([*lines, *_reasons(rows), ""])
 
 
@@ -305,17 +340,25 @@ def _on_device(run: Row) -> str:
     lines = [
         "## On a GPU",
         "",
-        f"`python scripts/sweep_device.py`, {run['date']}, {run.get('hardware', 'a CPU')}, torch {run['torch']}, transformers "
+        f"`python scripts/sweep_device.py`, {run['date']}, {run.get('hardware', 'a CPU')}, torch "
+        f"{run['torch']}, transformers "
         f"{run['transformers']}, steps captured. Marks for {', '.join(calls)}:",
-        "= the same tokens, ~ tokens that part where the two best logits are closer than rounding explains, X different, . not compared",
-        "(beams over experts that rounding exchanges). apart: the largest difference of two logits, relative to the largest logit.",
+        "= the same tokens, ~ tokens that part where the two best logits are closer than rounding explains, "
+        "X different, . not compared",
+        "(beams over experts that rounding exchanges). apart: the largest difference of two logits, relative "
+        "to the largest logit.",
         "",
-        "| family | path | " + " | ".join(f"{dtype} | apart" for dtype in dict.fromkeys(row["dtype"] for row in rows)) + " | replayed |",
+        "| family | path | "
+        + " | ".join(f"{dtype} | apart" for dtype in dict.fromkeys(row["dtype"] for row in rows))
+        + " | replayed |",
         "|---" * (3 + 2 * len({row["dtype"] for row in rows})) + "|",
     ]
     for family in dict.fromkeys((row["kind"], row["family"]) for row in rows):
         mine = [row for row in rows if (row["kind"], row["family"]) == family]
-        cells = [f"{' '.join(row['marks'].get(call, '-') for call in calls)} | {row.get('apart', 0.0):.0e}" for row in mine]
+        cells = [
+            f"{' '.join(row['marks'].get(call, '-') for call in calls)} | {row.get('apart', 0.0):.0e}"
+            for row in mine
+        ]
         captured = mine[0].get("captured", "-").replace("NotCapturable: ", "")
         lines.append("| " + " | ".join([family[1], mine[0].get("path") or "stock", *cells, captured]) + " |")
     return "\n".join([*lines, ""])
@@ -328,10 +371,13 @@ def _compared(run: Row, other: Row) -> str:
     lines = [
         f"## On transformers {other['transformers']}",
         "",
-        f"The same sweep, {other['date']}: {totals['families']} families run: {totals['paged']} paged, {totals['beside']} beside stock's",
-        f"recurrent layers, {totals['dense']} through dense copies, {totals['stock']} by stock; {totals['same']:,} answers are the same, "
+        f"The same sweep, {other['date']}: {totals['families']} families run: {totals['paged']} paged, "
+        f"{totals['beside']} beside stock's",
+        f"recurrent layers, {totals['dense']} through dense copies, {totals['stock']} by stock; "
+        f"{totals['same']:,} answers are the same, "
         f"{totals['bad']} differ, stock itself cannot",
-        f"give {totals['cannot']}; {totals['captured']} families' steps are captured. What is otherwise there than above:",
+        f"give {totals['cannot']}; {totals['captured']} families' steps are captured. What is otherwise "
+        "there than above:",
         "",
     ]
     for row in other["rows"]:
@@ -353,4 +399,8 @@ def _otherwise(new: Row, old: Row) -> list[str]:
     told = [old["path"] or "stock: " + old["why"]] if new["path"] != old["path"] else []
     told += [_modes(old)] if _modes(new) != _modes(old) else []
     captured = [row["captured"] == "yes" for row in (new, old)]
-    return told + ([f"captured: {old['captured'].replace('NotCapturable: ', '') or 'no'}"] if captured[0] != captured[1] else [])
+    return told + (
+        [f"captured: {old['captured'].replace('NotCapturable: ', '') or 'no'}"]
+        if captured[0] != captured[1]
+        else []
+    )

@@ -1,12 +1,14 @@
-"""The engine for many steps on too few blocks, with aborts and faults at random: who comes through is right, and nothing leaks.
+"""The engine for many steps on too few blocks, with aborts and faults at random: who comes through is right,
+and nothing leaks.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:kernels python scripts/soak.py --steps 20000
 
-A tiny model with full and windowed layers; requests of all kinds (greedy, draws, samples, beams), prompts that begin alike. At random
-they are cancelled, their processors raise (exceptions, and what is none: asyncio.CancelledError, SystemExit), the forward of all raises,
-a copy to the host raises, Ctrl-C comes in the middle of a step or at any moment of it or of a submit(), the process forks and the child
-goes on with both the engine and paged generate(), the engine is paused. Every answer is compared with that of an engine in which the
-request is alone; the books are recounted all the time. Exit status 1 if anything was wrong.
+A tiny model with full and windowed layers; requests of all kinds (greedy, draws, samples, beams), prompts
+that begin alike. At random they are cancelled, their processors raise (exceptions, and what is none:
+asyncio.CancelledError, SystemExit), the forward of all raises, a copy to the host raises, Ctrl-C comes in the
+middle of a step or at any moment of it or of a submit(), the process forks and the child goes on with both
+the engine and paged generate(), the engine is paused. Every answer is compared with that of an engine in
+which the request is alone; the books are recounted all the time. Exit status 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -68,9 +70,17 @@ class Raises(LogitsProcessor):
 
 def tiny() -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, max_position_embeddings=256, **sizes, **window)).eval()
+    model = Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=VOCABULARY, max_position_embeddings=256, **sizes, **window)
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -84,13 +94,22 @@ class Soak:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.rng, self.seen = random.Random(options.seed), Counter[str]()
-        self.model, self.steps, self.audit, self.ahead = tiny(), options.steps, options.audit, options.run_ahead
+        self.model, self.steps, self.audit, self.ahead = (
+            tiny(),
+            options.steps,
+            options.audit,
+            options.run_ahead,
+        )
         start = [self.rng.randrange(5, VOCABULARY) for _ in range(24)]
         lengths = [(0, 5), (8, 9), (24, 3), (24, 30), (0, 40), (16, 1)]
-        self.prompts = [start[:same] + [self.rng.randrange(5, VOCABULARY) for _ in range(own)] for same, own in lengths]
+        self.prompts = [
+            start[:same] + [self.rng.randrange(5, VOCABULARY) for _ in range(own)] for same, own in lengths
+        ]
         with Engine(self.model, prefix_caching=False) as alone:
             self.right = {
-                (p, k): self.answers(alone.generate([prompt], seed=1, max_new_tokens=24, progress=False, **kind)[0])
+                (p, k): self.answers(
+                    alone.generate([prompt], seed=1, max_new_tokens=24, progress=False, **kind)[0]
+                )
                 for (p, prompt), (k, kind) in itertools.product(enumerate(self.prompts), enumerate(KINDS))
             }
         self.alive: list[tuple[Any, int, int]] = []
@@ -112,7 +131,9 @@ class Soak:
 
     def step(self) -> None:
         """A step, in which something may be broken on purpose."""
-        trouble = self.rng.choices(["none", "forward", "interrupt", "out", "back", "signal", "fork"], [948, 10, 10, 10, 10, 10, 2])[0]
+        trouble = self.rng.choices(
+            ["none", "forward", "interrupt", "out", "back", "signal", "fork"], [948, 10, 10, 10, 10, 10, 2]
+        )[0]
         error = KeyboardInterrupt("on purpose") if trouble == "interrupt" else Fault(trouble)
         targets: dict[str, tuple[Any, str]] = {
             "forward": (self.model.lm_head, "forward"),
@@ -161,7 +182,9 @@ class Soak:
         before = signal.signal(signal.SIGALRM, interrupt)
         with contextlib.suppress(KeyboardInterrupt):
             try:
-                signal.setitimer(signal.ITIMER_REAL, self.rng.uniform(1e-5, 5e-3), 0.1)  # again, if a finalizer swallows it
+                signal.setitimer(
+                    signal.ITIMER_REAL, self.rng.uniform(1e-5, 5e-3), 0.1
+                )  # again, if a finalizer swallows it
                 self.submit()
                 while True:
                     self.engine.step()
@@ -190,7 +213,9 @@ class Soak:
             self.collect()
             ids = torch.tensor([self.prompts[0]])
             options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
-            paged = self.model.generate(ids, **options, cache_implementation="paged")[0, ids.shape[1] :].tolist()
+            paged = self.model.generate(ids, **options, cache_implementation="paged")[
+                0, ids.shape[1] :
+            ].tolist()
             self.engine.check()
             wrong = int(paged != self.right[0, 0][0] or any(name.startswith("WRONG") for name in +self.seen))
         finally:
@@ -202,7 +227,11 @@ class Soak:
             handle, p, k = each
             output = handle.result()
             self.seen[f"ended: {output.finish_reason}"] += 1
-            if output.error is not None and not isinstance(output.error, OWN) and "broke off" not in str(output.error):
+            if (
+                output.error is not None
+                and not isinstance(output.error, OWN)
+                and "broke off" not in str(output.error)
+            ):
                 self.seen["WRONG errors"] += 1
                 print(f"request {handle.number}: {output.error!r}")
             if output.finish_reason in ("stop", "length") and self.answers(output) != self.right[p, k]:
@@ -237,14 +266,18 @@ class Soak:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20_000, help="of the scheduler")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--block-size", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=70)
     parser.add_argument("--host-blocks", type=int, help="as the engine's option")
     parser.add_argument("--preemption", choices=PREEMPTION, default="swap")
-    parser.add_argument("--run-ahead", action="store_true", help="as the engine's option, with requests that allow it only")
+    parser.add_argument(
+        "--run-ahead", action="store_true", help="as the engine's option, with requests that allow it only"
+    )
     parser.add_argument("--audit", type=int, default=1, help="turns between two audits of the books")
     options = parser.parse_args()
     begin, process = time.monotonic(), psutil.Process()
@@ -254,7 +287,17 @@ def main() -> None:
     stats = soak.engine.stats()
     held = sum(kind["held"] for kind in [*stats["blocks"].values(), *stats["host"].values()])
     gc.collect()
-    for name in ("steps", "tokens", "admissions", "preemptions", "swapped_out", "swapped_in", "recomputed", "blocks_out", "blocks_in"):
+    for name in (
+        "steps",
+        "tokens",
+        "admissions",
+        "preemptions",
+        "swapped_out",
+        "swapped_in",
+        "recomputed",
+        "blocks_out",
+        "blocks_in",
+    ):
         print(f"{name:24}{stats[name]}")
     for name, count in sorted(soak.seen.items()):
         print(f"{name:24}{count}")

@@ -1,10 +1,13 @@
-"""Compare stock generate() with pages on a device, over 30 families, in float32 and bfloat16: the same tokens up to ties.
+"""Compare stock generate() with pages on a device, over 30 families, in float32 and bfloat16: the same tokens
+up to ties.
 
-    python scripts/sweep_device.py [--device cuda] [--dtypes float32 bfloat16] [--only llama ...] [--jobs 12] [--save FILE.json]
+    python scripts/sweep_device.py [--device cuda] [--dtypes float32 bfloat16] [--only llama ...] [--jobs 12]
+    [--save FILE.json]
 
-Decoding steps are captured (on a CPU a tape stands for the graphs). Tokens may part only where the two best logits are closer than
-rounding explains: hf_paged/checking/ties.py says how close that is. Every family runs in a process of its own. A table at the
-end; exit code 1 if an answer differs, if a family fails or takes too long, or if nothing at all was captured.
+Decoding steps are captured (on a CPU a tape stands for the graphs). Tokens may part only where the two best
+logits are closer than rounding explains: hf_paged/checking/ties.py says how close that is. Every family runs
+in a process of its own. A table at the end; exit code 1 if an answer differs, if a family fails or takes too
+long, or if nothing at all was captured.
 """
 
 from __future__ import annotations
@@ -34,13 +37,23 @@ from sweep_models import caches_used
 from tape import record
 from tiny import PROMPT_IDS, build, config_class
 
-from hf_paged.checking.ties import NOISE, Verdict, first_ties, judge, judge_beams, rounding, router_margins, routers
+from hf_paged.checking.ties import (
+    NOISE,
+    Verdict,
+    first_ties,
+    judge,
+    judge_beams,
+    rounding,
+    router_margins,
+    routers,
+)
 from hf_paged.model.capture import pool as graphs
 from hf_paged.model.capture.rehearsal import RECORDERS
 
 FAMILIES = {
     "causal": [
-        # Plain attention; windows, softcaps, shared keys and values; sinks and experts; latents; ALiBi; recurrent layers beside attention.
+        # Plain attention; windows, softcaps, shared keys and values; sinks and experts; latents; ALiBi;
+        # recurrent layers beside attention.
         "llama", "qwen2", "qwen3", "phi3", "gpt2", "gpt_neox", "opt", "cohere2", "olmo2", "starcoder2", "stablelm",
         "mistral", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3",
         "bloom", "mpt", "qwen3_next", "bamba", "lfm2",
@@ -59,7 +72,13 @@ FEWEST = 4
 MOST = 0.25
 """A model whose own rounding moves its logits by more of their size says nothing about a cache."""
 PAGED = {"cache_implementation": "paged", "cache_config": {"block_size": 4}}
-GREEDY = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "return_dict_in_generate": True, "output_logits": True}
+GREEDY = {
+    "do_sample": False,
+    "max_new_tokens": NEW,
+    "min_new_tokens": NEW,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
 Inputs = dict[str, torch.Tensor]
 Row = dict[str, Any]
 
@@ -87,11 +106,15 @@ def inputs(kind: str, model: Any, noise: float) -> dict[str, Inputs]:
 
 
 def _ids(rows: int) -> torch.Tensor:
-    return torch.randint(PROMPT_IDS.start, PROMPT_IDS.stop, (rows, LENGTH), generator=torch.Generator().manual_seed(2))
+    return torch.randint(
+        PROMPT_IDS.start, PROMPT_IDS.stop, (rows, LENGTH), generator=torch.Generator().manual_seed(2)
+    )
 
 
 def steady_prompts(model: Any, noise: float) -> torch.Tensor:
-    """Prompts whose experts no rounding can exchange; otherwise there would be nothing to compare from the first step on."""
+    """Prompts whose experts no rounding can exchange; otherwise there would be nothing to compare from the
+    first step on.
+    """
     ids = _ids(64 * ROWS)
     with router_margins(model) as margins, torch.no_grad():
         model(ids)
@@ -117,7 +140,16 @@ def run_family(kind: str, name: str, device: str, dtypes: list[torch.dtype]) -> 
         RECORDERS["cpu"] = record
     for dtype in dtypes:
         begin = time.monotonic()
-        row: Row = {"kind": kind, "family": name, "dtype": str(dtype)[6:], "marks": {}, "apart": 0.0, "steps": 0, "path": "", "notes": []}
+        row: Row = {
+            "kind": kind,
+            "family": name,
+            "dtype": str(dtype)[6:],
+            "marks": {},
+            "apart": 0.0,
+            "steps": 0,
+            "path": "",
+            "notes": [],
+        }
         model = build(kind, config_class(kind, name))
         asked = inputs(kind, model, NOISE[dtype])
         model = model.to(device, dtype)
@@ -128,7 +160,11 @@ def run_family(kind: str, name: str, device: str, dtypes: list[torch.dtype]) -> 
                 _note(row, call, model, moved(given, device, dtype))
                 assert_clean(model, setting)
         counts, reasons = graphs.graphs_of(model).counts, graphs.graphs_of(model).reasons
-        row["captured"] = f"{counts['replayed']} steps" if counts["replayed"] else "no: " + next(iter(reasons.values()), "never tried")
+        row["captured"] = (
+            f"{counts['replayed']} steps"
+            if counts["replayed"]
+            else "no: " + next(iter(reasons.values()), "never tried")
+        )
         yield {**row, "seconds": time.monotonic() - begin}
 
 
@@ -136,7 +172,9 @@ def _note(row: Row, call: str, model: Any, given: Inputs) -> None:
     """One call, its mark and what stands against it."""
     beams = "beams" in call
     if beams and routers(model) and model.dtype != torch.float32:
-        row["marks"][call] = "."  # beams of other experts are other beams, and which ones they will be nobody knows beforehand
+        row["marks"][call] = (
+            "."  # beams of other experts are other beams, and which ones they will be nobody knows beforehand
+        )
         return
     verdict = _compare_beams(model, given) if beams else _compare(row, model, given)
     row["marks"][call] = verdict.mark
@@ -150,7 +188,9 @@ def _compare(row: Row, model: Any, given: Inputs) -> Verdict:
     noise = NOISE[model.dtype]
     with router_margins(model) as margins:
         stock = model.generate(**arguments)
-    comparable = first_ties(margins, noise, given["attention_mask"], len(routers(model)), NEW) if margins else None
+    comparable = (
+        first_ties(margins, noise, given["attention_mask"], len(routers(model)), NEW) if margins else None
+    )
     with caches_used() as used:
         paged = model.generate(**arguments, **PAGED)
     row["path"] = row["path"] or path_of(used)
@@ -162,7 +202,9 @@ def _compare(row: Row, model: Any, given: Inputs) -> Verdict:
     if not noise < 3 * own <= MOST:
         return verdict._replace(why=f"{verdict.why}; stock's own rounding moves them by {own:.1e}")
     wider = judge(stock, paged, prompt, 3 * own, comparable)
-    return wider._replace(why=wider.why or f"stock's own rounding moves logits by {own:.1e}, and three times that was allowed")
+    return wider._replace(
+        why=wider.why or f"stock's own rounding moves logits by {own:.1e}, and three times that was allowed"
+    )
 
 
 def _compare_beams(model: Any, given: Inputs) -> Verdict:
@@ -177,7 +219,9 @@ def child(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     out, sys.stdout = sys.stdout, sys.stderr
-    for row in run_family(kind, options.only[0], options.device, [getattr(torch, name) for name in options.dtypes]):
+    for row in run_family(
+        kind, options.only[0], options.device, [getattr(torch, name) for name in options.dtypes]
+    ):
         print(json.dumps(row), file=out, flush=True)
     return 0
 
@@ -186,7 +230,9 @@ def child(options: argparse.Namespace) -> int:
 
 
 def run_child(kind: str, name: str, options: argparse.Namespace) -> list[Row]:
-    """The rows of a family from a process of its own, which may crash, hang, and leave the device as it likes."""
+    """The rows of a family from a process of its own, which may crash, hang, and leave the device as it
+    likes.
+    """
     command = [
         sys.executable,
         __file__,
@@ -202,13 +248,18 @@ def run_child(kind: str, name: str, options: argparse.Namespace) -> list[Row]:
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds)
-        text, error = done.stdout, "" if done.returncode == 0 else f"exit code {done.returncode}: {_last_lines(done.stderr)}"
+        text, error = (
+            done.stdout,
+            "" if done.returncode == 0 else f"exit code {done.returncode}: {_last_lines(done.stderr)}",
+        )
     except subprocess.TimeoutExpired as expired:
         text = expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
         error = f"more than {options.seconds} s"
     rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     for dtype in options.dtypes[len(rows) :]:
-        rows.append({"kind": kind, "family": name, "dtype": dtype, "marks": {}, "notes": [error], "failed": True})
+        rows.append(
+            {"kind": kind, "family": name, "dtype": dtype, "marks": {}, "notes": [error], "failed": True}
+        )
     for row in rows:
         print(line(row), flush=True)
     return rows
@@ -226,32 +277,49 @@ def line(row: Row) -> str:
     marks = " ".join(row["marks"].get(call, "-") for call in CALLS)
     notes = "; ".join(row["notes"]).replace("|", "/")
     return (
-        begin + f"| {marks} | {row['apart']:.1e} | {row['steps']} | {row['path'] or 'stock'} | {row['captured']} | {row['seconds']:.0f} "
+        begin
+        + f"| {marks} | {row['apart']:.1e} | {row['steps']} | {row['path'] or 'stock'} | {row['captured']} | {row['seconds']:.0f} "
         f"| {notes} |"
     )
 
 
 def summary(rows: list[Row]) -> int:
     """Print the table and what it adds up to; the answer is the exit code."""
-    print(f"\n| family | dtype | {', '.join(CALLS)} | apart | steps | path | replayed | s | notes |\n" + "|---" * 9 + "|")
+    print(
+        f"\n| family | dtype | {', '.join(CALLS)} | apart | steps | path | replayed | s | notes |\n"
+        + "|---" * 9
+        + "|"
+    )
     for row in rows:
         print(line(row))
     marks = [mark for row in rows for mark in row["marks"].values()]
     failed = sorted({row["family"] for row in rows if row.get("failed")})
     wrong = sorted({row["family"] for row in rows if "X" in row["marks"].values()})
     captured = sum(str(row.get("captured", "no")).endswith("steps") for row in rows)
-    print(f"\n{len({row['family'] for row in rows})} families, {marks.count('=')} answers the same, {marks.count('~')} part at ties")
-    print(f"captured: {captured} of {len(rows)} rows; different: {', '.join(wrong) or 'none'}; failed: {', '.join(failed) or 'none'}")
+    print(
+        f"\n{len({row['family'] for row in rows})} families, {marks.count('=')} answers the same, "
+        f"{marks.count('~')} part at ties"
+    )
+    print(
+        f"captured: {captured} of {len(rows)} rows; different: {', '.join(wrong) or 'none'}; failed: "
+        f"{', '.join(failed) or 'none'}"
+    )
     return 1 if wrong or failed or not captured else 0
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float16"]
+    )
     parser.add_argument("--only", nargs="*", default=[], help="model types; all of the list by default")
     parser.add_argument("--kinds", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="families at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="families at a time"
+    )
     parser.add_argument("--seconds", type=int, default=240, help="limit for one family")
     parser.add_argument("--save", type=Path, help="write the rows as JSON")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -264,16 +332,29 @@ def main() -> int:
     if options.child:
         return child(options)
     begin = time.monotonic()
-    todo = [(kind, name) for kind in options.kinds for name in FAMILIES[kind] if not options.only or name in options.only]
+    todo = [
+        (kind, name)
+        for kind in options.kinds
+        for name in FAMILIES[kind]
+        if not options.only or name in options.only
+    ]
     with ThreadPoolExecutor(options.jobs) as pool:
         rows = [row for found in pool.map(lambda one: run_child(*one, options), todo) for row in found]
-    run = {"transformers": tf.__version__, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows}
+    run = {
+        "transformers": tf.__version__,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": rows,
+    }
     if options.device.startswith("cuda"):
         run["hardware"] = torch.cuda.get_device_name(options.device)
     if options.save:
         options.save.write_text(json.dumps(run, indent=1))
     code = summary(rows)
-    print(", ".join(f"{name} {value}" for name, value in run.items() if name != "rows") + f", {time.monotonic() - begin:.0f} s")
+    print(
+        ", ".join(f"{name} {value}" for name, value in run.items() if name != "rows")
+        + f", {time.monotonic() - begin:.0f} s"
+    )
     return code
 
 

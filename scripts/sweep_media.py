@@ -1,13 +1,16 @@
-"""Compare stock generate() with the paged cache on every model class of transformers that takes pictures, videos or recordings.
+"""Compare stock generate() with the paged cache on every model class of transformers that takes pictures,
+videos or recordings.
 
-    python scripts/sweep_media.py [--only LlavaForConditionalGeneration ...] [--seconds 240] [--jobs 2] [--details]
-        [--save FILE.json] [--write docs/models.md [--also OTHER.json]]
-    python scripts/sweep_media.py --load FILE.json --write docs/models.md --also OTHER.json    # the section once more, from saved rows
+    python scripts/sweep_media.py [--only LlavaForConditionalGeneration ...] [--seconds 240] [--jobs 2]
+        [--details] [--save FILE.json] [--write docs/models.md [--also OTHER.json]]
+    python scripts/sweep_media.py --load FILE.json --write docs/models.md --also OTHER.json    # the section
+    once more, from saved rows
 
-A tiny random model of every class that generates and whose forward takes such inputs, in the auto mappings or not. Two prompts, each with
-one picture (video, recording) of its own and then with two: greedy, padded, beams, samples, hidden states, captured steps. A way of
-showing counts only if another picture changes the logits. The section "Pictures, videos and recordings" of the page is replaced.
-Exit code 1 if an answer differs, or if only the paged call fails.
+A tiny random model of every class that generates and whose forward takes such inputs, in the auto mappings or
+not. Two prompts, each with one picture (video, recording) of its own and then with two: greedy, padded,
+beams, samples, hidden states, captured steps. A way of showing counts only if another picture changes the
+logits. The section "Pictures, videos and recordings" of the page is replaced. Exit code 1 if an answer
+differs, or if only the paged call fails.
 """
 
 from __future__ import annotations
@@ -41,7 +44,11 @@ TAKEN = {
     "recordings": ("input_features", "input_values", "audio_input_features"),
 }
 """Names in a forward that mean that it takes such inputs."""
-SHOW: dict[str, Callable[..., Inputs | None]] = {"pictures": with_pictures, "videos": with_videos, "recordings": with_recordings}
+SHOW: dict[str, Callable[..., Inputs | None]] = {
+    "pictures": with_pictures,
+    "videos": with_videos,
+    "recordings": with_recordings,
+}
 UNKNOWN = "no inputs are known that change the logits"
 
 
@@ -50,7 +57,9 @@ UNKNOWN = "no inputs are known that change the logits"
 
 @functools.cache
 def classes() -> dict[str, tuple[Any, Any, str]]:
-    """Every class that generates from such inputs, by name: the class, its config, and its kind in the auto mappings or nothing."""
+    """Every class that generates from such inputs, by name: the class, its config, and its kind in the auto
+    mappings or nothing.
+    """
     kinds = {
         found.__name__: (found, config, kind)
         for kind, mapping in mappings().items()
@@ -73,7 +82,11 @@ def _generating() -> Iterator[Any]:
             except ImportError:
                 continue  # it wants a package that is not installed
             for value in vars(module).values():
-                if inspect.isclass(value) and value.__module__ == module.__name__ and issubclass(value, tf.GenerationMixin):
+                if (
+                    inspect.isclass(value)
+                    and value.__module__ == module.__name__
+                    and issubclass(value, tf.GenerationMixin)
+                ):
                     yield value
 
 
@@ -86,7 +99,9 @@ def _whats(model_class: Any) -> list[str]:
 
 
 def modes(model: Any, what: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Ways of calling generate() on prompts with one of `what` each, then on prompts with two; None if no way of showing it is known."""
+    """Ways of calling generate() on prompts with one of `what` each, then on prompts with two; None if no way
+    of showing it is known.
+    """
     for each in (1, 2):
         if each == 2 and model.config.is_encoder_decoder and model.main_input_name != "input_ids":
             return  # one input a prompt is all that there is
@@ -118,12 +133,18 @@ def run_class(kind: str, name: str, wanted: list[str]) -> Row:
         if _keeps_nothing(model):
             raise TypeError("its own generate() keeps no keys and values")
     except Exception as error:
-        return {"rows": [{**empty_row(what, name), "unbuilt": f"{type(error).__name__}: {error}"} for what in whats]}
+        return {
+            "rows": [
+                {**empty_row(what, name), "unbuilt": f"{type(error).__name__}: {error}"} for what in whats
+            ]
+        }
     return {"rows": [row for what in whats if (row := _row(model, what, name, wanted)) is not None]}
 
 
 def _keeps_nothing(model: Any) -> bool:
-    """Whether neither the model's own generate() nor a model inside it has a cache, as where a classifier names every frame."""
+    """Whether neither the model's own generate() nor a model inside it has a cache, as where a classifier
+    names every frame.
+    """
     inside = any(isinstance(module, tf.GenerationMixin) for module in model.modules() if module is not model)
     cached = "past_key_values" in inspect.signature(model.forward).parameters
     return "generate" in vars(type(model)) and not inside and not cached
@@ -167,20 +188,29 @@ def sweep(options: argparse.Namespace) -> list[Row]:
 
 def main() -> int:
     """Go through the classes, print a line for each, and add them up."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", default=[], help="names of classes; all of them by default")
     parser.add_argument("--modes", nargs="*", default=[], help="names of modes; all of them by default")
     parser.add_argument("--jobs", type=int, default=1, help="classes at a time")
     parser.add_argument("--seconds", type=int, default=240, help="limit for one class")
     parser.add_argument("--details", action="store_true", help="print tracebacks and what stock cannot do")
     parser.add_argument("--save", type=Path, help="write the rows as JSON")
-    parser.add_argument("--load", type=Path, help="take saved rows; with --only, all but those of these classes")
+    parser.add_argument(
+        "--load", type=Path, help="take saved rows; with --only, all but those of these classes"
+    )
     parser.add_argument("--also", type=Path, help="rows that were saved under another transformers")
     parser.add_argument("--write", type=Path, help="replace the section of the page")
     options = parser.parse_args()
     tf.logging.set_verbosity_error()
     begun = time.monotonic()
-    run: Row = {"transformers": tf.__version__, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": []}
+    run: Row = {
+        "transformers": tf.__version__,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": [],
+    }
     if options.load:
         run = json.loads(options.load.read_text())
     if options.only or not options.load:
@@ -190,9 +220,14 @@ def main() -> int:
         options.save.write_text(json.dumps(run, indent=1))
     if options.write:
         also = json.loads(options.also.read_text()) if options.also else None
-        options.write.write_text(models_page.with_media(options.write.read_text(), models_page.media(run, also)))
+        options.write.write_text(
+            models_page.with_media(options.write.read_text(), models_page.media(run, also))
+        )
     bad = [row["family"] for row in run["rows"] if models_page.complaints(row)]
-    print(f"\n{time.monotonic() - begun:.0f} s, transformers {run['transformers']}, bad rows: {', '.join(bad) or 'none'}")
+    print(
+        f"\n{time.monotonic() - begun:.0f} s, transformers {run['transformers']}, bad rows: "
+        f"{', '.join(bad) or 'none'}"
+    )
     return 1 if bad else 0
 
 

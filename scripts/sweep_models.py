@@ -1,11 +1,15 @@
-"""Compare stock generate() with the paged cache on a tiny random model of every architecture that transformers generates with.
+"""Compare stock generate() with the paged cache on a tiny random model of every architecture that
+transformers generates with.
 
-    python scripts/sweep_models.py [--only llama t5 ...] [--kinds causal seq2seq image audio] [--modes greedy beams ...]
-        [--jobs 2] [--seconds 120] [--save FILE.json] [--expect] [--write docs/models.md [--also OTHER.json] [--device DEVICE.json]]
-    python scripts/sweep_models.py --load FILE.json --write docs/models.md --also OTHER.json    # the page once more, from saved rows
+    python scripts/sweep_models.py [--only llama t5 ...] [--kinds causal seq2seq image audio] [--modes greedy
+        beams ...] [--jobs 2] [--seconds 120] [--save FILE.json] [--expect] [--write docs/models.md [--also
+        OTHER.json] [--device DEVICE.json]]
+    python scripts/sweep_models.py --load FILE.json --write docs/models.md --also OTHER.json    # the page
+    once more, from saved rows
 
-Every family runs in a process of its own: one that crashes or hangs is one bad row. Exit code 1 if an answer differs, if only
-the paged call fails, or if a family has lost the path that tests/support/expected_paths.json says it had (`--expect` writes that file).
+Every family runs in a process of its own: one that crashes or hangs is one bad row. Exit code 1 if an answer
+differs, if only the paged call fails, or if a family has lost the path that tests/support/expected_paths.json
+says it had (`--expect` writes that file).
 """
 
 from __future__ import annotations
@@ -57,7 +61,9 @@ Row = dict[str, Any]
 
 
 def modes(kind: str, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every way of calling generate() that a family goes through, over text, and over pictures or recordings where one is known."""
+    """Every way of calling generate() that a family goes through, over text, and over pictures or recordings
+    where one is known.
+    """
     given = dict(prompts("seq2seq" if model.config.is_encoder_decoder else "causal"))
     media = {"image": with_pictures, "audio": with_recordings}.get(kind, lambda model: None)(model)
     if media is not None:
@@ -73,7 +79,14 @@ def modes(kind: str, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "sample", {**whole, "do_sample": True, "num_return_sequences": 2}
     if media is None and not model.config.is_encoder_decoder:
         repeating = whole["input_ids"][:1, :4].repeat(1, 4)
-        yield "lookup", {"input_ids": repeating, "attention_mask": torch.ones_like(repeating), "prompt_lookup_num_tokens": 3}
+        yield (
+            "lookup",
+            {
+                "input_ids": repeating,
+                "attention_mask": torch.ones_like(repeating),
+                "prompt_lookup_num_tokens": 3,
+            },
+        )
         yield "chunks", {**whole, "prefill_chunk_size": 4}
     yield "details", {**whole, "output_logits": True, "output_hidden_states": True}
     yield "captured", whole
@@ -81,13 +94,23 @@ def modes(kind: str, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def run_mode(name: str, model: Any, arguments: dict[str, Any]) -> tuple[str, str, float, Any]:
     """The mark of one mode, what is wrong, how far scores lie apart, and the paged answer."""
-    arguments = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "output_scores": True, **arguments}
+    arguments = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        **arguments,
+    }
     try:
         stock = _generate(model, arguments)
     except Exception as error:
         return "-", f"{type(error).__name__}: {error}", 0.0, None
     try:
-        paged = _captured(model, arguments) if name == "captured" else _generate(model, arguments, **models_page.PAGED)
+        paged = (
+            _captured(model, arguments)
+            if name == "captured"
+            else _generate(model, arguments, **models_page.PAGED)
+        )
     except Exception:
         return "E", traceback.format_exc(), 0.0, None
     difference = _difference(stock, paged)
@@ -95,7 +118,9 @@ def run_mode(name: str, model: Any, arguments: dict[str, Any]) -> tuple[str, str
         return "=", "", _apart(stock, paged), paged
     if _difference(stock, _generate(model, arguments)) or _drafts_changed(stock, paged, model, arguments):
         return "?", "stock disagrees with itself", 0.0, paged
-    mark = "~" if _same_in_double(model, arguments) else "t" if _part_at_ties(stock, paged, arguments) else "X"
+    mark = (
+        "~" if _same_in_double(model, arguments) else "t" if _part_at_ties(stock, paged, arguments) else "X"
+    )
     return mark, difference, _apart(stock, paged), paged
 
 
@@ -133,27 +158,42 @@ def _drafts_changed(stock: Any, paged: Any, model: Any, arguments: dict[str, Any
 
 
 def _without_cache(answer: Any) -> dict[str, Any]:
-    return {name: value for name, value in answer.items() if name not in ("past_key_values", "cache_params", "state")}
+    return {
+        name: value
+        for name, value in answer.items()
+        if name not in ("past_key_values", "cache_params", "state")
+    }
 
 
 def _apart(stock: Any, paged: Any) -> float:
     """The largest difference of a score that both have."""
     pairs = zip(stock.get("scores") or (), paged.get("scores") or (), strict=False)
-    apart = [(one - other)[one.isfinite() & other.isfinite()].abs() for one, other in pairs if one.shape == other.shape]
+    apart = [
+        (one - other)[one.isfinite() & other.isfinite()].abs()
+        for one, other in pairs
+        if one.shape == other.shape
+    ]
     return max((float(numbers.max()) for numbers in apart if numbers.numel()), default=0.0)
 
 
 def _part_at_ties(stock: Any, paged: Any, arguments: dict[str, Any]) -> bool:
-    """Whether greedy rows part only where stock's scores of both tokens are the same up to rounding, and agree before."""
-    if arguments["do_sample"] or arguments.get("num_beams", 1) > 1 or stock.sequences.shape != paged.sequences.shape:
+    """Whether greedy rows part only where stock's scores of both tokens are the same up to rounding, and
+    agree before.
+    """
+    if (
+        arguments["do_sample"]
+        or arguments.get("num_beams", 1) > 1
+        or stock.sequences.shape != paged.sequences.shape
+    ):
         return False
     first = stock.sequences.shape[1] - len(stock.scores)
     for row in (stock.sequences != paged.sequences).any(1).nonzero().flatten().tolist():
         step = int((stock.sequences[row] != paged.sequences[row]).nonzero()[0]) - first
         one, other = (answer.sequences[row, first + step] for answer in (stock, paged))
-        before = [(mine[row] - theirs[row]).nan_to_num().abs().max() for mine, theirs in zip(stock.scores, paged.scores, strict=True)][
-            : step + 1
-        ]
+        before = [
+            (mine[row] - theirs[row]).nan_to_num().abs().max()
+            for mine, theirs in zip(stock.scores, paged.scores, strict=True)
+        ][: step + 1]
         if max(before) > ALIKE or abs(stock.scores[step][row, one] - stock.scores[step][row, other]) > ALIKE:
             return False
     return True
@@ -179,7 +219,17 @@ def _same_in_double(model: Any, arguments: dict[str, Any]) -> bool:
 
 def empty_row(kind: str, family: str) -> Row:
     """A family of which nothing is known yet."""
-    return {"kind": kind, "family": family, "marks": {}, "apart": 0.0, "path": "", "why": "", "captured": "", "dense": "", "notes": []}
+    return {
+        "kind": kind,
+        "family": family,
+        "marks": {},
+        "apart": 0.0,
+        "path": "",
+        "why": "",
+        "captured": "",
+        "dense": "",
+        "notes": [],
+    }
 
 
 def run_family(kind: str, config_class: Any, wanted: list[str]) -> Row:
@@ -210,7 +260,11 @@ def note_clean(row: Row, name: str, model: Any, setting: str) -> None:
 
 
 def note_mode(row: Row, name: str, model: Any, arguments: dict[str, Any]) -> None:
-    with warnings.catch_warnings(record=True) as caught, caches_used() as used, copies_noted(row if name == "greedy" else {"dense": "-"}):
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        caches_used() as used,
+        copies_noted(row if name == "greedy" else {"dense": "-"}),
+    ):
         warnings.simplefilter("always")
         mark, text, apart, answer = run_mode(name, model, arguments)
     parts = used[:2] if model.config.is_encoder_decoder else used[:1]
@@ -275,7 +329,9 @@ def _asker() -> str:
         if name == "hf_paged.model.attention" and frame.f_code.co_name == "paged_attention":
             known = {"scaling", "dropout", "position_ids", "use_cache"}
             given = frame.f_locals["kwargs"].items()
-            wanted = sorted(key for key, value in given if value is not None and value is not False and key not in known)
+            wanted = sorted(
+                key for key, value in given if value is not None and value is not False and key not in known
+            )
             asked = f"asks for attention with {', '.join(wanted)}" if wanted else ""
         if name.startswith("transformers.models.") and frame.f_code.co_name != "expand_kv":
             owner = type(frame.f_locals["self"]) if "self" in frame.f_locals else None
@@ -288,7 +344,11 @@ def _why_itself(owner: Any) -> str:
     source = inspect.getsource(owner) if owner else ""
     if "ALL_ATTENTION_FUNCTIONS" not in source:
         return "has an attention of its own"
-    return "computes with keys or values before it asks for attention" if uses_registry(owner) else "looks at the name of its attention"
+    return (
+        "computes with keys or values before it asks for attention"
+        if uses_registry(owner)
+        else "looks at the name of its attention"
+    )
 
 
 def _how_captured(model: Any, parts: list[Any]) -> str:
@@ -302,7 +362,9 @@ def _how_captured(model: Any, parts: list[Any]) -> str:
 
 
 def in_child(kind: str, config_class: Any, options: argparse.Namespace) -> tuple[int, int]:
-    """Run a family in a fork: a crash, a hang or a leak is its own. The answers are the child and where it writes its row."""
+    """Run a family in a fork: a crash, a hang or a leak is its own. The answers are the child and where it
+    writes its row.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child:
@@ -325,7 +387,9 @@ def finish(child: int, reading: int, kind: str, family: str, seconds: int) -> Ro
     _, status = os.waitpid(child, 0)
     if text:
         return json.loads(text)
-    died = f"took more than {seconds} s" if status & 127 == signal.SIGALRM else f"died of signal {status & 127}"
+    died = (
+        f"took more than {seconds} s" if status & 127 == signal.SIGALRM else f"died of signal {status & 127}"
+    )
     return {**empty_row(kind, family), "unbuilt": died}
 
 
@@ -351,7 +415,9 @@ def sweep(options: argparse.Namespace) -> list[Row]:
 
 def main() -> int:
     """Go through the families, print a line for each, and add them up."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", default=[], help="model types; all of them by default")
     parser.add_argument("--kinds", nargs="*", default=list(mappings()), choices=list(mappings()))
     parser.add_argument("--modes", nargs="*", default=[], help="names of modes; all of them by default")
@@ -359,8 +425,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=240, help="limit for one family")
     parser.add_argument("--details", action="store_true", help="print tracebacks and what stock cannot do")
     parser.add_argument("--save", type=Path, help="write the rows as JSON")
-    parser.add_argument("--also", type=Path, help="rows that were saved under another transformers, for a section of the page")
-    parser.add_argument("--device", type=Path, help="rows that scripts/sweep_device.py saved, for a section of the page")
+    parser.add_argument(
+        "--also", type=Path, help="rows that were saved under another transformers, for a section of the page"
+    )
+    parser.add_argument(
+        "--device", type=Path, help="rows that scripts/sweep_device.py saved, for a section of the page"
+    )
     parser.add_argument("--load", type=Path, help="take rows that were saved instead of new ones")
     parser.add_argument("--write", type=Path, help="write the page")
     parser.add_argument("--expect", action="store_true", help="make these paths the expected ones")
@@ -370,11 +440,18 @@ def main() -> int:
     if options.load:
         run = json.loads(options.load.read_text())
     else:
-        run = {"transformers": tf.__version__, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": sweep(options)}
+        run = {
+            "transformers": tf.__version__,
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "rows": sweep(options),
+        }
     if options.save:
         options.save.write_text(json.dumps(run, indent=1))
     if options.write:
-        also, device = (json.loads(path.read_text()) if path else None for path in (options.also, options.device))
+        also, device = (
+            json.loads(path.read_text()) if path else None for path in (options.also, options.device)
+        )
         kept = models_page.media_of(options.write.read_text()) if options.write.exists() else ""
         page = models_page.page(run, also, device)
         options.write.write_text(models_page.with_media(page, kept) if kept else page)

@@ -1,9 +1,11 @@
-"""Trains the demo model that hf_paged.demo loads: from scripts/demo_corpus.txt to hf_paged/demo/data, in one command.
+"""Trains the demo model that hf_paged.demo loads: from scripts/demo_corpus.txt to hf_paged/demo/data, in one
+command.
 
     python scripts/train_demo.py
 
-The corpus holds little stories and a grammar that makes more of them. The data folder that comes out stays under
-LIMIT bytes. A run on one thread with the same seed and the same versions of torch and tokenizers gives the same files.
+The corpus holds little stories and a grammar that makes more of them. The data folder that comes out stays
+under LIMIT bytes. A run on one thread with the same seed and the same versions of torch and tokenizers gives
+the same files.
 """
 
 from __future__ import annotations
@@ -35,7 +37,14 @@ LONG_EVERY = 4
 PEAK_RATE = 6e-3
 WARMUP = 50
 
-BOS, EOS, PAD, USER, ASSISTANT, SYSTEM = "<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>"
+BOS, EOS, PAD, USER, ASSISTANT, SYSTEM = (
+    "<|bos|>",
+    "<|eos|>",
+    "<|pad|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+)
 SPECIAL = [BOS, EOS, PAD, USER, ASSISTANT, SYSTEM]
 VOCAB = 848
 # The reply begins right after its role token and ends with EOS: the same text that `chat` below trains on.
@@ -58,7 +67,9 @@ class Noun:
     kind: str = ""
 
     def word(self, form: str) -> str:
-        """The word for this noun in a slot: 'an' is the noun with its article, the others are as in the cast."""
+        """The word for this noun in a slot: 'an' is the noun with its article, the others are as in the
+        cast.
+        """
         if form in ("he", "him", "his"):
             return PRONOUNS[self.he][("he", "him", "his").index(form)]
         if form == "an":
@@ -124,7 +135,9 @@ class Teller:
         return cast | things
 
     def expand(self, plot: str) -> str:
-        """Replaces every [rule] and (one|of|these) by a choice; a rule does not repeat a choice while others are left."""
+        """Replaces every [rule] and (one|of|these) by a choice; a rule does not repeat a choice while others
+        are left.
+        """
         left: dict[str, list[str]] = {}
 
         def rule(match: re.Match[str]) -> str:
@@ -180,7 +193,9 @@ class Teller:
 
     def chat(self) -> str:
         """A conversation in the form of CHAT_TEMPLATE, of one to three turns, some with a system message."""
-        system = f"{SYSTEM}{self.random.choice(self.corpus.systems)}{EOS}" if self.random.random() < 0.3 else ""
+        system = (
+            f"{SYSTEM}{self.random.choice(self.corpus.systems)}{EOS}" if self.random.random() < 0.3 else ""
+        )
         return BOS + system + "".join(self.turn() for _ in range(self.random.choice((1, 1, 2, 3))))
 
     def document(self) -> str:
@@ -192,7 +207,15 @@ def vocabulary(corpus: Corpus) -> set[str]:
     """The words, in lower case, that the stories and conversations of the corpus are made of."""
     nouns = [text for noun in corpus.cast for text in (noun.name, noun.home, noun.kind)]
     rules = [option for options in corpus.rules.values() for option in options]
-    texts = [*corpus.stories, *corpus.plots, *rules, *nouns, *corpus.asks, *sum(corpus.talks, ()), *corpus.systems]
+    texts = [
+        *corpus.stories,
+        *corpus.plots,
+        *rules,
+        *nouns,
+        *corpus.asks,
+        *sum(corpus.talks, ()),
+        *corpus.systems,
+    ]
     spoken = (re.sub(r"\{\w+\.?\w*\}|\[\w+\]", " ", text) for text in texts)  # a slot's name is not a word
     return {word for text in spoken for word in words(text)} | {"a", "an", *sum(PRONOUNS.values(), ())}
 
@@ -208,15 +231,21 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     bos = tokenizer.token_to_id(BOS)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, bos)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, bos)]
+    )
     return tokenizer
 
 
 def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """The untrained Llama: grouped-query attention, rotary positions, one matrix for tokens in and tokens out."""
+    """The untrained Llama: grouped-query attention, rotary positions, one matrix for tokens in and tokens
+    out.
+    """
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -282,12 +311,17 @@ def train(model: LlamaForCausalLM, teller: Teller, tokenizer: Tokenizer, steps: 
         optimizer.step()
         schedule.step()
         if step % 100 == 0:
-            print(f"step {step} of {steps}: loss {loss.item():.3f}, {time.perf_counter() - start:.0f} s", flush=True)
+            print(
+                f"step {step} of {steps}: loss {loss.item():.3f}, {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
     model.eval()
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the files that from_pretrained reads, the weights in bfloat16 and the tokenizer without its indentation."""
+    """Writes the files that from_pretrained reads, the weights in bfloat16 and the tokenizer without its
+    indentation.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     ids = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**ids)
@@ -304,13 +338,17 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
     rewrite(folder / "tokenizer.json", None)
-    rewrite(folder / "tokenizer_config.json", 2, tokenizer_class="PreTrainedTokenizerFast")  # its name in every release
+    rewrite(
+        folder / "tokenizer_config.json", 2, tokenizer_class="PreTrainedTokenizerFast"
+    )  # its name in every release
     for file in folder.iterdir():
         file.chmod(0o644)  # the weights are saved for their owner only, and a package is read by everyone
 
 
 def rewrite(file: Path, indent: int | None, **changes: str) -> None:
-    """Writes a JSON file again, with changes to its top level; without an indent it is as short as it can be."""
+    """Writes a JSON file again, with changes to its top level; without an indent it is as short as it can
+    be.
+    """
     separators = (",", ":") if indent is None else (",", ": ")
     content = json.loads(file.read_text("utf-8")) | changes
     file.write_text(json.dumps(content, indent=indent, separators=separators) + "\n", "utf-8")
@@ -342,7 +380,9 @@ def folder_bytes(folder: Path) -> int:
 def main() -> None:
     """The command: trains, saves and reports."""
     options = argparse.ArgumentParser(description="Train the demo model that hf_paged.demo loads.")
-    options.add_argument("--out", type=Path, default=DATA, help="the folder to write (default: the demo's own)")
+    options.add_argument(
+        "--out", type=Path, default=DATA, help="the folder to write (default: the demo's own)"
+    )
     options.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
     choice = options.parse_args()
     torch.set_num_threads(1)  # sums in the same order on every machine

@@ -1,6 +1,7 @@
 """Time the tilings of the kernels on this GPU: what kernels/hf_paged_kernels/tuning.py is made from.
 
-python scripts/tune_kernels.py OUT.tsv [decode] [prefill]; prints the best of every shape of benchmarks/paged_kernels.py.
+python scripts/tune_kernels.py OUT.tsv [decode] [prefill]; prints the best of every shape of
+benchmarks/paged_kernels.py.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def compile_one(job: tuple) -> None:
             Prompt(1, 64, noise).attend(job[1])
         else:
             _, query_heads, heads, page, base = job
-            step = Step(Shape(1, query_heads, heads, 64, page, 0), torch.zeros(2**23, dtype=torch.bfloat16, device="cuda").repeat(40))
+            step = Step(
+                Shape(1, query_heads, heads, 64, page, 0),
+                torch.zeros(2**23, dtype=torch.bfloat16, device="cuda").repeat(40),
+            )
             step.attend(step.plan(Tiling(*base)), 0)
     except Exception as error:
         print("cannot", job, type(error).__name__, str(error)[:80])
@@ -70,7 +74,11 @@ def main() -> None:
     jobs = [("prefill", base) for base in PROMPTS] if "prefill" in what else []
     if "decode" in what:
         pages = {(s.query_heads, s.heads, s.block_size) for s in SHAPES}
-        jobs += [("decode", *key, base) for key in sorted(pages) for base in (SINGLE if key[0] == key[1] else GROUPED)]
+        jobs += [
+            ("decode", *key, base)
+            for key in sorted(pages)
+            for base in (SINGLE if key[0] == key[1] else GROUPED)
+        ]
     compile_all(jobs)
     noise = torch.empty(2**32 + 2**31, dtype=torch.bfloat16, device="cuda").normal_()
     with Path(sys.argv[1]).open("w") as out:
@@ -93,7 +101,10 @@ def main() -> None:
                     results.append((prompt.teraflops(base), base))
                 except Exception as error:
                     print("cannot", base, type(error).__name__)
-            best = " ".join(f"{speed:.0f}:{','.join(map(str, base))}" for speed, base in sorted(results, key=lambda result: -result[0]))
+            best = " ".join(
+                f"{speed:.0f}:{','.join(map(str, base))}"
+                for speed, base in sorted(results, key=lambda result: -result[0])
+            )
             print(f"prefill {rows} x {length} | {best}", flush=True)
 
 

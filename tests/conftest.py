@@ -25,7 +25,9 @@ def _whole_pools() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool begins with NaN wherever nobody has written, for that may be what lies in fresh memory: whoever reads it is found out."""
+    """A pool begins with NaN wherever nobody has written, for that may be what lies in fresh memory: whoever
+    reads it is found out.
+    """
 
     def poisoned(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         data = empty(elements, dtype, device)

@@ -34,7 +34,9 @@ def _whisper(layers: int, cls: Any = tf.WhisperForConditionalGeneration) -> Any:
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.2)
     special = {"decoder_start_token_id": 3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model.generation_config = tf.GenerationConfig(**special, is_multilingual=False, max_initial_timestamp_index=10)
+    model.generation_config = tf.GenerationConfig(
+        **special, is_multilingual=False, max_initial_timestamp_index=10
+    )
     model.generation_config.no_timestamps_token_id = 100
     return model
 
@@ -43,7 +45,9 @@ def _whisper(layers: int, cls: Any = tf.WhisperForConditionalGeneration) -> Any:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("assistant", [tf.WhisperForConditionalGeneration, tf.WhisperForCausalLM])
 def test_whisper(assistant: Any, form: str) -> None:
-    """An encoder-decoder assistant rebuilds its cache after every round; distil's decoder makes another in the first."""
+    """An encoder-decoder assistant rebuilds its cache after every round; distil's decoder makes another in
+    the first.
+    """
     model, helper = _whisper(2), _whisper(1, assistant)
     frames, options = FORMS[form]
     heard = torch.randn(1, 8, frames, generator=torch.Generator().manual_seed(5))
@@ -69,10 +73,13 @@ def test_whisper_s_assistant_is_named_once() -> None:
     model, helper = _whisper(2), _whisper(1)
     heard = torch.randn(1, 8, FRAMES, generator=torch.Generator().manual_seed(5))
     call = {"input_features": heard, "assistant_model": helper, "max_new_tokens": 12, "do_sample": False}
-    with pytest.warns(Warning, match="assistant WhisperForConditionalGeneration continues on a cache that it made") as seen:
+    with pytest.warns(
+        Warning, match="assistant WhisperForConditionalGeneration continues on a cache that it made"
+    ) as seen:
         model.generate(**call, cache_implementation="paged")
     assert {str(warning.message) for warning in seen if "paged" in str(warning.message)} == {
-        "cache_implementation='paged': the assistant WhisperForConditionalGeneration continues on a cache that it made itself; "
+        "cache_implementation='paged': the assistant WhisperForConditionalGeneration continues on a cache "
+        "that it made itself; "
         "transformers' own cache is used"
     }
 
@@ -89,5 +96,12 @@ def test_encoder_decoders(name: str, ids: torch.Tensor) -> None:
     with torch.no_grad():
         for parameter in helper.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    paged = assert_same(model, input_ids=ids[:1], assistant_model=helper, max_new_tokens=14, do_sample=False, return_dict_in_generate=True)
+    paged = assert_same(
+        model,
+        input_ids=ids[:1],
+        assistant_model=helper,
+        max_new_tokens=14,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
     assert set(paged.past_key_values.self_attention_cache.paths) == {"paged"}

@@ -1,4 +1,6 @@
-"""Tables that go to another pool and come back (C30): sharing survives, every block travels once, names are found again."""
+"""Tables that go to another pool and come back (C30): sharing survives, every block travels once, names are
+found again.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def pattern(tables: list[Table]) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_sharing_survives_the_trip(seed: int) -> None:
-    """There and back: equal patterns, equal counts, every shared block once, and what it holds is what it held."""
+    """There and back: equal patterns, equal counts, every shared block once, and what it holds is what it
+    held.
+    """
     rng = random.Random(seed)
     device, host = BlockPool(60, 2), BlockPool(60, 2)
     tables = beams(device, rng.randrange(1, 5), rng)
@@ -60,7 +64,9 @@ def test_sharing_survives_the_trip(seed: int) -> None:
 
 
 def test_what_is_there_under_its_name_is_shared() -> None:
-    """Cached blocks are taken back before anything is evicted for the others; names reach as far as they are borne."""
+    """Cached blocks are taken back before anything is evicted for the others; names reach as far as they are
+    borne.
+    """
     device, host = BlockPool(6, 2), BlockPool(6, 2)
     tokens = list(range(9))
     table = filled(device, 9)
@@ -118,7 +124,11 @@ def test_without_room_nothing_changes() -> None:
     parked = [Table(host)]
     move([table], parked)
     holder = filled(device, 2)  # takes one of the four
-    there = {image: block for image, block in zip(parked[0].blocks, blocks, strict=True) if block not in holder.blocks}
+    there = {
+        image: block
+        for image, block in zip(parked[0].blocks, blocks, strict=True)
+        if block not in holder.blocks
+    }
     assert len(there) == 3
     before = list(parked[0].blocks)
     with pytest.raises(OutOfBlocks, match="1 blocks are to move into a pool that has room for 0 of 4"):

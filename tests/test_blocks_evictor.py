@@ -36,7 +36,9 @@ def test_c20_age_counts_before_depth():
 
 
 def test_c18_a_block_that_was_taken_out_is_not_evicted():
-    """C18: a hit in the evictor is taken out, and its old entry counts for nothing when it comes back later."""
+    """C18: a hit in the evictor is taken out, and its old entry counts for nothing when it comes back
+    later.
+    """
     evictor = Evictor()
     evictor.add(1, 1, 16)
     evictor.add(2, 2, 16)

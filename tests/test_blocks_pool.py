@@ -17,7 +17,9 @@ def books(pool: BlockPool) -> tuple[int, int, int]:
 
 def lowest(pool: BlockPool, total: int, count: int) -> list[int]:
     """Where C38 puts `count` blocks of one token: the lowest run of free ones, else the lowest free ones."""
-    free = [block for block in range(total) if not pool.references(block) and pool.lookup(name(block)) != block]
+    free = [
+        block for block in range(total) if not pool.references(block) and pool.lookup(name(block)) != block
+    ]
     starts = [start for start in free if set(range(start, start + count)) <= set(free)]
     return list(range(starts[0], starts[0] + count)) if starts else free[:count]
 
@@ -324,7 +326,9 @@ def test_a_block_has_one_name():
 
 
 def test_c25_a_name_that_other_content_has_taken_is_not_lent():
-    """C25: other tokens, or another place in the sequence, are not the same content whatever the digest says."""
+    """C25: other tokens, or another place in the sequence, are not the same content whatever the digest
+    says.
+    """
     pool = BlockPool(4, 2)
     first, second = pool.take(), pool.take()
     pool.publish(first, name(1), 2, (5, 6))
@@ -453,7 +457,9 @@ def random_pool(rng, total, size):
 
 @pytest.mark.parametrize("size", [2, 16])
 def test_several_are_taken_as_one_by_one(size):
-    """C3: with blocks of several tokens each comes after the one before it if that is free, else from the lowest place."""
+    """C3: with blocks of several tokens each comes after the one before it if that is free, else from the
+    lowest place.
+    """
     for seed in range(300):
         one, other = (random_pool(random.Random(seed), 24, size) for _ in range(2))
         count, near = random.Random(seed).randrange(1, 10), random.Random(-seed).randrange(-1, 26)
@@ -463,19 +469,30 @@ def test_several_are_taken_as_one_by_one(size):
         for _ in range(count):
             expected.append(one.take(expected[-1] + 1 if expected else near))
         assert other.take_several(count, near) == expected
-        assert (one.held, one.free, one.cached, one.peak_held) == (other.held, other.free, other.cached, other.peak_held)
-        assert [one.references(block) for block in range(24)] == [other.references(block) for block in range(24)]
+        assert (one.held, one.free, one.cached, one.peak_held) == (
+            other.held,
+            other.free,
+            other.cached,
+            other.peak_held,
+        )
+        assert [one.references(block) for block in range(24)] == [
+            other.references(block) for block in range(24)
+        ]
         assert one.take() == other.take() if one.available else True
 
 
 def test_c38_several_tokens_go_where_all_of_them_can():
-    """C38: the place that was asked for if all are free there, else the lowest run, else the lowest free indices."""
+    """C38: the place that was asked for if all are free there, else the lowest run, else the lowest free
+    indices.
+    """
     for seed in range(300):
         rng = random.Random(seed)
         pool, near, count = random_pool(rng, 24, 1), rng.randrange(-1, 26), rng.randrange(1, 9)
         if count > pool.free:
             continue
-        free = [block for block in range(24) if not pool.references(block) and pool.lookup(name(block)) != block]
+        free = [
+            block for block in range(24) if not pool.references(block) and pool.lookup(name(block)) != block
+        ]
         there = list(range(near, near + count))
         expected = there if set(there) <= set(free) else lowest(pool, 24, count)
         assert pool.take_several(count, near) == expected

@@ -3,7 +3,19 @@
 import pytest
 from lookups import match
 
-from hf_paged.blocks import ROOT, BlockPool, Copy, Match, OutOfBlocks, Table, adopt, append, chain, commit, reorder
+from hf_paged.blocks import (
+    ROOT,
+    BlockPool,
+    Copy,
+    Match,
+    OutOfBlocks,
+    Table,
+    adopt,
+    append,
+    chain,
+    commit,
+    reorder,
+)
 
 PROMPT = list(range(100, 111))  # 11 tokens: two full blocks of four, and three more
 
@@ -66,7 +78,9 @@ def test_c18_a_prefix_whose_middle_was_evicted_ends_before_it():
     assert match(pool, PROMPT + [1, 2]).blocks == table.blocks[:1]
 
 
-@pytest.mark.parametrize(("length", "hits"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (11, 2), (12, 2), (13, 3), (14, 3)])
+@pytest.mark.parametrize(
+    ("length", "hits"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (11, 2), (12, 2), (13, 3), (14, 3)]
+)
 def test_c21_at_least_one_token_is_always_computed(length, hits):
     """C21: hits are capped at (L - 1) // B blocks."""
     pool = BlockPool(8, 4)
@@ -83,7 +97,9 @@ def test_c21_at_block_size_one():
 
 
 def test_c9_what_a_hit_takes_from_the_cache_is_not_available_for_the_rest():
-    """C9: hits without a reference are the ones to subtract, and what is left is exactly what can be taken."""
+    """C9: hits without a reference are the ones to subtract, and what is left is exactly what can be
+    taken.
+    """
     pool = BlockPool(5, 4)
     held, cached = committed(pool, PROMPT[:4]), committed(pool, PROMPT)
     cached.append(1)
@@ -113,7 +129,9 @@ def test_only_an_empty_table_can_begin_with_a_prefix():
 
 @pytest.mark.parametrize("event", ["evicted", "rewritten", "forgotten"])
 def test_c22_a_match_that_grew_stale_is_refused(event):
-    """C22, C24: a match holds nothing; what another caller did since must not hand out wrong keys and values."""
+    """C22, C24: a match holds nothing; what another caller did since must not hand out wrong keys and
+    values.
+    """
     pool = BlockPool(3, 4)
     table = committed(pool, PROMPT[:9])
     found = match(pool, PROMPT)
@@ -153,13 +171,20 @@ def test_c20_adopting_is_an_access():
 
 
 def test_c20_an_old_sequence_that_is_freed_late_goes_first():
-    """C20: free the recent one first, the old one after it; the old one's blocks still go first, the deepest of them before."""
+    """C20: free the recent one first, the old one after it; the old one's blocks still go first, the deepest
+    of them before.
+    """
     pool = BlockPool(4, 4)
     old, recent = committed(pool, list(range(8))), committed(pool, list(range(50, 58)))
     old_blocks, recent_blocks = list(old.blocks), list(recent.blocks)
     recent.free()
     old.free()
-    assert [pool.take() for _ in range(4)] == [old_blocks[1], old_blocks[0], recent_blocks[1], recent_blocks[0]]
+    assert [pool.take() for _ in range(4)] == [
+        old_blocks[1],
+        old_blocks[0],
+        recent_blocks[1],
+        recent_blocks[0],
+    ]
 
 
 def test_c20_rows_of_one_step_are_equally_recent():
@@ -221,7 +246,9 @@ def test_c22_only_full_blocks_of_known_tokens_are_named():
 
 
 def test_c22_tokens_beyond_those_that_are_there_are_not_looked_at():
-    """C22: of a sequence that runs ahead the last tokens are not known; the answer says whether another block is named now."""
+    """C22: of a sequence that runs ahead the last tokens are not known; the answer says whether another block
+    is named now.
+    """
     pool = BlockPool(8, 4)
     first, second = committed(pool, PROMPT), Table(pool)
     second.append(11)
@@ -291,7 +318,9 @@ def test_c17_and_so_is_one_whose_content_rests_in_the_cache():
 
 
 def test_c17_a_shared_block_is_not_exchanged():
-    """C17: only a private block is, since others name this one at its place; what follows is named all the same."""
+    """C17: only a private block is, since others name this one at its place; what follows is named all the
+    same.
+    """
     pool = BlockPool(8, 4)
     first, second = Table(pool), Table(pool)
     append([first, second], [8, 8])
@@ -306,7 +335,9 @@ def test_c17_a_shared_block_is_not_exchanged():
 
 
 def test_c6_rows_that_came_together_again_keep_their_own_beginnings():
-    """C6, C17: equal at the end and different before it, with the same content; a reorder counts only what it moves."""
+    """C6, C17: equal at the end and different before it, with the same content; a reorder counts only what it
+    moves.
+    """
     pool = BlockPool(12, 4)
     first, second = Table(pool), Table(pool)
     append([first, second], [8, 8])
@@ -354,7 +385,9 @@ def test_c24_other_extras_never_match():
 
 
 def test_c24_a_copy_of_a_table_cannot_rename_what_another_has_named():
-    """C24: the same keys and values were not computed with both adapters, so the second gets no names, nor what follows."""
+    """C24: the same keys and values were not computed with both adapters, so the second gets no names, nor
+    what follows.
+    """
     pool = BlockPool(12, 4)
     table = Table(pool)
     table.append(8)
@@ -369,7 +402,9 @@ def test_c24_a_copy_of_a_table_cannot_rename_what_another_has_named():
 
 
 def test_c24_what_is_computed_from_forgotten_blocks_gets_no_name():
-    """C24: a sequence that outlives a change of weights has old keys and values; new ones that rest on them are stale too."""
+    """C24: a sequence that outlives a change of weights has old keys and values; new ones that rest on them
+    are stale too.
+    """
     pool = BlockPool(12, 4)
     before = committed(pool, PROMPT[:8])
     twin = before.fork()
@@ -411,7 +446,9 @@ def test_c25_honest_names_pass_the_comparison():
 
 
 def test_c25_a_collision_is_not_adopted_and_names_nothing_behind_it():
-    """C25, C17: a private block is not exchanged for other content, and its successors are not found behind that."""
+    """C25, C17: a private block is not exchanged for other content, and its successors are not found behind
+    that.
+    """
     pool = BlockPool(12, 4)
     forger = Table(pool)
     forger.append(4)
@@ -427,7 +464,9 @@ def test_c25_a_collision_is_not_adopted_and_names_nothing_behind_it():
 
 
 def test_c25_a_name_of_another_depth_is_not_adopted():
-    """C25, C17: without kept tokens the place in the sequence is compared at least, so no table names a block twice."""
+    """C25, C17: without kept tokens the place in the sequence is compared at least, so no table names a block
+    twice.
+    """
     pool = BlockPool(8, 4)
     table = Table(pool)
     table.append(8)

@@ -36,7 +36,9 @@ def filled(pool: BlockPool, tokens: int) -> Table:
 
 
 def rows_with_tails(pool: BlockPool, groups: int, beams: int, shared: int, tail: int) -> list[Table]:
-    """Groups of beams, each over `shared` common blocks and `tail` blocks of its own, the last one not full."""
+    """Groups of beams, each over `shared` common blocks and `tail` blocks of its own, the last one not
+    full.
+    """
     rows = []
     for _ in range(groups):
         first = filled(pool, shared * pool.block_size)
@@ -51,7 +53,13 @@ def contents(tables: list[Table]) -> list[tuple[list[int], int, int, list[bytes]
 
 
 def state(pool: BlockPool, *tables: Table) -> tuple[object, ...]:
-    return (pool.free, pool.held, pool.cached, [pool.references(block) for block in range(pool.total)], contents([*tables]))
+    return (
+        pool.free,
+        pool.held,
+        pool.cached,
+        [pool.references(block) for block in range(pool.total)],
+        contents([*tables]),
+    )
 
 
 # ---- appending
@@ -93,7 +101,9 @@ def trace(rng: random.Random, count: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("size", "bound"), [(16, 0.04), (1, 0.0)])
 def test_c2_waste_on_a_trace_like_sharegpt(size, bound):
-    """C2: unused / allocated slots over all steps of 32 rows that serve the trace: under 4 % at B=16, 0 at B=1."""
+    """C2: unused / allocated slots over all steps of 32 rows that serve the trace: under 4 % at B=16, 0 at
+    B=1.
+    """
     requests = trace(random.Random(161338), 160)
     pool = BlockPool(2048 * 32 // size, size)
     running: list[tuple[Table, int]] = []
@@ -151,7 +161,9 @@ def test_a_step_that_does_not_fit_changes_nothing():
     one, other = filled(pool, 6), filled(pool, 3)
     twin = one.fork()
     before = state(pool, one, other, twin)
-    with pytest.raises(OutOfBlocks, match="4 blocks of 4 tokens are needed for the next step and 3 of 6 are left"):
+    with pytest.raises(
+        OutOfBlocks, match="4 blocks of 4 tokens are needed for the next step and 3 of 6 are left"
+    ):
         append([one, other, twin], [3, 2, 3])
     assert state(pool, one, other, twin) == before
     with pytest.raises(OutOfBlocks):
@@ -436,7 +448,11 @@ def expect_reordered(tables: list[Table], sources: list[int]) -> list[Table]:
     kept = min(len(tables), len(sources))
     assert all(old is new for old, new in zip(tables[:kept], after[:kept], strict=True))
     assert contents(tables[len(sources) :]) == [([], 0, 0, [])] * max(0, len(tables) - len(sources))
-    assert len({id(table.blocks) for table in after}) == len({id(table.digests) for table in after}) == len(after)
+    assert (
+        len({id(table.blocks) for table in after})
+        == len({id(table.digests) for table in after})
+        == len(after)
+    )
     pool.check()
     return after
 
@@ -494,17 +510,23 @@ def test_c6_a_permutation_moves_no_reference():
 
 
 def test_c6_a_reorder_touches_only_the_tails():
-    """C6: a beam that replaces another of its group adds its own tail and drops the other's, in this order."""
+    """C6: a beam that replaces another of its group adds its own tail and drops the other's, in this
+    order.
+    """
     pool = Ledger(2000, 16)
     rows = rows_with_tails(pool, 4, 4, shared=50, tail=2)
     tails = [list(row.blocks[50:]) for row in rows]
     pool.moves.clear()
-    expect_reordered(rows, [0, 1, 1, 3, 7, 6, 5, 5, *range(8, 16)])  # beam 2 ends in the first group, beam 4 in the second
+    expect_reordered(
+        rows, [0, 1, 1, 3, 7, 6, 5, 5, *range(8, 16)]
+    )  # beam 2 ends in the first group, beam 4 in the second
     ended, doubled = tails[2] + tails[4], tails[1] + tails[5]
     assert pool.moves == [("share", block) for block in doubled] + [("drop", block) for block in ended]
 
 
-@pytest.mark.parametrize("sources", [[0, 0, 2, 3], [3, 3, 1, 0], [1, 2, 3, 3], [2, 2, 2, 2], [0, 0], [1, 1, 1, 1, 0, 0]])
+@pytest.mark.parametrize(
+    "sources", [[0, 0, 2, 3], [3, 3, 1, 0], [1, 2, 3, 3], [2, 2, 2, 2], [0, 0], [1, 1, 1, 1, 0, 0]]
+)
 def test_c6_all_references_are_added_before_any_is_dropped(sources):
     """C6: nothing that stays in use is free, or up for eviction, in between."""
     pool = Ledger(80, 4)
@@ -517,7 +539,9 @@ def test_c6_all_references_are_added_before_any_is_dropped(sources):
 
 
 def test_c16_a_beam_step():
-    """C16: blocks that only dropped beams named are free at once; at most one block and one copy per beam follow."""
+    """C16: blocks that only dropped beams named are free at once; at most one block and one copy per beam
+    follow.
+    """
     pool = BlockPool(200, 4)
     beams = rows_with_tails(pool, 1, 4, shared=5, tail=2)
     rng = random.Random(16)

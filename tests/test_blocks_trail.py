@@ -6,7 +6,19 @@ import random
 
 import pytest
 
-from hf_paged.blocks import BlockPool, Copy, Prompt, Siblings, Table, Trail, adopt, append, commit, commit_tail, detach
+from hf_paged.blocks import (
+    BlockPool,
+    Copy,
+    Prompt,
+    Siblings,
+    Table,
+    Trail,
+    adopt,
+    append,
+    commit,
+    commit_tail,
+    detach,
+)
 
 TOKENS = list(range(100, 121))  # 21 tokens: five blocks of four, and one more
 
@@ -21,8 +33,12 @@ def left_behind(pool: BlockPool, tokens: list[int], extra: bytes = b"") -> Table
     return table
 
 
-def reach(pool: BlockPool, tokens: list[int], most: int | None = None, window: int | None = None, extra: bytes = b"") -> int:
-    return Trail(pool, Prompt(tokens, pool.block_size, extra), window).reach(len(tokens) - 1 if most is None else most)
+def reach(
+    pool: BlockPool, tokens: list[int], most: int | None = None, window: int | None = None, extra: bytes = b""
+) -> int:
+    return Trail(pool, Prompt(tokens, pool.block_size, extra), window).reach(
+        len(tokens) - 1 if most is None else most
+    )
 
 
 def taken(pool: BlockPool, tokens: list[int], most: int) -> tuple[Table, list[Copy]]:
@@ -125,7 +141,9 @@ def test_c10_behind_a_window_only_what_it_shows_is_needed(window: int) -> None:
 @pytest.mark.parametrize("length", [18, 19])
 @pytest.mark.parametrize("window", [2, 4, 5, 6, 9])
 def test_c10_behind_a_part_of_a_block_the_window_shows_less(window: int, length: int) -> None:
-    """What a row leaves that ended in the middle of a block: its last blocks, seen from there and not from the block's beginning."""
+    """What a row leaves that ended in the middle of a block: its last blocks, seen from there and not from
+    the block's beginning.
+    """
     pool = BlockPool(16, 4)
     table = Table(pool)
     table.append(length)
@@ -199,7 +217,9 @@ def test_two_readers_of_one_tail_each_get_a_copy() -> None:
 
 
 def test_without_room_the_reader_goes_on_in_place() -> None:
-    """A copy is worth less than a call: the block is taken over, and its old content is not found any more."""
+    """A copy is worth less than a call: the block is taken over, and its old content is not found any
+    more.
+    """
     pool = BlockPool(6, 4)
     left_behind(pool, TOKENS)
     table, _ = taken(pool, [*TOKENS[:15], 1], 15)

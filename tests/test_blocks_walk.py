@@ -1,8 +1,10 @@
-"""Random walks over the books with a simulated store: every live position must read back what was computed for it.
+"""Random walks over the books with a simulated store: every live position must read back what was computed
+for it.
 
-What is stored for a position stands for its keys and values: a hash of all tokens up to it, the extra key and the
-weights they were computed with. So a wrong copy, a block written while others read it, a stale hit, a name that lies:
-all of them are read back as something else (contract C4, C6, C7, C13 to C15, C17 to C19, C21, C22, C24).
+What is stored for a position stands for its keys and values: a hash of all tokens up to it, the extra key and
+the weights they were computed with. So a wrong copy, a block written while others read it, a stale hit, a
+name that lies: all of them are read back as something else (contract C4, C6, C7, C13 to C15, C17 to C19, C21,
+C22, C24).
 """
 
 import random
@@ -14,7 +16,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lookups import match
 
-from hf_paged.blocks import BlockPool, Copy, Match, OutOfBlocks, Table, adopt, append, blocks_needed, commit, extra_key, reorder
+from hf_paged.blocks import (
+    BlockPool,
+    Copy,
+    Match,
+    OutOfBlocks,
+    Table,
+    adopt,
+    append,
+    blocks_needed,
+    commit,
+    extra_key,
+    reorder,
+)
 
 MOST_ROWS = 16
 EXTRAS = [b"", extra_key("adapter", 1)]
@@ -68,12 +82,17 @@ class World:
 
     def snapshot(self) -> object:
         counts = [self.pool.references(block) for block in range(self.pool.total)]
-        tables = [(list(r.table.blocks), r.table.length, r.table.released, list(r.table.digests)) for r in self.all_rows()]
+        tables = [
+            (list(r.table.blocks), r.table.length, r.table.released, list(r.table.digests))
+            for r in self.all_rows()
+        ]
         named = [(digest, self.pool.lookup(digest)) for digest in self.truth]
         return counts, tables, named, self.pool.free, self.pool.held, self.pool.cached
 
     def execute(self, copies: list[Copy]) -> None:
-        """One launch: all sources are read before any target is written; the contract says the order is no matter."""
+        """One launch: all sources are read before any target is written; the contract says the order is no
+        matter.
+        """
         assert not {copy.source for copy in copies} & {copy.target for copy in copies}
         assert len({copy.target for copy in copies}) == len(copies)
         for source, target in copies:
@@ -127,7 +146,10 @@ class World:
     def look(self, tokens: list[int], extra: int) -> None:
         """A match that is adopted later, if it still holds."""
         extra %= len(EXTRAS)
-        self.pending = [*self.pending[-3:], (match(self.pool, tokens, EXTRAS[extra], self.verify), tokens, extra)]
+        self.pending = [
+            *self.pending[-3:],
+            (match(self.pool, tokens, EXTRAS[extra], self.verify), tokens, extra),
+        ]
 
     def adopt_late(self, number: int) -> None:
         if not self.pending or len(self.all_rows()) >= MOST_ROWS:
@@ -241,7 +263,9 @@ class World:
             if block is None:
                 del self.truth[digest]
             else:
-                assert [self.store[block * self.size + slot] for slot in range(self.size)] == values, f"the name of {block} lies"
+                assert [self.store[block * self.size + slot] for slot in range(self.size)] == values, (
+                    f"the name of {block} lies"
+                )
 
     def end(self) -> None:
         """Everything is given back: nothing is held, and what is cached can be taken."""
@@ -259,7 +283,9 @@ class World:
 
 numbers = st.integers(0, 60)
 some_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=24)
-prompts = st.builds(lambda length, last: [0] * length + last, st.integers(1, 30), st.lists(st.integers(0, 1), max_size=3))
+prompts = st.builds(
+    lambda length, last: [0] * length + last, st.integers(1, 30), st.lists(st.integers(0, 1), max_size=3)
+)
 
 
 class Walk(RuleBasedStateMachine):
@@ -343,7 +369,9 @@ TestWalk = Walk.TestCase
 def move(world: World, rng: random.Random) -> None:
     """One random move; beginnings and steps are the most frequent, as in life."""
     number = rng.randrange(1000)
-    prompt = [rng.randrange(2)] * rng.randrange(1, 10 + 4 * world.size) + [rng.randrange(3) for _ in range(rng.randrange(6))]
+    prompt = [rng.randrange(2)] * rng.randrange(1, 10 + 4 * world.size) + [
+        rng.randrange(3) for _ in range(rng.randrange(6))
+    ]
     tokens = [rng.randrange(6) for _ in range(rng.randrange(1, 8))]
     moves = [
         (20, lambda: world.start(number, prompt, rng.randrange(2))),
@@ -363,7 +391,9 @@ def move(world: World, rng: random.Random) -> None:
     rng.choices([do for _, do in moves], [weight for weight, _ in moves])[0]()
 
 
-@pytest.mark.parametrize(("seed", "total", "size"), [(1, 30, 4), (2, 14, 8), (3, 60, 2), (4, 90, 1), (5, 12, 16)])
+@pytest.mark.parametrize(
+    ("seed", "total", "size"), [(1, 30, 4), (2, 14, 8), (3, 60, 2), (4, 90, 1), (5, 12, 16)]
+)
 def test_a_long_seeded_walk(seed, total, size):
     """C7 and all the rest, 2,000 moves each; the walk must have met what it is there for."""
     rng = random.Random(seed)

@@ -1,4 +1,6 @@
-"""hf_paged.check_mismatch: identical in float32, ties in half precision, a broken model found out, a sampler beside a trainer."""
+"""hf_paged.check_mismatch: identical in float32, ties in half precision, a broken model found out, a sampler
+beside a trainer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from hf_paged.model.attention import NAME, paged_attention
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 MODES = {
     "greedy": (GREEDY, "greedy"),
-    "samples": ({"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3, "temperature": 1.3, "top_k": 20}, "samples"),
+    "samples": (
+        {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3, "temperature": 1.3, "top_k": 20},
+        "samples",
+    ),
     "beams": ({**GREEDY, "num_beams": 3, "num_return_sequences": 2}, "beams"),
     "beam samples": ({"max_new_tokens": 8, "num_beams": 3, "do_sample": True}, "beam samples"),
     "lookup": ({**GREEDY, "prompt_lookup_num_tokens": 3}, "greedy"),
@@ -96,14 +101,18 @@ def test_stock_runs_on_its_own_cache(llama: Any, ids: torch.Tensor, astray: list
 
 
 @pytest.mark.parametrize("mode", ["greedy", "samples"])
-def test_bfloat16_differs_at_ties_only(inputs: dict[str, torch.Tensor], astray: list[float], mode: str) -> None:
+def test_bfloat16_differs_at_ties_only(
+    inputs: dict[str, torch.Tensor], astray: list[float], mode: str
+) -> None:
     """Pages that are off by as much as the dtype resolves."""
     model = build(BY_NAME["llama"]).to(torch.bfloat16)
     astray[0] = 2**-8
     found: list[RowMismatch] = []
     for seed in range(4):
         prompts = {**inputs, "input_ids": inputs["input_ids"].roll(seed, 1) * inputs["attention_mask"]}
-        report = hf_paged.check_mismatch(model, prompts, **{**MODES[mode][0], "max_new_tokens": 40, "min_new_tokens": 40})
+        report = hf_paged.check_mismatch(
+            model, prompts, **{**MODES[mode][0], "max_new_tokens": 40, "min_new_tokens": 40}
+        )
         assert report.ok, str(report)
         assert report.dtype == "bfloat16"
         assert all(row.apart <= report.rounding for row in report.different)
@@ -118,7 +127,9 @@ def test_bfloat16_differs_at_ties_only(inputs: dict[str, torch.Tensor], astray: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["greedy", "samples"])
-def test_a_broken_model_is_found_out(inputs: dict[str, torch.Tensor], astray: list[float], mode: str, dtype: torch.dtype) -> None:
+def test_a_broken_model_is_found_out(
+    inputs: dict[str, torch.Tensor], astray: list[float], mode: str, dtype: torch.dtype
+) -> None:
     model = build(BY_NAME["llama"]).to(dtype)
     astray[0] = 1.0
     report = hf_paged.check_mismatch(model, inputs, **{**MODES[mode][0], "max_new_tokens": 24})
@@ -131,7 +142,9 @@ def test_a_broken_model_is_found_out(inputs: dict[str, torch.Tensor], astray: li
     assert "DIFFERENT beyond rounding" in str(report)
 
 
-def test_other_tokens_at_the_same_logits_are_no_tie(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokens_at_the_same_logits_are_no_tie(
+    llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logits agree, and the paged call chooses the second best."""
     generate = type(llama).generate
 
@@ -142,12 +155,16 @@ def test_other_tokens_at_the_same_logits_are_no_tie(llama: Any, ids: torch.Tenso
         return answer
 
     monkeypatch.setattr(tf.GenerationMixin, "generate", second_best)
-    (row,) = hf_paged.check_mismatch(llama, ids, max_new_tokens=5, min_new_tokens=5, do_sample=False).different
+    (row,) = hf_paged.check_mismatch(
+        llama, ids, max_new_tokens=5, min_new_tokens=5, do_sample=False
+    ).different
     assert (row.row, row.step, row.verdict) == (0, 4, "mismatch")
     assert "no tie" in row.reason
 
 
-def test_penalties_count_where_tokens_are_compared(llama: Any, inputs: dict[str, torch.Tensor], astray: list[float]) -> None:
+def test_penalties_count_where_tokens_are_compared(
+    llama: Any, inputs: dict[str, torch.Tensor], astray: list[float]
+) -> None:
     """The logits that are compared are those behind the user's processors."""
     astray[0] = 1.0
     report = hf_paged.check_mismatch(llama, inputs, **GREEDY, repetition_penalty=1.6, no_repeat_ngram_size=2)
@@ -165,7 +182,9 @@ def test_beams_that_differ(inputs: dict[str, torch.Tensor], astray: list[float])
     assert "num_beams=1" in str(report)
 
 
-def test_a_generate_of_the_model_s_own_cannot_be_followed(llama: Any, ids: torch.Tensor, astray: list[float]) -> None:
+def test_a_generate_of_the_model_s_own_cannot_be_followed(
+    llama: Any, ids: torch.Tensor, astray: list[float]
+) -> None:
     class Own(type(llama)):
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             return super().generate(*args, **kwargs)
@@ -182,7 +201,9 @@ def test_a_generate_of_the_model_s_own_cannot_be_followed(llama: Any, ids: torch
 
 
 class DynamicInt8(torch.nn.Module):
-    """A linear layer whose weights and activations are rounded to int8, each row of activations by its own scale."""
+    """A linear layer whose weights and activations are rounded to int8, each row of activations by its own
+    scale.
+    """
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
@@ -194,7 +215,9 @@ class DynamicInt8(torch.nn.Module):
         return ((x / scale).round() * scale) @ self.weight.T
 
 
-def test_dynamic_int8_is_explained_by_its_own_rounding(inputs: dict[str, torch.Tensor], astray: list[float]) -> None:
+def test_dynamic_int8_is_explained_by_its_own_rounding(
+    inputs: dict[str, torch.Tensor], astray: list[float]
+) -> None:
     """The dtype says float32, and a 127th decides: what rounding explains is measured on the model."""
     model = build(BY_NAME["llama"])
     for layer in model.model.layers:
@@ -219,7 +242,9 @@ def test_dynamic_int8_is_explained_by_its_own_rounding(inputs: dict[str, torch.T
 
 
 def test_log_probabilities_of_paged_decoding(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """What pages say of a completion step by step is what one forward says; ragged ends, and an end of sequence in the middle."""
+    """What pages say of a completion step by step is what one forward says; ragged ends, and an end of
+    sequence in the middle.
+    """
     completions = [[7, 9, 2, 11, 12], [8, 6], [5, 5, 5]]
     report = hf_paged.check_mismatch(llama, inputs, completions=completions)
     assert report.mode == "log-probabilities"
@@ -234,7 +259,12 @@ def test_log_probabilities_of_paged_decoding(llama: Any, inputs: dict[str, torch
 def test_log_probabilities_of_an_engine(llama: Any, ids: torch.Tensor) -> None:
     """A sampler's own, of several completions for each prompt (GRPO's rows)."""
     engine = hf_paged.Engine(llama, num_blocks=80, block_size=4)
-    outputs = [engine.submit(row.tolist(), do_sample=True, num_return_sequences=2, seed=1, logprobs=True, max_new_tokens=7) for row in ids]
+    outputs = [
+        engine.submit(
+            row.tolist(), do_sample=True, num_return_sequences=2, seed=1, logprobs=True, max_new_tokens=7
+        )
+        for row in ids
+    ]
     answers = [sequence for output in outputs for sequence in output.result().sequences]
     completions = [answer.token_ids for answer in answers]
     logprobs = [[each.logprob for each in answer.logprobs] for answer in answers]
@@ -253,7 +283,9 @@ def test_log_probabilities_of_an_engine(llama: Any, ids: torch.Tensor) -> None:
 
 
 def test_log_probabilities_of_an_encoder_decoder(ids: torch.Tensor) -> None:
-    report = hf_paged.check_mismatch(build(BY_NAME["bart"]), ids, completions=[[7, 9, 11], [8, 6, 5], [5, 5, 5]])
+    report = hf_paged.check_mismatch(
+        build(BY_NAME["bart"]), ids, completions=[[7, 9, 11], [8, 6, 5], [5, 5, 5]]
+    )
     assert report.ok, str(report)
     assert report.tokens == 9
 
@@ -276,7 +308,9 @@ def test_log_probabilities_in_bfloat16(inputs: dict[str, torch.Tensor]) -> None:
         ({"past_key_values": tf.DynamicCache()}, "whole prompt"),
     ],
 )
-def test_what_cannot_be_compared_is_an_error(llama: Any, ids: torch.Tensor, arguments: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_compared_is_an_error(
+    llama: Any, ids: torch.Tensor, arguments: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         hf_paged.check_mismatch(llama, ids, **arguments)
 

@@ -1,4 +1,6 @@
-"""Layers of a decoder's own cache that attend to a picture's tokens instead of the text's (Mllama): tables of their own (C36)."""
+"""Layers of a decoder's own cache that attend to a picture's tokens instead of the text's (Mllama): tables of
+their own (C36).
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,13 @@ from hf_paged.model.registry import memory_of
 TILES, PICTURE = 4, 68
 """Tiles of a picture, and the tokens that the tiny model makes of all of them."""
 NEEDS_NO_STOCK = ("assisted", "prompt-lookup")
-"""Stock takes rejected drafts back from the picture's tokens too, and fails: the answer without drafts is the right one."""
+"""Stock takes rejected drafts back from the picture's tokens too, and fails: the answer without drafts is the
+right one.
+"""
 STEPS_ALIKE = "_prepare_static_cache" in vars(MllamaForConditionalGeneration)
-"""Before transformers had a static cache for the model, its mask over the picture grew from step to step, and prompts came in chunks."""
+"""Before transformers had a static cache for the model, its mask over the picture grew from step to step, and
+prompts came in chunks.
+"""
 Given = dict[str, torch.Tensor]
 
 
@@ -45,7 +51,9 @@ def _clean(model: Any) -> Any:
 
 
 def text(rows: int = 3, tokens: int = 13, seed: int = 2) -> torch.Tensor:
-    return torch.randint(PROMPT_IDS.start, PROMPT_IDS.stop, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        PROMPT_IDS.start, PROMPT_IDS.stop, (rows, tokens), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def seen(rows: int, tokens: int, pictures: int) -> torch.Tensor:
@@ -61,7 +69,11 @@ def shown(rows: int, tokens: int, pictures: int, seed: int = 4) -> Given:
     """So many pictures for each of `rows` prompts of `tokens` tokens."""
     ones = torch.ones(rows, pictures, dtype=torch.long)
     return {
-        "pixel_values": torch.rand(rows, pictures, TILES, 3, 32, 32, generator=torch.Generator().manual_seed(seed)) * 2 - 1,
+        "pixel_values": torch.rand(
+            rows, pictures, TILES, 3, 32, 32, generator=torch.Generator().manual_seed(seed)
+        )
+        * 2
+        - 1,
         "aspect_ratio_ids": ones,
         "aspect_ratio_mask": ones[..., None].expand(-1, -1, TILES).contiguous(),
         "cross_attention_mask": seen(rows, tokens, pictures),
@@ -92,7 +104,11 @@ def test_modes(model: Any, mode: str, pictures: int) -> None:
 def test_rejected_drafts_leave_the_picture(model: Any, mode: str) -> None:
     arguments = MODES[mode](model, text())
     arguments |= shown(*arguments["input_ids"].shape, 1)
-    plain = {name: value for name, value in arguments.items() if name not in ("assistant_model", "prompt_lookup_num_tokens")}
+    plain = {
+        name: value
+        for name, value in arguments.items()
+        if name not in ("assistant_model", "prompt_lookup_num_tokens")
+    }
     try:
         paged = answer(model, arguments, cache_implementation="paged", cache_config={"block_size": 4})
     except IndexError:
@@ -110,7 +126,9 @@ def test_without_a_picture(model: Any, mode: str) -> None:
 # ---- tables
 
 
-@pytest.mark.parametrize("call", [{"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}], ids=["beams", "samples"])
+@pytest.mark.parametrize(
+    "call", [{"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}], ids=["beams", "samples"]
+)
 def test_rows_of_a_prompt_share_the_picture(call: dict[str, Any]) -> None:
     """One table per prompt, as long as its picture, whatever the number of beams or samples."""
     model = build("image", config_class("image", "mllama"))
@@ -131,7 +149,14 @@ def test_rows_of_a_prompt_share_the_picture(call: dict[str, Any]) -> None:
 
 def test_as_many_tokens_as_the_text(model: Any) -> None:
     """What a layer holds is a matter of the layer, not of numbers."""
-    assert_same(model, input_ids=text(2, PICTURE), **shown(2, PICTURE, 1), num_beams=2, max_new_tokens=8, do_sample=False)
+    assert_same(
+        model,
+        input_ids=text(2, PICTURE),
+        **shown(2, PICTURE, 1),
+        num_beams=2,
+        max_new_tokens=8,
+        do_sample=False,
+    )
 
 
 # ---- turns
@@ -158,7 +183,10 @@ def talk(model: Any, cache: Any, turns: list[int]) -> list[Any]:
 @pytest.mark.parametrize("turns", [[1, 0], [1, 1, 0], [0, 1, 0, 2]], ids=str)
 def test_turns(model: Any, turns: list[int]) -> None:
     """A later picture's tokens come behind those of earlier ones, in the cross layers' tables only."""
-    stock, cache = DynamicCache(config=model.config.get_text_config()), hf_paged.PagedCache(model, block_size=4)
+    stock, cache = (
+        DynamicCache(config=model.config.get_text_config()),
+        hf_paged.PagedCache(model, block_size=4),
+    )
     assert_equal(talk(model, stock, turns), talk(model, cache, turns))
     assert_equal(stock, cache)
     assert cache.layers[1].get_seq_length() == sum(turns) * PICTURE
@@ -166,10 +194,17 @@ def test_turns(model: Any, turns: list[int]) -> None:
 
 
 def test_copies_and_rows(model: Any) -> None:
-    """A copy, chosen rows, repeated rows, a crop: the picture's tables go with their rows, and none of its tokens is taken away."""
-    stock, cache = DynamicCache(config=model.config.get_text_config()), hf_paged.PagedCache(model, block_size=4)
+    """A copy, chosen rows, repeated rows, a crop: the picture's tables go with their rows, and none of its
+    tokens is taken away.
+    """
+    stock, cache = (
+        DynamicCache(config=model.config.get_text_config()),
+        hf_paged.PagedCache(model, block_size=4),
+    )
     for each in (stock, cache):
-        model.generate(input_ids=text(2), **shown(2, 13, 1), past_key_values=each, max_new_tokens=4, do_sample=False)
+        model.generate(
+            input_ids=text(2), **shown(2, 13, 1), past_key_values=each, max_new_tokens=4, do_sample=False
+        )
     twin = copy.deepcopy(cache)
     assert_equal(stock, twin)
     for each in (stock, cache):
@@ -187,7 +222,9 @@ def test_copies_and_rows(model: Any) -> None:
 
 
 def test_a_step_that_fails_leaves_no_picture(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a broken prompt wrote across is taken back with its text, and the cache goes on without a picture."""
+    """What a broken prompt wrote across is taken back with its text, and the cache goes on without a
+    picture.
+    """
     cache = hf_paged.PagedCache(model, block_size=4)
     with monkeypatch.context() as broken:
         broken.setattr(model.model.language_model.layers[3], "forward", lambda *args, **kwargs: 1 // 0)
@@ -204,21 +241,38 @@ def test_a_step_that_fails_leaves_no_picture(model: Any, monkeypatch: pytest.Mon
 def test_no_prefix_is_taken_from_beside_a_picture() -> None:
     """Text behind a picture is nobody else's; text alone is shared with text alone, and both are counted."""
     model = build("image", config_class("image", "mllama"))
-    word: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"block_size": 4, "prefix_caching": True}}
+    word: dict[str, Any] = {
+        "cache_implementation": "paged",
+        "cache_config": {"block_size": 4, "prefix_caching": True},
+    }
     call: dict[str, Any] = {"input_ids": text(1), "max_new_tokens": 4, "do_sample": False}
     for given in ({}, shown(1, 13, 1, seed=1), shown(1, 13, 1, seed=2), {}, {}):
         assert torch.equal(model.generate(**call, **given, **word), model.generate(**call, **given))
     stats = hf_paged.stats(model)
     assert stats.reused > 0
-    assert sum(count for reason, count in stats.reasons.items() if reason.endswith("is given")) == 2, stats.reasons
+    assert sum(count for reason, count in stats.reasons.items() if reason.endswith("is given")) == 2, (
+        stats.reasons
+    )
 
 
-@pytest.mark.parametrize("call", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=["greedy", "beams", "samples"])
+@pytest.mark.parametrize(
+    "call",
+    [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}],
+    ids=["greedy", "beams", "samples"],
+)
 def test_captured_steps(model: Any, call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replayed step reads the picture's tables; one with another number of picture's tokens, or none, is another step."""
+    """A replayed step reads the picture's tables; one with another number of picture's tokens, or none, is
+    another step.
+    """
     monkeypatch.setitem(RECORDERS, "cpu", record)
     monkeypatch.setattr(graphs, "WORTH", 4)
-    arguments: dict[str, Any] = {"input_ids": text(2), "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, **call}
+    arguments: dict[str, Any] = {
+        "input_ids": text(2),
+        "max_new_tokens": 12,
+        "min_new_tokens": 12,
+        "do_sample": False,
+        **call,
+    }
     for pictures in (1, 0, 2):
         before = graphs_of(model).counts["replayed"]
         assert_same(model, **arguments, **(shown(2, 13, pictures) if pictures else {}))
@@ -232,17 +286,24 @@ def test_a_picture_with_a_captured_turn(model: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(graphs, "WORTH", 1)
     monkeypatch.setattr(graphs, "AFTER", 1)
     turns = [0, 1, 1, 0]
-    stock, cache = DynamicCache(config=model.config.get_text_config()), hf_paged.PagedCache(model, block_size=4)
+    stock, cache = (
+        DynamicCache(config=model.config.get_text_config()),
+        hf_paged.PagedCache(model, block_size=4),
+    )
     assert_equal(talk(model, stock, turns), talk(model, cache, turns))
     assert_equal(stock, cache)
 
 
 def test_a_layer_that_attends_across_unsaid(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A config that keeps it to itself ends in an error, also where a picture has just as many tokens as the text."""
+    """A config that keeps it to itself ends in an error, also where a picture has just as many tokens as the
+    text.
+    """
     monkeypatch.setattr(model.config.text_config, "cross_attention_layers", [])
     call: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "paged"}
     with pytest.raises(RuntimeError, match="cross_attention_layers"):
         model.generate(input_ids=text(2), **shown(2, 13, 1), **call)
-    seen_by_all = {name: value for name, value in shown(2, PICTURE, 1).items() if name != "cross_attention_mask"}
+    seen_by_all = {
+        name: value for name, value in shown(2, PICTURE, 1).items() if name != "cross_attention_mask"
+    }
     with pytest.raises(RuntimeError, match="cross_attention_layers"):
         model.generate(input_ids=text(2, PICTURE), **seen_by_all, **call)

@@ -53,8 +53,12 @@ def vocabulary(trainer: ModuleType) -> set[str]:
     return trainer.vocabulary(trainer.read_corpus())
 
 
-def continuations(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, **options: object) -> list[list[int]]:
-    """The new tokens for each of the demo's prompts, generated in one padded batch, with eos and without padding."""
+def continuations(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, **options: object
+) -> list[list[int]]:
+    """The new tokens for each of the demo's prompts, generated in one padded batch, with eos and without
+    padding.
+    """
     inputs = tokenizer(demo.prompts(), return_tensors="pt", padding=True)
     ids = model.generate(**inputs, max_new_tokens=220, **options)[:, inputs["input_ids"].shape[1] :]
     return [[token for token in row if token != tokenizer.pad_token_id] for row in ids.tolist()]
@@ -80,7 +84,9 @@ def test_the_model_is_a_llama_with_grouped_query_attention(model: LlamaForCausal
 def test_each_call_gives_a_new_model_with_the_same_weights(model: LlamaForCausalLM) -> None:
     other = demo.model()
     assert other is not model
-    for (name, weight), (other_name, same) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+    for (name, weight), (other_name, same) in zip(
+        model.named_parameters(), other.named_parameters(), strict=True
+    ):
         assert name == other_name
         assert weight.data_ptr() != same.data_ptr()
         assert torch.equal(weight, same)
@@ -105,7 +111,11 @@ def test_greedy_it_writes_words_of_its_corpus(
 
 @pytest.mark.parametrize("seed", range(2))
 def test_sampled_it_writes_words_of_its_corpus(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, trainer: ModuleType, vocabulary: set[str], seed: int
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    trainer: ModuleType,
+    vocabulary: set[str],
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
     sampled = continuations(model, tokenizer, do_sample=True, top_p=0.9)
@@ -116,7 +126,9 @@ def test_its_stories_end(tokenizer: PreTrainedTokenizerFast, greedy: list[list[i
     assert all(tokens[-1] == tokenizer.eos_token_id for tokens in greedy)
 
 
-def test_padding_on_the_left_changes_no_story(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, greedy: list[list[int]]) -> None:
+def test_padding_on_the_left_changes_no_story(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, greedy: list[list[int]]
+) -> None:
     shortest = min(range(len(greedy)), key=lambda index: len(tokenizer(demo.prompts()[index])["input_ids"]))
     inputs = tokenizer(demo.prompts()[shortest], return_tensors="pt")
     alone = model.generate(**inputs, max_new_tokens=220, do_sample=False)[0, inputs["input_ids"].shape[1] :]
@@ -129,7 +141,10 @@ def test_beams_differ(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFas
     assert len(set(tokenizer.batch_decode(ids, skip_special_tokens=True))) == 4
 
 
-@pytest.mark.parametrize("text", ["The fox sat by the river.", "  two  spaces\n\tand 123!", "Gr\u00fc\u00dfe \u4f60\u597d \U0001f98a", ""])
+@pytest.mark.parametrize(
+    "text",
+    ["The fox sat by the river.", "  two  spaces\n\tand 123!", "Gr\u00fc\u00dfe \u4f60\u597d \U0001f98a", ""],
+)
 def test_the_tokenizer_gives_every_text_back(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     ids = tokenizer(text)["input_ids"]
     assert ids[0] == tokenizer.bos_token_id
@@ -152,13 +167,16 @@ def test_the_chat_template_is_the_form_it_was_trained_on(tokenizer: PreTrainedTo
     ]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == (
-        "<|bos|><|system|>Be brief.<|eos|><|user|>Hello.<|eos|><|assistant|>Hello!<|eos|><|user|>Thank you.<|eos|><|assistant|>"
+        "<|bos|><|system|>Be brief.<|eos|><|user|>Hello.<|eos|><|assistant|>Hello!<|eos|><|user|>Thank "
+        "you.<|eos|><|assistant|>"
     )
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
-def test_it_answers_a_chat(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, trainer: ModuleType, vocabulary: set[str]) -> None:
+def test_it_answers_a_chat(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, trainer: ModuleType, vocabulary: set[str]
+) -> None:
     chat = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
     for question in ("Who are you?", "Tell me a story about the fox."):
         answer = chat([{"role": "user", "content": question}], max_new_tokens=200, do_sample=False)

@@ -24,7 +24,9 @@ PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"bloc
 
 
 def begun(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, new: int = 4) -> torch.Tensor:
-    return model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, past_key_values=cache)
+    return model.generate(
+        ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, past_key_values=cache
+    )
 
 
 def padded(ids: torch.Tensor) -> torch.Tensor:
@@ -41,27 +43,50 @@ def test_kept_decoder_cache_and_beams(name: str, ids: torch.Tensor) -> None:
     start = torch.full((2, 3), 7)
     start[:, 0] = 0
     wide, starts = x.repeat_interleave(2, 0), start.repeat_interleave(2, 0)
-    first = {"decoder_input_ids": starts, "decoder_attention_mask": torch.ones_like(starts), "max_new_tokens": 1}
+    first = {
+        "decoder_input_ids": starts,
+        "decoder_attention_mask": torch.ones_like(starts),
+        "max_new_tokens": 1,
+    }
     model.generate(wide, attention_mask=torch.ones_like(wide), past_key_values=cache, **first)
     decoder = torch.cat([start, torch.full((2, 2), 9)], 1)
-    call = {"decoder_input_ids": decoder, "decoder_attention_mask": torch.ones_like(decoder), "num_beams": 2, "max_new_tokens": 6}
+    call = {
+        "decoder_input_ids": decoder,
+        "decoder_attention_mask": torch.ones_like(decoder),
+        "num_beams": 2,
+        "max_new_tokens": 6,
+    }
     stock = model.generate(x, attention_mask=torch.ones_like(x), **call)
-    assert torch.equal(model.generate(x, attention_mask=torch.ones_like(x), past_key_values=cache, **call), stock)
+    assert torch.equal(
+        model.generate(x, attention_mask=torch.ones_like(x), past_key_values=cache, **call), stock
+    )
 
 
-def test_a_fork_of_a_torn_cache_is_refused(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_of_a_torn_cache_is_refused(
+    llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = hf_paged.PagedCache(llama, block_size=32)
     history = begun(llama, ids, torch.ones_like(ids), cache)
     twin = copy.deepcopy(cache)
     longer = torch.cat([history, ids[:, :2]], 1)
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "copy", lambda self, copies: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        patch.setattr(
+            Store, "copy", lambda self, copies: (_ for _ in ()).throw(RuntimeError("out of memory"))
+        )
         with pytest.raises(RuntimeError, match="out of memory"):
             begun(llama, longer, torch.ones_like(longer), cache)
-    for read in (copy.deepcopy, lambda cache: cache.layers[0].keys, hf_paged.PagedCache.to_dynamic, hf_paged.PagedCache.tables):
+    for read in (
+        copy.deepcopy,
+        lambda cache: cache.layers[0].keys,
+        hf_paged.PagedCache.to_dynamic,
+        hf_paged.PagedCache.tables,
+    ):
         with pytest.raises(RuntimeError, match="broke off in the middle"):
             read(cache)
-    assert torch.equal(begun(llama, longer, torch.ones_like(longer), twin), begun(llama, longer, torch.ones_like(longer), None))
+    assert torch.equal(
+        begun(llama, longer, torch.ones_like(longer), twin),
+        begun(llama, longer, torch.ones_like(longer), None),
+    )
 
 
 def test_a_reorder_is_paid_before_the_mask_is_read(llama: Any, ids: torch.Tensor) -> None:
@@ -89,7 +114,9 @@ def test_a_reorder_does_not_keep_the_callers_tensor(llama: Any, ids: torch.Tenso
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["registered", "replaced"])
-def test_an_attention_of_the_users_own_is_called(replaced: bool, llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_of_the_users_own_is_called(
+    replaced: bool, llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Somebody else's attention function runs on dense copies of the pages."""
 
     def halved(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +124,9 @@ def test_an_attention_of_the_users_own_is_called(replaced: bool, llama: Any, ids
         return out * 0.5, weights
 
     name = "sdpa" if replaced else "test_halved"
-    monkeypatch.setitem(tf.modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping if replaced else {}, name, halved)
+    monkeypatch.setitem(
+        tf.modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping if replaced else {}, name, halved
+    )
     if not replaced:
         tf.AttentionInterface.register(name, halved)
         AttentionMaskInterface.register(name, sdpa_mask)
@@ -110,15 +139,26 @@ def test_an_attention_of_the_users_own_is_called(replaced: bool, llama: Any, ids
 
 
 def test_a_padded_cache_needs_its_mask_in_plain_forwards(llama: Any, ids: torch.Tensor) -> None:
-    answer = llama.generate(ids, attention_mask=padded(ids), max_new_tokens=5, return_dict_in_generate=True, **PAGED)
+    answer = llama.generate(
+        ids, attention_mask=padded(ids), max_new_tokens=5, return_dict_in_generate=True, **PAGED
+    )
     with pytest.raises(ValueError, match="pass the attention_mask"), torch.no_grad():
         llama(ids[:, :1], past_key_values=answer.past_key_values)
 
 
 def test_vision_encoder_with_a_text_decoder() -> None:
     """Unique rows are handed on contiguous, as the model would have got them."""
-    vision = tf.ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4)
-    text = tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, is_decoder=True, add_cross_attention=True)
+    vision = tf.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=8,
+        patch_size=4,
+    )
+    text = tf.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=96, is_decoder=True, add_cross_attention=True
+    )
     config = tf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vision, text)
     config.decoder_start_token_id, config.pad_token_id = 1, 0
     torch.manual_seed(0)
@@ -150,7 +190,14 @@ def test_a_generate_of_its_own_is_warned_about(llama: Any) -> None:
 
 def test_rows_without_padding_are_left(llama: Any, ids: torch.Tensor) -> None:
     """A padded cache of which only whole rows are kept goes on without a mask."""
-    answer = llama.generate(ids, attention_mask=padded(ids), max_new_tokens=5, min_new_tokens=5, return_dict_in_generate=True, **PAGED)
+    answer = llama.generate(
+        ids,
+        attention_mask=padded(ids),
+        max_new_tokens=5,
+        min_new_tokens=5,
+        return_dict_in_generate=True,
+        **PAGED,
+    )
     cache = answer.past_key_values
     cache.batch_select_indices(torch.tensor([1, 2]))
     longer = torch.cat([answer.sequences[1:], ids[1:, :3]], 1)
@@ -169,7 +216,9 @@ def test_a_layer_that_changes_its_layout(llama: Any, ids: torch.Tensor) -> None:
     assert torch.equal(llama.generate(ids, **call, **PAGED), llama.generate(ids, **call))
 
 
-def test_an_interrupt_in_a_plain_forward_loses_nothing(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_a_plain_forward_loses_nothing(
+    llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hf_paged.blocks import BlockPool
 
     cache, taken, original = hf_paged.PagedCache(llama, block_size=4), [], BlockPool.take
@@ -192,7 +241,9 @@ def test_an_interrupt_in_a_plain_forward_loses_nothing(llama: Any, ids: torch.Te
 
 def test_a_paged_cache_and_another_name(llama: Any, ids: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="Passing both"):
-        llama.generate(ids, past_key_values=hf_paged.PagedCache(llama), cache_implementation="static", max_new_tokens=2)
+        llama.generate(
+            ids, past_key_values=hf_paged.PagedCache(llama), cache_implementation="static", max_new_tokens=2
+        )
 
 
 def test_idle_pools_of_other_options_are_given_back(llama: Any, ids: torch.Tensor) -> None:
@@ -207,7 +258,9 @@ def test_idle_pools_of_other_options_are_given_back(llama: Any, ids: torch.Tenso
 
 @contextmanager
 def other_defaults(what: str) -> Iterator[None]:
-    """A device (one that holds nothing, so whatever lands there is missed) or a dtype that tensors get if nobody says another."""
+    """A device (one that holds nothing, so whatever lands there is missed) or a dtype that tensors get if
+    nobody says another.
+    """
     before = torch.get_default_dtype()
     if what != "device":
         torch.set_default_dtype(getattr(torch, what))
@@ -229,7 +282,9 @@ def test_the_users_defaults(what: str, llama: Any, ids: torch.Tensor) -> None:
         assert torch.equal(found, right)
     with other_defaults(what), Engine(llama, num_blocks=40) as engine:
         outputs = engine.generate(prompts, max_new_tokens=5, do_sample=False, logprobs=2)
-        drawn = [engine.generate(prompts, max_new_tokens=5, do_sample=True, top_p=0.9, seed=1) for _ in range(2)]
+        drawn = [
+            engine.generate(prompts, max_new_tokens=5, do_sample=True, top_p=0.9, seed=1) for _ in range(2)
+        ]
         engine.generate(prompts, max_new_tokens=5, do_sample=False, num_beams=2)
     assert [output.sequences[0].token_ids for output in outputs] == right[:, ids.shape[1] :].tolist()
     assert drawn[0][0].sequences == drawn[1][0].sequences

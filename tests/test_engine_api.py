@@ -1,4 +1,6 @@
-"""How an engine is used: prompts, handles, increments, lists, options, and the model in other hands meanwhile."""
+"""How an engine is used: prompts, handles, increments, lists, options, and the model in other hands
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,12 @@ def test_text_chat_and_ids(stories: Engine) -> None:
     tokenizer = stories.tokenizer
     text, chat = "The old bear slept", [{"role": "user", "content": "Tell me about the moon."}]
     template = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
-    for prompt, ids in ((text, tokenizer(text)["input_ids"]), (chat, template), (torch.tensor([[5, 6, 7]]), [5, 6, 7]), ((5, 6), [5, 6])):
+    for prompt, ids in (
+        (text, tokenizer(text)["input_ids"]),
+        (chat, template),
+        (torch.tensor([[5, 6, 7]]), [5, 6, 7]),
+        ((5, 6), [5, 6]),
+    ):
         output = stories.generate([prompt], **GREEDY)[0]
         assert output.prompt_token_ids == list(ids)
         assert output.sequences[0].token_ids == alone(stories.model, list(ids), **GREEDY)[0]
@@ -81,7 +88,10 @@ def test_other_prompts_are_refused(engine: Engine, prompt: Any, error: str) -> N
         ({"max_new_tokens": 0}, "max_new_tokens=0 is not a number of at least 1"),
         ({"logprobs": "many"}, "logprobs='many' is not True or a number"),
         ({"seed": 1.5}, "seed=1.5 is not an int"),
-        ({"logits_processor": lambda ids, scores: scores}, "logits_processor is a list of callables, got function"),
+        (
+            {"logits_processor": lambda ids, scores: scores},
+            "logits_processor is a list of callables, got function",
+        ),
         ({"logits_processor": [5]}, "logits_processor is a list of callables, and int 5 in it"),
         ({"stopping_criteria": [None]}, "stopping_criteria is a list of callables, and NoneType None in it"),
     ],
@@ -114,7 +124,10 @@ def test_a_list_of_prompts_is_a_list(engine: Engine, prompts: Any) -> None:
 def test_nobody_copies_an_engine(engine: Engine) -> None:
     """Nor a handle; what it answers with can be copied."""
     handle = engine.submit(PROMPTS[0], **GREEDY)
-    for thing, error in ((engine, "an engine .* cannot be pickled or copied"), (handle, "a handle .* cannot be pickled or copied")):
+    for thing, error in (
+        (engine, "an engine .* cannot be pickled or copied"),
+        (handle, "a handle .* cannot be pickled or copied"),
+    ):
         for copied in (copy.deepcopy, copy.copy, pickle.dumps):
             with pytest.raises(TypeError, match=error):
                 copied(thing)
@@ -157,13 +170,19 @@ def test_increments_are_the_answer(stories: Engine) -> None:
         for sequence, increments in zip(handle.result().sequences, of_handle.values(), strict=True):
             assert [token for increment in increments for token in increment.token_ids] == sequence.token_ids
             assert "".join(increment.text for increment in increments) == sequence.text
-            assert [increment.finish_reason for increment in increments] == [None] * (len(increments) - 1) + [sequence.finish_reason]
+            assert [increment.finish_reason for increment in increments] == [None] * (len(increments) - 1) + [
+                sequence.finish_reason
+            ]
             assert all(len(increment.token_ids) == 1 for increment in increments)
 
 
 def test_whoever_leaves_a_loop_finds_the_rest_later(engine: Engine) -> None:
-    """Steps bring an increment for each of three answers at once: a loop that ends after the first of them has taken no other."""
-    handle = engine.submit(PROMPTS[3], do_sample=True, num_return_sequences=3, max_new_tokens=6, min_new_tokens=6, seed=1)
+    """Steps bring an increment for each of three answers at once: a loop that ends after the first of them
+    has taken no other.
+    """
+    handle = engine.submit(
+        PROMPTS[3], do_sample=True, num_return_sequences=3, max_new_tokens=6, min_new_tokens=6, seed=1
+    )
     found: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for loops in range(4):
         for increment in handle:
@@ -192,14 +211,27 @@ def test_outputs_say_what_happened(engine: Engine) -> None:
     assert "0 tokens so far" in repr(handle)
     output = handle.result()
     assert handle.done
-    assert output.timing.submitted <= output.timing.started <= output.timing.first_token <= output.timing.finished
-    assert (output.finish_reason, output.error, output.preemptions, output.cached_tokens, output.text) == ("length", None, 0, 0, None)
+    assert (
+        output.timing.submitted
+        <= output.timing.started
+        <= output.timing.first_token
+        <= output.timing.finished
+    )
+    assert (output.finish_reason, output.error, output.preemptions, output.cached_tokens, output.text) == (
+        "length",
+        None,
+        0,
+        0,
+        None,
+    )
     assert engine.submit(PROMPTS[3], **GREEDY).result().cached_tokens == 28
 
 
 def test_generate_keeps_the_order(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = engine.generate(PROMPTS, progress=True, **GREEDY)
-    assert [answers(output) for output in outputs] == [alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS]
+    assert [answers(output) for output in outputs] == [
+        alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS
+    ]
     assert "6/6" in capsys.readouterr().err
     assert engine.generate([], **GREEDY) == []
     with pytest.raises(TypeError, match="a list of prompts"):
@@ -221,11 +253,17 @@ def test_a_result_in_time(engine: Engine) -> None:
 
 def test_steps_by_hand(engine: Engine) -> None:
     """Whoever drives the engine gets what ended in a step."""
-    handles = [engine.submit(prompt, max_new_tokens=n, do_sample=False) for prompt, n in zip(PROMPTS, (2, 5, 2), strict=False)]
+    handles = [
+        engine.submit(prompt, max_new_tokens=n, do_sample=False)
+        for prompt, n in zip(PROMPTS, (2, 5, 2), strict=False)
+    ]
     ended = []
     while not all(handle.done for handle in handles):
         ended.append([len(output.sequences[0].token_ids) for output in engine.step()])
-    assert [each for each in ended if each] == [[2], [2], [5]] or [each for each in ended if each] == [[2, 2], [5]]
+    assert [each for each in ended if each] == [[2], [2], [5]] or [each for each in ended if each] == [
+        [2, 2],
+        [5],
+    ]
     assert engine.step() == []
 
 
@@ -247,7 +285,9 @@ def test_several_threads_wait(engine: Engine) -> None:
 def test_a_seed_settles_the_draws(engine: Engine) -> None:
     """C35; without a seed torch's generator gives one, so that torch.manual_seed settles it."""
     options = {"do_sample": True, "max_new_tokens": 12, "temperature": 2.0}
-    assert answers(engine.submit(PROMPTS[0], seed=3, **options).result()) == answers(engine.submit(PROMPTS[0], seed=3, **options).result())
+    assert answers(engine.submit(PROMPTS[0], seed=3, **options).result()) == answers(
+        engine.submit(PROMPTS[0], seed=3, **options).result()
+    )
     found = []
     for manual in (1, 1, 2):
         torch.manual_seed(manual)
@@ -285,7 +325,11 @@ def test_a_request_that_draws_nothing_leaves_torchs_generator(model: Any, kind: 
         ({"watermark": 2}, ValueError, "watermark=2"),
         ({"max_batch_tokens": 0}, ValueError, "max_batch_tokens=0 leaves a step nothing to compute"),
         ({"max_batch_sequences": 0}, ValueError, "max_batch_sequences=0 leaves a step nothing to compute"),
-        ({"max_batch_sequences": 9, "max_batch_tokens": 4}, ValueError, "max_batch_tokens=4 .*; raise max_batch_tokens or"),
+        (
+            {"max_batch_sequences": 9, "max_batch_tokens": 4},
+            ValueError,
+            "max_batch_tokens=4 .*; raise max_batch_tokens or",
+        ),
         ({"policy": "random"}, ValueError, "policy='random'"),
         ({"preemption": "drop"}, ValueError, "preemption='drop'"),
         ({"preemption": "swap", "host_blocks": 0}, ValueError, "host_blocks=0"),
@@ -385,7 +429,9 @@ def test_an_engine_that_is_dropped_gives_its_pools_back(model: Any) -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_training_between_requests(model: Any, keep: bool) -> None:
-    """An optimizer step, requests, another one, requests: no stale hit (C24), and the pools go or stay as asked."""
+    """An optimizer step, requests, another one, requests: no stale hit (C24), and the pools go or stay as
+    asked.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     before = None
     with Engine(model, block_size=4, num_blocks=60, keep_pools=keep) as engine:
@@ -406,8 +452,12 @@ def test_training_between_requests(model: Any, keep: bool) -> None:
 
 
 def test_a_fused_optimizer_steps_under_requests(model: Any, engine: Engine) -> None:
-    """C24: it writes where torch does not count; an optimizer of somebody else's parameters is nobody's business."""
-    other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))], lr=0.1, fused=True)
+    """C24: it writes where torch does not count; an optimizer of somebody else's parameters is nobody's
+    business.
+    """
+    other = torch.optim.AdamW(
+        [torch.nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))], lr=0.1, fused=True
+    )
     other.param_groups[0]["params"][0].grad = torch.ones(3, dtype=torch.float32, device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     ids = torch.tensor([PROMPTS[1]])
@@ -444,10 +494,14 @@ def _rows_exchanged(model: Any) -> None:
 CHANGES = {
     "two rows of a weight change places": _rows_exchanged,
     "a weight's data is another": lambda model: setattr(
-        model.model.norm.weight, "data", model.model.norm.weight.data * torch.linspace(0.2, 2, model.config.hidden_size)
+        model.model.norm.weight,
+        "data",
+        model.model.norm.weight.data * torch.linspace(0.2, 2, model.config.hidden_size),
     ),
     "a setting of a layer": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 3.0),
-    "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 2),
+    "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, out: out * 2
+    ),
 }
 
 
@@ -464,7 +518,9 @@ def test_whatever_changes_an_idle_engine_s_model(model: Any, engine: Engine, cha
         assert answers(output) == alone(model, PROMPTS[3], **GREEDY)
 
 
-def test_a_model_that_nobody_can_look_into(model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_nobody_can_look_into(
+    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests that run at the same time share; what was cached before an idle engine may be anything."""
 
     def unreadable(*_: Any) -> Any:
@@ -489,7 +545,9 @@ def test_layers_that_round_by_the_batch_are_refused(model: Any) -> None:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_model_that_changes_its_dtype(model: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between requests `.to(dtype)` is a change like others: the pools are of the new dtype with the next request, or after a pause."""
+    """Between requests `.to(dtype)` is a change like others: the pools are of the new dtype with the next
+    request, or after a pause.
+    """
     if graphs:
         monkeypatch.setitem(RECORDERS, "cpu", record)
     with Engine(model, block_size=4, num_blocks=60, prefix_caching=True) as engine:
@@ -497,7 +555,9 @@ def test_a_model_that_changes_its_dtype(model: Any, graphs: bool, monkeypatch: p
             model.to(dtype)
             for _ in range(3):
                 outputs = engine.generate(PROMPTS, **GREEDY)
-                assert [answers(output) for output in outputs] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS]
+                assert [answers(output) for output in outputs] == [
+                    alone(model, prompt, **GREEDY) for prompt in PROMPTS
+                ]
         handle = engine.submit(PROMPTS[3], **GREEDY)
         for _ in range(3):
             engine.step()
@@ -508,7 +568,9 @@ def test_a_model_that_changes_its_dtype(model: Any, graphs: bool, monkeypatch: p
 
 
 def test_weights_that_change_under_requests(model: Any, engine: Engine) -> None:
-    """An error as long as anybody holds what the old ones computed; pause() lets them change, and nobody loses a token."""
+    """An error as long as anybody holds what the old ones computed; pause() lets them change, and nobody
+    loses a token.
+    """
     handle = engine.submit(PROMPTS[3], max_new_tokens=10, do_sample=False)
     for _ in range(5):
         engine.step()
@@ -524,7 +586,10 @@ def test_weights_that_change_under_requests(model: Any, engine: Engine) -> None:
     engine.resume()
     tokens = answers(handle.result())[0]
     assert tokens[: len(said)] == said
-    assert tokens[len(said) :] == alone(model, PROMPTS[3] + said, max_new_tokens=10 - len(said), do_sample=False)[0]
+    assert (
+        tokens[len(said) :]
+        == alone(model, PROMPTS[3] + said, max_new_tokens=10 - len(said), do_sample=False)[0]
+    )
 
 
 def _scale(tuned: Any) -> None:
@@ -565,13 +630,21 @@ def test_settings_and_adapters_that_change_under_requests(llama: Any, change: st
 
 
 def test_what_is_no_change_under_requests(model: Any, engine: Engine) -> None:
-    """Calls of the model's own, attention weights asked for, equal settings, somebody who looks on, a longer forward."""
+    """Calls of the model's own, attention weights asked for, equal settings, somebody who looks on, a longer
+    forward.
+    """
     handle = engine.submit(PROMPTS[3], **GREEDY)
     engine.step()
     ids = torch.tensor([PROMPTS[1]])
     model.generate(ids, max_new_tokens=3, num_beams=2)
     engine.step()
-    model.generate(ids, max_new_tokens=3, cache_implementation="paged", output_attentions=True, return_dict_in_generate=True)
+    model.generate(
+        ids,
+        max_new_tokens=3,
+        cache_implementation="paged",
+        output_attentions=True,
+        return_dict_in_generate=True,
+    )
     engine.step()
     model.model.layers[0].self_attn.scaling = float(str(model.model.layers[0].self_attn.scaling))
     with model.model.layers[0].register_forward_hook(lambda module, given, answer: None):
@@ -581,7 +654,9 @@ def test_what_is_no_change_under_requests(model: Any, engine: Engine) -> None:
 
 
 def test_what_a_forward_notes_on_its_modules_is_no_change(llama: Any) -> None:
-    """Some models keep what they computed last; other settings of these modules are looked at all the same."""
+    """Some models keep what they computed last; other settings of these modules are looked at all the
+    same.
+    """
 
     class Noting(type(llama.model.layers[0].mlp)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -603,7 +678,9 @@ def test_what_a_forward_notes_on_its_modules_is_no_change(llama: Any) -> None:
 
 @pytest.mark.parametrize("way", ["data", "replaced", "loaded"])
 def test_quiet_changes_are_noticed(model: Any, engine: Engine, way: str) -> None:
-    """C24: `weight.data += x` moves neither version nor address; a new parameter and a loaded one count as well."""
+    """C24: `weight.data += x` moves neither version nor address; a new parameter and a loaded one count as
+    well.
+    """
     engine.generate([PROMPTS[3]], **GREEDY)
     handle = engine.submit(PROMPTS[0], **GREEDY)  # who only waits holds nothing of the old ones
     head = model.model.layers[1].mlp.down_proj
@@ -621,13 +698,20 @@ def test_quiet_changes_are_noticed(model: Any, engine: Engine, way: str) -> None
 
 def test_adapters_are_part_of_the_weights(model: Any) -> None:
     """C24: a peft model in the engine; switching, disabling and merging adapters are never a stale hit."""
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False, r=4)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False, r=4
+    )
     torch.manual_seed(0)
     tuned = peft.get_peft_model(model, config).eval()
     tuned.add_adapter("other", config)
     engine = Engine(tuned, block_size=4, num_blocks=60)
     seen = []
-    for change in (lambda: None, lambda: tuned.set_adapter("other"), tuned.merge_adapter, tuned.unmerge_adapter):
+    for change in (
+        lambda: None,
+        lambda: tuned.set_adapter("other"),
+        tuned.merge_adapter,
+        tuned.unmerge_adapter,
+    ):
         change()
         outputs = engine.generate([PROMPTS[3]] * 2, **GREEDY)
         assert [output.cached_tokens for output in outputs] == [0, 28]
@@ -663,7 +747,9 @@ TOO_LONG = [5] * 250
 
 
 def test_the_ids_of_one_prompt_are_no_list_of_prompts(engine: Engine) -> None:
-    with pytest.raises(TypeError, match=r"got token ids; for one prompt of them write engine.generate\(\[ids\]\)"):
+    with pytest.raises(
+        TypeError, match=r"got token ids; for one prompt of them write engine.generate\(\[ids\]\)"
+    ):
         engine.generate(PROMPTS[0], **GREEDY)
     with pytest.raises(TypeError, match="got int 5"):
         engine.submit(5)
@@ -677,7 +763,9 @@ def test_more_sequences_than_run_at_once_name_the_option(engine: Engine) -> None
 
 
 def test_a_prompt_that_is_too_long_is_no_silent_empty_answer(engine: Engine) -> None:
-    """C11: its neighbours have theirs, and a warning says which one has none and why; the rest is in its output."""
+    """C11: its neighbours have theirs, and a warning says which one has none and why; the rest is in its
+    output.
+    """
     prompts = [PROMPTS[0], TOO_LONG, PROMPTS[1], TOO_LONG]
     said = r"2 of 4 requests .*: prompts\[1\] ended as 'refused', Infeasible: .* 258 tokens.*strict=True"
     with pytest.warns(UserWarning, match=said) as seen:
@@ -700,7 +788,9 @@ def test_a_strict_list_of_prompts_raises(engine: Engine) -> None:
     broken = [lambda ids, scores: 1 / 0]
     with pytest.raises(ZeroDivisionError):
         engine.generate(PROMPTS[:2], **GREEDY, stopping_criteria=broken, strict=True)
-    with pytest.warns(UserWarning, match=r"2 of 2 requests .* prompts\[0\] ended as 'error', ZeroDivisionError: div"):
+    with pytest.warns(
+        UserWarning, match=r"2 of 2 requests .* prompts\[0\] ended as 'error', ZeroDivisionError: div"
+    ):
         engine.generate(PROMPTS[:2], **GREEDY, stopping_criteria=broken)
     assert engine.stats()["waiting"] == engine.stats()["running"] == 0
     engine.check()
@@ -714,7 +804,10 @@ def test_a_salt_is_text_in_the_engine_and_in_generate(engine: Engine, salt: Any)
         lambda: engine.submit(PROMPTS[0], **GREEDY, salt=salt),
         lambda: hf_paged.CacheConfig(salt=salt),
         lambda: engine.model.generate(
-            torch.tensor(PROMPTS[:1]), **GREEDY, cache_implementation="paged", cache_config={"prefix_caching": True, "salt": salt}
+            torch.tensor(PROMPTS[:1]),
+            **GREEDY,
+            cache_implementation="paged",
+            cache_config={"prefix_caching": True, "salt": salt},
         ),
     ):
         with pytest.raises(TypeError, match="salt must be a str, got") as error:

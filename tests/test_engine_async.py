@@ -1,4 +1,6 @@
-"""The engine in coroutines: any event loop, never held up; who goes away ends his request and harms nobody."""
+"""The engine in coroutines: any event loop, never held up; who goes away ends his request and harms
+nobody.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_awaiting(quiet: Engine) -> None:
         assert [[token for increment in streamed for token in increment.token_ids]] == expected[2]
         assert streamed[-1].finish_reason == "length"
         handle = quiet.submit(PROMPTS[2], **GREEDY)
-        assert [increment.token_ids async for increment in handle] == [increment.token_ids for increment in streamed]
+        assert [increment.token_ids async for increment in handle] == [
+            increment.token_ids for increment in streamed
+        ]
         assert await handle is handle.result()
         assert await quiet.agenerate([], **GREEDY) == []
 
@@ -68,7 +72,9 @@ def test_the_loop_goes_on(quiet: Engine) -> None:
     async def ask() -> None:
         gate = Gate()
         quiet.start()
-        task = asyncio.ensure_future(quiet.agenerate([PROMPTS[0]], **GREEDY, stopping_criteria=[gate.criterion]))
+        task = asyncio.ensure_future(
+            quiet.agenerate([PROMPTS[0]], **GREEDY, stopping_criteria=[gate.criterion])
+        )
         await reached(gate)
         other = quiet.submit(PROMPTS[1], **GREEDY)
         gate.open.set()
@@ -110,7 +116,9 @@ def test_a_task_that_is_cancelled_ends_its_requests(quiet: Engine, way: str) -> 
     async def ask() -> None:
         neighbours = [quiet.submit(prompt, **GREEDY) for prompt in PROMPTS[:3]]
         handles = [quiet.submit(PROMPTS[3], **options)] if way in ("handle", "iteration") else []
-        gated = quiet.submit(PROMPTS[4], **{**GREEDY, "max_new_tokens": 2}, stopping_criteria=[gate.criterion])
+        gated = quiet.submit(
+            PROMPTS[4], **{**GREEDY, "max_new_tokens": 2}, stopping_criteria=[gate.criterion]
+        )
         task = asyncio.ensure_future(consume(handles))
         await asyncio.sleep(0)
         quiet.start()
@@ -122,7 +130,9 @@ def test_a_task_that_is_cancelled_ends_its_requests(quiet: Engine, way: str) -> 
         assert (await gated).finish_reason == "length"
         for handle in handles:
             assert (await handle).finish_reason == "abort"
-        assert [answers(await handle) for handle in neighbours] == [alone(quiet.model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
+        assert [answers(await handle) for handle in neighbours] == [
+            alone(quiet.model, prompt, **GREEDY) for prompt in PROMPTS[:3]
+        ]
 
     run(ask())
     quiet.stop()

@@ -1,4 +1,6 @@
-"""A thread drives the engine: submitting is prompt, whoever waits gets what comes, and nothing hangs (C34)."""
+"""A thread drives the engine: submitting is prompt, whoever waits gets what comes, and nothing hangs
+(C34).
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def test_requests_of_many_threads(engine: Engine) -> None:
     assert [found[i] for i in range(5)] == [alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS[:5]]
     assert drivers == {"hf_paged engine"}
     outputs = engine.generate(PROMPTS, **GREEDY)
-    assert [answers(output) for output in outputs] == [alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS]
+    assert [answers(output) for output in outputs] == [
+        alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS
+    ]
 
 
 def test_submitting_and_cancelling_wait_for_no_step(engine: Engine) -> None:
@@ -115,10 +119,17 @@ def test_submitting_and_cancelling_wait_for_no_step(engine: Engine) -> None:
     first.cancel()
     assert not any(handle.done for handle in [first, *handles])
     gate.open.set()
-    assert [handle.result(GUARD).finish_reason for handle in [first, *handles]] == ["abort", "length", "abort", "length"]
+    assert [handle.result(GUARD).finish_reason for handle in [first, *handles]] == [
+        "abort",
+        "length",
+        "abort",
+        "length",
+    ]
     assert gate.opened_in_time
     assert [len(handle.result().sequences[0].token_ids) for handle in (first, handles[1])] == [1, 0]
-    assert [answers(handles[i].result()) for i in (0, 2)] == [alone(engine.model, PROMPTS[i], **GREEDY) for i in (0, 2)]
+    assert [answers(handles[i].result()) for i in (0, 2)] == [
+        alone(engine.model, PROMPTS[i], **GREEDY) for i in (0, 2)
+    ]
 
 
 def test_increments_come_as_they_are_made(engine: Engine) -> None:
@@ -146,19 +157,25 @@ def test_a_consumer_that_goes_away(engine: Engine) -> None:
     stream = engine.stream(PROMPTS[3], max_new_tokens=100, do_sample=False)
     next(stream)
     stream.close()
-    assert [answers(handle.result(GUARD)) for handle in handles] == [alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
+    assert [answers(handle.result(GUARD)) for handle in handles] == [
+        alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS[:3]
+    ]
     assert engine.submit(PROMPTS[0], **GREEDY).result(GUARD).error is None
     assert engine.stats()["running"] == 0
 
 
 def test_what_a_step_raises_reaches_everybody_who_waits(model: Any, engine: Engine) -> None:
-    """Weights that change under requests: all hear of it, later ones too; after pause() and resume() nobody has lost a token."""
+    """Weights that change under requests: all hear of it, later ones too; after pause() and resume() nobody
+    has lost a token.
+    """
     gate, first = held(engine)
     handles = [first, engine.submit(PROMPTS[1], **GREEDY)]
     heard: list[str] = []
 
     def wait(handle: Any) -> None:
-        with pytest.raises(RuntimeError, match="thread has stopped: the model's weights have changed") as caught:
+        with pytest.raises(
+            RuntimeError, match="thread has stopped: the model's weights have changed"
+        ) as caught:
             handle.result(GUARD)
         heard.append(type(caught.value.__cause__).__name__)
 
@@ -185,7 +202,9 @@ def test_after_trouble_it_is_started_again(model: Any, engine: Engine) -> None:
     with pytest.raises(RuntimeError, match="training mode"):
         handle.result(GUARD)
     model.eval()
-    assert answers(engine.start().submit(PROMPTS[1], **GREEDY).result(GUARD)) == alone(model, PROMPTS[1], **GREEDY)
+    assert answers(engine.start().submit(PROMPTS[1], **GREEDY).result(GUARD)) == alone(
+        model, PROMPTS[1], **GREEDY
+    )
     assert answers(handle.result(GUARD)) == alone(model, PROMPTS[0], **GREEDY)
 
 
@@ -207,7 +226,9 @@ def test_pausing(engine: Engine) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_another_thread_changes_the_weights(model: Any, ahead: bool) -> None:
-    """Under pause(): what was said stays, the rest is said by the new weights, and nothing that was cached is found again (C24)."""
+    """Under pause(): what was said stays, the rest is said by the new weights, and nothing that was cached is
+    found again (C24).
+    """
     held_up, waits = PROMPTS[3], PROMPTS[1]
     old = alone(model, held_up, **GREEDY)[0]
     changed: list[str] = []
@@ -223,7 +244,9 @@ def test_another_thread_changes_the_weights(model: Any, ahead: bool) -> None:
         engine.resume()
         changed.append(threading.current_thread().name)
 
-    with Engine(model, block_size=4, num_blocks=60, max_batch_tokens=40, max_batch_sequences=8, run_ahead=ahead).start() as engine:
+    with Engine(
+        model, block_size=4, num_blocks=60, max_batch_tokens=40, max_batch_sequences=8, run_ahead=ahead
+    ).start() as engine:
         gate = Gate(token=3)
         handle = engine.submit(held_up, **GREEDY, stopping_criteria=[gate.criterion])
         gate.wait()
@@ -272,7 +295,9 @@ def test_closing_ends_everything(engine: Engine) -> None:
     gate, handle = held(engine)
     others = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:2]]
     reasons: list[str] = []
-    waiting = in_threads([lambda each=each: reasons.append(each.result(GUARD).finish_reason) for each in [handle, *others]])
+    waiting = in_threads(
+        [lambda each=each: reasons.append(each.result(GUARD).finish_reason) for each in [handle, *others]]
+    )
     thread = engine._thread._thread
     closing = meanwhile(engine.close, lambda: bool(engine._lock.waiting))
     gate.open.set()
@@ -286,7 +311,9 @@ def test_closing_ends_everything(engine: Engine) -> None:
 
 @pytest.mark.parametrize("act", ["result", "stop", "exit"])
 def test_from_within_a_step(engine: Engine, act: str) -> None:
-    """A criterion that waits for the engine, stops it or means to end the process: nobody waits for himself."""
+    """A criterion that waits for the engine, stops it or means to end the process: nobody waits for
+    himself.
+    """
     inner: list[Any] = []
 
     def within() -> None:
@@ -306,7 +333,9 @@ def test_from_within_a_step(engine: Engine, act: str) -> None:
         assert answers(handle.result(GUARD)) == alone(engine.model, PROMPTS[4], **GREEDY)
     else:
         assert type(handle.result(GUARD).error) is SystemExit  # the request's end, and not the thread's
-        assert answers(engine.submit(PROMPTS[0], **GREEDY).result(GUARD)) == alone(engine.model, PROMPTS[0], **GREEDY)
+        assert answers(engine.submit(PROMPTS[0], **GREEDY).result(GUARD)) == alone(
+            engine.model, PROMPTS[0], **GREEDY
+        )
 
 
 def test_starting_twice_is_once(engine: Engine) -> None:
@@ -328,9 +357,13 @@ def test_an_engine_that_is_dropped_takes_its_thread_along(model: Any) -> None:
     assert memory.held == 0
 
 
-@pytest.mark.parametrize("end", ["raise ValueError('mine')", "import threading; threading.Thread(target=handle.result).start()"])
+@pytest.mark.parametrize(
+    "end", ["raise ValueError('mine')", "import threading; threading.Thread(target=handle.result).start()"]
+)
 def test_the_interpreter_ends(end: str) -> None:
-    """With requests on their way, with an error, with a thread that still waits: nothing keeps the process."""
+    """With requests on their way, with an error, with a thread that still waits: nothing keeps the
+    process.
+    """
     script = f"""
 from families import BY_NAME, build
 from hf_paged import Engine
@@ -342,7 +375,9 @@ next(iter(handle))
     tree = Path(__file__).parent.parent
     paths = [str(tree), str(tree / "kernels"), str(tree / "tests"), str(tree / "tests" / "support")]
     code = f"import sys; sys.path[:0] = {paths}\n{script}"
-    ran = subprocess.run([sys.executable, "-c", code], timeout=5 * GUARD, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], timeout=5 * GUARD, capture_output=True, text=True, check=False
+    )
     assert ran.returncode == ("ValueError" in end), ran.stderr
     assert ("mine" in ran.stderr) == ("mine" in end)
     assert "Fatal" not in ran.stderr
@@ -395,7 +430,9 @@ def test_a_lock_that_goes_round() -> None:
 
 
 def test_a_process_that_was_forked_waits_for_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork leaves the thread behind: whoever waits there is told so. The process that has the thread does not notice."""
+    """A fork leaves the thread behind: whoever waits there is told so. The process that has the thread does
+    not notice.
+    """
     engine.pause()  # nobody computes it meanwhile
     handle = engine.submit(PROMPTS[1], **GREEDY)
     with monkeypatch.context() as elsewhere:

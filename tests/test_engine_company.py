@@ -1,4 +1,6 @@
-"""An engine and others on one model at the same time: other engines, calls of generate(), looks from other threads (C24, C34)."""
+"""An engine and others on one model at the same time: other engines, calls of generate(), looks from other
+threads (C24, C34).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_steps_in_the_middle_of_a_call(llama: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a paged generate() sets on the model while it runs is no change of the model, for requests that ran before."""
+    """What a paged generate() sets on the model while it runs is no change of the model, for requests that
+    ran before.
+    """
     if graphs:
         monkeypatch.setitem(RECORDERS, "cpu", record)
     expected = [alone(llama, prompt, **GREEDY) for prompt in PROMPTS[:3]]
@@ -36,7 +40,11 @@ def test_steps_in_the_middle_of_a_call(llama: Any, graphs: bool, monkeypatch: py
             steps[0] += 1
             return torch.zeros(len(ids), dtype=torch.bool)
 
-        options = {"stopping_criteria": [between], "cache_implementation": "paged", "cache_config": {"prefix_caching": True}}
+        options = {
+            "stopping_criteria": [between],
+            "cache_implementation": "paged",
+            "cache_config": {"prefix_caching": True},
+        }
         row = llama.generate(torch.tensor([PROMPTS[2]]), **GREEDY, **options)[0]
         assert steps[0] == 8
         assert [row[len(PROMPTS[2]) :].tolist()] == expected[2]
@@ -54,7 +62,9 @@ def test_an_engine_that_is_made_in_the_middle_of_a_call(llama: Any) -> None:
             made[0].step()
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    llama.generate(torch.tensor([PROMPTS[2]]), **GREEDY, stopping_criteria=[between], cache_implementation="paged")
+    llama.generate(
+        torch.tensor([PROMPTS[2]]), **GREEDY, stopping_criteria=[between], cache_implementation="paged"
+    )
     with made[0] as engine:
         llama.marked = True  # something is another setting: all of them are asked what they say
         del llama.marked
@@ -63,8 +73,12 @@ def test_an_engine_that_is_made_in_the_middle_of_a_call(llama: Any) -> None:
         ]
 
 
-def test_nobody_moves_pools_or_looks_in_the_middle_of_a_forward(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards hold the lock of the model's memory: whoever gives pools back, or asks the model's settings, has it, too."""
+def test_nobody_moves_pools_or_looks_in_the_middle_of_a_forward(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forwards hold the lock of the model's memory: whoever gives pools back, or asks the model's settings,
+    has it, too.
+    """
     lock, seen = memory_of(llama).lock, dict.fromkeys(["give_back", "_look", "touched"], 0)
 
     def watch(kind: type, name: str) -> None:
@@ -99,7 +113,9 @@ def test_the_user_s_attention_is_asked_for_while_another_thread_switches_it() ->
         @property
         def _attn_implementation(self) -> str:
             if self.thread is None:
-                self.thread = threading.Thread(target=lambda: (switch([self], "hf_paged", self), switched.set()))
+                self.thread = threading.Thread(
+                    target=lambda: (switch([self], "hf_paged", self), switched.set())
+                )
                 self.thread.start()
                 switched.wait(0.2)  # it comes in between, if nothing keeps it out
             return self._attn_implementation_internal

@@ -1,4 +1,6 @@
-"""Compiled layers in the engine's captured steps: the same tokens, few codes, nothing left in the model, and ways back (C23, C24)."""
+"""Compiled layers in the engine's captured steps: the same tokens, few codes, nothing left in the model, and
+ways back (C23, C24).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 
 
 def again(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Stands for a CUDA graph: a replay runs the step's Python once more. No tape can note what compiled code does."""
+    """Stands for a CUDA graph: a replay runs the step's Python once more. No tape can note what compiled code
+    does.
+    """
 
     def replay() -> None:
         with torch.no_grad():
@@ -77,15 +81,21 @@ def deep_llama() -> Any:
 
 
 def assert_served(model: Any, *, compile: bool, match: str = "", **options: Any) -> Engine:
-    """Everybody's tokens are those of generate() alone; with `compile` all captured steps are compiled, else none is."""
+    """Everybody's tokens are those of generate() alone; with `compile` all captured steps are compiled, else
+    none is.
+    """
     with Engine(model, block_size=4, compile=True, **options) as engine:
         outputs = engine.generate(PROMPTS[:4], **GREEDY)
         engine.check()
         counts = dict(decoding(engine).counts)
         assert counts["replayed"] > 2, decoding(engine).reasons
-        assert counts.get("compiled", 0) == (counts["captured"] if compile else 0), decoding(engine).compilation.why_not
+        assert counts.get("compiled", 0) == (counts["captured"] if compile else 0), decoding(
+            engine
+        ).compilation.why_not
         assert match in (decoding(engine).compilation.why_not or "")
-    assert [answers(output) for output in outputs] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:4]]
+    assert [answers(output) for output in outputs] == [
+        alone(model, prompt, **GREEDY) for prompt in PROMPTS[:4]
+    ]
     return engine
 
 
@@ -107,11 +117,16 @@ def test_beams_and_samples(llama: Any) -> None:
         assert decoding(engine).counts["compiled"]
     with Engine(llama, block_size=4, graphs=False) as engine:
         right = engine.submit(PROMPTS[0], **drawing).result()
-    assert found == (alone(llama, PROMPTS[3], num_beams=3, max_new_tokens=9, min_new_tokens=9), answers(right))
+    assert found == (
+        alone(llama, PROMPTS[3], num_beams=3, max_new_tokens=9, min_new_tokens=9),
+        answers(right),
+    )
 
 
 def test_one_code_for_all_layers_and_rows(traced: list[Any]) -> None:
-    """Two for a model: one row is a case of its own. Neither layers nor buckets of rows nor another engine's tables add any."""
+    """Two for a model: one row is a case of its own. Neither layers nor buckets of rows nor another engine's
+    tables add any.
+    """
     model = deep_llama()
     with Engine(model, block_size=4, max_batch_tokens=40, compile=True) as engine:
         for count in (1, 2, 3, 5, 9):
@@ -128,7 +143,9 @@ def test_one_code_for_all_layers_and_rows(traced: list[Any]) -> None:
 
 
 def test_kernels_of_ours_in_compiled_layers(monkeypatch: pytest.MonkeyPatch, traced: list[Any]) -> None:
-    """Queries and keys are turned where they are stored, sums are normed in one kernel, and no capture compiles anything again."""
+    """Queries and keys are turned where they are stored, sums are normed in one kernel, and no capture
+    compiles anything again.
+    """
     model, kernels = deep_llama(), Kernels()
     monkeypatch.setattr(Ops, "kernels", kernels)
     with Engine(model, block_size=4, compile=True) as engine:
@@ -141,16 +158,22 @@ def test_kernels_of_ours_in_compiled_layers(monkeypatch: pytest.MonkeyPatch, tra
     assert "position_embeddings" in graph.code
     assert "torch.cat" not in graph.code
     assert "rsqrt" not in graph.code
-    assert [answers(output) for output in outputs] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
+    assert [answers(output) for output in outputs] == [
+        alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]
+    ]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="inductor needs a C++ compiler on a CPU")
+@pytest.mark.skipif(
+    shutil.which("g++") is None or sys.platform != "linux", reason="inductor needs a C++ compiler on a CPU"
+)
 def test_code_of_inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The real thing, from an empty cache."""
     monkeypatch.undo()
     monkeypatch.setitem(RECORDERS, "cpu", again)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", list, raising=False)  # it compiles ten seconds to find out
+    monkeypatch.setattr(
+        "torch._inductor.cpu_vec_isa.valid_vec_isa_list", list, raising=False
+    )  # it compiles ten seconds to find out
     from torch._inductor import config
 
     with config.patch(compile_threads=1):  # no processes that outlive the test
@@ -161,7 +184,9 @@ def test_code_of_inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
 
 
 def test_the_model_is_as_it_was(llama: Any) -> None:
-    """Modules, functions, parameters and settings after the engine, and between its steps; generate() and training work."""
+    """Modules, functions, parameters and settings after the engine, and between its steps; generate() and
+    training work.
+    """
     before = copy.deepcopy(llama.state_dict())
     parameters = dict(llama.named_parameters())
     with Engine(llama, block_size=4, compile=True) as engine:
@@ -174,7 +199,9 @@ def test_the_model_is_as_it_was(llama: Any) -> None:
             alone(llama, PROMPTS[1], max_new_tokens=2)
         assert decoding(engine).counts["compiled"] == 1
         assert answers(handle.result()) == alone(llama, PROMPTS[0], **GREEDY)
-    assert {name: id(parameter) for name, parameter in llama.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert {name: id(parameter) for name, parameter in llama.named_parameters()} == {
+        name: id(p) for name, p in parameters.items()
+    }
     assert all(torch.equal(tensor, before[name]) for name, tensor in llama.state_dict().items())
     llama.train()
     llama(torch.tensor([PROMPTS[0]]), labels=torch.tensor([PROMPTS[0]])).loss.backward()
@@ -192,7 +219,9 @@ def test_weights_that_change_are_read_anew(llama: Any) -> None:
         llama.eval()
         outputs = engine.generate(PROMPTS[:2], **GREEDY)
         assert decoding(engine).counts["compiled"] == decoding(engine).counts["captured"]
-    assert [answers(output) for output in outputs] == [alone(llama, prompt, **GREEDY) for prompt in PROMPTS[:2]]
+    assert [answers(output) for output in outputs] == [
+        alone(llama, prompt, **GREEDY) for prompt in PROMPTS[:2]
+    ]
 
 
 def test_nobody_keeps_the_model() -> None:
@@ -259,7 +288,9 @@ def test_a_compiler_that_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_code_that_differs_is_never_used(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every captured step is held to the forward itself. One that is wrong ends the compiled ones that seemed right."""
+    """Every captured step is held to the forward itself. One that is wrong ends the compiled ones that seemed
+    right.
+    """
 
     def wrong(graph: Any, inputs: Any) -> Any:
         return lambda *given: tuple(x if len(x) < 3 else -3 * x for x in graph.forward(*given))
@@ -273,7 +304,9 @@ def test_code_that_differs_is_never_used(llama: Any, monkeypatch: pytest.MonkeyP
         assert len(told) == 1
         assert not [step for step in decoding(engine)._steps.values() if step.compiled]
         assert decoding(engine).counts["replayed"] > 5
-    assert [answers(output) for output in (first, *rest)] == [alone(llama, prompt, **GREEDY) for prompt in [PROMPTS[0], *PROMPTS[:4]]]
+    assert [answers(output) for output in (first, *rest)] == [
+        alone(llama, prompt, **GREEDY) for prompt in [PROMPTS[0], *PROMPTS[:4]]
+    ]
 
 
 def test_layers_that_want_a_code_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,10 +334,15 @@ def test_memory_that_ends_is_no_reason(llama: Any, monkeypatch: pytest.MonkeyPat
 
 def test_a_model_whose_steps_cannot_be_captured(llama: Any) -> None:
     llama.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    with pytest.warns(FallbackWarning, match="cannot be captured.*hooks") as told, Engine(llama, block_size=4, compile=True) as engine:
+    with (
+        pytest.warns(FallbackWarning, match="cannot be captured.*hooks") as told,
+        Engine(llama, block_size=4, compile=True) as engine,
+    ):
         outputs = engine.generate(PROMPTS[:2], **GREEDY)
     assert len(told) == 1
-    assert [answers(output) for output in outputs] == [alone(llama, prompt, **GREEDY) for prompt in PROMPTS[:2]]
+    assert [answers(output) for output in outputs] == [
+        alone(llama, prompt, **GREEDY) for prompt in PROMPTS[:2]
+    ]
 
 
 def test_where_no_step_is_captured(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ MB = 1 << 20
 
 
 def measured(rate: float = 1e-9, latency: float = 0.0, tokens: float = 1e-5, step: float = 5e-3) -> Costs:
-    """Swaps at 1 / rate bytes a second after a latency, steps of a fixed time and some seconds for every token."""
+    """Swaps at 1 / rate bytes a second after a latency, steps of a fixed time and some seconds for every
+    token.
+    """
     costs = Costs()
     for size in (1 * MB, 4 * MB, 16 * MB):
         costs.out.add(size, latency + rate * size)
@@ -77,4 +79,6 @@ def test_a_curve_between_and_beyond() -> None:
     for size, seconds in ((100, 1.0), (0, 9.0), (1000, 4.0), (1010, -1.0), (1000, 4.0)):
         curve.add(size, seconds)
     assert curve.count == 3
-    assert [curve.at(size) for size in (0, 50, 100, 550, 1000, 3000)] == pytest.approx([0.0, 0.5, 1.0, 2.5, 4.0, 12.0])
+    assert [curve.at(size) for size in (0, 50, 100, 550, 1000, 3000)] == pytest.approx(
+        [0.0, 0.5, 1.0, 2.5, 4.0, 12.0]
+    )

@@ -1,4 +1,6 @@
-"""Who may have changed the model: after other people's code every step looks, in the engine's own loop one now and then (C24)."""
+"""Who may have changed the model: after other people's code every step looks, in the engine's own loop one
+now and then (C24).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,14 @@ def model() -> Any:
 @pytest.fixture(params=[False, True], ids=["at once", "ahead"])
 def engine(model: Any, request: pytest.FixtureRequest) -> Engine:
     """An engine that counts its steps only, not the time they take."""
-    made = Engine(model, block_size=16, num_blocks=40, max_batch_tokens=64, max_batch_sequences=4, run_ahead=request.param)
+    made = Engine(
+        model,
+        block_size=16,
+        num_blocks=40,
+        max_batch_tokens=64,
+        max_batch_sequences=4,
+        run_ahead=request.param,
+    )
     made._custody._clock = lambda: 0.0
     return made
 
@@ -156,7 +165,9 @@ def test_the_own_loop_looks_now_and_then(engine: Engine, monkeypatch: pytest.Mon
     assert answers(handle.result()) == alone(engine.model, PROMPTS[0], **LONG)
 
 
-def test_whoever_is_let_in_finds_a_model_that_was_looked_at(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_is_let_in_finds_a_model_that_was_looked_at(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     warm(engine)
     seen, adopt = looks(monkeypatch), engine._scheduler._adopt
     entered: list[int] = []
@@ -230,14 +241,20 @@ KINDS = {
 @pytest.mark.parametrize("ends", ["length", "stop"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nobody_ends_before_somebody_has_looked(engine: Engine, kind: str, ends: str) -> None:
-    """Weights that were changed a few steps before an end are found there, however it comes: by its length, or by a token."""
+    """Weights that were changed a few steps before an end are found there, however it comes: by its length,
+    or by a token.
+    """
     options: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 0, "eos_token_id": None, **KINDS[kind]}
     asked = PROMPTS[:1] * 2  # the steps of it are captured, and trusted
     (output, _) = engine.generate(asked, **options)
     if ends == "stop":
         # A token that the answer has near its end and not before.
         said = output.sequences[0].token_ids
-        options |= {"eos_token_id": next(token for place, token in enumerate(said) if place > 6 and token not in said[:place])}
+        options |= {
+            "eos_token_id": next(
+                token for place, token in enumerate(said) if place > 6 and token not in said[:place]
+            )
+        }
         options |= {"max_new_tokens": 30}
     for _ in range(3):
         engine.generate(asked, **options)
@@ -278,7 +295,9 @@ def test_pause_finds_what_was_changed_before_it(engine: Engine) -> None:
 
 
 def test_between_two_loops_a_change_costs_nobody_his_answer(engine: Engine) -> None:
-    """Whoever drives may change the weights when he is back: an error first, then pause() makes it good, to the token."""
+    """Whoever drives may change the weights when he is back: an error first, then pause() makes it good, to
+    the token.
+    """
     warm(engine)
     short = engine.submit(PROMPTS[1], max_new_tokens=20, do_sample=False)
     handle = engine.submit(PROMPTS[0], **LONG)
@@ -316,7 +335,9 @@ def test_a_criterion_that_changes_the_weights(engine: Engine, at: int) -> None:
 
 
 def test_settings_that_another_thread_changes(engine: Engine) -> None:
-    """Like weights: who was running ends, with what it had said on the model of before, and who comes next is answered by that of now."""
+    """Like weights: who was running ends, with what it had said on the model of before, and who comes next is
+    answered by that of now.
+    """
     warm(engine)
     old = alone(engine.model, PROMPTS[0], **LONG)[0]
     handle = engine.submit(PROMPTS[0], **LONG)

@@ -1,4 +1,6 @@
-"""Decoding steps of the engine without a GPU: a tape stands in for CUDA graphs. Same tokens, and the graph really made them."""
+"""Decoding steps of the engine without a GPU: a tape stands in for CUDA graphs. Same tokens, and the graph
+really made them.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,12 @@ def test_requests_come_and_go_over_one_graph(llama: Any) -> None:
 
 
 @pytest.mark.parametrize(("worth", "spare", "rows"), [(1000, 2, {3}), (1000, 1, {1, 3}), (4, 2, {1, 2, 3})])
-def test_a_larger_graph_stands_in(worth: int, spare: int, rows: set[int], llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one of three has ended the graph of three goes on with two, and with one, until it has computed enough rows for nobody."""
+def test_a_larger_graph_stands_in(
+    worth: int, spare: int, rows: set[int], llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one of three has ended the graph of three goes on with two, and with one, until it has computed
+    enough rows for nobody.
+    """
     monkeypatch.setattr("hf_paged.engine.decoding.WORTH", worth)
     monkeypatch.setattr("hf_paged.engine.decoding.SPARE", spare)
     lengths = [6, 18, 30]
@@ -68,7 +74,9 @@ def test_a_larger_graph_stands_in(worth: int, spare: int, rows: set[int], llama:
 
 
 def test_one_step_of_a_form_is_rehearsed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step must not do is looked for once for each form; after the model has changed it is looked for again."""
+    """What a step must not do is looked for once for each form; after the model has changed it is looked for
+    again.
+    """
     rehearsed: list[int] = []
 
     class Counted(Rehearsal):
@@ -124,8 +132,12 @@ def test_a_replay_that_differs_is_never_trusted(llama: Any, monkeypatch: pytest.
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window"])
 @pytest.mark.parametrize("size", [1, 4, 16])
 @pytest.mark.parametrize("form", ["rows", "spans"])
-def test_chunks_of_prompts_in_a_graph(form: str, name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C23, C32: beside rows that decode and without them, through windows, behind prefixes that are there already."""
+def test_chunks_of_prompts_in_a_graph(
+    form: str, name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C23, C32: beside rows that decode and without them, through windows, behind prefixes that are there
+    already.
+    """
     if form == "spans":
         monkeypatch.setattr("hf_paged.engine.decoding.MOST_PAIRS", 0)
     model = build(BY_NAME[name])
@@ -171,8 +183,12 @@ def test_all_graphs_answer_in_one_place(llama: Any, monkeypatch: pytest.MonkeyPa
         assert max(len(step.answer.logits) for step in steps) == 5
 
 
-@pytest.mark.parametrize("error", [RuntimeError("device"), torch.OutOfMemoryError("full"), IndexError("list")])
-def test_a_capture_that_fails_costs_no_answer(error: Exception, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [RuntimeError("device"), torch.OutOfMemoryError("full"), IndexError("list")]
+)
+def test_a_capture_that_fails_costs_no_answer(
+    error: Exception, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> Any:
         raise error
 

@@ -1,6 +1,8 @@
-"""The engine on the device there is, in float32 and bfloat16: its logprobs are those of one forward over what it said.
+"""The engine on the device there is, in float32 and bfloat16: its logprobs are those of one forward over what
+it said.
 
-Tokens may differ from generate()'s where rounding cannot tell two of them apart; what the model thought of the tokens may not.
+Tokens may differ from generate()'s where rounding cannot tell two of them apart; what the model thought of
+the tokens may not.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ TIGHT = {
     "preemption": "swap",
     "host_blocks": 200,
 }
-WAYS: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "num_return_sequences": 2, "seed": 1}, {"num_beams": 3}]
+WAYS: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": True, "num_return_sequences": 2, "seed": 1},
+    {"num_beams": 3},
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -39,7 +45,11 @@ def test_logprobs_are_those_of_one_forward(name: str, kernels: str, dtype: torch
     """C23, C35: chunks, decoding, forks and recomputation, through the kernels where there are any."""
     model = build(BY_NAME[name]).to(DEVICE, dtype)
     with Engine(model, kernels=kernels, **OPTIONS) as engine:
-        handles = [engine.submit(prompt, max_new_tokens=8, logprobs=1, **way) for way in WAYS for prompt in PROMPTS[:4]]
+        handles = [
+            engine.submit(prompt, max_new_tokens=8, logprobs=1, **way)
+            for way in WAYS
+            for prompt in PROMPTS[:4]
+        ]
         for _ in range(6):
             engine.step()
         engine.pause()
@@ -56,7 +66,11 @@ def test_swapped_keys_and_values_are_their_own(name: str, dtype: torch.dtype) ->
     """C30: out of the stores and back on a stream of their own, while everybody else goes on."""
     model = build(BY_NAME[name]).to(DEVICE, dtype)
     with Engine(model, **TIGHT) as engine:
-        handles = [engine.submit(prompt, max_new_tokens=20, logprobs=1, **way) for way in WAYS for prompt in PROMPTS[:4]]
+        handles = [
+            engine.submit(prompt, max_new_tokens=20, logprobs=1, **way)
+            for way in WAYS
+            for prompt in PROMPTS[:4]
+        ]
         outputs = [handle.result() for handle in handles]
         assert_swapped(engine)
     for output in outputs:
@@ -80,14 +94,18 @@ def test_swapped_while_the_next_step_is_planned(name: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl"])
 def test_pictures(name: str) -> None:
-    """C23: shown twice in chunks, and then from what is kept of them, tokens on several axes and features of later layers among them; in
-    float32 generate()'s tokens. The steps behind them come from graphs where there are any."""
+    """C23: shown twice in chunks, and then from what is kept of them, tokens on several axes and features of
+    later layers among them; in float32 generate()'s tokens. The steps behind them come from graphs where
+    there are any."""
     model = build_shown("image", config_class("image", name))
     given = with_pictures(model, rows=1)
     assert given is not None
     model.to(DEVICE)
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
-    shown = [given, {key: value * 0.5 + 0.1 if value.is_floating_point() else value for key, value in given.items()}]
+    shown = [
+        given,
+        {key: value * 0.5 + 0.1 if value.is_floating_point() else value for key, value in given.items()},
+    ]
     here = [{key: value.to(DEVICE) for key, value in each.items()} for each in shown]
     expected = [model.generate(**each, **options)[0, each["input_ids"].shape[1] :].tolist() for each in here]
     with Engine(model, **OPTIONS) as engine:
@@ -95,7 +113,9 @@ def test_pictures(name: str) -> None:
             handles = [engine.submit(**each, **options) for each in shown]
             assert [handle.result().sequences[0].token_ids for handle in handles] == expected
         engine.check()
-        assert (engine.stats()["graphs"].get("replayed", 0) > 10) == (DEVICE == "cuda"), engine._runner.decoding.reasons  # type: ignore[union-attr]
+        assert (engine.stats()["graphs"].get("replayed", 0) > 10) == (DEVICE == "cuda"), (
+            engine._runner.decoding.reasons
+        )  # type: ignore[union-attr]
 
 
 def assert_swapped(engine: Engine) -> None:
@@ -109,7 +129,9 @@ def assert_swapped(engine: Engine) -> None:
 def one_forward(model: Any, prompt: list[int], said: list[int]) -> torch.Tensor:
     """The logits [tokens, vocabulary] from which each token that was said follows."""
     with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([prompt + said], device=DEVICE)).logits[0, -len(said) - 1 : -1].float()
+        logits: torch.Tensor = (
+            model(torch.tensor([prompt + said], device=DEVICE)).logits[0, -len(said) - 1 : -1].float()
+        )
     return logits
 
 

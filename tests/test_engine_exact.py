@@ -1,6 +1,8 @@
-"""The engine's one promise: every request gets the tokens it gets alone, whatever the pool, the budgets and the neighbours.
+"""The engine's one promise: every request gets the tokens it gets alone, whatever the pool, the budgets and
+the neighbours.
 
-Greedy and beams are held to model.generate() on that prompt alone, draws to the engine with nobody else in it (C23, C26 to C35).
+Greedy and beams are held to model.generate() on that prompt alone, draws to the engine with nobody else in it
+(C23, C26 to C35).
 """
 
 from __future__ import annotations
@@ -16,17 +18,24 @@ from hypothesis import strategies as st
 
 from hf_paged.engine import Engine
 
-PROMPTS = [torch.randint(5, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 17, 9, 30, 1, 12)]
+PROMPTS = [
+    torch.randint(5, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (3, 17, 9, 30, 1, 12)
+]
 FORMS = {"bloom": "rows", "falcon": "rows"}
 CAUSAL = [family for family in FAMILIES if not family.seq2seq]
 
 
 def alone(model: Any, prompt: list[int], **options: Any) -> list[list[int]]:
     """The new tokens of generate() on that prompt alone, padding taken off."""
-    answer = model.generate(torch.tensor([prompt]), return_dict_in_generate=True, output_scores=True, **options)
+    answer = model.generate(
+        torch.tensor([prompt]), return_dict_in_generate=True, output_scores=True, **options
+    )
     rows = [row[len(prompt) :].tolist() for row in answer.sequences]
     if "beam_indices" in answer:
-        return [row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)]
+        return [
+            row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)
+        ]
     return rows
 
 
@@ -38,7 +47,9 @@ def answers(output: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", CAUSAL, ids=lambda family: family.name)
 def test_every_family_answers_as_alone(family: Any) -> None:
-    """C23: chunked prompts, few blocks and few seats; models whose sequences cannot share a row run them one by one."""
+    """C23: chunked prompts, few blocks and few seats; models whose sequences cannot share a row run them one
+    by one.
+    """
     model = build(family)
     options = {"max_new_tokens": 10, "do_sample": False}
     with Engine(model, block_size=4, num_blocks=12, max_batch_tokens=11, max_batch_sequences=4) as engine:
@@ -71,7 +82,13 @@ KINDS: list[dict[str, Any]] = [
     {"do_sample": False, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
     {"do_sample": True, "temperature": 1.3},
     {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "top_p": 0.9},
-    {"do_sample": True, "num_return_sequences": 2, "min_p": 0.05, "repetition_penalty": 1.2, "eos_token_id": [2, 9, 30, 41, 60, 77]},
+    {
+        "do_sample": True,
+        "num_return_sequences": 2,
+        "min_p": 0.05,
+        "repetition_penalty": 1.2,
+        "eos_token_id": [2, 9, 30, 41, 60, 77],
+    },
     {"do_sample": False, "repetition_penalty": 1.4},
     {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
     {"num_beams": 2, "do_sample": False, "early_stopping": True, "eos_token_id": [2, 9, 30, 41, 60, 77]},
@@ -82,7 +99,9 @@ KINDS: list[dict[str, Any]] = [
 def right(name: str, prompt: int, kind: int, new: int) -> list[list[int]]:
     """The answer of a request alone."""
     if KINDS[kind]["do_sample"]:
-        return answers(_roomy(name).generate([PROMPTS[prompt]], max_new_tokens=new, seed=prompt, **KINDS[kind])[0])
+        return answers(
+            _roomy(name).generate([PROMPTS[prompt]], max_new_tokens=new, seed=prompt, **KINDS[kind])[0]
+        )
     return alone(_model(name), PROMPTS[prompt], max_new_tokens=new, **KINDS[kind])
 
 
@@ -112,7 +131,9 @@ def engines(draw: st.DrawFn) -> dict[str, Any]:
 
 
 class Ask(NamedTuple):
-    """A request of the property: which prompt and options, how many new tokens, and when it comes and perhaps has to go for once."""
+    """A request of the property: which prompt and options, how many new tokens, and when it comes and perhaps
+    has to go for once.
+    """
 
     prompt: int
     kind: int
@@ -136,7 +157,9 @@ def least_blocks(asked: list[Ask], size: int) -> int:
 
     def need(ask: Ask) -> int:
         width = KINDS[ask.kind].get("num_return_sequences", 1)
-        return -(-(len(PROMPTS[ask.prompt]) + ask.new) // size) * (max(width, KINDS[ask.kind].get("num_beams", 1)) + 1)
+        return -(-(len(PROMPTS[ask.prompt]) + ask.new) // size) * (
+            max(width, KINDS[ask.kind].get("num_beams", 1)) + 1
+        )
 
     return max(map(need, asked)) + 10
 
@@ -149,18 +172,29 @@ def least_blocks(asked: list[Ask], size: int) -> int:
     share=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
 )
 def test_nothing_changes_a_token(name: str, options: dict[str, Any], asked: list[Ask], share: float) -> None:
-    """{block size, pool size, budgets, chunking, preemption, admission, cache, order of arrival} change no token of any request.
+    """{block size, pool size, budgets, chunking, preemption, admission, cache, order of arrival} change no
+    token of any request.
 
     Drawn under a seed or greedy, beams and samples among them; the books are recounted after every step.
     """
-    blocks = int(least_blocks(asked, options["block_size"]) * (1 + 3 * share))  # from barely enough for the largest to enough for all
+    blocks = int(
+        least_blocks(asked, options["block_size"]) * (1 + 3 * share)
+    )  # from barely enough for the largest to enough for all
     with Engine(_model(name), num_blocks=blocks, **options) as engine:
         handles = []
         for i, ask in enumerate(asked):
             if ask.pushed:
                 engine.pause()  # everybody is computed again
                 engine.resume()
-            handles.append(engine.submit(PROMPTS[ask.prompt], max_new_tokens=ask.new, seed=ask.prompt, priority=i % 3, **KINDS[ask.kind]))
+            handles.append(
+                engine.submit(
+                    PROMPTS[ask.prompt],
+                    max_new_tokens=ask.new,
+                    seed=ask.prompt,
+                    priority=i % 3,
+                    **KINDS[ask.kind],
+                )
+            )
             for _ in range(ask.late):
                 engine.step()
                 engine.check()
@@ -195,14 +229,18 @@ def by_depth_alone(parent: bytes, tokens: Any, extra: bytes = b"") -> bytes:
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_names_that_collide_hand_out_nothing(preemption: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C25: with check_hits tokens are compared wherever a name leads to a block; without it the answers are wrong here."""
+    """C25: with check_hits tokens are compared wherever a name leads to a block; without it the answers are
+    wrong here.
+    """
     for where in ("blocks.prefix", "blocks.trail"):
         monkeypatch.setattr(f"hf_paged.{where}.chain", by_depth_alone)
     model = _model("llama")
     expected = [alone(model, prompt, max_new_tokens=14, do_sample=False) for prompt in PROMPTS]
 
     def asked(check: bool) -> list[list[list[int]]]:
-        with Engine(model, block_size=4, num_blocks=19, max_batch_sequences=4, check_hits=check, preemption=preemption) as engine:
+        with Engine(
+            model, block_size=4, num_blocks=19, max_batch_sequences=4, check_hits=check, preemption=preemption
+        ) as engine:
             handles = [engine.submit(prompt, max_new_tokens=14, do_sample=False) for prompt in PROMPTS * 2]
             while not all(handle.done for handle in handles):
                 engine.step()
@@ -243,7 +281,9 @@ def test_the_engine_beside_generate(ids: torch.Tensor) -> None:
         handles = [engine.submit(prompt, max_new_tokens=10, do_sample=False) for prompt in PROMPTS]
         while not all(handle.done for handle in handles):
             engine.step()
-            assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="paged"), stock)
+            assert torch.equal(
+                model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="paged"), stock
+            )
         assert [answers(handle.result()) for handle in handles] == expected
     assert model.config._attn_implementation == "sdpa"
     assert "forward" not in model.__dict__

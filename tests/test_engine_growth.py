@@ -1,4 +1,6 @@
-"""Pools on the host begin with memory for a share of their blocks and grow; requests are judged by all of them (C5, C11)."""
+"""Pools on the host begin with memory for a share of their blocks and grow; requests are judged by all of
+them (C5, C11).
+"""
 
 from __future__ import annotations
 
@@ -36,21 +38,34 @@ def requests(count: int, seed: int) -> list[tuple[list[int], dict[str, Any]]]:
     common = [chance.randrange(5, VOCABULARY) for _ in range(40)]
     asked = []
     for _ in range(count):
-        prompt = common[: chance.choice([0, 0, 20, 40])] + [chance.randrange(5, VOCABULARY) for _ in range(chance.randint(1, 90))]
-        kind = chance.choice([{}, {}, {"num_beams": 3}, {"do_sample": True, "seed": 4, "num_return_sequences": 3}])
+        prompt = common[: chance.choice([0, 0, 20, 40])] + [
+            chance.randrange(5, VOCABULARY) for _ in range(chance.randint(1, 90))
+        ]
+        kind = chance.choice(
+            [{}, {}, {"num_beams": 3}, {"do_sample": True, "seed": 4, "num_return_sequences": 3}]
+        )
         asked.append((prompt, {"max_new_tokens": chance.choice([1, 8, 30]), "do_sample": False, **kind}))
     return asked
 
 
-def test_the_first_request_takes_a_share(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_request_takes_a_share(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """What it needs and no more; a crowd finds room before it runs."""
     monkeypatch.setattr(pools, "SHARE_AT_FIRST", 1 / 16)
-    with Engine(build(BY_NAME["llama"]), max_batch_sequences=32, max_batch_tokens=64) as engine, caplog.at_level(logging.INFO):
+    with (
+        Engine(build(BY_NAME["llama"]), max_batch_sequences=32, max_batch_tokens=64) as engine,
+        caplog.at_level(logging.INFO),
+    ):
         most = memory(engine)[2]
         engine.generate([[5, 6, 7]], max_new_tokens=4)
         reserved, used, _ = memory(engine)
         assert 0 < reserved <= most / 16
-        assert used == engine.stats()["blocks"]["full"]["cached"] * engine.pools.groups[next(iter(engine.pools.groups))].block_bytes
+        assert (
+            used
+            == engine.stats()["blocks"]["full"]["cached"]
+            * engine.pools.groups[next(iter(engine.pools.groups))].block_bytes
+        )
         assert not [line for line in caplog.messages if GROWS in line]
         handles = [engine.submit([5, 6, i], max_new_tokens=100) for i in range(30)]
         engine.step()
@@ -61,11 +76,15 @@ def test_the_first_request_takes_a_share(monkeypatch: pytest.MonkeyPatch, caplog
         assert len([line for line in caplog.messages if GROWS in line]) == 1
 
 
-@pytest.mark.parametrize(("family", "ahead"), [("llama", False), ("llama", True), ("gemma3", False), ("t5", True)])
+@pytest.mark.parametrize(
+    ("family", "ahead"), [("llama", False), ("llama", True), ("gemma3", False), ("t5", True)]
+)
 def test_answers_do_not_depend_on_where_a_pool_began(
     family: str, ahead: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From one block on, with requests that come while others run, captured steps, beams, prefixes and preemptions."""
+    """From one block on, with requests that come while others run, captured steps, beams, prefixes and
+    preemptions.
+    """
     monkeypatch.setitem(RECORDERS, "cpu", record)
     model, asked = build(BY_NAME[family]), requests(9, seed=ahead)
     with Engine(model, num_blocks=700, **OPTIONS) as engine:
@@ -74,7 +93,9 @@ def test_answers_do_not_depend_on_where_a_pool_began(
     with Engine(model, run_ahead=ahead, **OPTIONS) as engine, caplog.at_level(logging.INFO):
         left, handles, busy = list(asked), [], 0
         while left or not all(handle.done for handle in handles):
-            for prompt, options in [left.pop(0) for _ in range(min(len(left), chance.choice([0, 0, 0, 1, 2])))]:
+            for prompt, options in [
+                left.pop(0) for _ in range(min(len(left), chance.choice([0, 0, 0, 1, 2])))
+            ]:
                 handles.append(engine.submit(prompt, **options))
             running, before = engine.stats()["running"], len(caplog.messages)
             engine.step()
@@ -87,7 +108,9 @@ def test_answers_do_not_depend_on_where_a_pool_began(
 
 
 def test_requests_are_judged_by_what_the_pool_can_become() -> None:
-    """C11: the longest that fits is served at once, from one block on; one beyond is refused with both numbers."""
+    """C11: the longest that fits is served at once, from one block on; one beyond is refused with both
+    numbers.
+    """
     model = build(BY_NAME["llama"])
     with Engine(model, block_size=4, max_batch_sequences=1, max_batch_tokens=32) as engine:
         longest = engine.submit([7] * 200, max_new_tokens=56, do_sample=False)

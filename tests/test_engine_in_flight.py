@@ -1,4 +1,6 @@
-"""Steps that are launched before the host has heard of the last one's tokens: the same answers, whatever the host learns too late."""
+"""Steps that are launched before the host has heard of the last one's tokens: the same answers, whatever the
+host learns too late.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def model() -> Any:
 
 @pytest.fixture
 def engine(model: Any) -> Engine:
-    return Engine(model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8, run_ahead=True)
+    return Engine(
+        model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8, run_ahead=True
+    )
 
 
 @pytest.fixture
@@ -51,16 +55,22 @@ def launched(engine: Engine) -> list[int]:
 
 
 def test_the_host_is_a_step_behind(engine: Engine) -> None:
-    """Every decoding step but the first of each request is launched blind; of those that end by length nothing is computed in vain."""
+    """Every decoding step but the first of each request is launched blind; of those that end by length
+    nothing is computed in vain.
+    """
     blind = launched(engine)
     outputs = engine.generate(PROMPTS[:3], **GREEDY)
     assert sum(blind) == 3 * 8
     assert engine.stats()["tokens"] == sum(map(len, PROMPTS[:3])) + 3 * 8
-    assert [answers(output) for output in outputs] == [alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
+    assert [answers(output) for output in outputs] == [
+        alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS[:3]
+    ]
 
 
 def test_a_token_too_many_is_nobody_s(engine: Engine) -> None:
-    """Who ends by a token is found out a step late: one row is computed in vain, and every block comes back (C4, C7)."""
+    """Who ends by a token is found out a step late: one row is computed in vain, and every block comes back
+    (C4, C7).
+    """
     for prompt in PROMPTS:
         end = alone(engine.model, prompt, **GREEDY)[0][4]
         before = engine.stats()["tokens"]
@@ -88,16 +98,24 @@ SLOW: list[dict[str, Any]] = [{"do_sample": False, "encoder_repetition_penalty":
 @pytest.mark.parametrize(("name", "blocks"), [("llama", 20), ("qwen2-window", 20)])
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_step_ahead_changes_no_token(name: str, blocks: int, graphs: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C23, C35: few blocks, chunked prompts, preemptions, requests that come late, and some that are heard of at once."""
+def test_a_step_ahead_changes_no_token(
+    name: str, blocks: int, graphs: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C23, C35: few blocks, chunked prompts, preemptions, requests that come late, and some that are heard of
+    at once.
+    """
     if graphs:
         monkeypatch.setitem(RECORDERS, "cpu", record)
     model, chance = build(BY_NAME[name]), random.Random(seed)
     options = {"block_size": 4, "max_batch_tokens": 13, "max_batch_sequences": 6, "graphs": graphs}
     asked = [(chance.choice(PROMPTS), chance.choice(KINDS), chance.choice([1, 7, 14]), i) for i in range(9)]
     asked[2], asked[6] = (PROMPTS[1], SLOW[seed], 7, 2), (PROMPTS[2], SLOW[1 - seed], 7, 6)
-    with Engine(model, num_blocks=200, run_ahead=False, prefix_caching=False, max_batch_sequences=6) as engine:
-        expected = [answers(engine.generate([p], max_new_tokens=new, seed=i, **kind)[0]) for p, kind, new, i in asked]
+    with Engine(
+        model, num_blocks=200, run_ahead=False, prefix_caching=False, max_batch_sequences=6
+    ) as engine:
+        expected = [
+            answers(engine.generate([p], max_new_tokens=new, seed=i, **kind)[0]) for p, kind, new, i in asked
+        ]
     with Engine(model, num_blocks=blocks, run_ahead=True, **options) as engine:
         blind, handles = launched(engine), []
         for prompt, kind, new, i in asked:
@@ -129,9 +147,13 @@ def test_who_needs_the_host_holds_nobody_back(engine: Engine, kind: dict[str, An
     while not slow.done:
         engine.step()
         assert blind[-1] == 1
-        assert first._job.group.length - len(PROMPTS[0]) - len(first._job.streams[0].tokens) == 1  # its last token is not heard of yet
+        assert (
+            first._job.group.length - len(PROMPTS[0]) - len(first._job.streams[0].tokens) == 1
+        )  # its last token is not heard of yet
     assert answers(first.result()) == alone(engine.model, PROMPTS[0], max_new_tokens=20, do_sample=False)
-    assert answers(slow.result()) == alone(engine.model, PROMPTS[2], max_new_tokens=4, do_sample=False, **kind)
+    assert answers(slow.result()) == alone(
+        engine.model, PROMPTS[2], max_new_tokens=4, do_sample=False, **kind
+    )
     assert blind[-3:] == [1] * 3
 
 
@@ -145,13 +167,18 @@ def test_nan_is_heard_of_late(model: Any, engine: Engine, poison: int) -> None:
     for _ in range(3):
         handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:3]]
         engine.step()
-        spoiled = [engine.submit(bad, **GREEDY), engine.submit(bad, do_sample=True, num_return_sequences=2, max_new_tokens=4)]
+        spoiled = [
+            engine.submit(bad, **GREEDY),
+            engine.submit(bad, do_sample=True, num_return_sequences=2, max_new_tokens=4),
+        ]
         for handle in spoiled:
             output = handle.result()
             assert output.finish_reason == "error"
             assert "the model's logits are NaN" in str(output.error)
             assert not any(sequence.token_ids for sequence in output.sequences)
-        assert [answers(handle.result()) for handle in handles] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
+        assert [answers(handle.result()) for handle in handles] == [
+            alone(model, prompt, **GREEDY) for prompt in PROMPTS[:3]
+        ]
         engine.check()
     assert max(said) < VOCABULARY
     with torch.no_grad():
@@ -176,7 +203,9 @@ def test_an_exception_in_the_forward(model: Any, engine: Engine, poison: int) ->
         engine.step()
     bad = engine.submit([*PROMPTS[3], poison], **GREEDY)
     assert str(bad.result().error) == "indigestible"
-    assert [answers(handle.result()) for handle in handles] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
+    assert [answers(handle.result()) for handle in handles] == [
+        alone(model, prompt, **GREEDY) for prompt in PROMPTS[:3]
+    ]
     engine.check()
 
 
@@ -216,13 +245,17 @@ def test_a_criterion_sees_what_it_sees_in_generate(engine: Engine) -> None:
     """Though by then the next token is on its way."""
     mine, stock = Notes(16), Notes(16)
     output = engine.submit(PROMPTS[2], max_new_tokens=20, do_sample=False, stopping_criteria=[mine]).result()
-    assert answers(output) == alone(engine.model, PROMPTS[2], max_new_tokens=20, do_sample=False, stopping_criteria=[stock])
+    assert answers(output) == alone(
+        engine.model, PROMPTS[2], max_new_tokens=20, do_sample=False, stopping_criteria=[stock]
+    )
     assert mine.seen == stock.seen
 
 
 @pytest.mark.parametrize("where", ["forward", "land", "copy"])
 @pytest.mark.parametrize("kind", [{}, {"do_sample": True, "num_return_sequences": 2}])
-def test_an_interrupt(model: Any, engine: Engine, where: str, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt(
+    model: Any, engine: Engine, where: str, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C while a step is on its way: nobody loses a token that was told, nobody gets another one."""
     asked = [(prompt, {**GREEDY, **kind, "seed": i}) for i, prompt in enumerate(PROMPTS[:4])]
     expected = [answers(engine.generate([prompt], **options)[0]) for prompt, options in asked]
@@ -234,7 +267,11 @@ def test_an_interrupt(model: Any, engine: Engine, where: str, kind: dict[str, An
         raise KeyboardInterrupt
 
     flight = engine._steps.flight
-    target = {"forward": (model.lm_head, "forward"), "copy": (engine.pools, "copy"), "land": (flight, "land")}[where]
+    target = {
+        "forward": (model.lm_head, "forward"),
+        "copy": (engine.pools, "copy"),
+        "land": (flight, "land"),
+    }[where]
     with monkeypatch.context() as patch:
         patch.setattr(*target, breaks)
         with pytest.raises(KeyboardInterrupt):
@@ -282,11 +319,21 @@ def test_what_ends_while_the_engine_is_paused_is_told_by_the_next_step(engine: E
 
 
 def test_samples_that_had_to_go_before_their_tokens_were_heard_of(model: Any) -> None:
-    """What they have in common is counted when it is known: until then their last tokens only look the same (C30)."""
+    """What they have in common is counted when it is known: until then their last tokens only look the same
+    (C30).
+    """
     kind = {"do_sample": True, "num_return_sequences": 3, "temperature": 1.5, "max_new_tokens": 12}
     with Engine(model, num_blocks=200, run_ahead=False) as engine:
         expected = [answers(engine.generate([prompt], seed=1, **kind)[0]) for prompt in PROMPTS[:3]]
-    with Engine(model, block_size=2, num_blocks=34, run_ahead=True, max_batch_tokens=40, max_batch_sequences=9, watermark=0.0) as engine:
+    with Engine(
+        model,
+        block_size=2,
+        num_blocks=34,
+        run_ahead=True,
+        max_batch_tokens=40,
+        max_batch_sequences=9,
+        watermark=0.0,
+    ) as engine:
         handles = [engine.submit(prompt, seed=1, **kind) for prompt in PROMPTS[:3]]
         assert [answers(handle.result()) for handle in handles] == expected
         assert engine.stats()["preemptions"] > 1
@@ -297,7 +344,10 @@ def test_logprobs_come_with_their_tokens(engine: Engine) -> None:
     asked = [(PROMPTS[0], 2), (PROMPTS[1], None), (PROMPTS[2], 0), (PROMPTS[3], 5)]
     kind = {"do_sample": True, "max_new_tokens": 7}
     with Engine(engine.model, num_blocks=200, run_ahead=False) as slow:
-        expected = [slow.generate([prompt], seed=2, logprobs=n, **kind)[0] for prompt, n in [(p, True if n == 0 else n) for p, n in asked]]
+        expected = [
+            slow.generate([prompt], seed=2, logprobs=n, **kind)[0]
+            for prompt, n in [(p, True if n == 0 else n) for p, n in asked]
+        ]
     blind = launched(engine)
     handles = [engine.submit(prompt, seed=2, logprobs=True if n == 0 else n, **kind) for prompt, n in asked]
     for handle, right, (_, wanted) in zip(handles, expected, asked, strict=True):
@@ -310,19 +360,37 @@ def test_logprobs_come_with_their_tokens(engine: Engine) -> None:
         assert [(each.token_id, [token for token, _ in each.favourites]) for each in mine.logprobs] == [
             (each.token_id, [token for token, _ in each.favourites]) for each in its.logprobs
         ]
-        assert [each.logprob for each in mine.logprobs] == pytest.approx([each.logprob for each in its.logprobs], abs=1e-4)
+        assert [each.logprob for each in mine.logprobs] == pytest.approx(
+            [each.logprob for each in its.logprobs], abs=1e-4
+        )
     assert sum(blind) == 4 * 6
 
 
 @pytest.mark.parametrize(("one", "other", "new", "blocks"), [(0, 1, 6, 15), (0, 5, 5, 12), (2, 5, 4, 13)])
-def test_who_goes_while_all_others_wait_to_be_heard_of(model: Any, one: int, other: int, new: int, blocks: int) -> None:
-    """A step without rows still moves blocks: the one that has its last token gives no row, and the other has no room (C30)."""
-    options = {"block_size": 2, "max_batch_tokens": 20, "max_batch_sequences": 2, "watermark": 0.0, "prefix_caching": False}
-    with Engine(model, num_blocks=blocks, run_ahead=True, preemption="swap", host_blocks=50, **options) as engine:
+def test_who_goes_while_all_others_wait_to_be_heard_of(
+    model: Any, one: int, other: int, new: int, blocks: int
+) -> None:
+    """A step without rows still moves blocks: the one that has its last token gives no row, and the other has
+    no room (C30).
+    """
+    options = {
+        "block_size": 2,
+        "max_batch_tokens": 20,
+        "max_batch_sequences": 2,
+        "watermark": 0.0,
+        "prefix_caching": False,
+    }
+    with Engine(
+        model, num_blocks=blocks, run_ahead=True, preemption="swap", host_blocks=50, **options
+    ) as engine:
         plans, schedule = [], engine._scheduler.schedule
         engine._scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]  # type: ignore[method-assign,func-returns-value]
-        handles = [engine.submit(PROMPTS[i], max_new_tokens=n, do_sample=False) for i, n in ((one, new), (other, 12))]
+        handles = [
+            engine.submit(PROMPTS[i], max_new_tokens=n, do_sample=False) for i, n in ((one, new), (other, 12))
+        ]
         found = [answers(handle.result()) for handle in handles]
         engine.check()
-    assert found == [alone(model, PROMPTS[i], max_new_tokens=n, do_sample=False) for i, n in ((one, new), (other, 12))]
+    assert found == [
+        alone(model, PROMPTS[i], max_new_tokens=n, do_sample=False) for i, n in ((one, new), (other, 12))
+    ]
     assert any(plan.swaps and not plan.rows for plan in plans)

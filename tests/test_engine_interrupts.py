@@ -1,4 +1,6 @@
-"""Ctrl-C, signal handlers, forks, and what a request's own code raises: everything answers afterwards (C34)."""
+"""Ctrl-C, signal handlers, forks, and what a request's own code raises: everything answers afterwards
+(C34).
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,17 @@ class Decodes:
 
 @pytest.mark.parametrize("error", OWN, ids=NAMES)
 @pytest.mark.parametrize("where", ["logits_processor", "stopping_criteria"])
-@pytest.mark.parametrize("kind", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=["greedy", "beams", "samples"])
-def test_own_code_ends_its_request(engine: Engine, error: BaseException, where: str, kind: dict[str, Any]) -> None:
-    """Whatever it raises. What is meant for the process reaches the driver, once, when the books are whole."""
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}],
+    ids=["greedy", "beams", "samples"],
+)
+def test_own_code_ends_its_request(
+    engine: Engine, error: BaseException, where: str, kind: dict[str, Any]
+) -> None:
+    """Whatever it raises. What is meant for the process reaches the driver, once, when the books are
+    whole.
+    """
     handles = neighbours(engine)
     own = engine.submit(PROMPTS[4], **{**GREEDY, **kind, where: [Fails(1, error)]})
     caught = []
@@ -68,7 +78,9 @@ def test_own_code_ends_its_request(engine: Engine, error: BaseException, where: 
 def test_a_tokenizer_ends_its_request(model: Any, error: BaseException, reads: bool) -> None:
     sore = alone(model, PROMPTS[4], **GREEDY)[0][0]
     assert sore not in [alone(model, prompt, **GREEDY)[0][0] for prompt in PROMPTS[:3]]
-    engine = Engine(model, Decodes(sore, error), block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8)
+    engine = Engine(
+        model, Decodes(sore, error), block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8
+    )
     handles = neighbours(engine)
     own = engine.submit(PROMPTS[4], **GREEDY)
     caught = []
@@ -97,8 +109,12 @@ def test_own_code_does_not_end_the_thread(engine: Engine, error: BaseException) 
         assert not thread.over
 
 
-def test_an_interrupt_elsewhere_names_itself(model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread ends with what the model raised, in words even if that has none; after start() the request goes on."""
+def test_an_interrupt_elsewhere_names_itself(
+    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread ends with what the model raised, in words even if that has none; after start() the request
+    goes on.
+    """
     with engine.start():
         with monkeypatch.context() as patch:
             patch.setattr(model.lm_head, "forward", Fails(0, SystemExit()))
@@ -114,7 +130,9 @@ def test_an_interrupt_elsewhere_names_itself(model: Any, engine: Engine, monkeyp
 
 @contextlib.contextmanager
 def interrupts(rng: random.Random, most: float) -> Iterator[Callable[[], object]]:
-    """SIGALRM as Ctrl-C: each call has one come in at most so many seconds, and again while it was lost in a finalizer."""
+    """SIGALRM as Ctrl-C: each call has one come in at most so many seconds, and again while it was lost in a
+    finalizer.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -145,7 +163,9 @@ def bombard(engine: Engine, act: Callable[[], object], count: int, most: float =
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that came in a finalizer
 @pytest.mark.parametrize("who", ["one", "two", "thread"])
 def test_ctrl_c_at_random_moments(engine: Engine, who: str) -> None:
-    """One driver, two of them, or start() and a wait; and another client thread all the while. No lock stays behind."""
+    """One driver, two of them, or start() and a wait; and another client thread all the while. No lock stays
+    behind.
+    """
     expected = [alone(engine.model, prompt, **PLAIN) for prompt in PROMPTS[:2]]
     over, wrong = threading.Event(), []
 
@@ -185,7 +205,9 @@ def test_ctrl_c_at_random_moments(engine: Engine, who: str) -> None:
 @pytest.mark.parametrize("act", ["stats", "close", "submit", "cancel"])
 @pytest.mark.parametrize("waits", ["submit", "result"])
 def test_a_handler_while_the_main_thread_waits(engine: Engine, act: str, waits: str) -> None:
-    """The main thread waits for its turn, or for the engine's thread: the handler of a signal may use the engine meanwhile."""
+    """The main thread waits for its turn, or for the engine's thread: the handler of a signal may use the
+    engine meanwhile.
+    """
     did: list[object] = []
     gate = Gate()
     first = engine.submit(PROMPTS[4], **GREEDY, stopping_criteria=[gate.criterion])
@@ -198,7 +220,11 @@ def test_a_handler_while_the_main_thread_waits(engine: Engine, act: str, waits: 
 
     def handle(*_: object) -> None:
         opener.start()
-        acts: dict[str, Callable[[], object]] = {"stats": engine.stats, "close": engine.close, "cancel": first.cancel}
+        acts: dict[str, Callable[[], object]] = {
+            "stats": engine.stats,
+            "close": engine.close,
+            "cancel": first.cancel,
+        }
         did.append(acts.get(act, lambda: engine.submit(PROMPTS[0], **GREEDY))())
 
     before = signal.signal(signal.SIGALRM, handle)
@@ -222,7 +248,9 @@ def test_a_handler_while_the_main_thread_waits(engine: Engine, act: str, waits: 
 
 
 def in_a_fork(act: Callable[[], list[list[int]]]) -> Any:
-    """The answer of `act` in a forked process: token ids, or the words of what it raised; None if none comes."""
+    """The answer of `act` in a forked process: token ids, or the words of what it raised; None if none
+    comes.
+    """
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -251,7 +279,13 @@ def test_a_fork_while_another_thread_is_at_work(model: Any, engine: Engine, busy
     ids = torch.tensor([PROMPTS[0]])
 
     def paged() -> list[list[int]]:
-        answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, cache_implementation="paged")
+        answer = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=4,
+            do_sample=False,
+            cache_implementation="paged",
+        )
         found: list[list[int]] = answer[:, ids.shape[1] :].tolist()
         return found
 

@@ -1,4 +1,6 @@
-"""Prompts of embeddings: the tokens of generate(inputs_embeds=...) on that prompt alone, shared by content (C18, C23, C24, C29)."""
+"""Prompts of embeddings: the tokens of generate(inputs_embeds=...) on that prompt alone, shared by content
+(C18, C23, C24, C29).
+"""
 
 from __future__ import annotations
 
@@ -21,28 +23,44 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
     "processed": {**GREEDY, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
     "beams": {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "do_sample": False},
-    "early": {"max_new_tokens": 9, "num_beams": 3, "early_stopping": "never", "eos_token_id": [2, 9, 30, 41, 60, 77], "do_sample": False},
+    "early": {
+        "max_new_tokens": 9,
+        "num_beams": 3,
+        "early_stopping": "never",
+        "eos_token_id": [2, 9, 30, 41, 60, 77],
+        "do_sample": False,
+    },
 }
 
 
 def vectors(model: Any, count: int, seed: int = 0) -> torch.Tensor:
     """Embeddings [count, hidden] that are nobody's token."""
     table = model.get_input_embeddings().weight
-    return torch.randn(count, table.shape[1], generator=torch.Generator().manual_seed(seed)) * table.detach().std()
+    return (
+        torch.randn(count, table.shape[1], generator=torch.Generator().manual_seed(seed))
+        * table.detach().std()
+    )
 
 
 def right(model: Any, embeds: torch.Tensor, ids: list[int] | None = None, **options: Any) -> list[list[int]]:
     """The new tokens of generate() on these embeddings alone, padding taken off."""
     given = {} if ids is None else {"input_ids": torch.tensor([ids])}
-    answer = model.generate(**given, inputs_embeds=embeds[None], return_dict_in_generate=True, output_scores=True, **options)
+    answer = model.generate(
+        **given, inputs_embeds=embeds[None], return_dict_in_generate=True, output_scores=True, **options
+    )
     rows = [row[len(ids or []) :].tolist() for row in answer.sequences]
     if "beam_indices" in answer:
-        return [row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)]
+        return [
+            row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)
+        ]
     return rows
 
 
 def small(model: Any, **options: Any) -> Engine:
-    return Engine(model, **{"block_size": 4, "num_blocks": 40, "max_batch_tokens": 11, "max_batch_sequences": 6, **options})
+    return Engine(
+        model,
+        **{"block_size": 4, "num_blocks": 40, "max_batch_tokens": 11, "max_batch_sequences": 6, **options},
+    )
 
 
 @pytest.fixture
@@ -52,7 +70,9 @@ def model() -> Any:
 
 @pytest.mark.parametrize("family", CAUSAL, ids=lambda family: family.name)
 def test_every_family(family: Any) -> None:
-    """In chunks, recomputed, beside prompts of ids in the same steps; row by row where the model cannot do otherwise."""
+    """In chunks, recomputed, beside prompts of ids in the same steps; row by row where the model cannot do
+    otherwise.
+    """
     model = build(family)
     given = [vectors(model, count, seed=count) for count in (17, 1, 9)]
     with small(model) as engine:
@@ -62,8 +82,12 @@ def test_every_family(family: Any) -> None:
             engine.step()
         engine.pause()
         engine.resume()
-        assert [answers(handle.result()) for handle in handles] == [right(model, each, **GREEDY) for each in given]
-        assert [answers(handle.result()) for handle in others] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
+        assert [answers(handle.result()) for handle in handles] == [
+            right(model, each, **GREEDY) for each in given
+        ]
+        assert [answers(handle.result()) for handle in others] == [
+            alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]
+        ]
         assert handles[0].result().preemptions == 1
         engine.check()
 
@@ -87,7 +111,13 @@ def test_every_way(model: Any, way: str, with_ids: bool) -> None:
 
 def test_draws(model: Any) -> None:
     """C35: samples of embeddings draw the same in a crowd, after a preemption, and alone."""
-    options = {"do_sample": True, "num_return_sequences": 3, "temperature": 1.4, "seed": 5, "max_new_tokens": 9}
+    options = {
+        "do_sample": True,
+        "num_return_sequences": 3,
+        "temperature": 1.4,
+        "seed": 5,
+        "max_new_tokens": 9,
+    }
     embeds = vectors(model, 17)
     with small(model, num_blocks=200) as roomy:
         expected = answers(roomy.submit(inputs_embeds=embeds, **options).result())
@@ -100,7 +130,9 @@ def test_draws(model: Any) -> None:
         engine.pause()
         engine.resume()
         assert answers(handle.result()) == expected
-        assert [answers(each.result()) for each in crowd] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS]
+        assert [answers(each.result()) for each in crowd] == [
+            alone(model, prompt, **GREEDY) for prompt in PROMPTS
+        ]
 
 
 def test_steps_that_run_ahead(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +147,10 @@ def test_steps_that_run_ahead(model: Any, monkeypatch: pytest.MonkeyPatch) -> No
                 engine.step()
         found = [answers(handle.result()) for handle in handles]
         assert engine.stats()["graphs"]["replayed"] > 3
-    expected = [right(model, each, **GREEDY) for each in given], [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
+    expected = (
+        [right(model, each, **GREEDY) for each in given],
+        [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:3]],
+    )
     assert (found[::2], found[1::2]) == expected
 
 
@@ -126,7 +161,9 @@ def test_a_tokens_own_embeddings_answer_as_the_token(model: Any) -> None:
 
 
 def test_prefixes_are_shared_by_content(model: Any) -> None:
-    """C18, C24: equal rows are computed once, another tensor with other content never; the ids beside them say nothing about that."""
+    """C18, C24: equal rows are computed once, another tensor with other content never; the ids beside them
+    say nothing about that.
+    """
     first, other = vectors(model, 30), vectors(model, 30, seed=1)
     mixed = torch.cat([first[:17], other[17:]])
     nearly = first.clone()
@@ -198,7 +235,9 @@ def test_a_model_that_wants_ids() -> None:
     forward = model.model.forward
 
     def twice(*arguments: Any, inputs_embeds: Any = None, **keywords: Any) -> Any:
-        return forward(*arguments, inputs_embeds=None if inputs_embeds is None else 2 * inputs_embeds, **keywords)
+        return forward(
+            *arguments, inputs_embeds=None if inputs_embeds is None else 2 * inputs_embeds, **keywords
+        )
 
     model.model.forward = twice
     with small(model) as engine:

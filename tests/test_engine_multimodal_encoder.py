@@ -1,4 +1,6 @@
-"""Encoder-decoders in the engine: one cross table a request, whoever shares it, and the tokens of generate() (C11, C23, C35, C36)."""
+"""Encoder-decoders in the engine: one cross table a request, whoever shares it, and the tokens of generate()
+(C11, C23, C35, C36).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ WAYS: dict[str, dict[str, Any]] = {
         "forced_bos_token_id": 7,
     },
     "beams": {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "do_sample": False},
-    "early": {"max_new_tokens": 9, "num_beams": 3, "early_stopping": "never", "eos_token_id": [2, 9, 30, 41, 60, 77], "do_sample": False},
+    "early": {
+        "max_new_tokens": 9,
+        "num_beams": 3,
+        "early_stopping": "never",
+        "eos_token_id": [2, 9, 30, 41, 60, 77],
+        "do_sample": False,
+    },
 }
 PADDED = [0, 0, *PROMPTS[1]]
 """Of an encoder's prompt stock does not take the model's padding for padding."""
@@ -63,15 +71,22 @@ def right(model: Any, *inputs: Any, begin: list[int] | None = None, **options: A
     """The new tokens of generate() on this input alone, padding taken off."""
     given = {} if begin is None else {"decoder_input_ids": torch.tensor([begin])}
     ids = [torch.tensor([each]) if isinstance(each, list) else each for each in inputs]
-    answer = GenerationMixin.generate(model, *ids, **given, return_dict_in_generate=True, output_scores=True, **options)
+    answer = GenerationMixin.generate(
+        model, *ids, **given, return_dict_in_generate=True, output_scores=True, **options
+    )
     rows = [row[len(begin or [0]) :].tolist() for row in answer.sequences]
     if "beam_indices" in answer:
-        return [row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)]
+        return [
+            row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)
+        ]
     return rows
 
 
 def small(model: Any, **options: Any) -> Engine:
-    return Engine(model, **{"block_size": 4, "num_blocks": 40, "max_batch_tokens": 11, "max_batch_sequences": 6, **options})
+    return Engine(
+        model,
+        **{"block_size": 4, "num_blocks": 40, "max_batch_tokens": 11, "max_batch_sequences": 6, **options},
+    )
 
 
 def run(engine: Engine, handles: list[Any]) -> list[list[list[int]]]:
@@ -105,7 +120,9 @@ def test_recordings(way: str) -> None:
     model, options = whisper(), WAYS[way]
     with small(model) as engine:
         handles = [engine.submit(input_features=recording(i), **options) for i in range(3)]
-        handles.append(engine.submit(input_features=recording(3)[0], decoder_input_ids=[1, 20, 30], **options))
+        handles.append(
+            engine.submit(input_features=recording(3)[0], decoder_input_ids=[1, 20, 30], **options)
+        )
         expected = [right(model, recording(i), **options) for i in range(3)]
         expected.append(right(model, recording(3), begin=[1, 20, 30], **options))
         assert run(engine, handles) == expected
@@ -126,14 +143,23 @@ def test_what_the_decoder_begins_with(name: str) -> None:
     first = model.config.decoder_start_token_id
     begin = [first, *PROMPTS[1]]
     with small(model, max_batch_tokens=7) as engine:
-        handles = [engine.submit(PROMPTS[2], decoder_input_ids=each, **GREEDY) for each in (begin, begin[1:], torch.tensor([begin]))]
+        handles = [
+            engine.submit(PROMPTS[2], decoder_input_ids=each, **GREEDY)
+            for each in (begin, begin[1:], torch.tensor([begin]))
+        ]
         assert run(engine, handles) == [right(model, PROMPTS[2], begin=begin, **GREEDY)] * 3
 
 
 def test_draws() -> None:
     """C35: samples draw the same in a crowd, computed again, and alone."""
     model = text_model("bart")
-    options = {"do_sample": True, "num_return_sequences": 3, "temperature": 1.4, "seed": 5, "max_new_tokens": 9}
+    options = {
+        "do_sample": True,
+        "num_return_sequences": 3,
+        "temperature": 1.4,
+        "seed": 5,
+        "max_new_tokens": 9,
+    }
     with small(model, num_blocks=200) as engine:
         expected = answers(engine.submit(PROMPTS[3], **options).result())
         assert len({tuple(row) for row in expected}) > 1
@@ -143,11 +169,16 @@ def test_draws() -> None:
             engine.step()
         engine.pause()
         engine.resume()
-        assert run(engine, [handle, *crowd]) == [expected, *(right(model, prompt, **GREEDY) for prompt in PROMPTS)]
+        assert run(engine, [handle, *crowd]) == [
+            expected,
+            *(right(model, prompt, **GREEDY) for prompt in PROMPTS),
+        ]
 
 
 def test_one_cross_table_a_request() -> None:
-    """C36: as long as the encoder's answer, shared by all beams or samples, there with the first step, gone with the group."""
+    """C36: as long as the encoder's answer, shared by all beams or samples, there with the first step, gone
+    with the group.
+    """
     model = text_model("t5")
     with small(model, num_blocks=60) as engine:
         assert engine.stats()["blocks"]["cross"]["total"] == 60
@@ -156,7 +187,9 @@ def test_one_cross_table_a_request() -> None:
         for _ in range(5):
             engine.step()
             assert engine.stats()["blocks"]["cross"]["held"] == -(-len(PROMPTS[3]) // 4)
-        other = engine.submit(PROMPTS[1], num_return_sequences=2, do_sample=True, max_new_tokens=9, min_new_tokens=9)
+        other = engine.submit(
+            PROMPTS[1], num_return_sequences=2, do_sample=True, max_new_tokens=9, min_new_tokens=9
+        )
         engine.step()
         assert engine.stats()["blocks"]["cross"]["held"] == 8 + 5
         handle.cancel()
@@ -174,9 +207,14 @@ def test_the_encoder_runs_once_each_time(monkeypatch: pytest.MonkeyPatch) -> Non
     forward = encoder.forward
     with small(model, num_blocks=60) as engine:
         monkeypatch.setattr(
-            encoder, "forward", lambda *args, **kwargs: ran.append(kwargs["input_ids"].shape[1]) or forward(*args, **kwargs)
+            encoder,
+            "forward",
+            lambda *args, **kwargs: ran.append(kwargs["input_ids"].shape[1]) or forward(*args, **kwargs),
         )
-        handles = [engine.submit(prompt, num_beams=2, decoder_input_ids=PROMPTS[1], **GREEDY) for prompt in PROMPTS[:2]]
+        handles = [
+            engine.submit(prompt, num_beams=2, decoder_input_ids=PROMPTS[1], **GREEDY)
+            for prompt in PROMPTS[:2]
+        ]
         for _ in range(7):
             engine.step()
         assert sorted(ran) == [3, 17]
@@ -188,7 +226,9 @@ def test_the_encoder_runs_once_each_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_room_for_cross_tables() -> None:
-    """C11, C12: what an encoder makes counts; who finds no room waits, who never will is refused with both numbers."""
+    """C11, C12: what an encoder makes counts; who finds no room waits, who never will is refused with both
+    numbers.
+    """
     model = text_model("t5")
     source = [5 + i % 60 for i in range(60)]
     with small(model, num_blocks=40) as engine:
@@ -221,7 +261,9 @@ def test_few_blocks(name: str, preemption: str) -> None:
 
 
 def test_a_failure_is_the_requests_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C34: an encoder that raises ends its request; one that makes another number of tokens than it said, too."""
+    """C34: an encoder that raises ends its request; one that makes another number of tokens than it said,
+    too.
+    """
     model = text_model("t5")
     forward = model.get_encoder().forward
 

@@ -1,4 +1,6 @@
-"""Prompts with pictures and recordings: the tokens of generate() on that prompt alone, shared by content (C18, C23, C24, C29, C30, C34)."""
+"""Prompts with pictures and recordings: the tokens of generate() on that prompt alone, shared by content
+(C18, C23, C24, C29, C30, C34).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
     "processed": {**GREEDY, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
     "beams": {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "do_sample": False},
-    "early": {"max_new_tokens": 9, "num_beams": 3, "early_stopping": "never", "eos_token_id": [2, 9, 30, 41, 60, 77], "do_sample": False},
+    "early": {
+        "max_new_tokens": 9,
+        "num_beams": 3,
+        "early_stopping": "never",
+        "eos_token_id": [2, 9, 30, 41, 60, 77],
+        "do_sample": False,
+    },
 }
 FORMS = {
     "llava": "flat",
@@ -52,7 +60,9 @@ def model() -> Any:
 
 def picture(*seeds: int) -> torch.Tensor:
     """Pixels [pictures, 3, 32, 32]."""
-    return torch.stack([torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(seed)) * 2 - 1 for seed in seeds])
+    return torch.stack(
+        [torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(seed)) * 2 - 1 for seed in seeds]
+    )
 
 
 def asks(*seeds: int, before: list[int] = BEFORE, after: list[int] = AFTER) -> dict[str, torch.Tensor]:
@@ -67,12 +77,17 @@ def right(model: Any, inputs: dict[str, Any], **options: Any) -> list[list[int]]
     answer = model.generate(**inputs, return_dict_in_generate=True, output_scores=True, **options)
     rows = [row[inputs["input_ids"].shape[1] :].tolist() for row in answer.sequences]
     if "beam_indices" in answer:
-        return [row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)]
+        return [
+            row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)
+        ]
     return rows
 
 
 def small(model: Any, **options: Any) -> Engine:
-    return Engine(model, **{"block_size": 4, "num_blocks": 60, "max_batch_tokens": 11, "max_batch_sequences": 6, **options})
+    return Engine(
+        model,
+        **{"block_size": 4, "num_blocks": 60, "max_batch_tokens": 11, "max_batch_sequences": 6, **options},
+    )
 
 
 def looks(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[int]:
@@ -80,7 +95,9 @@ def looks(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[int]:
     seen: list[int] = []
     tower = model.model.vision_tower
     forward = tower.forward
-    monkeypatch.setattr(tower, "forward", lambda pixels, **keywords: seen.append(len(pixels)) or forward(pixels, **keywords))
+    monkeypatch.setattr(
+        tower, "forward", lambda pixels, **keywords: seen.append(len(pixels)) or forward(pixels, **keywords)
+    )
     return seen
 
 
@@ -91,15 +108,23 @@ def one_each(name: str) -> list[dict[str, torch.Tensor]]:
     else:
         shown = with_pictures(kept(name), rows=1)
     assert shown is not None
-    return [shown, {key: value * 0.5 + 0.1 if value.is_floating_point() else value for key, value in shown.items()}]
+    return [
+        shown,
+        {key: value * 0.5 + 0.1 if value.is_floating_point() else value for key, value in shown.items()},
+    ]
 
 
 @pytest.mark.parametrize("name", [*FORMS, "qwen3_asr"])
 def test_families(name: str) -> None:
-    """In chunks, recomputed, beside texts in the same steps; row by row where the model cannot do otherwise."""
+    """In chunks, recomputed, beside texts in the same steps; row by row where the model cannot do
+    otherwise.
+    """
     model = build("audio", config_class("audio", name)) if name == "qwen3_asr" else kept(name)
     given = one_each(name)
-    expected = [right(model, each, **GREEDY) for each in given], [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
+    expected = (
+        [right(model, each, **GREEDY) for each in given],
+        [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]],
+    )
     with small(model) as engine:
         handles = [engine.submit(**each, **GREEDY) for each in given]
         others = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:2]]
@@ -107,7 +132,10 @@ def test_families(name: str) -> None:
             engine.step()
         engine.pause()
         engine.resume()
-        found = [answers(handle.result()) for handle in handles], [answers(handle.result()) for handle in others]
+        found = (
+            [answers(handle.result()) for handle in handles],
+            [answers(handle.result()) for handle in others],
+        )
         assert found == expected
         assert handles[0].result().preemptions == 1
         assert engine.stats()["form"] == FORMS.get(name, "flat")
@@ -132,8 +160,8 @@ def test_every_way(model: Any, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_several_pictures(model: Any, way: str) -> None:
-    """Under beams stock's Llava repeats pictures one by one, so that its rows see others' pictures: there its own embeddings say what is
-    right."""
+    """Under beams stock's Llava repeats pictures one by one, so that its rows see others' pictures: there its
+    own embeddings say what is right."""
     inputs = asks(1, 2, 3)
     expected = inputs
     if WAYS[way].get("num_beams", 1) > 1:
@@ -145,7 +173,9 @@ def test_several_pictures(model: Any, way: str) -> None:
 def merged(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """The embeddings [1, tokens, hidden] that the decoder is given for a prompt with pictures."""
     found: list[torch.Tensor] = []
-    hook = model.get_decoder().register_forward_pre_hook(lambda _, __, given: found.append(given["inputs_embeds"]), with_kwargs=True)
+    hook = model.get_decoder().register_forward_pre_hook(
+        lambda _, __, given: found.append(given["inputs_embeds"]), with_kwargs=True
+    )
     with hook:
         model.generate(**inputs, max_new_tokens=1)
     return found[0]
@@ -153,7 +183,13 @@ def merged(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def test_draws(model: Any) -> None:
     """C35: samples draw the same in a crowd, after a preemption, and alone."""
-    options = {"do_sample": True, "num_return_sequences": 3, "temperature": 1.4, "seed": 5, "max_new_tokens": 9}
+    options = {
+        "do_sample": True,
+        "num_return_sequences": 3,
+        "temperature": 1.4,
+        "seed": 5,
+        "max_new_tokens": 9,
+    }
     with small(model, num_blocks=200) as roomy:
         expected = answers(roomy.submit(**asks(1), **options).result())
     assert len({tuple(row) for row in expected}) > 1
@@ -165,15 +201,23 @@ def test_draws(model: Any) -> None:
         engine.pause()
         engine.resume()
         assert answers(handle.result()) == expected
-        assert [answers(each.result()) for each in crowd] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:4]]
+        assert [answers(each.result()) for each in crowd] == [
+            alone(model, prompt, **GREEDY) for prompt in PROMPTS[:4]
+        ]
 
 
 def test_prefixes_are_shared_by_content(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C18, C24: the same picture is looked at and computed once, another behind the same ids never taken for it; text before it is text."""
+    """C18, C24: the same picture is looked at and computed once, another behind the same ids never taken for
+    it; text before it is text.
+    """
     seen = looks(monkeypatch, model)
     with small(model, num_blocks=100, check_hits=True) as engine:
         for inputs, cached, looked in (
-            (asks(1), 0, 2),  # once for its embeddings, and once for generate(), to which the first of its kind is held
+            (
+                asks(1),
+                0,
+                2,
+            ),  # once for its embeddings, and once for generate(), to which the first of its kind is held
             (asks(1), 24, 0),
             (asks(2), 4, 1),
             (asks(1), 24, 0),
@@ -215,7 +259,9 @@ def test_few_blocks(model: Any, preemption: str) -> None:
 
 
 def test_steps_that_run_ahead(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of pictures beside tokens that the host has not heard of; steps of ids only are captured ones."""
+    """Chunks of pictures beside tokens that the host has not heard of; steps of ids only are captured
+    ones.
+    """
     monkeypatch.setitem(RECORDERS, "cpu", record)
     given = [asks(1), asks(2, 1), asks(1, before=[])]
     with small(model, run_ahead=True, num_blocks=90) as engine:
@@ -226,7 +272,10 @@ def test_steps_that_run_ahead(model: Any, monkeypatch: pytest.MonkeyPatch) -> No
                 engine.step()
         found = [answers(handle.result()) for handle in handles]
         assert engine.stats()["graphs"]["replayed"] > 3
-    expected = [right(model, each, **GREEDY) for each in given], [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
+    expected = (
+        [right(model, each, **GREEDY) for each in given],
+        [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:3]],
+    )
     assert (found[::2], found[1::2]) == expected
 
 
@@ -234,11 +283,15 @@ def test_a_thread(model: Any) -> None:
     with small(model) as engine:
         engine.start()
         handles = [engine.submit(**asks(seed), **GREEDY) for seed in (1, 2)]
-        assert [answers(handle.result(120)) for handle in handles] == [right(model, asks(seed), **GREEDY) for seed in (1, 2)]
+        assert [answers(handle.result(120)) for handle in handles] == [
+            right(model, asks(seed), **GREEDY) for seed in (1, 2)
+        ]
 
 
 def test_how_long_what_was_made_is_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the pictures' part of the prompt is computed, and not longer; the pictures themselves as long as the request runs."""
+    """While the pictures' part of the prompt is computed, and not longer; the pictures themselves as long as
+    the request runs.
+    """
     seen = looks(monkeypatch, model)
     inputs = asks(1)
     expected = right(model, inputs, **GREEDY)
@@ -276,7 +329,9 @@ def test_how_long_what_was_made_is_kept(model: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C24: an eye that was changed while the engine was paused sees something else, and so does who looks later."""
+    """C24: an eye that was changed while the engine was paused sees something else, and so does who looks
+    later.
+    """
     model = build("image", config_class("image", "llava"))
     with small(model) as engine:
         handle = engine.submit(**asks(1), **GREEDY)
@@ -320,18 +375,26 @@ def test_a_failure_is_the_requests_own(model: Any, monkeypatch: pytest.MonkeyPat
             output = handle.result()
             assert output.finish_reason == "error"
             assert error in str(output.error)
-        expected = [*(alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]), right(model, asks(1), **GREEDY)]
+        expected = [
+            *(alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]),
+            right(model, asks(1), **GREEDY),
+        ]
         assert [answers(handle.result()) for handle in good] == expected
         engine.check()
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 def test_captured_steps_are_told_where_tokens_stand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs from before the first picture go; later ones take both kinds of sequences, in any place of a step, and chunks of both."""
+    """Graphs from before the first picture go; later ones take both kinds of sequences, in any place of a
+    step, and chunks of both.
+    """
     monkeypatch.setitem(RECORDERS, "cpu", record)
     model, options = kept(name), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     given = [stands(name, 1), stands(name, 2, 3), stands(name, 4, after=[7 + i for i in range(30)])]
-    expected = [right(model, each, **options) for each in given], [alone(model, prompt, **options) for prompt in PROMPTS[:3]]
+    expected = (
+        [right(model, each, **options) for each in given],
+        [alone(model, prompt, **options) for prompt in PROMPTS[:3]],
+    )
     with small(model, num_blocks=90) as engine:
 
         def replayed() -> int:
@@ -344,7 +407,11 @@ def test_captured_steps_are_told_where_tokens_stand(name: str, monkeypatch: pyte
         assert answers(engine.submit(**given[0], **options).result()) == expected[0][0]
         assert replayed() - before > 12, "a sequence by itself whose tokens stand elsewhere"
         before = replayed()
-        handles = [each for i in range(3) for each in (engine.submit(PROMPTS[i], **options), engine.submit(**given[i], **options))]
+        handles = [
+            each
+            for i in range(3)
+            for each in (engine.submit(PROMPTS[i], **options), engine.submit(**given[i], **options))
+        ]
         found = [answers(handle.result()) for handle in handles]
         assert (found[1::2], found[::2]) == expected
         assert replayed() - before > 12
@@ -352,7 +419,9 @@ def test_captured_steps_are_told_where_tokens_stand(name: str, monkeypatch: pyte
 
 
 def test_a_model_that_does_more_with_pictures() -> None:
-    """Found where the decoder is called, and told by name; texts beside it are served, and so are pictures that it takes as they come."""
+    """Found where the decoder is called, and told by name; texts beside it are served, and so are pictures
+    that it takes as they come.
+    """
     model = kept("gemma3")
     shown, other = one_each("gemma3")
     plain = {name: value for name, value in shown.items() if name != "token_type_ids"}
@@ -372,7 +441,9 @@ def test_a_model_that_does_more_with_pictures() -> None:
 
 
 def test_layers_that_attend_to_a_picture() -> None:
-    """Mllama's text runs in one flat row as ever, past the layers that attend to pictures; a prompt with one is refused by name."""
+    """Mllama's text runs in one flat row as ever, past the layers that attend to pictures; a prompt with one
+    is refused by name.
+    """
     model = kept("mllama")
     shown, other = one_each("mllama")
     expected = [alone(model, prompt, **GREEDY) for prompt in PROMPTS]
@@ -389,23 +460,39 @@ def test_layers_that_attend_to_a_picture() -> None:
         engine.check()
 
 
-def stands(name: str, *seeds: int, before: list[int] = BEFORE, after: list[int] = AFTER) -> dict[str, torch.Tensor]:
-    """A prompt around pictures for Qwen-VL: tokens stand on three axes, those behind a picture closer than their number. Qwen3-VL's
-    first layers are given something for a picture's tokens, too."""
+def stands(
+    name: str, *seeds: int, before: list[int] = BEFORE, after: list[int] = AFTER
+) -> dict[str, torch.Tensor]:
+    """A prompt around pictures for Qwen-VL: tokens stand on three axes, those behind a picture closer than
+    their number. Qwen3-VL's first layers are given something for a picture's tokens, too."""
     config = kept(name).config
     begin, mark = config.vision_start_token_id, config.image_token_id
     ids = torch.tensor([[*before, *[begin, *[mark] * 8, 11] * len(seeds), *after]])
-    patches = [torch.rand(32, 3 * 2 * 8 * 8, generator=torch.Generator().manual_seed(seed)) * 2 - 1 for seed in seeds]
-    said = {"image_grid_thw": torch.tensor([[1, 8, 4]] * len(seeds)), "mm_token_type_ids": (ids == mark).long()}
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.cat(patches), **said}
+    patches = [
+        torch.rand(32, 3 * 2 * 8 * 8, generator=torch.Generator().manual_seed(seed)) * 2 - 1 for seed in seeds
+    ]
+    said = {
+        "image_grid_thw": torch.tensor([[1, 8, 4]] * len(seeds)),
+        "mm_token_type_ids": (ids == mark).long(),
+    }
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.cat(patches),
+        **said,
+    }
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_that_stand_elsewhere(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On several axes, in chunks, behind hits that leave nothing to look at, recomputed and beside others whose tokens stand as ever."""
+    """On several axes, in chunks, behind hits that leave nothing to look at, recomputed and beside others
+    whose tokens stand as ever.
+    """
     model, inputs, seen = kept(name), stands(name, 1, 2), []
-    expected = [right(model, stands(name, 1, 2, after=after), **WAYS[way]) for after in (AFTER, AFTER, [33, 34], [])]
+    expected = [
+        right(model, stands(name, 1, 2, after=after), **WAYS[way]) for after in (AFTER, AFTER, [33, 34], [])
+    ]
     texts = [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
     with small(model, num_blocks=120, max_batch_tokens=17, max_batch_sequences=16) as engine:
         show = engine._runner.show
@@ -414,7 +501,9 @@ def test_tokens_that_stand_elsewhere(name: str, way: str, monkeypatch: pytest.Mo
         handles = [engine.submit(**inputs, **WAYS[way])]
         for _ in range(3):
             engine.step()
-        handles += [engine.submit(**stands(name, 1, 2, after=after), **WAYS[way]) for after in (AFTER, [33, 34], [])]
+        handles += [
+            engine.submit(**stands(name, 1, 2, after=after), **WAYS[way]) for after in (AFTER, [33, 34], [])
+        ]
         for _ in range(7):
             engine.step()
         engine.pause()
@@ -431,7 +520,9 @@ def test_tokens_that_stand_elsewhere(name: str, way: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("name", "preemption"), [("qwen2_vl", "swap"), ("qwen3_vl", "recompute")])
-def test_few_blocks_for_tokens_that_stand_elsewhere(name: str, preemption: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_blocks_for_tokens_that_stand_elsewhere(
+    name: str, preemption: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """C29, C30: and they stand there when they come back, in captured steps and others."""
     monkeypatch.setitem(RECORDERS, "cpu", record)
     model, options = kept(name), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
@@ -451,7 +542,9 @@ def test_few_blocks_for_tokens_that_stand_elsewhere(name: str, preemption: str, 
 
 
 def test_what_only_the_answer_shows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that looks at pictures, too: nothing of it is to be seen where the decoder is called, and the first logits tell."""
+    """A head that looks at pictures, too: nothing of it is to be seen where the decoder is called, and the
+    first logits tell.
+    """
     forward = model.forward
 
     @functools.wraps(forward)
@@ -532,25 +625,43 @@ def test_what_cannot_be_is_refused(model: Any) -> None:
                 engine.submit(**arguments)
         assert engine.stats()["waiting"] == 0
         assert answers(engine.submit(**asks(1), **GREEDY).result()) == right(model, asks(1), **GREEDY)
-    with small(family(BY_NAME["t5"])) as engine, pytest.raises(ValueError, match=r"pictures or recordings .* for T5"):
+    with (
+        small(family(BY_NAME["t5"])) as engine,
+        pytest.raises(ValueError, match=r"pictures or recordings .* for T5"),
+    ):
         engine.submit([5, 6], pixel_values=picture(1))
 
 
 class Processor(tf.ProcessorMixin):  # type: ignore[misc]  # transformers has no types
-    """What a processor does: texts with a place for every token of a picture, numbers for pixels. Pictures are seeds here."""
+    """What a processor does: texts with a place for every token of a picture, numbers for pixels. Pictures
+    are seeds here.
+    """
 
     def __init__(self) -> None:
         self.tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
 
-    def __call__(self, images: Any = None, text: Any = None, return_tensors: str | None = None, **_: Any) -> Any:
+    def __call__(
+        self, images: Any = None, text: Any = None, return_tensors: str | None = None, **_: Any
+    ) -> Any:
         mark = kept("llava").config.image_token_id
         assert return_tensors == "pt"
-        ids = [token for word in text[0].split() for token in ([mark] * PLACES if word == "<image>" else [int(word)])]
+        ids = [
+            token
+            for word in text[0].split()
+            for token in ([mark] * PLACES if word == "<image>" else [int(word)])
+        ]
         shown = {"pixel_values": picture(*images).double()} if images else {}
-        return tf.BatchFeature({"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)), **shown})
+        return tf.BatchFeature(
+            {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)), **shown}
+        )
 
     def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-        assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        assert options == {
+            "add_generation_prompt": True,
+            "tokenize": True,
+            "return_dict": True,
+            "return_tensors": "pt",
+        }
         parts = [part for message in messages for part in message["content"]]
         words = ["<image>" if part["type"] == "image" else part["text"] for part in parts]
         images = [part["image"] for part in parts if part["type"] == "image"]
@@ -558,17 +669,34 @@ class Processor(tf.ProcessorMixin):  # type: ignore[misc]  # transformers has no
 
 
 def test_a_processor_for_a_tokenizer(model: Any) -> None:
-    """Texts with pictures beside them, chat messages with pictures in them, texts alone: the processor reads them, its tokenizer writes."""
+    """Texts with pictures beside them, chat messages with pictures in them, texts alone: the processor reads
+    them, its tokenizer writes.
+    """
     mark = model.config.image_token_id
-    chat = [{"role": "user", "content": [{"type": "text", "text": "5 6"}, {"type": "image", "image": 3}, {"type": "text", "text": "7"}]}]
+    chat = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "5 6"},
+                {"type": "image", "image": 3},
+                {"type": "text", "text": "7"},
+            ],
+        }
+    ]
     shown = {"input_ids": torch.tensor([[5, 6, *[mark] * PLACES, 7, 4]]), "pixel_values": picture(3)}
     with Engine(model, Processor(), block_size=4, num_blocks=60) as engine:
-        outputs = engine.generate([chat], **GREEDY) + engine.generate(["5 6 <image> 7 4"], images=[3], **GREEDY)
+        outputs = engine.generate([chat], **GREEDY) + engine.generate(
+            ["5 6 <image> 7 4"], images=[3], **GREEDY
+        )
         assert [answers(output) for output in outputs] == [right(model, shown, **GREEDY)] * 2
         assert outputs[1].cached_tokens == 19
         assert outputs[0].sequences[0].text == " ".join(map(str, answers(outputs[0])[0]))
-        text = engine.generate(["5 6 7", [{"role": "user", "content": [{"type": "text", "text": "5 6"}]}]], **GREEDY)
-        assert [answers(output) for output in text] == [alone(model, ids, **GREEDY) for ids in ([5, 6, 7], [5, 6, 4])]
+        text = engine.generate(
+            ["5 6 7", [{"role": "user", "content": [{"type": "text", "text": "5 6"}]}]], **GREEDY
+        )
+        assert [answers(output) for output in text] == [
+            alone(model, ids, **GREEDY) for ids in ([5, 6, 7], [5, 6, 4])
+        ]
         for arguments, error in (
             ({"prompt": chat, "images": [3]}, "put those of chat messages into them"),
             ({"prompt": chat, "pixel_values": picture(3)}, r"so do \['pixel_values'\]"),

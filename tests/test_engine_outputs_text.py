@@ -54,7 +54,9 @@ def test_bytes_that_are_no_text(tokenizer: Any, ids: list[int]) -> None:
 def test_the_demo_tokenizer() -> None:
     """Words of a real vocabulary, special tokens left out."""
     tokenizer = demo.tokenizer()
-    ids = tokenizer("The tailor and the heron met. They talked until dark!")["input_ids"] + [tokenizer.eos_token_id]
+    ids = tokenizer("The tailor and the heron met. They talked until dark!")["input_ids"] + [
+        tokenizer.eos_token_id
+    ]
     reader = Detokeniser(tokenizer)
     pieces = [reader.add([token], last=token == tokenizer.eos_token_id) for token in ids]
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)

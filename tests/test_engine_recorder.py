@@ -26,13 +26,22 @@ WAYS: list[dict[str, Any]] = [
 
 
 def engine_of(name: str, blocks: int, **options: Any) -> Engine:
-    return Engine(build(BY_NAME[name]), block_size=2, num_blocks=blocks, max_batch_tokens=12, max_batch_sequences=6, **options)
+    return Engine(
+        build(BY_NAME[name]),
+        block_size=2,
+        num_blocks=blocks,
+        max_batch_tokens=12,
+        max_batch_sequences=6,
+        **options,
+    )
 
 
 def books(engine: Engine) -> tuple[Any, ...]:
     """The tables of all that run, the cached blocks, and the counts, straight from the pools."""
     tables = {
-        Name(group.request.number, sequence.index): tuple(Table(table.released, tuple(table.blocks)) for table in sequence.tables)
+        Name(group.request.number, sequence.index): tuple(
+            Table(table.released, tuple(table.blocks)) for table in sequence.tables
+        )
         for group in engine._scheduler.running
         for sequence in group.sequences
         if any(table.blocks for table in sequence.tables)
@@ -40,7 +49,13 @@ def books(engine: Engine) -> tuple[Any, ...]:
     pools = [shelf.pool for shelf in engine.pools.shelves]
     cached = tuple(frozenset(i for i, state in enumerate(pool._state) if state == CACHED) for pool in pools)
     counts = tuple(
-        Blocks(pool.held, sum(count > 1 for count in pool._references), pool.cached, pool.free, shelf.host.held if shelf.host else 0)
+        Blocks(
+            pool.held,
+            sum(count > 1 for count in pool._references),
+            pool.cached,
+            pool.free,
+            shelf.host.held if shelf.host else 0,
+        )
         for pool, shelf in zip(pools, engine.pools.shelves, strict=True)
     )
     return tables, cached, counts
@@ -60,10 +75,15 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "blocks", "ahead"), [("llama", 40, False), ("qwen2-window", 40, False), ("llama", 200, False), ("llama", 40, True)]
+    ("name", "blocks", "ahead"),
+    [("llama", 40, False), ("qwen2-window", 40, False), ("llama", 200, False), ("llama", 40, True)],
 )
-def test_every_step_is_as_the_books_were(name: str, blocks: int, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks, forks, copies on write, beams, windows, preemptions, aborts, hits: the map drawn from the file is the one of then."""
+def test_every_step_is_as_the_books_were(
+    name: str, blocks: int, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, forks, copies on write, beams, windows, preemptions, aborts, hits: the map drawn from the file
+    is the one of then.
+    """
     rng, ways = random.Random(blocks), WAYS[::2] if ahead else WAYS  # beams let nobody run ahead
     with engine_of(name, blocks, run_ahead=ahead) as engine:
         seen = watch(engine, monkeypatch)
@@ -81,7 +101,12 @@ def test_every_step_is_as_the_books_were(name: str, blocks: int, ahead: bool, tm
                     engine.resume()
         stats = engine.stats()
     trace = hf_paged.trace.read(tmp_path / "steps.jsonl")
-    assert (trace.model, trace.block_size, trace.max_batch_tokens, trace.max_batch_sequences) == (type(engine.model).__name__, 2, 12, 6)
+    assert (trace.model, trace.block_size, trace.max_batch_tokens, trace.max_batch_sequences) == (
+        type(engine.model).__name__,
+        2,
+        12,
+        6,
+    )
     assert [(kind.name, kind.total) for kind in trace.kinds] == [(each, blocks) for each in stats["blocks"]]
     for block_map, ((tables, cached, counts), rows) in zip(list(trace.maps())[1:], seen, strict=True):
         assert dict(block_map.tables) == tables
@@ -94,7 +119,9 @@ def test_every_step_is_as_the_books_were(name: str, blocks: int, ahead: bool, tm
     assert Counter(reason for step in trace.steps for _, reason in step.ended) == Counter(
         handle.result().finish_reason for handle in handles
     )
-    assert {number for step in trace.steps for number, _ in step.ended} == {handle.number for handle in handles}
+    assert {number for step in trace.steps for number, _ in step.ended} == {
+        handle.number for handle in handles
+    }
     assert stats["preemptions"] > 2
     assert any(len(names) > 1 for block_map in trace.maps() for names in block_map.owners().values())
 
@@ -119,7 +146,9 @@ def test_a_trace_that_begins_in_the_middle(tmp_path: Path, monkeypatch: pytest.M
     assert (dict(first.tables), first.cached, first.step.blocks) == before
     assert first.step.rows == ()
     assert (first.step.ended, first.step.running) == (((3, "abort"),), 3)
-    assert [(dict(each.tables), each.cached, each.step.blocks) for each in others] == [each for each, _ in seen[: len(others)]]
+    assert [(dict(each.tables), each.cached, each.step.blocks) for each in others] == [
+        each for each, _ in seen[: len(others)]
+    ]
     assert trace.steps[-1].ended == ((2, "length"),)
     assert "1 abort, 1 length" in str(trace)
 
@@ -168,7 +197,9 @@ def test_one_trace_at_a_time(tmp_path: Path) -> None:
         engine.trace(tmp_path / "c.jsonl")
 
 
-def test_a_full_disk_ends_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The trace ends, which is logged once and raised when it is closed; the requests go on."""
 
     def full(*arguments: Any) -> None:

@@ -1,4 +1,6 @@
-"""Whatever users bring along raises in its own request only: tokenizers, processors, criteria, and what these do to the engine (C34)."""
+"""Whatever users bring along raises in its own request only: tokenizers, processors, criteria, and what these
+do to the engine (C34).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ def readers(model: Any, ahead: bool = False, **trouble: Any) -> Engine:
     """An engine whose tokenizer raises at the answers to PROMPTS[4], and at nobody else's."""
     said = [alone(model, prompt, **GREEDY)[0] for prompt in PROMPTS[:5]]
     assert said[4][0] not in [answer[0] for answer in said[:4]]
-    options = {"block_size": 4, "num_blocks": 60, "max_batch_tokens": 24, "max_batch_sequences": 8, "run_ahead": ahead}
+    options = {
+        "block_size": 4,
+        "num_blocks": 60,
+        "max_batch_tokens": 24,
+        "max_batch_sequences": 8,
+        "run_ahead": ahead,
+    }
     return Engine(model, Tokenizer(said[4][0], **trouble), **options)
 
 
@@ -43,9 +51,13 @@ PLAIN = {"max_new_tokens": 9, "do_sample": False}
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("kind", [{}, {"bad_words_ids": None}, {"num_beams": 2}, {"num_beams": 2, "num_return_sequences": 2}])
+@pytest.mark.parametrize(
+    "kind", [{}, {"bad_words_ids": None}, {"num_beams": 2}, {"num_beams": 2, "num_return_sequences": 2}]
+)
 def test_a_tokenizer_that_raises_at_an_answer(model: Any, kind: dict[str, Any], ahead: bool) -> None:
-    """The request ends as an error, with its tokens and without their text; the step that ends it is everybody's and goes on."""
+    """The request ends as an error, with its tokens and without their text; the step that ends it is
+    everybody's and goes on.
+    """
     engine = readers(model, ahead)
     handles = neighbours(engine)
     plain = engine.submit(PROMPTS[3], **PLAIN)
@@ -59,14 +71,18 @@ def test_a_tokenizer_that_raises_at_an_answer(model: Any, kind: dict[str, Any], 
     assert [sequence.finish_reason == "error" for sequence in output.sequences] == sore
     assert [sequence.text == "" for sequence in output.sequences] == sore
     for handle in [plain, *handles]:
-        assert handle.result().text.split() == [str(token) for token in handle.result().sequences[0].token_ids]
+        assert handle.result().text.split() == [
+            str(token) for token in handle.result().sequences[0].token_ids
+        ]
     assert answers(plain.result()) == alone(model, PROMPTS[3], **PLAIN)
     assert_neighbours_unharmed(engine, handles)
 
 
 @pytest.mark.parametrize("thread", [False, True])
 def test_a_tokenizer_that_raises_while_somebody_reads(model: Any, thread: bool) -> None:
-    """Whoever reads gets the tokens that are there, then the end: the trouble is the request's, not the reader's."""
+    """Whoever reads gets the tokens that are there, then the end: the trouble is the request's, not the
+    reader's.
+    """
     engine = readers(model)
     handles = neighbours(engine)
     bad = engine.submit(PROMPTS[4], **{**GREEDY, "max_new_tokens": 30})
@@ -85,19 +101,28 @@ def test_a_tokenizer_that_raises_while_somebody_reads(model: Any, thread: bool) 
     engine.stop()
     late = engine.submit(PROMPTS[4], **GREEDY)
     late.cancel()
-    assert (late.result().finish_reason, late.result().error) == ("abort", None)  # of nothing there is nothing to read
+    assert (late.result().finish_reason, late.result().error) == (
+        "abort",
+        None,
+    )  # of nothing there is nothing to read
     engine.close()
 
 
 def test_a_tokenizer_that_is_interrupted(model: Any) -> None:
-    """Ctrl-C while an answer is read reaches the caller once, and the request ends with it: its tokens are there, its text is not."""
+    """Ctrl-C while an answer is read reaches the caller once, and the request ends with it: its tokens are
+    there, its text is not.
+    """
     engine = readers(model, error=KeyboardInterrupt(), times=1)
     handles = neighbours(engine)
     own = engine.submit(PROMPTS[4], **GREEDY)
     with pytest.raises(KeyboardInterrupt):
         own.result()
     engine.check()
-    assert (own.result().finish_reason, own.result().text, type(own.result().error)) == ("error", "", KeyboardInterrupt)
+    assert (own.result().finish_reason, own.result().text, type(own.result().error)) == (
+        "error",
+        "",
+        KeyboardInterrupt,
+    )
     assert [own.result().sequences[0].token_ids] == alone(model, PROMPTS[4], **GREEDY)
     assert_neighbours_unharmed(engine, handles)
 
@@ -120,9 +145,13 @@ def test_scores_of_another_shape(engine: Engine, kind: dict[str, Any]) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_temperature_that_makes_everything_infinite(model: Any, kind: dict[str, Any], ahead: bool) -> None:
     """Nothing can be drawn from that: no token beyond the vocabulary is."""
-    with Engine(model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8, run_ahead=ahead) as engine:
+    with Engine(
+        model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8, run_ahead=ahead
+    ) as engine:
         handles = neighbours(engine)
-        output = engine.submit(PROMPTS[4], do_sample=True, temperature=1e-43, max_new_tokens=4, **kind).result()
+        output = engine.submit(
+            PROMPTS[4], do_sample=True, temperature=1e-43, max_new_tokens=4, **kind
+        ).result()
         assert output.finish_reason == "error"
         assert "temperature=1e-43" in str(output.error)
         assert not output.sequences[0].token_ids
@@ -177,14 +206,18 @@ def test_who_comes_and_goes_in_the_middle_of_a_step(engine: Engine, kind: dict[s
     assert len(answers(own.result())[0]) == 2
     assert len(inner) == 4
     assert [handle.result().finish_reason for handle in inner] == ["length", "abort"] * 2
-    assert [answers(handle.result()) for handle in inner[::2]] == [alone(engine.model, PROMPTS[0], **GREEDY)] * 2
+    assert [answers(handle.result()) for handle in inner[::2]] == [
+        alone(engine.model, PROMPTS[0], **GREEDY)
+    ] * 2
     assert_neighbours_unharmed(engine, handles)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_interrupt_while_the_engine_is_paused(model: Any, ahead: bool) -> None:
     """What is on its way is heard of by then, criteria included: nobody loses a token that was told."""
-    with Engine(model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8, run_ahead=ahead) as engine:
+    with Engine(
+        model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8, run_ahead=ahead
+    ) as engine:
         handles = neighbours(engine)
         breaks = Fails(2, KeyboardInterrupt())
         own = engine.submit(PROMPTS[4], **PLAIN, stopping_criteria=[breaks])
@@ -214,7 +247,9 @@ PROMPT = PROMPTS[2]
 @pytest.fixture(scope="module")
 def one() -> Engine:
     """One engine for all answers: it must be whole after each."""
-    return Engine(build(BY_NAME["llama"]), block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8)
+    return Engine(
+        build(BY_NAME["llama"]), block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8
+    )
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -241,7 +276,9 @@ def parity(engine: Engine, mode: str, **given: Any) -> tuple[Any, Any]:
             found.append("refused")
     assert found[0] == found[1]
     output = engine.submit(PROMPT, **options, seed=0).result()
-    ours: Any = "refused" if output.error is not None else [sequence.token_ids for sequence in output.sequences]
+    ours: Any = (
+        "refused" if output.error is not None else [sequence.token_ids for sequence in output.sequences]
+    )
     engine.check()
     assert engine.stats()["blocks"]["full"]["held"] == 0
     if "refused" in (found[0], ours) or not options["do_sample"]:
@@ -282,7 +319,9 @@ CRITERIA: dict[str, Callable[[torch.Tensor, Any], Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", CRITERIA)
 def test_a_criterion_answers_as_generate_takes_it(one: Engine, kind: str, mode: str) -> None:
-    """The engine takes an answer for what stock generate() takes it; what that refuses is an error of the request."""
+    """The engine takes an answer for what stock generate() takes it; what that refuses is an error of the
+    request.
+    """
     if mode == "beams" and kind in ("numpy [rows]", "numpy 0-d"):
         pytest.skip("stock's beams end empty: numpy's booleans become uint8, whose ~ is no negation")
     stock, ours = parity(one, mode, stopping_criteria=[CRITERIA[kind]])
@@ -315,16 +354,29 @@ class Heard(BaseStreamer):
 @pytest.mark.parametrize("kind", CRITERIA)
 @pytest.mark.parametrize("draft", ["assistant_model", "prompt_lookup_num_tokens"])
 def test_drafts_and_streamers_beside_a_criterion(one: Engine, kind: str, draft: str) -> None:
-    """Paged generate() leaves them to transformers' loops: the same tokens, in the same pieces, and the same refusals."""
+    """Paged generate() leaves them to transformers' loops: the same tokens, in the same pieces, and the same
+    refusals.
+    """
     if kind == "an even int" and tf.__version__ < "5.23":
-        pytest.skip("assisted decoding of this transformers never ends: an even int is true for it, and its lowest bit is not set")
+        pytest.skip(
+            "assisted decoding of this transformers never ends: an even int is true for it, and its lowest "
+            "bit is not set"
+        )
     drafts = {"assistant_model": one.model, "prompt_lookup_num_tokens": 3}
     found = []
     for backend in ({}, {"cache_implementation": "paged"}):
         streamer = Heard()
-        options = {"max_new_tokens": 6, "do_sample": False, "streamer": streamer, draft: drafts[draft], **backend}
+        options = {
+            "max_new_tokens": 6,
+            "do_sample": False,
+            "streamer": streamer,
+            draft: drafts[draft],
+            **backend,
+        }
         try:
-            made = one.model.generate(torch.tensor([PROMPT]), **options, stopping_criteria=[CRITERIA[kind]]).tolist()
+            made = one.model.generate(
+                torch.tensor([PROMPT]), **options, stopping_criteria=[CRITERIA[kind]]
+            ).tolist()
         except Exception as error:
             made = type(error)
         found.append((made, streamer.tokens))
@@ -422,7 +474,9 @@ def test_beams_go_on_where_one_of_them_has_no_token(one: Engine) -> None:
     dead = Scores(lambda scores: scores.index_fill(0, torch.tensor([1]), -torch.inf))
     stock, ours = parity(one, "beams", logits_processor=[dead])
     assert ours == stock != "refused"
-    drawn = one.submit(PROMPT, num_beams=3, do_sample=True, max_new_tokens=4, logits_processor=[dead]).result()
+    drawn = one.submit(
+        PROMPT, num_beams=3, do_sample=True, max_new_tokens=4, logits_processor=[dead]
+    ).result()
     assert drawn.error is None
 
 

@@ -10,7 +10,13 @@ import pytest
 import torch
 from families import BY_NAME, VOCABULARY, build
 from test_engine_exact import PROMPTS, alone, answers
-from transformers import CompileConfig, GenerationConfig, LogitsProcessor, StoppingCriteria, WatermarkingConfig
+from transformers import (
+    CompileConfig,
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    WatermarkingConfig,
+)
 
 from hf_paged import demo
 from hf_paged.engine import Engine
@@ -38,7 +44,11 @@ class Stateful(LogitsProcessor):
         self.seen: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.seen = torch.zeros(len(input_ids), dtype=torch.long) if self.seen is None else self.seen + input_ids[:, -1] % 3 + 1
+        self.seen = (
+            torch.zeros(len(input_ids), dtype=torch.long)
+            if self.seen is None
+            else self.seen + input_ids[:, -1] % 3 + 1
+        )
         scores[torch.arange(len(scores)), self.seen % VOCABULARY] = -torch.inf
         return scores
 
@@ -90,7 +100,9 @@ HONOURED_HERE: dict[str, dict[str, Any]] = {
     "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=6.0)},
     "logits_processor": {"logits_processor": [Even()]},
     "stopping_criteria": {"stopping_criteria": [AtSeven()]},
-    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, ids: [int(ids[-1] * 7 + k) % VOCABULARY for k in range(9)]},
+    "prefix_allowed_tokens_fn": {
+        "prefix_allowed_tokens_fn": lambda row, ids: [int(ids[-1] * 7 + k) % VOCABULARY for k in range(9)]
+    },
     "cache_implementation": {"cache_implementation": "paged"},
     "return_dict_in_generate": {"return_dict_in_generate": True},
 }
@@ -112,12 +124,31 @@ def test_options_do_what_they_do_in_generate(model: Any, engine: Engine, case: s
     ]
 
 
-@pytest.mark.parametrize("option", [{"top_h": 0.5}, {"typical_p": 0.5}, {"epsilon_cutoff": 0.02}, {"eta_cutoff": 0.3}])
+@pytest.mark.parametrize(
+    "option", [{"top_h": 0.5}, {"typical_p": 0.5}, {"epsilon_cutoff": 0.02}, {"eta_cutoff": 0.3}]
+)
 def test_rarer_cuts_are_applied(engine: Engine, option: dict[str, Any]) -> None:
-    """Sampling options that leave the most likely tokens: a draw from what they leave is among them, and they matter."""
-    plain = engine.generate([PROMPTS[1]], do_sample=True, top_k=0, max_new_tokens=20, seed=3, num_return_sequences=4, temperature=2.0)[0]
+    """Sampling options that leave the most likely tokens: a draw from what they leave is among them, and they
+    matter.
+    """
+    plain = engine.generate(
+        [PROMPTS[1]],
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=20,
+        seed=3,
+        num_return_sequences=4,
+        temperature=2.0,
+    )[0]
     cut = engine.generate(
-        [PROMPTS[1]], do_sample=True, top_k=0, max_new_tokens=20, seed=3, num_return_sequences=4, temperature=2.0, **option
+        [PROMPTS[1]],
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=20,
+        seed=3,
+        num_return_sequences=4,
+        temperature=2.0,
+        **option,
     )[0]
     assert answers(plain) != answers(cut)
 
@@ -125,7 +156,9 @@ def test_rarer_cuts_are_applied(engine: Engine, option: dict[str, Any]) -> None:
 def test_a_config_object_and_the_models_own(model: Any, engine: Engine) -> None:
     """What is not said is taken from the model's generation_config, like generate()."""
     config = GenerationConfig(max_new_tokens=5, repetition_penalty=1.5, eos_token_id=2, pad_token_id=0)
-    assert answers(engine.submit(PROMPTS[1], config).result()) == alone(model, PROMPTS[1], generation_config=config)
+    assert answers(engine.submit(PROMPTS[1], config).result()) == alone(
+        model, PROMPTS[1], generation_config=config
+    )
     model.generation_config.max_new_tokens = 4
     try:
         assert answers(engine.submit(PROMPTS[1]).result()) == alone(model, PROMPTS[1])
@@ -197,7 +230,9 @@ def test_the_rest_is_refused_by_name(engine: Engine, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in REFUSED if name != "disable_compile"])
-def test_a_refusal_says_where_an_option_is_written(model: Any, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_says_where_an_option_is_written(
+    model: Any, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody is told to leave out what the model's own config says."""
     config = GenerationConfig(max_new_tokens=3)
     setattr(config, name, REFUSED_HERE[name])
@@ -207,7 +242,9 @@ def test_a_refusal_says_where_an_option_is_written(model: Any, engine: Engine, n
     own = copy.copy(model.generation_config)
     monkeypatch.setattr(model, "generation_config", own)
     setattr(own, name, REFUSED_HERE[name])
-    with pytest.raises(ValueError, match=rf"{name}=.* is not .*; model.*set model\.generation_config\.{name} = None") as error:
+    with pytest.raises(
+        ValueError, match=rf"{name}=.* is not .*; model.*set model\.generation_config\.{name} = None"
+    ) as error:
         engine.submit(PROMPTS[0], max_new_tokens=3)
     assert "leave it out" not in str(error.value)
     setattr(own, name, None)
@@ -216,22 +253,32 @@ def test_a_refusal_says_where_an_option_is_written(model: Any, engine: Engine, n
     assert engine.submit(PROMPTS[0], max_new_tokens=3).result().error is None
 
 
-def test_counts_say_where_they_are_written(model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_say_where_they_are_written(
+    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model, "generation_config", copy.copy(model.generation_config))
     model.generation_config.num_beams = 0
-    with pytest.raises(ValueError, match=r"num_beams=0 of model\.generation_config is not a number of at least 1"):
+    with pytest.raises(
+        ValueError, match=r"num_beams=0 of model\.generation_config is not a number of at least 1"
+    ):
         engine.submit(PROMPTS[0], max_new_tokens=3)
     with pytest.raises(ValueError, match="num_beams=0 is not a number of at least 1"):
         engine.submit(PROMPTS[0], max_new_tokens=3, num_beams=0)
 
 
 def test_options_of_an_assistant_say_nothing_without_one(model: Any, engine: Engine) -> None:
-    values = {**dict.fromkeys(BESIDE_AN_ASSISTANT, 3), "num_assistant_tokens_schedule": "heuristic", "assistant_ensemble_weight": 0.5}
+    values = {
+        **dict.fromkeys(BESIDE_AN_ASSISTANT, 3),
+        "num_assistant_tokens_schedule": "heuristic",
+        "assistant_ensemble_weight": 0.5,
+    }
     config = GenerationConfig(max_new_tokens=3, **values)
     assert answers(engine.submit(PROMPTS[0], config).result()) == alone(model, PROMPTS[0], max_new_tokens=3)
 
 
-@pytest.mark.parametrize("keyword", ["assistant_model", "streamer", "attention_mask", "max_new_token", "synced_gpus"])
+@pytest.mark.parametrize(
+    "keyword", ["assistant_model", "streamer", "attention_mask", "max_new_token", "synced_gpus"]
+)
 def test_unknown_keywords_are_refused(engine: Engine, keyword: str) -> None:
     with pytest.raises(ValueError, match=keyword):
         engine.submit(PROMPTS[0], **{keyword: 1})
@@ -296,7 +343,9 @@ def test_what_generate_refuses(engine: Engine) -> None:
 def test_counts_are_whole_numbers(engine: Engine, name: str, value: Any) -> None:
     """4.5 new tokens were counted otherwise for one sequence than for several, and -1 beams were none."""
     with pytest.raises((TypeError, ValueError)):
-        engine.submit(PROMPTS[1], **{"max_new_tokens": 4, "do_sample": name == "num_return_sequences", name: value})
+        engine.submit(
+            PROMPTS[1], **{"max_new_tokens": 4, "do_sample": name == "num_return_sequences", name: value}
+        )
     config = GenerationConfig(max_new_tokens=4, do_sample=name == "num_return_sequences")
     setattr(config, name, value)
     with pytest.raises((TypeError, ValueError)):
@@ -305,7 +354,9 @@ def test_counts_are_whole_numbers(engine: Engine, name: str, value: Any) -> None
 
 def test_numbers_of_numpy_are_numbers(engine: Engine) -> None:
     one, other = ({"max_new_tokens": kind(4), "num_beams": kind(2)} for kind in (int, np.int64))
-    assert answers(engine.submit(PROMPTS[1], **one).result()) == answers(engine.submit(PROMPTS[1], **other).result())
+    assert answers(engine.submit(PROMPTS[1], **one).result()) == answers(
+        engine.submit(PROMPTS[1], **other).result()
+    )
 
 
 def test_stop_strings_and_time() -> None:
@@ -316,7 +367,9 @@ def test_stop_strings_and_time() -> None:
         outputs = engine.generate(prompts, max_new_tokens=40, do_sample=False, stop_strings=["er", "."])
         for prompt, output in zip(prompts, outputs, strict=True):
             ids = tokenizer(prompt, return_tensors="pt").input_ids
-            right = model.generate(ids, max_new_tokens=40, do_sample=False, stop_strings=["er", "."], tokenizer=tokenizer)
+            right = model.generate(
+                ids, max_new_tokens=40, do_sample=False, stop_strings=["er", "."], tokenizer=tokenizer
+            )
             assert output.sequences[0].token_ids == right[0, ids.shape[1] :].tolist()
             assert output.finish_reason == "stop"
         late = engine.generate(prompts[:1], max_new_tokens=40, max_time=0.0, do_sample=False)[0]
@@ -328,7 +381,9 @@ def test_stop_strings_and_time() -> None:
 def test_logprobs_are_the_models_own(model: Any, engine: Engine) -> None:
     """Before any processor, of the token that was chosen, with as many favourites as asked for."""
     options = {"max_new_tokens": 6, "do_sample": False, "repetition_penalty": 1.8}
-    right = model.generate(torch.tensor([PROMPTS[1]]), return_dict_in_generate=True, output_logits=True, **options)
+    right = model.generate(
+        torch.tensor([PROMPTS[1]]), return_dict_in_generate=True, output_logits=True, **options
+    )
     sequence = engine.submit(PROMPTS[1], logprobs=3, **options).result().sequences[0]
     for step, token, note in zip(right.logits, sequence.token_ids, sequence.logprobs, strict=True):
         logprobs = step[0].log_softmax(-1)
@@ -336,5 +391,7 @@ def test_logprobs_are_the_models_own(model: Any, engine: Engine) -> None:
         assert note.logprob == pytest.approx(float(logprobs[token]), abs=2e-4)
         assert [place for place, _ in note.favourites] == logprobs.topk(3)[1].tolist()
     assert sequence.cumulative_logprob == pytest.approx(sum(note.logprob for note in sequence.logprobs))
-    assert engine.submit(PROMPTS[1], logprobs=True, **options).result().sequences[0].logprobs[0].favourites == ()
+    assert (
+        engine.submit(PROMPTS[1], logprobs=True, **options).result().sequences[0].logprobs[0].favourites == ()
+    )
     assert engine.submit(PROMPTS[1], **options).result().sequences[0].cumulative_logprob is None

@@ -70,16 +70,36 @@ def accepted_as_neutral() -> dict[str, Any]:
     """The options that change no answer, with a value other than None that the engine takes."""
     found = {name: [value for value in values if value is not None] for name, (values, _) in REFUSED.items()}
     assistants = {name: [EXAMPLES[name]] for name in BESIDE_AN_ASSISTANT}
-    return {name: values[0] for name, values in {**found, **assistants, "return_dict_in_generate": [True]}.items() if values}
+    return {
+        name: values[0]
+        for name, values in {**found, **assistants, "return_dict_in_generate": [True]}.items()
+        if values
+    }
 
 
 def test_the_types_name_what_submit_takes() -> None:
     """Every option of GenerationConfig, what asking and prompts read beside them, and nothing else."""
-    own = set(inspect.signature(Engine.submit).parameters) - {"self", "prompt", "generation_config", "generate_keywords"}
-    beside = {*asking.PASSED_ON, *asking.PROMPTS, *RAW, "logits_processor", "stopping_criteria", "input_ids", "attention_mask"}
+    own = set(inspect.signature(Engine.submit).parameters) - {
+        "self",
+        "prompt",
+        "generation_config",
+        "generate_keywords",
+    }
+    beside = {
+        *asking.PASSED_ON,
+        *asking.PROMPTS,
+        *RAW,
+        "logits_processor",
+        "stopping_criteria",
+        "input_ids",
+        "attention_mask",
+    }
     shown = {name for name in RequestKeywords.__annotations__ if SHOWN.search(name)}
     requests = {"seed", "logprobs", "priority", "salt"}
-    assert RequestKeywords.__annotations__.keys() == HONOURED | accepted_as_neutral().keys() | beside | shown | requests
+    assert (
+        RequestKeywords.__annotations__.keys()
+        == HONOURED | accepted_as_neutral().keys() | beside | shown | requests
+    )
     assert NeutralOptions.__annotations__.keys() == accepted_as_neutral().keys()
     assert own == RequestKeywords.__annotations__.keys() - UNNAMED
 
@@ -87,7 +107,9 @@ def test_the_types_name_what_submit_takes() -> None:
 def test_every_option_of_transformers_has_its_place() -> None:
     """A field of GenerationConfig is typed unless no value of it says anything to an engine."""
     fields = {name for name, _ in fields_of(GenerationConfig())} - {"transformers_version"}
-    assert fields & RequestKeywords.__annotations__.keys() == fields & (HONOURED | accepted_as_neutral().keys())
+    assert fields & RequestKeywords.__annotations__.keys() == fields & (
+        HONOURED | accepted_as_neutral().keys()
+    )
 
 
 @pytest.mark.parametrize("name", sorted(RequestKeywords.__annotations__.keys() - ELSEWHERE))
@@ -112,12 +134,16 @@ def test_what_has_no_type_is_refused(engine: Engine, name: str) -> None:
 
 
 def test_pictures_and_recordings_have_their_names() -> None:
-    """Every keyword that brings some to a model of the installed transformers with a language model's head is typed."""
+    """Every keyword that brings some to a model of the installed transformers with a language model's head is
+    typed.
+    """
     found = set()
     for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
         for parameters in re.findall(r"def forward\(\s*self,(.*?)\)\s*->", file.read_text(), re.S):
             if "past_key_values" in parameters and "labels" in parameters:
-                found |= {name for name in re.findall(r"^\s*(\w+)\s*:", parameters, re.M) if SHOWN.search(name)}
+                found |= {
+                    name for name in re.findall(r"^\s*(\w+)\s*:", parameters, re.M) if SHOWN.search(name)
+                }
     assert len(found) > 5
     assert found - RequestKeywords.__annotations__.keys() == set()
 
@@ -127,7 +153,9 @@ def test_an_engines_options_are_its_config() -> None:
     assert get_type_hints(EngineOptions) == get_type_hints(EngineConfig)
     parameters = list(inspect.signature(Engine).parameters.values())
     assert [each.name for each in parameters[:3]] == ["model", "tokenizer", "config"]
-    assert {each.name: each.default for each in parameters[3:]} == {each.name: each.default for each in fields(EngineConfig)}
+    assert {each.name: each.default for each in parameters[3:]} == {
+        each.name: each.default for each in fields(EngineConfig)
+    }
     assert set(get_args(config.Policy)) == set(POLICIES)
     assert set(get_args(config.Admission)) == set(ADMISSIONS)
     assert set(get_args(config.Kernels)) == set(KERNELS)
@@ -198,10 +226,13 @@ def test_a_type_checker_knows_the_keywords(tmp_path: Path, monkeypatch: pytest.M
     script, settings = tmp_path / "user.py", tmp_path / "mypy.ini"
     script.write_text(USER + "\n".join(MISTAKES) + "\n")
     settings.write_text(
-        "[mypy]\nstrict = True\n[mypy-torch.*,transformers.*,triton.*]\nfollow_imports = skip\n[mypy-hf_paged.*]\nfollow_imports = silent\n"
+        "[mypy]\nstrict = True\n[mypy-torch.*,transformers.*,triton.*]\nfollow_imports = "
+        "skip\n[mypy-hf_paged.*]\nfollow_imports = silent\n"
     )
     monkeypatch.setenv("MYPYPATH", f"{ROOT}:{ROOT / 'kernels'}")
-    out, err, _ = api.run(["--config-file", str(settings), "--cache-dir", str(tmp_path / "cache"), "--no-pretty", str(script)])
+    out, err, _ = api.run(
+        ["--config-file", str(settings), "--cache-dir", str(tmp_path / "cache"), "--no-pretty", str(script)]
+    )
     assert not err
     first = USER.count("\n") + 1
     found = {int(line): message for line, message in re.findall(r"user\.py:(\d+): error: (.*)", out)}

@@ -1,4 +1,6 @@
-"""Stop strings: sequences end exactly where stock's generate() ends them, and thousands of strings cost next to nothing."""
+"""Stop strings: sequences end exactly where stock's generate() ends them, and thousands of strings cost next
+to nothing.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ def byte_fallback() -> Any:
     """Tokens are words and bytes by name, as sentencepiece makes them."""
     words = ["<unk>", "▁", "a", "b", "c", "d", "e", "f", "ab", "▁a", "bca", "▁ñ", "ca▁b"]
     vocabulary = [*words, *[f"<0x{byte:02X}>" for byte in range(256)]]
-    made = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(vocabulary)}, merges=[], byte_fallback=True, unk_token="<unk>"))
+    made = Tokenizer(
+        models.BPE(
+            vocab={word: i for i, word in enumerate(vocabulary)},
+            merges=[],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
     replaced = decoders.Replace("▁", " ")
     made.decoder = decoders.Sequence([replaced, decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
@@ -51,17 +60,23 @@ def words() -> Any:
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback, words, demo.tokenizer])
 def test_rows_end_where_transformers_ends_them(make: Any) -> None:
-    """Random strings, overlapping ones and ones that end alike, over random tokens with ids beyond the vocabulary."""
+    """Random strings, overlapping ones and ones that end alike, over random tokens with ids beyond the
+    vocabulary.
+    """
     tokenizer, chance, lists, ended = make(), random.Random(1), StopLists(), 0
     ids = [*tokenizer.get_vocab().values(), max(tokenizer.get_vocab().values()) + 1]
-    usual = [tokenizer.get_vocab()[token] for token in tokenizer.get_vocab() if set(token) <= set(LETTERS + "▁ĠÃ©")]
+    usual = [
+        tokenizer.get_vocab()[token] for token in tokenizer.get_vocab() if set(token) <= set(LETTERS + "▁ĠÃ©")
+    ]
     usual += [i for i in ids if chance.random() < 4 / len(ids)]
     for _ in range(60):
         count, longest = chance.choice([1, 2, 5, 20]), chance.choice([1, 2, 4, 9])
         strings = ["".join(chance.choices(LETTERS, k=chance.randint(1, longest))) for _ in range(count)]
         strings += [string[-2:] for string in strings if chance.random() < 0.1]
         strings += [tokenizer.decode(chance.choices(usual, k=3)).replace("�", "") or "a" for _ in range(2)]
-        rows = torch.tensor([chance.choices(usual if chance.random() < 0.9 else ids, k=12) for _ in range(40)])
+        rows = torch.tensor(
+            [chance.choices(usual if chance.random() < 0.9 else ids, k=12) for _ in range(40)]
+        )
         for length in (1, 3, 12):
             right = StopStringCriteria(tokenizer, strings)(rows[:, :length], None).tolist()
             found = lists.criterion(tokenizer, strings)(rows[:, :length], None).tolist()
@@ -75,7 +90,9 @@ def test_answers_end_where_those_of_generate_end(strings: Any) -> None:
     model, tokenizer = demo.model(), demo.tokenizer()
     prompts = demo.prompts()[:4]
     with Engine(model, tokenizer, num_blocks=200) as engine:
-        for prompt, output in zip(prompts, engine.generate(prompts, stop_strings=strings, **NEW), strict=True):
+        for prompt, output in zip(
+            prompts, engine.generate(prompts, stop_strings=strings, **NEW), strict=True
+        ):
             ids = tokenizer(prompt, return_tensors="pt").input_ids
             right = model.generate(ids, stop_strings=strings, tokenizer=tokenizer, **NEW)
             assert output.sequences[0].token_ids == right[0, ids.shape[1] :].tolist()
@@ -90,7 +107,9 @@ def test_many_strings_cost_little() -> None:
     with Engine(model, tokenizer, num_blocks=200) as engine:
         begin = time.perf_counter()
         handles = [engine.submit(demo.prompts()[i % 4], stop_strings=strings, **NEW) for i in range(8)]
-        assert time.perf_counter() - begin < 4  # of transformers' matrices each of the first would take half a minute
+        assert (
+            time.perf_counter() - begin < 4
+        )  # of transformers' matrices each of the first would take half a minute
         assert len({id(handle._job.asked.criteria[0]) for handle in handles}) == 1
         criterion = handles[0]._job.asked.criteria[0]
         rows = torch.randint(5, len(tokenizer), (32, 200))
@@ -115,7 +134,10 @@ def test_lists_are_kept_by_what_they_say() -> None:
 
 @pytest.mark.parametrize("strings", [[], [3], ["a", None], ["€"], "€"])
 def test_what_can_end_nothing_is_refused(strings: Any) -> None:
-    with Engine(demo.model(), words(), num_blocks=50) as engine, pytest.raises(ValueError, match=r"stop.string"):
+    with (
+        Engine(demo.model(), words(), num_blocks=50) as engine,
+        pytest.raises(ValueError, match=r"stop.string"),
+    ):
         engine.submit([5, 6], stop_strings=strings)
 
 

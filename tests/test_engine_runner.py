@@ -55,18 +55,24 @@ def test_rows_of_a_step_are_strangers() -> None:
 def test_a_model_that_computes_with_its_keys_runs_row_by_row() -> None:
     """It would see other sequences' keys: found out in the trial, not looked up in a list."""
     torch.manual_seed(0)
-    model = tf.DiffLlamaForCausalLM(tf.DiffLlamaConfig(**{**SMALL, **TOKENS, **LONG, "num_key_value_heads": 2})).eval()
+    model = tf.DiffLlamaForCausalLM(
+        tf.DiffLlamaConfig(**{**SMALL, **TOKENS, **LONG, "num_key_value_heads": 2})
+    ).eval()
     with Engine(model, num_blocks=60, max_batch_tokens=11) as engine:
         assert engine.stats()["form"] == "rows"
         assert "computes with keys or values" in engine.why_rows
-        assert [answers(output) for output in engine.generate(PROMPTS, **GREEDY)] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS]
+        assert [answers(output) for output in engine.generate(PROMPTS, **GREEDY)] == [
+            alone(model, prompt, **GREEDY) for prompt in PROMPTS
+        ]
 
 
 def test_a_model_that_counts_by_itself_runs_row_by_row() -> None:
     """It takes positions and goes its own way from the first: nothing raises, the trial compares logits."""
     model = build(BY_NAME["llama"])
     turn = model.model.rotary_emb.forward
-    model.model.rotary_emb.forward = lambda x, position_ids: turn(x, position_ids[:, :1] + torch.arange(x.shape[1]))
+    model.model.rotary_emb.forward = lambda x, position_ids: turn(
+        x, position_ids[:, :1] + torch.arange(x.shape[1])
+    )
     with Engine(model, num_blocks=60) as engine:
         assert engine.stats()["form"] == "rows"
         assert "other logits" in engine.why_rows
@@ -75,14 +81,18 @@ def test_a_model_that_counts_by_itself_runs_row_by_row() -> None:
 def test_a_model_that_cannot_be_cut_is_refused() -> None:
     """A token that looks at later ones answers otherwise in pieces."""
     model = build(BY_NAME["llama"])
-    model.model.embed_tokens.register_forward_hook(lambda module, inputs, out: out + out.mean(1, keepdim=True))
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, inputs, out: out + out.mean(1, keepdim=True)
+    )
     with pytest.raises(Unservable, match="answers otherwise when its prompt comes in pieces"):
         Engine(model)
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_model_in_half_precision_may_be_off_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deeper a model, the further apart two roundings of it are. How far is measured; what else is wrong is found all the same."""
+    """The deeper a model, the further apart two roundings of it are. How far is measured; what else is wrong
+    is found all the same.
+    """
     monkeypatch.setattr(runner, "CLOSE_IN_HALF", 0.0)
     model = build(BY_NAME["llama"]).to(torch.bfloat16)
     asked = []
@@ -93,7 +103,9 @@ def test_a_model_in_half_precision_may_be_off_by_rounding(monkeypatch: pytest.Mo
     assert asked
     assert all(0 < far < 0.05 for far in asked)
     assert not model.get_input_embeddings()._forward_hooks
-    model.model.embed_tokens.register_forward_hook(lambda module, inputs, out: out + out.mean(1, keepdim=True) / 4)
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, inputs, out: out + out.mean(1, keepdim=True) / 4
+    )
     with pytest.raises(Unservable, match="answers otherwise when its prompt comes in pieces"):
         Engine(model)
 
@@ -108,7 +120,11 @@ def test_a_model_that_fails_is_refused() -> None:
 @pytest.mark.parametrize(
     ("value", "where", "said"),
     [
-        (torch.nan, "weight", r"answers with NaN .*without any cache: model\.layers\.1\.mlp\.up_proj\.weight is not finite"),
+        (
+            torch.nan,
+            "weight",
+            r"answers with NaN .*without any cache: model\.layers\.1\.mlp\.up_proj\.weight is not finite",
+        ),
         (torch.inf, "weight", r"without any cache: model\.layers\.1\.mlp\.up_proj\.weight is not finite"),
         (torch.inf, "hook", "answers with infinite logits .*its computation overflows"),
     ],
@@ -128,8 +144,12 @@ def test_weights_that_are_no_numbers_are_said_as_they_are(value: float, where: s
 def test_a_model_that_answers_at_random_is_said_to_do_so() -> None:
     """Dropout that is on outside of training makes all answers others, not those in pieces alone."""
     model = build(BY_NAME["llama"])
-    model.model.layers[0].register_forward_hook(lambda module, inputs, out: torch.nn.functional.dropout(out, 0.5))
-    with pytest.raises(Unservable, match=r"otherwise each time that it is given the same tokens .*random or keeps a state"):
+    model.model.layers[0].register_forward_hook(
+        lambda module, inputs, out: torch.nn.functional.dropout(out, 0.5)
+    )
+    with pytest.raises(
+        Unservable, match=r"otherwise each time that it is given the same tokens .*random or keeps a state"
+    ):
         Engine(model)
 
 
@@ -153,7 +173,9 @@ def test_a_forward_that_fails_by_itself_is_not_sent_to_generate() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels run")
 def test_kernels_that_cannot_run_here_are_no_failed_forward() -> None:
-    with pytest.raises(ValueError, match=r"kernels='triton' cannot run here: .*CUDA.*; use kernels='auto'") as error:
+    with pytest.raises(
+        ValueError, match=r"kernels='triton' cannot run here: .*CUDA.*; use kernels='auto'"
+    ) as error:
         Engine(build(BY_NAME["llama"]), kernels="triton")
     assert "forward" not in str(error.value)
     assert "generate()" not in str(error.value)
@@ -198,4 +220,6 @@ def test_softcap_is_what_stock_makes_of_it(setting: str) -> None:
         pytest.skip(f"this transformers refuses it: {refusal}")
     with Engine(model, block_size=4, num_blocks=60, max_batch_tokens=11) as engine:
         assert engine.stats()["form"] == "flat"
-        assert [answers(output) for output in engine.generate(PROMPTS, **GREEDY)] == [alone(model, prompt, **GREEDY) for prompt in PROMPTS]
+        assert [answers(output) for output in engine.generate(PROMPTS, **GREEDY)] == [
+            alone(model, prompt, **GREEDY) for prompt in PROMPTS
+        ]

@@ -1,4 +1,6 @@
-"""What captured steps answer: logits, and the greedy choice made with them, in memory that the next step writes over."""
+"""What captured steps answer: logits, and the greedy choice made with them, in memory that the next step
+writes over.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,15 @@ def test_logits_without_an_answer_are_told() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_row_of_a_captured_step_that_has_no_token(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the crew comes to a token whose embedding is NaN while its steps are replayed: it ends there, its neighbours go on."""
+    """One of the crew comes to a token whose embedding is NaN while its steps are replayed: it ends there,
+    its neighbours go on.
+    """
     monkeypatch.setitem(RECORDERS, "cpu", record)
     model, options = build(BY_NAME["llama"]), {"do_sample": False, "max_new_tokens": 16}
     right: list[Any] = [alone(model, prompt, **options) for prompt in PROMPTS[:3]]
-    seen = {token for row in right[1:] for token in row[0]} | {token for prompt in PROMPTS[:3] for token in prompt}
+    seen = {token for row in right[1:] for token in row[0]} | {
+        token for prompt in PROMPTS[:3] for token in prompt
+    }
     place = next(i for i, token in enumerate(right[0][0]) if i > 6 and token not in seen)
     with Engine(model, block_size=4, run_ahead=ahead) as engine:
         with torch.no_grad():

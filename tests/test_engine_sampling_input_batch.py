@@ -1,4 +1,6 @@
-"""The crew's jobs: one choice and one list of tokens for all of them, and nobody notices who his neighbours are."""
+"""The crew's jobs: one choice and one list of tokens for all of them, and nobody notices who his neighbours
+are.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ def model() -> Any:
 
 @pytest.fixture(params=[False, True], ids=["at once", "ahead"])
 def engine(model: Any, request: pytest.FixtureRequest) -> Engine:
-    return Engine(model, block_size=4, num_blocks=80, max_batch_tokens=64, max_batch_sequences=8, run_ahead=request.param)
+    return Engine(
+        model,
+        block_size=4,
+        num_blocks=80,
+        max_batch_tokens=64,
+        max_batch_sequences=8,
+        run_ahead=request.param,
+    )
 
 
 def crew(engine: Engine) -> list[int]:
@@ -43,14 +52,19 @@ ASKED: list[dict[str, Any]] = [
 
 
 def test_everybody_in_the_crew_gets_what_he_gets_alone(model: Any, engine: Engine) -> None:
-    """Greedy and drawn, ended by length and by a token; who asks for more than a token a step is not among them."""
+    """Greedy and drawn, ended by length and by a token; who asks for more than a token a step is not among
+    them.
+    """
     others: list[dict[str, Any]] = [
         {"logprobs": 2},
         {"encoder_repetition_penalty": 1.3},
         {"num_return_sequences": 2, **SAMPLED},
     ]
     kinds = [*ASKED, *({"do_sample": False, "max_new_tokens": 12, **kind} for kind in others)]
-    expected = [answers(engine.generate([prompt], **kind)[0]) for prompt, kind in zip(PROMPTS * 2, kinds, strict=False)]
+    expected = [
+        answers(engine.generate([prompt], **kind)[0])
+        for prompt, kind in zip(PROMPTS * 2, kinds, strict=False)
+    ]
     handles = [engine.submit(prompt, **kind) for prompt, kind in zip(PROMPTS * 2, kinds, strict=False)]
     numbers = [handle.number for handle in handles]
     seen = set()
@@ -89,7 +103,9 @@ def test_who_leaves_while_a_step_is_on_its_way_gets_no_more(engine: Engine) -> N
         assert answers(handle.result())[0] == (expected[:said] if handle is handles[1] else expected)
 
 
-def test_the_crews_ids_stay_on_the_device_while_nobody_comes_or_goes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_crews_ids_stay_on_the_device_while_nobody_comes_or_goes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[bool, bool]] = []
     ids = Pieces.ids
 
@@ -97,7 +113,12 @@ def test_the_crews_ids_stay_on_the_device_while_nobody_comes_or_goes(engine: Eng
         assert self.stride is not None
         found = ids(self, device)
         tokens = self._latest.tokens
-        seen.append((self._latest.crew is self.stride.sequences, tokens is not None and found.data_ptr() == tokens.data_ptr()))
+        seen.append(
+            (
+                self._latest.crew is self.stride.sequences,
+                tokens is not None and found.data_ptr() == tokens.data_ptr(),
+            )
+        )
         if not engine._steps.ahead:
             assert found.tolist() == [sequence.tokens[-1] for sequence in self.stride.sequences]
         return found
@@ -106,7 +127,9 @@ def test_the_crews_ids_stay_on_the_device_while_nobody_comes_or_goes(engine: Eng
     monkeypatch.setitem(RECORDERS, "cpu", record)
     prompts = PROMPTS[:3]
     outputs = engine.generate(prompts, max_new_tokens=16, do_sample=False)
-    assert [answers(output) for output in outputs] == [alone(engine.model, p, max_new_tokens=16, do_sample=False) for p in prompts]
+    assert [answers(output) for output in outputs] == [
+        alone(engine.model, p, max_new_tokens=16, do_sample=False) for p in prompts
+    ]
     assert all(same == stays for same, stays in seen)
     assert engine._steps.ahead == (sum(same for same, _ in seen) > 8)
 
@@ -121,5 +144,7 @@ def test_pieces_are_those_of_the_plan(engine: Engine) -> None:
     assert plan.stride is not None
     pieces = Pieces(plan, Latest(), {})
     assert len(pieces) == len(plan.rows) == pieces.crew == 3
-    assert list(pieces) == [Piece([row.sequence.tokens[row.start]], row.start, row.sequence.tables, True) for row in plan.rows]
+    assert list(pieces) == [
+        Piece([row.sequence.tokens[row.start]], row.start, row.sequence.tables, True) for row in plan.rows
+    ]
     assert pieces[1] == list(pieces)[1]

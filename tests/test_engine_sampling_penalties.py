@@ -1,4 +1,6 @@
-"""Repetition penalties of many requests at once: the tokens of generate(), whoever comes, goes and is computed again."""
+"""Repetition penalties of many requests at once: the tokens of generate(), whoever comes, goes and is
+computed again.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ VOCABULARY = 12
 
 def owner(group: Any, tokens: list[int], index: int = 0, penalty: float = 2.0) -> Any:
     """A job of one penalty, and a sequence of its own with these tokens in it."""
-    job = SimpleNamespace(asked=SimpleNamespace(warp=SimpleNamespace(repetition=penalty), seen=lambda tokens: tokens))
+    job = SimpleNamespace(
+        asked=SimpleNamespace(warp=SimpleNamespace(repetition=penalty), seen=lambda tokens: tokens)
+    )
     return job, SimpleNamespace(group=group, index=index, tokens=tokens)
 
 
@@ -41,7 +45,11 @@ def test_lines_are_of_what_a_sequence_has_in_it() -> None:
     first[1].tokens.append(-1)
     assert cost(repeats, second, first, twin)[1] == [[1, 9], [3, 5, 8], [7]]
     repeats.drop(one)
-    assert cost(repeats, owner(object(), [2]), owner(object(), [4]), second)[1] == [[2], [4], [1, 9]]  # their places are others' now
+    assert cost(repeats, owner(object(), [2]), owner(object(), [4]), second)[1] == [
+        [2],
+        [4],
+        [1, 9],
+    ]  # their places are others' now
     repeats.clear()
     assert cost(repeats, second)[1] == [[1]]
 
@@ -67,7 +75,9 @@ KINDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_everybody_pays_his_own(ahead: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside others in small pools, preempted and broken into: what an interrupt threw away was not said by whoever begins again."""
+    """Beside others in small pools, preempted and broken into: what an interrupt threw away was not said by
+    whoever begins again.
+    """
     if graphs:
         monkeypatch.setitem(RECORDERS, "cpu", record)
     model = build(BY_NAME["llama"])
@@ -76,8 +86,12 @@ def test_everybody_pays_his_own(ahead: bool, graphs: bool, monkeypatch: pytest.M
         expected = [answers(engine.generate([prompt], **kind)[0]) for prompt, kind in asked]
     for (prompt, kind), found in zip(asked, expected, strict=True):
         if not kind["do_sample"]:
-            assert found == alone(model, prompt, **{name: value for name, value in kind.items() if name != "logprobs"})
-    with Engine(model, block_size=4, num_blocks=14, max_batch_tokens=16, max_batch_sequences=6, run_ahead=ahead) as engine:
+            assert found == alone(
+                model, prompt, **{name: value for name, value in kind.items() if name != "logprobs"}
+            )
+    with Engine(
+        model, block_size=4, num_blocks=14, max_batch_tokens=16, max_batch_sequences=6, run_ahead=ahead
+    ) as engine:
         handles = [engine.submit(prompt, **kind) for prompt, kind in asked]
         run, left = engine._runner.run, [12]
 
@@ -105,13 +119,24 @@ class Own(RepetitionPenaltyLogitsProcessor):
 @pytest.mark.parametrize("samples", [1, 2])
 def test_draws_are_those_of_the_processor(samples: int) -> None:
     """C35: in the crew and beside it, before the cuts."""
-    options = {"do_sample": True, "num_return_sequences": samples, "top_k": 20, "temperature": 1.3, "seed": 2, "max_new_tokens": 20}
+    options = {
+        "do_sample": True,
+        "num_return_sequences": samples,
+        "top_k": 20,
+        "temperature": 1.3,
+        "seed": 2,
+        "max_new_tokens": 20,
+    }
     with Engine(build(BY_NAME["llama"]), num_blocks=200) as engine:
         for prompt in PROMPTS[:3]:
             expected = engine.submit(prompt, logits_processor=[Own(1.7)], **options)
             found = engine.submit(prompt, repetition_penalty=1.7, **options)
             assert (expected._job.plain, found._job.plain) == (False, True)
-            assert answers(found.result()) == answers(expected.result()) != answers(engine.submit(prompt, **options).result())
+            assert (
+                answers(found.result())
+                == answers(expected.result())
+                != answers(engine.submit(prompt, **options).result())
+            )
 
 
 def test_whoever_drives_in_whatever_mode() -> None:
@@ -123,4 +148,6 @@ def test_whoever_drives_in_whatever_mode() -> None:
         with torch.inference_mode():
             for _ in range(4):
                 engine.step()
-        assert [answers(handle.result()) for handle in handles] == [alone(model, prompt, **options) for prompt in PROMPTS[:3]]
+        assert [answers(handle.result()) for handle in handles] == [
+            alone(model, prompt, **options) for prompt in PROMPTS[:3]
+        ]

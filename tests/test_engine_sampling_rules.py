@@ -1,4 +1,6 @@
-"""Processors that run for all rows at once: the tokens of the processors called request by request, whoever is beside them."""
+"""Processors that run for all rows at once: the tokens of the processors called request by request, whoever
+is beside them.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Nothing(LogitsProcessor):
 
 
 def told(output: Any) -> list[list[int]] | None:
-    """The answers; None where transformers' processors made NaN of a ruled-out end of sequence, as its 5.17 does."""
+    """The answers; None where transformers' processors made NaN of a ruled-out end of sequence, as its 5.17
+    does.
+    """
     return None if "NaN" in str(output.error) else answers(output)
 
 
@@ -66,7 +70,11 @@ def requests(count: int, seed: int) -> list[tuple[list[int], dict[str, Any]]]:
     chance = random.Random(seed)
     kinds: list[dict[str, Any]] = []
     for _ in range(count):
-        options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": END, "do_sample": chance.random() < 0.5}
+        options: dict[str, Any] = {
+            "max_new_tokens": 12,
+            "eos_token_id": END,
+            "do_sample": chance.random() < 0.5,
+        }
         for own in chance.sample(GREEDY, chance.choice([1, 1, 2, 4])):
             options |= own
         if options["do_sample"]:
@@ -86,7 +94,9 @@ def test_each_row_has_its_own_rules(ahead: bool, graphs: bool, monkeypatch: pyte
     model = build(BY_NAME["llama"])
     asked = requests(24, seed=2 * ahead + graphs)
     with Engine(model, num_blocks=200, run_ahead=False, prefix_caching=False) as engine:
-        handles = [engine.submit(prompt, logits_processor=[Nothing()], **options) for prompt, options in asked]
+        handles = [
+            engine.submit(prompt, logits_processor=[Nothing()], **options) for prompt, options in asked
+        ]
         assert not any(handle._job.plain for handle in handles)
         expected = [told(handle.result()) for handle in handles]
     for (prompt, options), found in zip(asked[:8], expected, strict=False):
@@ -112,7 +122,9 @@ def test_rows_with_equal_rules_share_a_call(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(stock.MinNewTokensLengthLogitsProcessor, "__call__", counted)
     with Engine(build(BY_NAME["llama"]), num_blocks=200) as engine:
-        engine.generate(PROMPTS[:3] * 2, min_new_tokens=4, max_new_tokens=8, do_sample=False, eos_token_id=END)
+        engine.generate(
+            PROMPTS[:3] * 2, min_new_tokens=4, max_new_tokens=8, do_sample=False, eos_token_id=END
+        )
         assert sum(calls) == 6 * 4  # nothing is called where the processor would do nothing
         assert max(calls) == 6
 
@@ -126,7 +138,10 @@ def test_scores_are_those_of_the_processors(kind: dict[str, Any]) -> None:
     lengths = [14, 15, 20, 14, 1]
     starts = [14, 12, 13, 11, 1]
     config.max_length = 15
-    made = [model._get_logits_processor(config, start, torch.zeros(1, start), None, [], "cpu", {}) for start in starts]
+    made = [
+        model._get_logits_processor(config, start, torch.zeros(1, start), None, [], "cpu", {})
+        for start in starts
+    ]
     torch.manual_seed(1)
     scores = torch.randn(len(lengths), VOCABULARY) * 3
     scores[2, 4:9] = -torch.inf
@@ -156,7 +171,12 @@ def test_a_row_for_which_a_processor_raises_is_alone() -> None:
     rule = Rule(Picky(), "picky", lambda length: True)
     scores = torch.tensor([[-1.0, 2.0], [1.0, 2.0], [-3.0, 5.0], [7.0, 7.0]])
     failed: list[tuple[int, str]] = []
-    found = processed(scores, [(rule,), (rule,), (rule,), ()], [3, 3, 3, 3], lambda row, error: failed.append((row, str(error))))
+    found = processed(
+        scores,
+        [(rule,), (rule,), (rule,), ()],
+        [3, 3, 3, 3],
+        lambda row, error: failed.append((row, str(error))),
+    )
     assert failed == [(1, "positive")]
     assert found[1].isnan().all()
     assert found[[0, 2, 3]].tolist() == [[-2.0, 1.0], [-4.0, 4.0], [7.0, 7.0]]
@@ -195,5 +215,9 @@ def test_stats_name_the_processors_that_run_for_one_request() -> None:
         engine.generate(PROMPTS[:1], logits_processor=[Nothing()], **options)
         engine.generate(PROMPTS[:1], num_beams=2, suppress_tokens=[3], **options)
         engine.generate(PROMPTS[:1], suppress_tokens=[3], **options)
-        slow = {"EncoderRepetitionPenaltyLogitsProcessor": 2, "Nothing": 1, "SuppressTokensLogitsProcessor": 1}
+        slow = {
+            "EncoderRepetitionPenaltyLogitsProcessor": 2,
+            "Nothing": 1,
+            "SuppressTokensLogitsProcessor": 1,
+        }
         assert engine.stats()["slow_processors"] == slow

@@ -1,4 +1,6 @@
-"""Draws: cut as transformers cuts, distributed as the scores say, and nobody's but the request's own (C35)."""
+"""Draws: cut as transformers cuts, distributed as the scores say, and nobody's but the request's own
+(C35).
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def stock(wanted: Warp) -> LogitsProcessorList:
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(warps, min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_rows_are_cut_as_transformers_cuts_them(rows: list[Warp], seed: int) -> None:
-    """Every row under its own options, all in one go: exactly the scores that transformers' processors leave."""
+    """Every row under its own options, all in one go: exactly the scores that transformers' processors
+    leave.
+    """
     torch.manual_seed(seed)
     scores = torch.randn(len(rows), VOCABULARY) * 3
     scores[:, 7] = scores[:, 3]  # a tie
@@ -116,7 +120,9 @@ def test_numbers_are_even_and_unlike() -> None:
         assert float(numbers.max()) < 1
         assert torch.histc(numbers, 20, 0, 1).tolist() == pytest.approx([2500] * 20, abs=250)
         assert abs(float(torch.corrcoef(torch.stack([numbers[:-1], numbers[1:]]))[0, 1])) < 0.02
-    assert float(uniform(torch.tensor(7), torch.tensor(9))) == float(uniform(torch.tensor([7, 8]), torch.tensor([9, 9]))[0])
+    assert float(uniform(torch.tensor(7), torch.tensor(9))) == float(
+        uniform(torch.tensor([7, 8]), torch.tensor([9, 9]))[0]
+    )
 
 
 def test_noise_draws_without_putting_back() -> None:
@@ -134,7 +140,9 @@ def test_noise_draws_without_putting_back() -> None:
 @pytest.mark.parametrize("place", [0, 17, VOCABULARY - 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_largest_number_is_nan(place: int, dtype: torch.dtype) -> None:
-    """Whoever looks for a row's best token finds NaN, wherever it stands: that is how rows of NaN are known."""
+    """Whoever looks for a row's best token finds NaN, wherever it stands: that is how rows of NaN are
+    known.
+    """
     scores = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1)).to(dtype)
     scores[1, place], scores[1, 5], scores[2, 7] = torch.nan, torch.inf, torch.inf
     assert scores.argmax(-1)[1] == place

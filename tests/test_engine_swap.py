@@ -1,4 +1,6 @@
-"""The engine on too few blocks: swapped, computed again or whatever costs less, every request gets its own tokens (C23, C30, C31, C34)."""
+"""The engine on too few blocks: swapped, computed again or whatever costs less, every request gets its own
+tokens (C23, C30, C31, C34).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from hf_paged.scheduling import Group, Plan, Row, Swaps
 
 NEW = 13
 ASKED = [(p, k) for p in (1, 3, 5, 2) for k in range(len(KINDS))]
-TIGHT = {"block_size": 2, "num_blocks": 56, "max_batch_tokens": 64, "max_batch_sequences": 30, "watermark": 0.0}
+TIGHT = {
+    "block_size": 2,
+    "num_blocks": 56,
+    "max_batch_tokens": 64,
+    "max_batch_sequences": 30,
+    "watermark": 0.0,
+}
 """About a fifth of what those requests hold if there are enough."""
 
 
@@ -69,11 +77,18 @@ def test_a_fifth_of_the_blocks_changes_no_token(name: str, mode: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    "mode", [{"preemption": "swap", "host_blocks": 400}, {"preemption": "swap", "host_blocks": 12}, {"preemption": "recompute"}]
+    "mode",
+    [
+        {"preemption": "swap", "host_blocks": 400},
+        {"preemption": "swap", "host_blocks": 12},
+        {"preemption": "recompute"},
+    ],
 )
 @pytest.mark.parametrize("name", ["llama", "qwen2-window"])
 def test_whoever_goes_while_its_step_is_on_its_way(name: str, mode: dict[str, Any]) -> None:
-    """Planned ahead: a group leaves with a token that the host has not heard of, and may turn out to have ended."""
+    """Planned ahead: a group leaves with a token that the host has not heard of, and may turn out to have
+    ended.
+    """
     blind = [(p, k) for p in range(len(PROMPTS)) for k in (0, 2, 3)]
     with Engine(_model(name), prefix_caching=False, run_ahead=True, **TIGHT, **mode) as engine:
         handles = [engine.submit(PROMPTS[p], max_new_tokens=NEW, seed=p, **KINDS[k]) for p, k in blind]
@@ -89,11 +104,23 @@ def test_whoever_goes_while_its_step_is_on_its_way(name: str, mode: dict[str, An
 
 
 def test_a_step_of_nothing_but_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planned ahead: the older request waits to hear of its last token, the newer one finds no block and goes, and nobody has a row."""
+    """Planned ahead: the older request waits to hear of its last token, the newer one finds no block and
+    goes, and nobody has a row.
+    """
     model, seen = _model("llama"), 0
     for new in range(4, 16):
-        with Engine(model, prefix_caching=False, run_ahead=True, block_size=2, num_blocks=26, preemption="swap", watermark=0.0) as engine:
-            handles = [engine.submit(PROMPTS[p], max_new_tokens=n, do_sample=False) for p, n in ((1, new), (2, 24))]
+        with Engine(
+            model,
+            prefix_caching=False,
+            run_ahead=True,
+            block_size=2,
+            num_blocks=26,
+            preemption="swap",
+            watermark=0.0,
+        ) as engine:
+            handles = [
+                engine.submit(PROMPTS[p], max_new_tokens=n, do_sample=False) for p, n in ((1, new), (2, 24))
+            ]
             schedule = engine._scheduler.schedule
 
             def watched(schedule: Any = schedule) -> Plan:
@@ -109,7 +136,9 @@ def test_a_step_of_nothing_but_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_demand_is_five_times_that() -> None:
-    with Engine(_model("llama"), prefix_caching=False, **{**TIGHT, "num_blocks": 1000, "max_batch_sequences": 60}) as engine:
+    with Engine(
+        _model("llama"), prefix_caching=False, **{**TIGHT, "num_blocks": 1000, "max_batch_sequences": 60}
+    ) as engine:
         run(engine)
         assert engine.stats()["preemptions"] == 0
         assert engine.pools.shelves[0].pool.peak_held > 5 * TIGHT["num_blocks"]
@@ -119,9 +148,13 @@ def test_work_under_pressure_is_bounded() -> None:
     """C31: who is swapped computes no token twice; who is computed again, some."""
     tokens = {}
     for mode in ("none", "swap", "recompute"):
-        options = {"preemption": "swap", "host_blocks": 400} if mode == "swap" else {"preemption": "recompute"}
+        options = (
+            {"preemption": "swap", "host_blocks": 400} if mode == "swap" else {"preemption": "recompute"}
+        )
         blocks = 1000 if mode == "none" else TIGHT["num_blocks"]
-        with Engine(_model("llama"), prefix_caching=False, **{**TIGHT, "num_blocks": blocks}, **options) as engine:
+        with Engine(
+            _model("llama"), prefix_caching=False, **{**TIGHT, "num_blocks": blocks}, **options
+        ) as engine:
             run(engine)
             tokens[mode] = engine.stats()["tokens"]
             assert (engine.stats()["preemptions"] > 4) == (mode != "none")
@@ -134,14 +167,20 @@ def contents(group: Group, engine: Engine, tokens: int) -> list[torch.Tensor]:
     found = []
     for sequence in group.sequences:
         for table, of_kind in zip(sequence.tables, engine.pools.groups.values(), strict=True):
-            slots = [table.slot(position) for position in range(table.released * table.pool.block_size, tokens)]
+            slots = [
+                table.slot(position) for position in range(table.released * table.pool.block_size, tokens)
+            ]
             found += [data[:, slots].clone() for data in of_kind.tensors]
     return found
 
 
-@pytest.mark.parametrize("kind", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3, "seed": 2}])
+@pytest.mark.parametrize(
+    "kind", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3, "seed": 2}]
+)
 def test_the_same_bytes_come_back(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """C30: everything on the device is written over while the group is away; what it shared it shares again."""
+    """C30: everything on the device is written over while the group is away; what it shared it shares
+    again.
+    """
     model = build(BY_NAME["llama"])
     options = {"max_new_tokens": 12, **kind}
     with Engine(model, block_size=2, num_blocks=80, prefix_caching=False, preemption="swap") as engine:
@@ -165,8 +204,13 @@ def test_the_same_bytes_come_back(kind: dict[str, Any], monkeypatch: pytest.Monk
             images = {target: source for source, target in copies[0]}
             for sequence in group.sequences:
                 (table,) = sequence.tables
-                slots = [images.get(table.blocks[i // 2], table.blocks[i // 2]) * 2 + i % 2 for i in range(computed)]
-                after.extend(data[:, slots].clone() for data in next(iter(engine.pools.groups.values())).tensors)
+                slots = [
+                    images.get(table.blocks[i // 2], table.blocks[i // 2]) * 2 + i % 2
+                    for i in range(computed)
+                ]
+                after.extend(
+                    data[:, slots].clone() for data in next(iter(engine.pools.groups.values())).tensors
+                )
             carry_copies(copies)
 
         carry_copies = engine.pools.copy
@@ -192,12 +236,17 @@ def model() -> Any:
 
 @pytest.fixture
 def engine(model: Any) -> Engine:
-    return Engine(model, block_size=2, num_blocks=34, max_batch_tokens=64, prefix_caching=False, preemption="swap")
+    return Engine(
+        model, block_size=2, num_blocks=34, max_batch_tokens=64, prefix_caching=False, preemption="swap"
+    )
 
 
 def until_swapped(engine: Engine) -> tuple[list[Any], Any]:
     """Three requests, the last of which waits on the host."""
-    handles = [engine.submit(PROMPTS[p], **{**GREEDY, **kind}) for p, kind in ((1, {}), (2, {}), (5, {"num_beams": 2}))]
+    handles = [
+        engine.submit(PROMPTS[p], **{**GREEDY, **kind})
+        for p, kind in ((1, {}), (2, {}), (5, {"num_beams": 2}))
+    ]
     while not engine._scheduler.preempted:
         engine.step()
     assert handles[2]._job.group.swapped
@@ -254,7 +303,9 @@ def test_closing_empties_the_host(engine: Engine) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("where", ["out", "back", "schedule", "move"])
-def test_an_interrupt_in_a_swap(engine: Engine, where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_a_swap(
+    engine: Engine, where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the middle of the books or of the copies: it reaches the caller, and everybody is computed again."""
 
     def breaks(*arguments: Any) -> None:
@@ -267,7 +318,10 @@ def test_an_interrupt_in_a_swap(engine: Engine, where: str, error: type[BaseExce
         "move": (engine.pools.shelves[0].host, "share", breaks),
     }
     if where in ("out", "move"):
-        handles = [engine.submit(PROMPTS[p], **{**GREEDY, **kind}) for p, kind in ((1, {}), (2, {}), (5, {"num_beams": 2}))]
+        handles = [
+            engine.submit(PROMPTS[p], **{**GREEDY, **kind})
+            for p, kind in ((1, {}), (2, {}), (5, {"num_beams": 2}))
+        ]
     else:
         handles, _ = until_swapped(engine)
     with monkeypatch.context() as patch:
@@ -344,7 +398,9 @@ def test_auto_measures_steps_and_swaps() -> None:
 
 
 def test_steps_are_measured_where_the_host_has_waited(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step from which nobody gets a token says nothing by itself: its time is found in the next one. Idle time is nobody's."""
+    """A step from which nobody gets a token says nothing by itself: its time is found in the next one. Idle
+    time is nobody's.
+    """
     with Engine(model, num_blocks=30) as engine:
         engine.generate([PROMPTS[0]], max_new_tokens=2)
         sequence = engine.submit(PROMPTS[1], **GREEDY)
@@ -355,7 +411,9 @@ def test_steps_are_measured_where_the_host_has_waited(model: Any, monkeypatch: p
         swapped = Plan(last.rows, swaps=Swaps((((0, 1),),)))
         heard = engine._preemption.heard
         seen: list[tuple[int, float]] = []
-        monkeypatch.setattr(engine._preemption.costs, "step", lambda tokens, seconds: seen.append((tokens, seconds)))
+        monkeypatch.setattr(
+            engine._preemption.costs, "step", lambda tokens, seconds: seen.append((tokens, seconds))
+        )
         clock = iter([1e6, 1e6 + 1, 1e6 + 3, 1e6 + 7, 1e6 + 100, 1e6 + 101, 1e6 + 102, 1e6 + 118])
         monkeypatch.setattr(preemption.time, "perf_counter", lambda: next(clock))
         heard(last, 1e6 - 5)
@@ -393,10 +451,18 @@ def test_no_blocks_on_the_host() -> None:
 
 
 def test_when_the_hosts_memory_is_taken(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A number of blocks at once, and it is said; without one when the first has to go, as many as the pool has at most."""
+    """A number of blocks at once, and it is said; without one when the first has to go, as many as the pool
+    has at most.
+    """
     with caplog.at_level(logging.INFO, "hf_paged"), Engine(model, num_blocks=30, host_blocks=17) as engine:
         group = next(iter(engine.pools.groups.values()))
-        assert engine.stats()["host"]["full"] == {"most": 17, "total": 17, "held": 0, "free": 17, "bytes": 17 * group.block_bytes}
+        assert engine.stats()["host"]["full"] == {
+            "most": 17,
+            "total": 17,
+            "held": 0,
+            "free": 17,
+            "bytes": 17 * group.block_bytes,
+        }
         assert "up to 17 blocks of the full layers may wait on the host" in caplog.text
     with Engine(model, block_size=2, num_blocks=34, prefix_caching=False, preemption="swap") as engine:
         assert (engine.stats()["host"]["full"]["total"], engine.stats()["host"]["full"]["most"]) == (0, 34)

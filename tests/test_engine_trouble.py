@@ -1,4 +1,6 @@
-"""Whatever happens to a request is its own: the neighbours get the same tokens, every block comes back (C11, C22, C34)."""
+"""Whatever happens to a request is its own: the neighbours get the same tokens, every block comes back (C11,
+C22, C34).
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Does(StoppingCriteria):
 
 def assert_neighbours_unharmed(engine: Engine, handles: list[Any]) -> None:
     """They have the tokens they get alone, and nothing is held or broken."""
-    assert [answers(handle.result()) for handle in handles] == [alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
+    assert [answers(handle.result()) for handle in handles] == [
+        alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS[:3]
+    ]
     engine.check()
     stats = engine.stats()
     assert stats["waiting"] == stats["running"] == stats["preempted"] == 0
@@ -68,7 +72,9 @@ def steps(engine: Engine, count: int) -> None:
 @pytest.mark.parametrize("after", [0, 4])
 @pytest.mark.parametrize("where", ["logits_processor", "stopping_criteria"])
 @pytest.mark.parametrize("kind", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
-def test_a_processor_or_criterion_that_raises(engine: Engine, where: str, after: int, kind: dict[str, Any]) -> None:
+def test_a_processor_or_criterion_that_raises(
+    engine: Engine, where: str, after: int, kind: dict[str, Any]
+) -> None:
     first = neighbours(engine)
     bad = engine.submit(PROMPTS[4], **{**GREEDY, **kind, where: [Fails(after, ZeroDivisionError("mine"))]})
     output = bad.result()
@@ -80,7 +86,9 @@ def test_a_processor_or_criterion_that_raises(engine: Engine, where: str, after:
 
 @pytest.mark.parametrize("kind", [{}, {"num_beams": 2}, {"do_sample": True}])
 def test_nan_logits(model: Any, engine: Engine, kind: dict[str, Any]) -> None:
-    """The request whose logits are NaN ends; its blocks are used again by others, who do not read what it left there."""
+    """The request whose logits are NaN ends; its blocks are used again by others, who do not read what it
+    left there.
+    """
     with torch.no_grad():
         model.model.embed_tokens.weight[POISON] = torch.nan
     for _ in range(3):
@@ -101,13 +109,17 @@ def test_scores_that_leave_nothing(engine: Engine) -> None:
             return torch.full_like(scores, -torch.inf)
 
     handles = neighbours(engine)
-    output = engine.submit(PROMPTS[4], do_sample=True, max_new_tokens=4, logits_processor=[Nothing()]).result()
+    output = engine.submit(
+        PROMPTS[4], do_sample=True, max_new_tokens=4, logits_processor=[Nothing()]
+    ).result()
     assert "no token" in str(output.error)
     assert_neighbours_unharmed(engine, handles)
 
 
 def test_an_exception_in_the_forward(model: Any, engine: Engine) -> None:
-    """Whose tokens break the forward of all is found out, and ends alone; what it wrote is found by nobody (C22)."""
+    """Whose tokens break the forward of all is found out, and ends alone; what it wrote is found by nobody
+    (C22).
+    """
     embed = model.model.embed_tokens.forward
 
     def choke(ids: torch.Tensor) -> torch.Tensor:
@@ -118,7 +130,10 @@ def test_an_exception_in_the_forward(model: Any, engine: Engine) -> None:
     model.model.embed_tokens.forward = choke
     for _ in range(2):
         handles = neighbours(engine)
-        bad = [engine.submit([*PROMPTS[3], POISON], **GREEDY), engine.submit(BAD, **{**GREEDY, "num_beams": 3})]
+        bad = [
+            engine.submit([*PROMPTS[3], POISON], **GREEDY),
+            engine.submit(BAD, **{**GREEDY, "num_beams": 3}),
+        ]
         assert [str(handle.result().error) for handle in bad] == ["indigestible"] * 2
         assert_neighbours_unharmed(engine, handles)
     model.model.embed_tokens.forward = embed
@@ -128,9 +143,13 @@ def test_an_exception_in_the_forward(model: Any, engine: Engine) -> None:
 
 
 class Breaks:
-    """A model whose forwards write wrong keys and values for some tokens, and then raise, `times` times after `after` good ones."""
+    """A model whose forwards write wrong keys and values for some tokens, and then raise, `times` times after
+    `after` good ones.
+    """
 
-    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch, token: int, times: int, after: int = 0) -> None:
+    def __init__(
+        self, model: Any, monkeypatch: pytest.MonkeyPatch, token: int, times: int, after: int = 0
+    ) -> None:
         self.token, self.times, self.after, self.broken = token, times, after, False
         self._embed, self._norm = model.model.embed_tokens.forward, model.model.norm.forward
         monkeypatch.setattr(model.model.embed_tokens, "forward", self.embed)
@@ -160,7 +179,9 @@ def known(engine: Engine, prompt: list[int]) -> int:
 def test_what_a_failed_forward_wrote_is_found_by_nobody(
     model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, after: int, kind: dict[str, Any]
 ) -> None:
-    """C22: a fault that passes. Its request ends; the same prompt later finds none of its blocks, and every block of its neighbours."""
+    """C22: a fault that passes. Its request ends; the same prompt later finds none of its blocks, and every
+    block of its neighbours.
+    """
     prompt = [POISON, *PROMPTS[3][:8], POISON, *PROMPTS[3][8:], POISON]  # in both of its chunks
     expected = alone(model, prompt, **GREEDY)
     breaks = Breaks(model, monkeypatch, POISON, times=2, after=after)  # once among others, once by itself
@@ -179,7 +200,9 @@ def test_what_a_failed_forward_wrote_is_found_by_nobody(
 
 
 def test_a_fault_among_many_that_passes(model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C22: the forward of all breaks once and each is tried by itself: everybody comes through, and what is found later is right."""
+    """C22: the forward of all breaks once and each is tried by itself: everybody comes through, and what is
+    found later is right.
+    """
     expected = [alone(model, prompt, **GREEDY) for prompt in PROMPTS]
     breaks = Breaks(model, monkeypatch, PROMPTS[3][20], times=1)
     handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS]
@@ -228,7 +251,9 @@ def test_an_abort_in_any_state(engine: Engine, kind: dict[str, Any]) -> None:
 def test_a_request_that_cancels_itself(engine: Engine) -> None:
     """From within a step, by a criterion: it ends with that step's successor."""
     handles: list[Any] = neighbours(engine)
-    own = engine.submit(PROMPTS[4], max_new_tokens=20, do_sample=False, stopping_criteria=[Does(lambda: own.cancel())])
+    own = engine.submit(
+        PROMPTS[4], max_new_tokens=20, do_sample=False, stopping_criteria=[Does(lambda: own.cancel())]
+    )
     assert own.result().finish_reason == "abort"
     assert len(own.result().sequences[0].token_ids) == 1
     assert_neighbours_unharmed(engine, handles)
@@ -243,8 +268,12 @@ def test_nobody_drives_the_engine_from_within(engine: Engine) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "processor", "copy", "schedule"])
 @pytest.mark.parametrize("kind", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
-def test_an_interrupt(model: Any, engine: Engine, where: str, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the middle of a step reaches the caller; requests that ran are computed again and no token changes."""
+def test_an_interrupt(
+    model: Any, engine: Engine, where: str, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of a step reaches the caller; requests that ran are computed again and no token
+    changes.
+    """
     expected = answers(engine.submit(PROMPTS[4], seed=3, **{**GREEDY, **kind}).result())
     handles = neighbours(engine)
     breaks = Fails(3 if where == "processor" else 99, KeyboardInterrupt())
@@ -252,7 +281,11 @@ def test_an_interrupt(model: Any, engine: Engine, where: str, kind: dict[str, An
     engine.step()
     engine.step()
     pool = engine.pools.shelves[0].pool  # somebody needs a block, and others in the step have theirs already
-    target = {"forward": (model.lm_head, "forward"), "copy": (engine.pools, "copy"), "schedule": (pool, "take")}.get(where)
+    target = {
+        "forward": (model.lm_head, "forward"),
+        "copy": (engine.pools, "copy"),
+        "schedule": (pool, "take"),
+    }.get(where)
     with monkeypatch.context() as patch:
         if target is not None:
             patch.setattr(*target, Fails(0, KeyboardInterrupt()))
@@ -283,7 +316,11 @@ def test_the_infeasible_are_refused(engine: Engine) -> None:
     for prompt, options, numbers in (
         ([5] * 200, {"max_new_tokens": 50}, ("63 blocks", "60 can be had")),
         ([5] * 250, {"max_new_tokens": 50}, ("300 tokens", "256")),
-        ([5] * 4, {"do_sample": True, "num_return_sequences": 9, "max_new_tokens": 2}, ("9 sequences", "at most 8")),
+        (
+            [5] * 4,
+            {"do_sample": True, "num_return_sequences": 9, "max_new_tokens": 2},
+            ("9 sequences", "at most 8"),
+        ),
     ):
         output = engine.submit(prompt, **options).result()
         assert output.finish_reason == "refused"
@@ -312,22 +349,37 @@ def test_closing_ends_everything(engine: Engine) -> None:
             use()
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("mamba", "keeps a state of its own"), ("pictures", "takes pixel_values")])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("mamba", "keeps a state of its own"), ("pictures", "takes pixel_values")]
+)
 def test_models_that_cannot_be_served(kind: str, reason: str) -> None:
     """A recurrent state, an encoder of pictures: each is told by name."""
     if kind == "mamba":
-        model: Any = tf.MambaForCausalLM(tf.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8))
+        model: Any = tf.MambaForCausalLM(
+            tf.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8)
+        )
     else:
-        eyes = tf.ViTConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=8)
+        eyes = tf.ViTConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            image_size=16,
+            patch_size=8,
+        )
         voice = tf.GPT2Config(n_embd=32, n_layer=1, n_head=4, n_positions=64, vocab_size=VOCABULARY)
-        model = tf.VisionEncoderDecoderModel(tf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(eyes, voice))
+        model = tf.VisionEncoderDecoderModel(
+            tf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(eyes, voice)
+        )
     with pytest.raises(Unservable, match=reason):
         Engine(model.eval())
 
 
 @pytest.mark.parametrize(("seed", "preemption"), [(0, "recompute"), (1, "swap"), (2, "auto")])
 def test_a_soak_of_aborts_and_faults(model: Any, seed: int, preemption: str) -> None:
-    """Random requests of all kinds, aborted and failing at random, on few blocks: who comes through is right, and nothing leaks."""
+    """Random requests of all kinds, aborted and failing at random, on few blocks: who comes through is right,
+    and nothing leaks.
+    """
     rng = random.Random(seed)
     kinds = [{}, {}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2, "temperature": 1.5}]
     options = {"block_size": 2, "num_blocks": 40, "max_batch_tokens": 12, "max_batch_sequences": 6}
@@ -344,7 +396,9 @@ def test_a_soak_of_aborts_and_faults(model: Any, seed: int, preemption: str) -> 
             if step < 200 and rng.random() < 0.4 and len(alive) < 10:
                 p, k, bad = rng.randrange(len(PROMPTS)), rng.randrange(len(kinds)), rng.random() < 0.2
                 trouble = {"logits_processor": [Fails(rng.randrange(9), ZeroDivisionError())]} if bad else {}
-                alive.append((engine.submit(PROMPTS[p], seed=1, **{**GREEDY, **kinds[k], **trouble}), p, k, bad))
+                alive.append(
+                    (engine.submit(PROMPTS[p], seed=1, **{**GREEDY, **kinds[k], **trouble}), p, k, bad)
+                )
             if rng.random() < 0.05 and alive:
                 alive.pop(rng.randrange(len(alive)))[0].cancel()
             if rng.random() < 0.03:

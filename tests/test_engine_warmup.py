@@ -1,4 +1,6 @@
-"""Kernels compiled while a model is tried out: exactly those that are launched later, by threads that end, and nobody's trouble."""
+"""Kernels compiled while a model is tried out: exactly those that are launched later, by threads that end,
+and nobody's trouble.
+"""
 
 from __future__ import annotations
 
@@ -46,20 +48,30 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Kernels run in the interpreter, and of each launch it is noted what would have been compiled for a GPU."""
+    """Kernels run in the interpreter, and of each launch it is noted what would have been compiled for a
+    GPU.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     found = Compiler()
     target = GPUTarget("cuda", 90, 32)
-    known = {"get_current_device": lambda: 0, "get_current_stream": lambda device: 0, "get_current_target": lambda: target}
+    known = {
+        "get_current_device": lambda: 0,
+        "get_current_stream": lambda device: 0,
+        "get_current_target": lambda: target,
+    }
     monkeypatch.setattr(driver, "_active", SimpleNamespace(**known))
     monkeypatch.setattr(triton.JITFunction, "_do_compile", lambda kernel, key, *rest: found.ask(kernel, key))
     interpreted = load()
     for name in MODULES:
         compiled = importlib.import_module(f"hf_paged_kernels.{name}")
-        monkeypatch.setattr(sys.modules[f"{interpreted.__name__}.{name}"], "launch", _noting(compiled, interpreted.launching.launch))
+        monkeypatch.setattr(
+            sys.modules[f"{interpreted.__name__}.{name}"],
+            "launch",
+            _noting(compiled, interpreted.launching.launch),
+        )
     monkeypatch.setitem(sys.modules, "hf_paged_kernels", interpreted)
     monkeypatch.setattr(ops, "why_no_kernels", lambda layout: None)
     monkeypatch.setitem(RECORDERS, "cpu", rerun)
@@ -92,18 +104,27 @@ MODELS: dict[str, Callable[[], Any]] = {
     "half": lambda: make("Llama", max_position_embeddings=1024).half(),
     "qwen3": lambda: make("Qwen3", head_dim=16),
     "gemma2": lambda: make(
-        "Gemma2", head_dim=16, query_pre_attn_scalar=16, attn_logit_softcapping=5.0, **ALTERNATING, attn_implementation="eager"
+        "Gemma2",
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=5.0,
+        **ALTERNATING,
+        attn_implementation="eager",
     ),
     "gemma3": lambda: make("Gemma3Text", head_dim=16, **ALTERNATING),
 }
-"""In half precision prompts of several lengths have tiles of several sizes, and the trial is as long as on a device."""
+"""In half precision prompts of several lengths have tiles of several sizes, and the trial is as long as on a
+device.
+"""
 
 
 pytestmark = pytest.mark.skipif(GPU, reason="the interpreted copy is the CPU's")
 
 
 def first_steps(engine: Engine, compiler: Compiler, prompt: int) -> set[Specialisation]:
-    """What is launched by a trial, by the first prompt, by the step behind it, and by the first one that is captured."""
+    """What is launched by a trial, by the first prompt, by the step behind it, and by the first one that is
+    captured.
+    """
     assert engine.why_rows is None
     engine.submit([5 + i % 90 for i in range(prompt)], max_new_tokens=6, min_new_tokens=6, do_sample=False)
     while not engine.stats()["graphs"].get("captured"):
@@ -113,8 +134,12 @@ def first_steps(engine: Engine, compiler: Compiler, prompt: int) -> set[Speciali
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_launched_first_is_compiled_before(name: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every specialisation, and none that is not launched, but for the look at weights, which a CPU takes without kernels."""
+def test_what_is_launched_first_is_compiled_before(
+    name: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every specialisation, and none that is not launched, but for the look at weights, which a CPU takes
+    without kernels.
+    """
     if name == "half":
         monkeypatch.setitem(runner.LONGER, "cpu", runner.LONGER["cuda"])
     engine = Engine(MODELS[name](), block_size=4, num_blocks=200)
@@ -135,7 +160,9 @@ def names() -> set[str]:
 
 
 def test_threads_compile_and_end(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the model is tried out kernels are compiled in other threads, before the first launch, and no thread is left."""
+    """While the model is tried out kernels are compiled in other threads, before the first launch, and no
+    thread is left.
+    """
     monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
     before: list[set[Specialisation]] = []
     trial = Runner._why_not_flat
@@ -153,8 +180,12 @@ def test_threads_compile_and_end(compiler: Compiler, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("broken", ["find_driver", "decode"])
-def test_trouble_in_there_is_nobodys(broken: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be compiled ahead is met where it is launched, and everything else is compiled all the same."""
+def test_trouble_in_there_is_nobodys(
+    broken: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be compiled ahead is met where it is launched, and everything else is compiled all the
+    same.
+    """
     monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
     kernels = sys.modules["hf_paged_kernels"]
     whole, calls = getattr(kernels, broken), []
@@ -169,8 +200,17 @@ def test_trouble_in_there_is_nobodys(broken: str, compiler: Compiler, monkeypatc
     engine = Engine(make("Llama"), block_size=4, num_blocks=200)
     assert calls
     assert not names()
-    assert {"_prefill", "_write", "_advance", "_swiglu", "_rotary"} <= {kernel for kernel, _ in compiler.asked}
-    assert len(engine.generate([[5, 6, 7, 8]], max_new_tokens=2, min_new_tokens=2, do_sample=False)[0].sequences[0].token_ids) == 2
+    assert {"_prefill", "_write", "_advance", "_swiglu", "_rotary"} <= {
+        kernel for kernel, _ in compiler.asked
+    }
+    assert (
+        len(
+            engine.generate([[5, 6, 7, 8]], max_new_tokens=2, min_new_tokens=2, do_sample=False)[0]
+            .sequences[0]
+            .token_ids
+        )
+        == 2
+    )
 
 
 def test_threads_end_where_the_model_is_refused(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +223,9 @@ def test_threads_end_where_the_model_is_refused(compiler: Compiler, monkeypatch:
 
 
 @pytest.mark.parametrize("options", [{"kernels": "torch"}, {}], ids=["torch", "auto"])
-def test_a_cpu_compiles_nothing(options: dict[str, Any], compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_compiles_nothing(
+    options: dict[str, Any], compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does an engine whose pages plain torch reads, wherever it is."""
     if options:
         monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})

@@ -61,8 +61,14 @@ def test_a_cpp_op_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_python_m_hf_paged(tmp_path: Path) -> None:
     """A line for each fact; a fresh process needs nothing but the package."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-m", "hf_paged"], capture_output=True, text=True, env=environment, timeout=120)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_paged"], capture_output=True, text=True, env=environment, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     said = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}
     assert said["hf_paged"] == hf_paged.__version__

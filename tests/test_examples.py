@@ -32,8 +32,12 @@ def test_example(example: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_eight_side_by_side(terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In a terminal a picture after every step, else one at the end; whoever had to wait says the same words."""
+def test_eight_side_by_side(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a terminal a picture after every step, else one at the end; whoever had to wait says the same
+    words.
+    """
     monkeypatch.setattr("sys.argv", ["serve.py", "--delay", "0", "--trace", str(tmp_path / "steps.jsonl")])
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
     monkeypatch.setenv("COLUMNS", "160")
@@ -48,7 +52,9 @@ def test_eight_side_by_side(terminal: bool, capsys: pytest.CaptureFixture[str], 
     assert any(head.startswith("[length] greedy") for head in heads)
     model, tokenizer = demo.model(), demo.tokenizer()
     ids = tokenizer(demo.prompts()[0], return_tensors="pt").input_ids
-    right = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=48)[0], skip_special_tokens=True).split()
+    right = tokenizer.decode(
+        model.generate(ids, do_sample=False, max_new_tokens=48)[0], skip_special_tokens=True
+    ).split()
     panel = " ".join(line.split(" | ")[0] for line in last.splitlines()[1:11]).split()
     assert panel == right
     assert sum(step.blocks[0].held > 20 for step in steps) > 5
@@ -57,13 +63,23 @@ def test_eight_side_by_side(terminal: bool, capsys: pytest.CaptureFixture[str], 
         assert [len(picture.split()) for picture in pictures[1:4]] != [len(pictures[1].split())] * 3
 
 
-@pytest.mark.parametrize("arguments", [["--system", "200"], [str(Path(demo.__file__).parent / "data"), "--turns", "2", "--system", "90"]])
-def test_a_chat_computes_what_is_new(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every turn finds the prompt before it and its answer, less what its text is not cut into again; a model may be a path."""
+@pytest.mark.parametrize(
+    "arguments",
+    [["--system", "200"], [str(Path(demo.__file__).parent / "data"), "--turns", "2", "--system", "90"]],
+)
+def test_a_chat_computes_what_is_new(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every turn finds the prompt before it and its answer, less what its text is not cut into again; a model
+    may be a path.
+    """
     monkeypatch.setattr("sys.argv", ["chat", *arguments])
     runpy.run_path(str(ROOT / "examples" / "chat.py"), run_name="__main__")
     out = capsys.readouterr().out
-    turns = [[int(number) for number in re.findall(r"(?<!\S)\d+(?!\S)", row)] for row in re.findall(r"^ +\d+ +\d+\.\d+ .*$", out, re.M)]
+    turns = [
+        [int(number) for number in re.findall(r"(?<!\S)\d+(?!\S)", row)]
+        for row in re.findall(r"^ +\d+ +\d+\.\d+ .*$", out, re.M)
+    ]
     assert [turn[0] for turn in turns] == list(range(1, 3 if "--turns" in arguments else 5))
     assert turns[0][2] == 0
     for (_, computed, reused, whole), before in zip(turns[1:], turns, strict=False):
@@ -75,7 +91,9 @@ def test_a_chat_computes_what_is_new(arguments: list[str], capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("name", ["beams", "batch", "chat"])
-def test_the_big_shape_asks_for_a_gpu(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_big_shape_asks_for_a_gpu(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", [name, "--shape", "llama8b"])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit):
@@ -93,7 +111,9 @@ def blocks_of(page: str) -> list[str]:
 def test_a_page_runs_as_it_stands(
     page: str, count: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All its Python in order, as in a notebook: nothing is defined beforehand, and `await` stands at the top."""
+    """All its Python in order, as in a notebook: nothing is defined beforehand, and `await` stands at the
+    top.
+    """
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     blocks = blocks_of(page)
@@ -112,7 +132,9 @@ def test_a_page_runs_as_it_stands(
 
 
 def test_a_saved_word(tmp_path: Path) -> None:
-    """It is saved with the model: without this package stock's cache answers, and README's line takes it out."""
+    """It is saved with the model: without this package stock's cache answers, and README's line takes it
+    out.
+    """
     model, tokenizer = demo.model(), demo.tokenizer()
     inputs = tokenizer("The moon fell", return_tensors="pt")
     options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
@@ -138,14 +160,18 @@ def test_a_saved_word(tmp_path: Path) -> None:
 
 
 def test_demo_draws_the_blocks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What scripts/demo shows: identical tokens, blocks that several rows share, and what both caches cost at two sizes."""
+    """What scripts/demo shows: identical tokens, blocks that several rows share, and what both caches cost at
+    two sizes.
+    """
     monkeypatch.setattr("sys.argv", ["demo", "--new", "16", "--calls", "1"])
     runpy.run_module("hf_paged.demo", run_name="__main__")
     out = capsys.readouterr().out
     assert re.search(r"tokens +identical", out)
     assert re.search(r"row 3 .*\dx4", out)
     assert re.search(r"^medians of 1 warm calls, CPU, \d+ thread\(s\), a model of 3 layers$", out, re.M)
-    sizes = re.findall(r"^(\d) beams of (\d+) tokens +seconds +\d+\.\d{3} +\d+\.\d{3} +x \d+\.\d\d$", out, re.M)
+    sizes = re.findall(
+        r"^(\d) beams of (\d+) tokens +seconds +\d+\.\d{3} +\d+\.\d{3} +x \d+\.\d\d$", out, re.M
+    )
     assert [(int(beams), int(tokens)) for beams, tokens in sizes] == [(4, 23), (8, 800)]
     stock, paged = zip(*re.findall(r"cache bytes +([\d,]+) +([\d,]+)", out), strict=True)
     before, after = ([int(each.replace(",", "")) for each in column] for column in (stock, paged))

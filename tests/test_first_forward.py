@@ -1,4 +1,6 @@
-"""Models that ask their cache whether a forward is the prompt's: only there some of their tokens see what comes behind them."""
+"""Models that ask their cache whether a forward is the prompt's: only there some of their tokens see what
+comes behind them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ TYPES = {
     "gemma3": ("image", "token_type_ids", 1),
 }
 """The kind of model, the argument that says which tokens see each other, and by which number."""
-FAMILIES = [name for name, (kind, _, _) in TYPES.items() if name in {config.model_type for config in mappings()[kind]}]
+FAMILIES = [
+    name for name, (kind, _, _) in TYPES.items() if name in {config.model_type for config in mappings()[kind]}
+]
 """Those that this transformers has."""
 MODES: dict[str, dict[str, Any]] = {
     "lookup": {"prompt_lookup_num_tokens": 20, "max_matching_ngram_size": 1, "max_new_tokens": 40},
@@ -72,9 +76,13 @@ def test_generates_as_stock(family: str, mode: str) -> None:
     assert_clean(model, model.config._attn_implementation)
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma3"])  # where an older stock fails itself
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family != "gemma3"]
+)  # where an older stock fails itself
 def test_drafts_that_are_longer_than_the_prompt(family: str) -> None:
-    """20 drafts behind a prompt of 4, of which few are accepted: the forwards over the next ones are not the prompt's."""
+    """20 drafts behind a prompt of 4, of which few are accepted: the forwards over the next ones are not the
+    prompt's.
+    """
     model, assistant = model_of(family), model_of(family)
     with torch.no_grad():
         for parameter in assistant.parameters():
@@ -101,7 +109,9 @@ def test_drafts_that_are_longer_than_the_prompt(family: str) -> None:
 def widths_of(model: Any) -> Iterator[list[int]]:
     """How many tokens each forward is given."""
     widths: list[int] = []
-    handle = model.register_forward_pre_hook(lambda module, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True)
+    handle = model.register_forward_pre_hook(
+        lambda module, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
     try:
         yield widths
     finally:
@@ -121,14 +131,19 @@ def test_a_long_second_turn_on_a_kept_cache(family: str) -> None:
     }
     history = prompt(5, rows=2)
     for more in (14, 1):
-        answers = [model.generate(**typed(family, history), **call, past_key_values=cache) for cache in (stock, paged)]
+        answers = [
+            model.generate(**typed(family, history), **call, past_key_values=cache)
+            for cache in (stock, paged)
+        ]
         assert_equal(*answers)
         history = torch.cat([answers[0].sequences, prompt(more, rows=2)], 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_forwards(family: str) -> None:
-    """Without generate(), and on a cache that was emptied by a crop, where stock's is begun; a failed prompt is a prompt again."""
+    """Without generate(), and on a cache that was emptied by a crop, where stock's is begun; a failed prompt
+    is a prompt again.
+    """
     model = model_of(family)
     stock, paged = DynamicCache(config=model.config), hf_paged.PagedCache(model, block_size=4)
 
@@ -179,7 +194,9 @@ def test_a_prompt_that_failed_is_a_prompt_again(monkeypatch: pytest.MonkeyPatch)
     }
     cache = hf_paged.PagedCache(model, block_size=4)
     with monkeypatch.context() as patch:
-        patch.setattr(model.lm_head, "forward", lambda *args: (_ for _ in ()).throw(RuntimeError("no memory")))
+        patch.setattr(
+            model.lm_head, "forward", lambda *args: (_ for _ in ()).throw(RuntimeError("no memory"))
+        )
         with pytest.raises(RuntimeError, match="no memory"):
             model.generate(**call, past_key_values=cache)
     assert not cache.is_initialized
@@ -202,11 +219,15 @@ def test_around_a_picture(mode: str) -> None:
 
 
 def test_the_engine_tells_a_prompt_from_what_follows() -> None:
-    """Where one sequence runs by itself its cache is initialized from the second forward on, be that a piece of the prompt or a step."""
+    """Where one sequence runs by itself its cache is initialized from the second forward on, be that a piece
+    of the prompt or a step.
+    """
     model = build_family(BY_NAME["bloom"])
     with Engine(model, block_size=4, num_blocks=60, max_batch_tokens=4) as engine:
         seen: list[bool] = []
-        model.register_forward_pre_hook(lambda module, args, given: seen.append(given["past_key_values"].is_initialized), with_kwargs=True)
+        model.register_forward_pre_hook(
+            lambda module, args, given: seen.append(given["past_key_values"].is_initialized), with_kwargs=True
+        )
         engine.generate([prompt(6)[0].tolist()], max_new_tokens=3, do_sample=False)
         engine.generate([prompt(3)[0].tolist()], max_new_tokens=2, do_sample=False)
     assert seen == [False, True, True, True, False, True]
@@ -214,14 +235,21 @@ def test_the_engine_tells_a_prompt_from_what_follows() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_serves_them(family: str) -> None:
-    """Ids alone say of no token that it sees others: in the engine these models are causal, as in generate() without types."""
+    """Ids alone say of no token that it sees others: in the engine these models are causal, as in generate()
+    without types.
+    """
     model = model_of(family)
-    if family == "paligemma":  # its attention is causal only under a mask, which stock leaves out where it has no cache
+    if (
+        family == "paligemma"
+    ):  # its attention is causal only under a mask, which stock leaves out where it has no cache
         with pytest.raises(ValueError, match="when its prompt comes in pieces"):
             Engine(model, block_size=4, num_blocks=60)
         return
     rows = [prompt(tokens)[0].tolist() for tokens in (4, 11, 7)]
-    right = [model.generate(torch.tensor([row]), max_new_tokens=8, do_sample=False)[0, len(row) :].tolist() for row in rows]
+    right = [
+        model.generate(torch.tensor([row]), max_new_tokens=8, do_sample=False)[0, len(row) :].tolist()
+        for row in rows
+    ]
     with Engine(model, block_size=4, num_blocks=60, max_batch_tokens=9) as engine:
         outputs = engine.generate(rows, max_new_tokens=8, do_sample=False)
     assert [output.sequences[0].token_ids for output in outputs] == right

@@ -1,4 +1,6 @@
-"""What people do with generate() beyond the modes: configs, kept caches, forks, streamers, criteria, embeddings."""
+"""What people do with generate() beyond the modes: configs, kept caches, forks, streamers, criteria,
+embeddings.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import pytest
 import torch
 from compare import assert_clean, assert_equal, assert_same
 from families import BY_NAME, VOCABULARY, build
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
@@ -18,7 +27,13 @@ from hf_paged.model.registry import memory_of
 
 
 def call(ids: torch.Tensor, **arguments: Any) -> dict[str, Any]:
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, **arguments}
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 8,
+        "do_sample": False,
+        **arguments,
+    }
 
 
 # ---- the word
@@ -99,7 +114,9 @@ def test_several_turns_on_one_cache(name: str, ids: torch.Tensor) -> None:
     history = ids[:2]
     for turn in range(3):
         one = model.generate(**call(history, past_key_values=stock))
-        other = model.generate(**call(history, past_key_values=paged, **({"cache_implementation": "paged"} if turn else {})))
+        other = model.generate(
+            **call(history, past_key_values=paged, **({"cache_implementation": "paged"} if turn else {}))
+        )
         assert torch.equal(one, other)
         history = torch.cat([one, ids[:2, : 3 + turn]], 1)
     assert stock.get_seq_length() == paged.get_seq_length()
@@ -107,9 +124,15 @@ def test_several_turns_on_one_cache(name: str, ids: torch.Tensor) -> None:
 
 def test_cache_of_the_answer_goes_on(llama: Any, ids: torch.Tensor) -> None:
     """What return_dict hands out can be passed back in, with beams before and greedy after."""
-    answers = [llama.generate(**call(ids, return_dict_in_generate=True, **extra)) for extra in ({}, {"cache_implementation": "paged"})]
+    answers = [
+        llama.generate(**call(ids, return_dict_in_generate=True, **extra))
+        for extra in ({}, {"cache_implementation": "paged"})
+    ]
     more = [torch.cat([answer.sequences, ids[:, :4]], 1) for answer in answers]
-    stock, paged = (llama.generate(**call(ids, past_key_values=answer.past_key_values)) for answer, ids in zip(answers, more, strict=True))
+    stock, paged = (
+        llama.generate(**call(ids, past_key_values=answer.past_key_values))
+        for answer, ids in zip(answers, more, strict=True)
+    )
     assert torch.equal(stock, paged)
 
 
@@ -125,13 +148,18 @@ def test_deepcopy_forks(name: str, ids: torch.Tensor) -> None:
     assert memory_of(model).held == held
     for one, other, extra in ((stock_twin, paged_twin, 3), (stock, paged, 5)):
         longer = torch.cat([history, ids[1:2, :extra]], 1)
-        assert torch.equal(model.generate(**call(longer, past_key_values=one)), model.generate(**call(longer, past_key_values=other)))
+        assert torch.equal(
+            model.generate(**call(longer, past_key_values=one)),
+            model.generate(**call(longer, past_key_values=other)),
+        )
     del paged, paged_twin, cache, other
     assert memory_of(model).held == 0
 
 
 def test_plain_forwards_on_a_paged_cache(llama: Any, ids: torch.Tensor) -> None:
-    """A loop of one's own: no generate(), no scope, the same logits; crop, select and repeat as on stock's cache."""
+    """A loop of one's own: no generate(), no scope, the same logits; crop, select and repeat as on stock's
+    cache.
+    """
     stock, paged = DynamicCache(config=llama.config), hf_paged.PagedCache(llama, block_size=4)
     with torch.no_grad():
         for tokens in (ids, ids[:, :1], ids[:, 1:4]):
@@ -166,7 +194,10 @@ def test_left_padded_forwards_without_a_scope(llama: Any, ids: torch.Tensor) -> 
 
 def test_to_dynamic_keeps_the_content(llama: Any, ids: torch.Tensor) -> None:
     """The way out: a stock cache with the same keys and values."""
-    answers = [llama.generate(**call(ids, return_dict_in_generate=True, **extra)) for extra in ({}, {"cache_implementation": "paged"})]
+    answers = [
+        llama.generate(**call(ids, return_dict_in_generate=True, **extra))
+        for extra in ({}, {"cache_implementation": "paged"})
+    ]
     made = answers[1].past_key_values.to_dynamic()
     for one, other in zip(answers[0].past_key_values.layers, made.layers, strict=True):
         torch.testing.assert_close(one.keys, other.keys, atol=2e-4, rtol=2e-4)
@@ -217,7 +248,9 @@ def test_embeddings_as_input(llama: Any, ids: torch.Tensor) -> None:
     mask[2, :5] = 0
     embeds = llama.get_input_embeddings()(ids).detach()
     for extra in ({}, {"num_beams": 3}):
-        assert_same(llama, inputs_embeds=embeds, attention_mask=mask, max_new_tokens=8, do_sample=False, **extra)
+        assert_same(
+            llama, inputs_embeds=embeds, attention_mask=mask, max_new_tokens=8, do_sample=False, **extra
+        )
 
 
 class _Tape(BaseStreamer):
@@ -253,8 +286,20 @@ class _EnoughOf(StoppingCriteria):
 def test_processors_criteria_and_allowed_tokens(llama: Any, ids: torch.Tensor, beams: int) -> None:
     """Anything a user hangs into the loop runs unchanged."""
     assert_same(llama, **call(ids, num_beams=beams, logits_processor=LogitsProcessorList([_Forbid()])))
-    assert_same(llama, **call(ids, num_beams=beams, stopping_criteria=StoppingCriteriaList([_EnoughOf()]), max_new_tokens=20))
-    assert_same(llama, **call(ids, num_beams=beams, prefix_allowed_tokens_fn=lambda batch, sent: list(range(10 + batch, 40 + len(sent)))))
+    assert_same(
+        llama,
+        **call(
+            ids, num_beams=beams, stopping_criteria=StoppingCriteriaList([_EnoughOf()]), max_new_tokens=20
+        ),
+    )
+    assert_same(
+        llama,
+        **call(
+            ids,
+            num_beams=beams,
+            prefix_allowed_tokens_fn=lambda batch, sent: list(range(10 + batch, 40 + len(sent))),
+        ),
+    )
 
 
 def test_stop_strings(ids: torch.Tensor) -> None:
@@ -263,8 +308,12 @@ def test_stop_strings(ids: torch.Tensor) -> None:
 
     model, tokenizer = demo.model(), demo.tokenizer()
     inputs = tokenizer(demo.prompts()[:1], return_tensors="pt")
-    words = tokenizer.decode(model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs.input_ids.shape[1] :]).split()
-    paged = assert_same(model, **inputs, max_new_tokens=30, do_sample=False, stop_strings=[words[2]], tokenizer=tokenizer)
+    words = tokenizer.decode(
+        model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    ).split()
+    paged = assert_same(
+        model, **inputs, max_new_tokens=30, do_sample=False, stop_strings=[words[2]], tokenizer=tokenizer
+    )
     assert paged.shape[1] < inputs.input_ids.shape[1] + 30
 
 
@@ -282,7 +331,12 @@ def test_attention_weights_of_an_eager_model(llama: Any, ids: torch.Tensor) -> N
     mask[0, :4] = 0
     for given in (torch.ones_like(ids), mask):
         for beams in (1, 2):
-            everything = {"return_dict_in_generate": True, "output_attentions": True, "output_hidden_states": True, "output_scores": True}
+            everything = {
+                "return_dict_in_generate": True,
+                "output_attentions": True,
+                "output_hidden_states": True,
+                "output_scores": True,
+            }
             assert_same(llama, **call(ids, attention_mask=given, num_beams=beams, **everything))
     assert_clean(llama, "eager")
 
@@ -315,9 +369,15 @@ def test_long_rope_drops_the_cache() -> None:
     assert_clean(model, "sdpa")
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "drawn"])
-def test_gradient_checkpointing_drops_the_cache(llama: Any, ids: torch.Tensor, options: dict[str, Any]) -> None:
-    """In training mode transformers takes any cache from checkpointed layers: stock runs, and the warning says why."""
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "drawn"]
+)
+def test_gradient_checkpointing_drops_the_cache(
+    llama: Any, ids: torch.Tensor, options: dict[str, Any]
+) -> None:
+    """In training mode transformers takes any cache from checkpointed layers: stock runs, and the warning
+    says why.
+    """
     llama.gradient_checkpointing_enable()
     llama.train()
     found = []
@@ -341,7 +401,9 @@ def test_gradient_checkpointing_drops_the_cache(llama: Any, ids: torch.Tensor, o
 
 
 def test_a_paged_cache_that_checkpointed_layers_drop(llama: Any, ids: torch.Tensor) -> None:
-    """A cache that was passed cannot be exchanged beforehand: the warning comes with the answer, and says the same."""
+    """A cache that was passed cannot be exchanged beforehand: the warning comes with the answer, and says the
+    same.
+    """
     llama.gradient_checkpointing_enable()
     llama.train()
     cache = hf_paged.PagedCache(llama)

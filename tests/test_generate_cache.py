@@ -35,12 +35,18 @@ FAMILIES = [
     "lfm2",
 ]
 WITH_STATE = {"falcon_h1", "inkling_text", "lfm2"}
-"""Families of which a layer keeps a recurrent or convolutional state: stock cannot select or repeat their rows."""
+"""Families of which a layer keeps a recurrent or convolutional state: stock cannot select or repeat their
+rows.
+"""
 
 
 @functools.cache
 def model_of(family: str) -> Any:
-    return build_family(BY_NAME[family]) if family in BY_NAME else build("causal", config_class("causal", family))
+    return (
+        build_family(BY_NAME[family])
+        if family in BY_NAME
+        else build("causal", config_class("causal", family))
+    )
 
 
 def prompt(rows: int = 3, tokens: int = 4) -> torch.Tensor:
@@ -251,7 +257,9 @@ CHANGES: dict[str, list[Ask]] = {
     ],
     "crop": [calling("crop", -count) for count in (0, 1, 4, 30)],
     "early_initialization": [calling("early_initialization", 3, 2, 8, torch.float32, torch.device("cpu"))],
-    "reorder_cache": [calling("reorder_cache", torch.tensor(rows)) for rows in ([1, 1, 0], [2, 1, 0], [0, 1, 3], [0, -1, 1])],
+    "reorder_cache": [
+        calling("reorder_cache", torch.tensor(rows)) for rows in ([1, 1, 0], [2, 1, 0], [0, 1, 3], [0, -1, 1])
+    ],
     "reset": [calling("reset")],
 }
 """What a cache is made to do; afterwards everything is asked again."""
@@ -290,7 +298,9 @@ def answer(ask: Ask, owner: Any) -> Answer:
 def assert_alike(stock: Answer, paged: Answer, where: str) -> None:
     if isinstance(stock, torch.Tensor):
         assert isinstance(paged, torch.Tensor), f"{where}: {paged!r}, expected a tensor"
-        assert paged.shape == stock.shape, f"{where}: shape {tuple(paged.shape)}, expected {tuple(stock.shape)}"
+        assert paged.shape == stock.shape, (
+            f"{where}: shape {tuple(paged.shape)}, expected {tuple(stock.shape)}"
+        )
         torch.testing.assert_close(paged + 0, stock, **CLOSE, msg=lambda text: f"{where}: {text}")
     elif isinstance(stock, (list, tuple)):
         assert type(stock) is type(paged), where
@@ -333,7 +343,9 @@ def caches_in(state: str, model: Any) -> Iterator[Any]:
 def reachable(state: str, family: str) -> bool:
     """Whether stock can bring a cache of the family into the state."""
     recurrent = family in ("falcon_h1",)
-    return not (family in WITH_STATE and state in NEEDS_ROWS) and not (recurrent and state in AFTER_A_ROLLBACK)
+    return not (family in WITH_STATE and state in NEEDS_ROWS) and not (
+        recurrent and state in AFTER_A_ROLLBACK
+    )
 
 
 PLACES = [(family, state) for family in FAMILIES for state in STATES if reachable(state, family)]
@@ -345,16 +357,22 @@ def test_every_member_is_known() -> None:
         model = model_of(family)
         for state in ("empty", "decoding"):
             stock, _ = caches_in(state, model)
-            unknown = public(stock) - CACHE_QUESTIONS.keys() - CHANGES.keys() - FED_BY_MODELS - BY_DESIGN.keys()
+            unknown = (
+                public(stock) - CACHE_QUESTIONS.keys() - CHANGES.keys() - FED_BY_MODELS - BY_DESIGN.keys()
+            )
             assert not unknown, f"decide what a PagedCache does for {sorted(unknown)}"
             for layer in stock.layers:
                 unknown = public(layer) - LAYER_QUESTIONS.keys() - FED_BY_MODELS - BY_DESIGN.keys()
-                assert not unknown, f"decide what the paged layer for a {type(layer).__name__} does for {sorted(unknown)}"
+                assert not unknown, (
+                    f"decide what the paged layer for a {type(layer).__name__} does for {sorted(unknown)}"
+                )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_state_answers_as_stock(family: str) -> None:
-    """All that a cache and its layers can be asked, and the forward that comes next; forks answer as what they were made from."""
+    """All that a cache and its layers can be asked, and the forward that comes next; forks answer as what
+    they were made from.
+    """
     for state in (state for other, state in PLACES if other == family):
         model = model_of(family)
         stock, paged = caches_in(state, model)
@@ -472,7 +490,9 @@ def test_rows_may_be_repeated_as_often_as_each_wants() -> None:
 
 @pytest.mark.parametrize("family", sorted(WITH_STATE))
 def test_a_state_follows_the_rows(family: str) -> None:
-    """Stock selects the keys and forgets the states; ours goes on as a cache that held these rows from the beginning."""
+    """Stock selects the keys and forgets the states; ours goes on as a cache that held these rows from the
+    beginning.
+    """
     model = model_of(family)
     _, paged = caches_in("decoding", model)
     paged.batch_select_indices([-1, 0])
@@ -527,7 +547,9 @@ def test_stocks_cache_is_rebuilt_from_the_items() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-window", "falcon_h1", "inkling_text", "deepseek_v32"])
 def test_classes_are_found_by_name(family: str) -> None:
-    """Classes that are made for a model's layers, too, are found by pickle and inspect, and show where they come from."""
+    """Classes that are made for a model's layers, too, are found by pickle and inspect, and show where they
+    come from.
+    """
     for layer in PagedCache(model_of(family)).layers:
         kind = type(layer)
         assert kind.__module__.startswith("hf_paged.")
@@ -543,7 +565,9 @@ OF_BOTH: dict[str, list[Ask]] = {
     "check_dynamic_cache": [calling("check_dynamic_cache", "crop")],
     "is_updated": [reading("is_updated")],
 }
-"""What EncoderDecoderCache, which is stock's own class around two caches of ours, is asked beside a cache's questions."""
+"""What EncoderDecoderCache, which is stock's own class around two caches of ours, is asked beside a cache's
+questions.
+"""
 HALVES = {"cross_attention_cache", "self_attention_cache"}
 
 
@@ -589,7 +613,15 @@ def assert_pairs_alike(stock: Any, paged: Any, where: str) -> None:
 def test_a_pair_of_ours_answers_as_stocks(family: str, state: str) -> None:
     model, (changes, rows) = model_of(family), PAIR_STATES[state]
     stock, paged = (pair_of(model, kind) for kind in ("stock", "paged"))
-    unknown = public(stock) - CACHE_QUESTIONS.keys() - CHANGES.keys() - FED_BY_MODELS - BY_DESIGN.keys() - OF_BOTH.keys() - HALVES
+    unknown = (
+        public(stock)
+        - CACHE_QUESTIONS.keys()
+        - CHANGES.keys()
+        - FED_BY_MODELS
+        - BY_DESIGN.keys()
+        - OF_BOTH.keys()
+        - HALVES
+    )
     assert not unknown, f"decide what a pair of PagedCaches does for {sorted(unknown)}"
     assert_pairs_alike(stock, paged, "empty")
     for pair in (stock, paged):

@@ -23,7 +23,8 @@ def counted(model: Any) -> Iterator[list[tuple[int, int]]]:
     layers = getattr(decoder, "layers", None) or decoder.block
     seen: list[tuple[int, int]] = []
     handle = layers[0].register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(tuple((*args, *kwargs.values())[0].shape[:2])), with_kwargs=True
+        lambda module, args, kwargs: seen.append(tuple((*args, *kwargs.values())[0].shape[:2])),
+        with_kwargs=True,
     )
     try:
         yield seen
@@ -33,17 +34,27 @@ def counted(model: Any) -> Iterator[list[tuple[int, int]]]:
 
 def _call(model: Any, prompts: int, **arguments: Any) -> tuple[Any, list[tuple[int, int]]]:
     ids = torch.randint(5, VOCABULARY, (prompts, PROMPT), generator=torch.Generator().manual_seed(1))
-    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "min_new_tokens": NEW, **arguments}
+    call = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": NEW,
+        "min_new_tokens": NEW,
+        **arguments,
+    }
     with counted(model) as seen:
         torch.manual_seed(0)
-        answer = model.generate(**call, cache_implementation="paged", cache_config={"block_size": 4}, return_dict_in_generate=True)
+        answer = model.generate(
+            **call, cache_implementation="paged", cache_config={"block_size": 4}, return_dict_in_generate=True
+        )
     torch.manual_seed(0)
     assert torch.equal(answer.sequences, model.generate(**call))
     return answer, seen
 
 
 @pytest.mark.parametrize(
-    "mode", [{"num_beams": 4, "do_sample": False}, {"do_sample": True, "num_return_sequences": 4}], ids=["beams", "samples"]
+    "mode",
+    [{"num_beams": 4, "do_sample": False}, {"do_sample": True, "num_return_sequences": 4}],
+    ids=["beams", "samples"],
 )
 def test_prompt_is_computed_once(llama: Any, mode: dict[str, Any]) -> None:
     """Two prompts with four rows each: the prefill runs two rows, every step after it eight."""
@@ -54,7 +65,9 @@ def test_prompt_is_computed_once(llama: Any, mode: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [{"num_beams": 4, "do_sample": False}, {"do_sample": True, "num_return_sequences": 4}], ids=["beams", "samples"]
+    "mode",
+    [{"num_beams": 4, "do_sample": False}, {"do_sample": True, "num_return_sequences": 4}],
+    ids=["beams", "samples"],
 )
 def test_prompt_is_stored_once(llama: Any, mode: dict[str, Any]) -> None:
     """C6, C13: all full blocks of a prompt are the same in the rows of its group."""
@@ -76,7 +89,9 @@ def test_chunks_of_a_prompt_are_computed_once(llama: Any) -> None:
 
 
 def test_greedy_rows_are_all_computed(llama: Any) -> None:
-    """Equal prompts of different requests are rows like any other: nothing is folded that was not expanded."""
+    """Equal prompts of different requests are rows like any other: nothing is folded that was not
+    expanded.
+    """
     _, seen = _call(llama, 2)
     assert seen == [(2, PROMPT)] + [(2, 1)] * (NEW - 1)
 
@@ -87,7 +102,12 @@ def test_training_mode_is_not_shared(llama: Any) -> None:
     ids = torch.randint(5, VOCABULARY, (1, PROMPT))
     with counted(llama) as seen:
         llama.generate(
-            ids, attention_mask=torch.ones_like(ids), num_beams=3, max_new_tokens=3, min_new_tokens=3, cache_implementation="paged"
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_beams=3,
+            max_new_tokens=3,
+            min_new_tokens=3,
+            cache_implementation="paged",
         )
     assert seen[0] == (3, PROMPT)
 
@@ -123,7 +143,9 @@ def test_reorder_moves_no_tensor(llama: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     copied: list[int] = []
     original = Store.copy
-    monkeypatch.setattr(Store, "copy", lambda self, copies: (copied.append(len(copies)), original(self, copies))[1])
+    monkeypatch.setattr(
+        Store, "copy", lambda self, copies: (copied.append(len(copies)), original(self, copies))[1]
+    )
     _call(llama, 1, num_beams=4)
     assert sum(copied) > 0
     assert max(copied) <= 4
@@ -135,7 +157,11 @@ def test_mixed_adapters_are_sliced_with_the_rows(ids: torch.Tensor) -> None:
     from peft import LoraConfig, get_peft_model
 
     base = build(BY_NAME["llama"])
-    model = get_peft_model(base, LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"]), adapter_name="one")
+    model = get_peft_model(
+        base,
+        LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"]),
+        adapter_name="one",
+    )
     model.add_adapter("two", LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"]))
     model.eval()
     call = {

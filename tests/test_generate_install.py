@@ -102,7 +102,9 @@ def test_reloads_and_second_imports() -> None:
 
 @pytest.fixture
 def foreign() -> Iterator[Callable[..., None]]:
-    """Puts another package's wrappers around ours, as functools.wraps makes them; they are gone afterwards."""
+    """Puts another package's wrappers around ours, as functools.wraps makes them; they are gone
+    afterwards.
+    """
     hf_paged.uninstall()
     stocks = {name: getattr(GenerationMixin, name) for name in METHODS}
     hf_paged.install()

@@ -1,4 +1,6 @@
-"""Prefix reuse across calls: what is cached is not computed again, and the answers are stock's without a cache (contract C17 to C23)."""
+"""Prefix reuse across calls: what is cached is not computed again, and the answers are stock's without a
+cache (contract C17 to C23).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def continued(ids: torch.Tensor, shared: int, own: int, seed: int = 9) -> torch.
 @contextmanager
 def counted(model: Any) -> Iterator[list[int]]:
     """The columns of everything that enters the first decoder layer."""
-    inside = model.get_decoder() if model.config.is_encoder_decoder else getattr(model, model.base_model_prefix)
+    inside = (
+        model.get_decoder() if model.config.is_encoder_decoder else getattr(model, model.base_model_prefix)
+    )
     inside = getattr(inside, "decoder", inside)
     layers = next(getattr(inside, name) for name in ("layers", "h", "block") if hasattr(inside, name))
     seen: list[int] = []
@@ -54,10 +58,22 @@ def counted(model: Any) -> Iterator[list[int]]:
 
 
 def ask(
-    model: Any, ids: torch.Tensor, block_size: int = 16, options: dict[str, Any] | None = None, **arguments: Any
+    model: Any,
+    ids: torch.Tensor,
+    block_size: int = 16,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
 ) -> tuple[Any, list[int]]:
-    """Generate with prefix caching: the answer, which must be stock's, and the columns that entered the first layer, by forward."""
-    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False, **arguments}
+    """Generate with prefix caching: the answer, which must be stock's, and the columns that entered the first
+    layer, by forward.
+    """
+    call = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        **arguments,
+    }
     config = {"block_size": block_size, "prefix_caching": True, **(options or {})}
     torch.manual_seed(0)
     with counted(model) as seen:
@@ -86,9 +102,14 @@ def test_a_long_prefix_is_computed_once() -> None:
     assert sum(again) <= 0.15 * sum(seen)
 
 
-@pytest.mark.parametrize(("shared", "computed"), [(0, 47), (1, 47), (15, 32), (16, 31), (33, 15), (34, 13), (37, 10), (46, 1), (47, 1)])
+@pytest.mark.parametrize(
+    ("shared", "computed"),
+    [(0, 47), (1, 47), (15, 32), (16, 31), (33, 15), (34, 13), (37, 10), (46, 1), (47, 1)],
+)
 def test_reuse_is_to_the_token(llama: Any, shared: int, computed: int) -> None:
-    """C21: whole blocks, and a copy of one that is shared in part, unless it is for a single token; the last is always computed."""
+    """C21: whole blocks, and a copy of one that is shared in part, unless it is for a single token; the last
+    is always computed.
+    """
     first = words(1, 47)
     ask(llama, first)
     _, seen = ask(llama, continued(first, shared, 47 - shared))
@@ -106,10 +127,15 @@ def test_thirty_seven_tokens_in_blocks_of_sixteen(llama: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "padded"),
-    [*((family.name, False) for family in FAMILIES), *((name, True) for name in ("llama", "gemma2", "gpt-oss", "gpt2", "opt", "bloom"))],
+    [
+        *((family.name, False) for family in FAMILIES),
+        *((name, True) for name in ("llama", "gemma2", "gpt-oss", "gpt2", "opt", "bloom")),
+    ],
 )
 def test_every_family(name: str, padded: bool) -> None:
-    """C23: the same answers, scores included. Models with attention of their own must first show that they are causal."""
+    """C23: the same answers, scores included. Models with attention of their own must first show that they
+    are causal.
+    """
     model = build(BY_NAME[name])
     setting = model.config._attn_implementation
     first = words(3, 21)
@@ -121,7 +147,13 @@ def test_every_family(name: str, padded: bool) -> None:
     computed, tried = [], []
     for ids in (first, continued(first, 17, 4), continued(first, 17, 4), first):
         answer, seen = ask(
-            model, ids * mask, 4, attention_mask=mask, return_dict_in_generate=True, output_scores=True, max_new_tokens=NEW + 2
+            model,
+            ids * mask,
+            4,
+            attention_mask=mask,
+            return_dict_in_generate=True,
+            output_scores=True,
+            max_new_tokens=NEW + 2,
         )
         computed.append(seen[0])
         tried = seen[:2] if len(computed) == 2 else tried
@@ -131,7 +163,8 @@ def test_every_family(name: str, padded: bool) -> None:
     elif padded:
         assert computed == ([21] * 4 if dense else [21, 6, 2, 2])
     else:
-        # Attention of its own: the end of the first prefix that is found is computed with and without it, and never a token alone.
+        # Attention of its own: the end of the first prefix that is found is computed with and without it, and
+        # never a token alone.
         assert computed == ([21, 5, 2, 2] if dense else [21, 5, 1, 1])
         assert tried == ([5, 21] if dense else [5, 1])
     assert_clean(model, setting)
@@ -139,18 +172,23 @@ def test_every_family(name: str, padded: bool) -> None:
 
 REUSES = {"greedy": 5, "sample": 5, "sample-padded": 6, "beams": 5, "beams-padded": 6, "beam-sample": 5, "penalties": 5, "guidance": 5,
           "assisted": None, "prompt-lookup": None, "chunks": None, "chunks-padded-beams": None}  # fmt: skip
-"""How many columns of the second prompt are computed in each mode; None where the first forward holds more or less than the prompt."""
+"""How many columns of the second prompt are computed in each mode; None where the first forward holds more or
+less than the prompt.
+"""
 
 
 CAPTURED = ["greedy", "sample-padded", "beams", "prompt-lookup", "chunks-padded-beams", "everything-padded"]
 
 
 @pytest.mark.parametrize(
-    ("mode", "captured"), [*((mode, False) for mode in MODES), *((mode, True) for mode in CAPTURED)], ids=lambda value: str(value)
+    ("mode", "captured"),
+    [*((mode, False) for mode in MODES), *((mode, True) for mode in CAPTURED)],
+    ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_every_mode(name: str, mode: str, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C23: beams, samples, chunks, assistants, padding: the same answers, and less computed where nothing more is asked for.
+    """C23: beams, samples, chunks, assistants, padding: the same answers, and less computed where nothing
+    more is asked for.
 
     Steps that follow a reused prefix may be captured like any other.
     """
@@ -172,14 +210,18 @@ def test_every_mode(name: str, mode: str, captured: bool, monkeypatch: pytest.Mo
             paged = model.generate(**copy.copy(arguments), cache_implementation="paged", cache_config=options)
         else:
             with counted(model) as seen:
-                paged = model.generate(**copy.copy(arguments), cache_implementation="paged", cache_config=options)
+                paged = model.generate(
+                    **copy.copy(arguments), cache_implementation="paged", cache_config=options
+                )
         assert_equal(stock, paged)
         del stock, paged
     assert bool(hf_paged.stats(model).reused) == (not mode.startswith("everything"))
     if not captured and REUSES.get(mode):
         assert seen[0] == REUSES[mode]
     if captured and not mode.startswith("everything"):
-        assert graphs_of(model).counts["replayed"] or (name, mode) == ("gemma3", "prompt-lookup"), graphs_of(model).reasons
+        assert graphs_of(model).counts["replayed"] or (name, mode) == ("gemma3", "prompt-lookup"), graphs_of(
+            model
+        ).reasons
     memory_of(model).captured.clear()
     assert_clean(model, setting)
 
@@ -207,7 +249,12 @@ def test_a_cache_that_is_cropped_behind_replayed_steps(llama: Any, monkeypatch: 
         cache.crop(-3)
         longer = torch.cat([told[:, : cache.get_seq_length()], words(1, 4, seed=new)], 1)
         again = llama.generate(longer, attention_mask=torch.ones_like(longer), **call)
-        assert torch.equal(again, llama.generate(longer, attention_mask=torch.ones_like(longer), **{**call, "past_key_values": None}))
+        assert torch.equal(
+            again,
+            llama.generate(
+                longer, attention_mask=torch.ones_like(longer), **{**call, "past_key_values": None}
+            ),
+        )
     assert graphs_of(llama).counts["replayed"]
 
 
@@ -219,9 +266,13 @@ def test_every_part_of_a_prompt_in_chunks(llama: Any) -> None:
     assert seen[:4] == [1, 1, 1, 4]
 
 
-@pytest.mark.parametrize(("name", "block_size"), [("llama", 16), ("mistral-window", 4), ("gemma3", 4), ("gpt-oss", 2), ("bloom", 16)])
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    [("llama", 16), ("mistral-window", 4), ("gemma3", 4), ("gpt-oss", 2), ("bloom", 16)],
+)
 def test_a_chat_of_ten_turns(name: str, block_size: int) -> None:
-    """C17: prompts and answers; of each turn only the new message is computed, and the last token said, which nobody has fed yet.
+    """C17: prompts and answers; of each turn only the new message is computed, and the last token said, which
+    nobody has fed yet.
 
     Behind a window (of 6) the end of an answer is all that is left of it, and all that is needed.
     """
@@ -235,7 +286,9 @@ def test_a_chat_of_ten_turns(name: str, block_size: int) -> None:
 
 def test_answers_of_beams_are_found_too(llama: Any) -> None:
     """The rows that were left when the search ended, each with its own tokens."""
-    answer, _ = ask(llama, words(1, 21), 4, num_beams=3, num_return_sequences=3, max_new_tokens=9, min_new_tokens=9)
+    answer, _ = ask(
+        llama, words(1, 21), 4, num_beams=3, num_return_sequences=3, max_new_tokens=9, min_new_tokens=9
+    )
     found = [ask(llama, continued(row[None], row.shape[0], 3), 4)[1][0] for row in answer]
     assert min(found) == 4
     assert max(found) < 3 + 9
@@ -274,14 +327,18 @@ def test_a_system_prompt_under_left_padding(llama: Any) -> None:
 
 @pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
 def test_what_is_asked_for_about_a_prompt_is_never_shorter(asked: str) -> None:
-    """The prompt is computed whole where its hidden states or attentions are asked for; what it leaves is used later."""
+    """The prompt is computed whole where its hidden states or attentions are asked for; what it leaves is
+    used later.
+    """
     model = build(BY_NAME["llama"])
     model.set_attn_implementation("eager")
     first = words(1, 24)
     for expected in (24, 24):
         _, seen = ask(model, first, 4, return_dict_in_generate=True, **{asked: True})
         assert seen[0] == expected
-    assert ask(model, first, 4)[1][0] == 24  # the first call whose attention reads pages, and shows that it is causal
+    assert (
+        ask(model, first, 4)[1][0] == 24
+    )  # the first call whose attention reads pages, and shows that it is causal
     assert ask(model, first, 4)[1][0] == 1
 
 
@@ -294,8 +351,12 @@ def test_all_logits_of_a_prompt(llama: Any) -> None:
     assert ask(llama, first, 4, logits_to_keep=6)[1][0] == 6
 
 
-def test_an_answer_with_more_than_logits_is_computed_whole(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A field for every token of the prompt, that no setting announces: seen once, and from then on never cut."""
+def test_an_answer_with_more_than_logits_is_computed_whole(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A field for every token of the prompt, that no setting announces: seen once, and from then on never
+    cut.
+    """
     original = type(llama).forward
 
     class Marked(type(llama)):  # type: ignore[misc]
@@ -303,7 +364,15 @@ def test_an_answer_with_more_than_logits_is_computed_whole(llama: Any, monkeypat
             self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
             logits_to_keep: int = 0, **kwargs: Any,
         ) -> Any:  # fmt: skip
-            answer = original(self, input_ids, attention_mask, position_ids, past_key_values, logits_to_keep=logits_to_keep, **kwargs)
+            answer = original(
+                self,
+                input_ids,
+                attention_mask,
+                position_ids,
+                past_key_values,
+                logits_to_keep=logits_to_keep,
+                **kwargs,
+            )
             answer["lengths"] = torch.ones_like(input_ids)
             lengths.append(input_ids.shape[1])
             return answer
@@ -314,7 +383,13 @@ def test_an_answer_with_more_than_logits_is_computed_whole(llama: Any, monkeypat
     for expected in ([24], [1, 24], [24]):
         lengths.clear()
         options = {"block_size": 4, "prefix_caching": True}
-        llama.generate(first, attention_mask=torch.ones_like(first), max_new_tokens=1, cache_implementation="paged", cache_config=options)
+        llama.generate(
+            first,
+            attention_mask=torch.ones_like(first),
+            max_new_tokens=1,
+            cache_implementation="paged",
+            cache_config=options,
+        )
         assert lengths == expected
 
 
@@ -340,7 +415,13 @@ def test_training_mode_and_its_forwards(llama: Any) -> None:
     llama.train()
     options = {"block_size": 4, "prefix_caching": True}
     with counted(llama) as seen:
-        llama.generate(first, attention_mask=torch.ones_like(first), max_new_tokens=2, cache_implementation="paged", cache_config=options)
+        llama.generate(
+            first,
+            attention_mask=torch.ones_like(first),
+            max_new_tokens=2,
+            cache_implementation="paged",
+            cache_config=options,
+        )
     assert seen[0] == 24
     llama(first, labels=first).loss.backward()
     assert hf_paged.stats(llama).cached == 0
@@ -381,7 +462,9 @@ def test_recurrent_layers_keep_everything_private() -> None:
 
 
 def test_a_mask_with_holes_is_private(llama: Any) -> None:
-    """A token that is not seen is not the same prompt; and nobody else is given what was computed without it."""
+    """A token that is not seen is not the same prompt; and nobody else is given what was computed without
+    it.
+    """
     first = words(1, 24)
     mask = torch.ones_like(first)
     mask[0, 5] = 0
@@ -411,23 +494,43 @@ def test_a_model_that_looks_ahead_is_found_out() -> None:
 
 
 def test_a_kept_cache_takes_and_leaves(llama: Any) -> None:
-    """PagedCache(model, prefix_caching=True): an empty one begins with what others left, and leaves every turn to others."""
+    """PagedCache(model, prefix_caching=True): an empty one begins with what others left, and leaves every
+    turn to others.
+    """
     first = words(1, 40)
     ask(llama, first, 4)
     cache = hf_paged.PagedCache(llama, block_size=4, prefix_caching=True)
     told = continued(first, 36, 6)
     for turn in range(3):
         with counted(llama) as seen:
-            answer = llama.generate(told, attention_mask=torch.ones_like(told), past_key_values=cache, max_new_tokens=6, do_sample=False)
-        assert torch.equal(answer, llama.generate(told, attention_mask=torch.ones_like(told), max_new_tokens=6, do_sample=False))
+            answer = llama.generate(
+                told,
+                attention_mask=torch.ones_like(told),
+                past_key_values=cache,
+                max_new_tokens=6,
+                do_sample=False,
+            )
+        assert torch.equal(
+            answer,
+            llama.generate(told, attention_mask=torch.ones_like(told), max_new_tokens=6, do_sample=False),
+        )
         assert seen[0] == 6
         told = torch.cat([answer, words(1, 5, seed=turn)], 1)
         assert ask(llama, continued(answer, answer.shape[1], 3), 4)[1][0] == 4
     fork = copy.deepcopy(cache)
     for each in (cache, fork):
         other = torch.cat([told, words(1, 3, seed=id(each) % 1000)], 1)
-        answer = llama.generate(other, attention_mask=torch.ones_like(other), past_key_values=each, max_new_tokens=6, do_sample=False)
-        assert torch.equal(answer, llama.generate(other, attention_mask=torch.ones_like(other), max_new_tokens=6, do_sample=False))
+        answer = llama.generate(
+            other,
+            attention_mask=torch.ones_like(other),
+            past_key_values=each,
+            max_new_tokens=6,
+            do_sample=False,
+        )
+        assert torch.equal(
+            answer,
+            llama.generate(other, attention_mask=torch.ones_like(other), max_new_tokens=6, do_sample=False),
+        )
         assert ask(llama, continued(answer, answer.shape[1], 3), 4)[1][0] == 4
 
 
@@ -445,7 +548,9 @@ def test_a_cache_that_somebody_filled_by_hand_is_private(llama: Any) -> None:
 
 @pytest.mark.parametrize("what", ["reset", "release", "invalidate", "crop"])
 def test_taking_things_back_while_a_cache_is_kept(llama: Any, what: str) -> None:
-    """Reset, release and invalidate under the feet of a cache that is kept: it goes on, and nobody finds what is not there."""
+    """Reset, release and invalidate under the feet of a cache that is kept: it goes on, and nobody finds what
+    is not there.
+    """
     first = words(1, 21)
     cache = hf_paged.PagedCache(llama, block_size=4, prefix_caching=True)
     call = {"past_key_values": cache, "max_new_tokens": 6, "do_sample": False}
@@ -466,9 +571,14 @@ def test_taking_things_back_while_a_cache_is_kept(llama: Any, what: str) -> None
     assert ask(llama, continued(other, 18, 4), 4)[1][0] == (22 if what == "invalidate" else 4)
     longer = torch.cat([answer, words(1, 4, seed=2)], 1)
     again = llama.generate(longer, attention_mask=torch.ones_like(longer), **call)
-    assert torch.equal(again, llama.generate(longer, attention_mask=torch.ones_like(longer), max_new_tokens=6, do_sample=False))
+    assert torch.equal(
+        again,
+        llama.generate(longer, attention_mask=torch.ones_like(longer), max_new_tokens=6, do_sample=False),
+    )
     memory_of(llama).check()
-    assert ask(llama, continued(again, again.shape[1], 3), 4)[1][0] == (3 + again.shape[1] if what == "invalidate" else 4)
+    assert ask(llama, continued(again, again.shape[1], 3), 4)[1][0] == (
+        3 + again.shape[1] if what == "invalidate" else 4
+    )
     del cache, call
     assert ask(llama, continued(again, 20, 3), 4)[1][0] == 3
 
@@ -490,12 +600,16 @@ def test_the_least_recently_used_goes_first(llama: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_storm_of_evictions(name: str) -> None:
-    """A pool that hardly holds one call, prompts that begin alike in all ways: right at every turn, whatever is still there."""
+    """A pool that hardly holds one call, prompts that begin alike in all ways: right at every turn, whatever
+    is still there.
+    """
     model = build(BY_NAME[name])
     random = torch.Generator().manual_seed(3)
     base = words(1, 30)
     for turn in range(16):
-        rows, shared, own = (int(torch.randint(low, high, (), generator=random)) for low, high in ((1, 3), (0, 30), (1, 9)))
+        rows, shared, own = (
+            int(torch.randint(low, high, (), generator=random)) for low, high in ((1, 3), (0, 30), (1, 9))
+        )
         ids = continued(base.repeat(rows, 1), shared, own, seed=turn % 4)
         ask(model, ids, 4, {"num_blocks": 32}, num_beams=1 + turn % 2, max_new_tokens=3)
         if turn % 5 == 4:
@@ -516,17 +630,27 @@ def test_a_pool_that_grows_keeps_what_is_cached(llama: Any) -> None:
 
 
 def test_ordinary_calls_share_the_pool_and_nothing_else(llama: Any) -> None:
-    """A call that did not ask neither finds nor leaves anything, and does not cost others what they cached."""
+    """A call that did not ask neither finds nor leaves anything, and does not cost others what they
+    cached.
+    """
     first = words(1, 20)
     ask(llama, first, 4)
     with counted(llama) as seen:
         llama.generate(
-            first, attention_mask=torch.ones_like(first), max_new_tokens=6, cache_implementation="paged", cache_config={"block_size": 4}
+            first,
+            attention_mask=torch.ones_like(first),
+            max_new_tokens=6,
+            cache_implementation="paged",
+            cache_config={"block_size": 4},
         )
     assert seen[0] == 20
     assert len(memory_of(llama).groups) == 1
     llama.generate(
-        first, attention_mask=torch.ones_like(first), max_new_tokens=6, cache_implementation="paged", cache_config={"block_size": 8}
+        first,
+        attention_mask=torch.ones_like(first),
+        max_new_tokens=6,
+        cache_implementation="paged",
+        cache_config={"block_size": 8},
     )
     assert ask(llama, first, 4)[1][0] == 1
 
@@ -590,13 +714,20 @@ def test_c22_a_kept_cache_survives_a_failed_turn(llama: Any) -> None:
     first = words(1, 21)
     ask(llama, first, 4)
     cache = hf_paged.PagedCache(llama, block_size=4, prefix_caching=True)
-    handle = llama.model.layers[1].register_forward_pre_hook(lambda module, args: (_ for _ in ()).throw(_Boom()))
+    handle = llama.model.layers[1].register_forward_pre_hook(
+        lambda module, args: (_ for _ in ()).throw(_Boom())
+    )
     with pytest.raises(_Boom):
         llama.generate(first, attention_mask=torch.ones_like(first), past_key_values=cache, max_new_tokens=6)
     handle.remove()
     assert cache.get_seq_length() == 0
-    answer = llama.generate(first, attention_mask=torch.ones_like(first), past_key_values=cache, max_new_tokens=6, do_sample=False)
-    assert torch.equal(answer, llama.generate(first, attention_mask=torch.ones_like(first), max_new_tokens=6, do_sample=False))
+    answer = llama.generate(
+        first, attention_mask=torch.ones_like(first), past_key_values=cache, max_new_tokens=6, do_sample=False
+    )
+    assert torch.equal(
+        answer,
+        llama.generate(first, attention_mask=torch.ones_like(first), max_new_tokens=6, do_sample=False),
+    )
     assert ask(llama, continued(answer, answer.shape[1], 3), 4)[1][0] == 4
 
 
@@ -614,7 +745,10 @@ def test_two_threads_share_a_prefix(llama: Any) -> None:
     """Calls at one time take turns forward by forward: each right, each with what the other left."""
     first = words(1, 40)
     prompts = [continued(first, 36, 4 + i, seed=i) for i in range(4)]
-    stock = [llama.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False) for ids in prompts]
+    stock = [
+        llama.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+        for ids in prompts
+    ]
     answers: dict[int, torch.Tensor] = {}
 
     def run(i: int) -> None:

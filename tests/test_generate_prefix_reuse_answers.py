@@ -1,4 +1,6 @@
-"""What a call of any mode leaves is right to go on from: drafts that were refused, beams that were dropped, chunks, padding (C17, C22)."""
+"""What a call of any mode leaves is right to go on from: drafts that were refused, beams that were dropped,
+chunks, padding (C17, C22).
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,13 @@ def answer_rows(answer: Any) -> int:
 WINDOWED = ("greedy-padded", "beams", "beam-sample", "prompt-lookup", "chunks")
 
 
-@pytest.mark.parametrize(("name", "mode"), [*(("llama", mode) for mode in MODES), *(("gemma3", mode) for mode in WINDOWED)])
+@pytest.mark.parametrize(
+    ("name", "mode"), [*(("llama", mode) for mode in MODES), *(("gemma3", mode) for mode in WINDOWED)]
+)
 def test_going_on_from_an_answer(name: str, mode: str) -> None:
-    """The first and the last row of the answer, three tokens on: stock's answer, scores included, and most of it found."""
+    """The first and the last row of the answer, three tokens on: stock's answer, scores included, and most of
+    it found.
+    """
     model = build(BY_NAME[name])
     object.__setattr__(model, "assistant", build(BY_NAME[name]))
     first = words(3, 21)

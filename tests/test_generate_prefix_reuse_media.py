@@ -20,13 +20,21 @@ LISTENS = ["qwen3_asr", "whisper"]
 
 def tiny(family: str) -> Any:
     """The family's tiny model, of whatever kind it counts as."""
-    found = {config.model_type: (kind, config) for kind, known in mappings().items() for config in known if kind != "causal"}
+    found = {
+        config.model_type: (kind, config)
+        for kind, known in mappings().items()
+        for config in known
+        if kind != "causal"
+    }
     return build(*found[family])
 
 
 def other(inputs: dict[str, Any]) -> dict[str, Any]:
     """The same prompts with other pictures."""
-    return {name: value.flip(0) * 1.5 + 0.1 if value.is_floating_point() else value for name, value in inputs.items()}
+    return {
+        name: value.flip(0) * 1.5 + 0.1 if value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
 
 
 def without(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -36,9 +44,17 @@ def without(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def ask(model: Any, inputs: dict[str, Any]) -> None:
     """Generate with prefix caching: the answer must be stock's."""
-    call = {**inputs, "max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    call = {
+        **inputs,
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
     stock = model.generate(**call)
-    paged = model.generate(**call, cache_implementation="paged", cache_config={"block_size": 4, "prefix_caching": True})
+    paged = model.generate(
+        **call, cache_implementation="paged", cache_config={"block_size": 4, "prefix_caching": True}
+    )
     assert_equal(*({name: answer[name] for name in ("sequences", "scores")} for answer in (stock, paged)))
 
 
@@ -61,7 +77,9 @@ def test_other_pictures_behind_the_same_ids(family: str) -> None:
     assert_clean(model, "sdpa")
 
 
-@pytest.mark.parametrize("family", ["idefics3", "llava"])  # others' masks or positions say already that they are no plain prompts
+@pytest.mark.parametrize(
+    "family", ["idefics3", "llava"]
+)  # others' masks or positions say already that they are no plain prompts
 def test_keyed_by_tokens_alone_they_would_be_shared(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(family)
     shown = with_pictures(model)
@@ -74,7 +92,9 @@ def test_keyed_by_tokens_alone_they_would_be_shared(family: str, monkeypatch: py
 
 @pytest.mark.parametrize("family", LISTENS)
 def test_other_recordings_behind_the_same_ids(family: str) -> None:
-    """What an encoder heard decides a decoder's keys and values; what is put in the place of ids does, too."""
+    """What an encoder heard decides a decoder's keys and values; what is put in the place of ids does,
+    too.
+    """
     model = tiny(family)
     heard = with_recordings(model)
     assert heard is not None

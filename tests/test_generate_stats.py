@@ -27,7 +27,9 @@ def test_every_figure(llama: Any) -> None:
     ask(llama, first)
     cache = hf_paged.PagedCache(llama, prefix_caching=True)
     other = continued(first, 37, 10)
-    llama.generate(other, attention_mask=torch.ones_like(other), past_key_values=cache, max_new_tokens=5, do_sample=False)
+    llama.generate(
+        other, attention_mask=torch.ones_like(other), past_key_values=cache, max_new_tokens=5, do_sample=False
+    )
     stats = hf_paged.stats(llama)
     assert stats.blocks == stats.free + stats.held + stats.cached
     assert (stats.held, stats.hits, stats.misses, stats.copies, stats.evictions) == (4, 3, 3, 1, 0)
@@ -115,7 +117,12 @@ def test_a_kept_cache_with_other_wishes_is_refused(llama: Any) -> None:
     """A salt that differs is another tenant's."""
     cache, ids = hf_paged.PagedCache(llama, prefix_caching=True, salt="one"), words(1, 20)
     with pytest.raises(ValueError, match="does not fit the PagedCache"):
-        llama.generate(ids, past_key_values=cache, cache_config={"prefix_caching": True, "salt": "two"}, cache_implementation="paged")
+        llama.generate(
+            ids,
+            past_key_values=cache,
+            cache_config={"prefix_caching": True, "salt": "two"},
+            cache_implementation="paged",
+        )
 
 
 @pytest.mark.parametrize("about", [hf_paged.stats, hf_paged.release, hf_paged.invalidate])
@@ -127,10 +134,16 @@ def test_of_what_is_no_model(about: Any) -> None:
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen2-window"])
 def test_pools_of_an_engine(name: str, checked: bool) -> None:
-    """They count what requests found when they were let in, each of them once however long it waited, for every kind of layer."""
+    """They count what requests found when they were let in, each of them once however long it waited, for
+    every kind of layer.
+    """
     model = build(BY_NAME[name])
-    with hf_paged.Engine(model, block_size=4, num_blocks=40, max_batch_sequences=1, max_batch_tokens=9, check_hits=checked) as engine:
+    with hf_paged.Engine(
+        model, block_size=4, num_blocks=40, max_batch_sequences=1, max_batch_tokens=9, check_hits=checked
+    ) as engine:
         prompts = [words(1, 26)[0].tolist()] * 3
         engine.generate(prompts, max_new_tokens=3, min_new_tokens=3)
         assert (engine.stats()["hits"], engine.stats()["misses"]) == (12, 6)
-        assert [(pool.hits, pool.misses) for pool in hf_paged.stats(model).pools] == [(12, 6)] * len(engine.stats()["blocks"])
+        assert [(pool.hits, pool.misses) for pool in hf_paged.stats(model).pools] == [(12, 6)] * len(
+            engine.stats()["blocks"]
+        )

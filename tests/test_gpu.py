@@ -1,4 +1,5 @@
-"""Stock against pages on a CUDA device, in float32 and bfloat16: the same tokens up to ties that rounding explains.
+"""Stock against pages on a CUDA device, in float32 and bfloat16: the same tokens up to ties that rounding
+explains.
 
 PYTHONPATH=.:tests python -m pytest tests/test_gpu.py
 """
@@ -28,12 +29,20 @@ LOGITS = {"return_dict_in_generate": True, "output_logits": True}
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, **LOGITS},
     "sample": {"do_sample": True, "num_return_sequences": 2, **LOGITS},
-    "beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True},
+    "beams": {
+        "do_sample": False,
+        "num_beams": 4,
+        "num_return_sequences": 2,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    },
     "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3, **LOGITS},
     "chunks": {"do_sample": False, "prefill_chunk_size": 5, **LOGITS},
 }
 BOTH = ("greedy", "beams")
-CAPTURED = dict.fromkeys(("llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3", "gpt-neox", "gpt2"), BOTH)
+CAPTURED = dict.fromkeys(
+    ("llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3", "gpt-neox", "gpt2"), BOTH
+)
 CAPTURED["gpt-oss"] = ("greedy",)  # more rows than its experts take one by one make it wait for their counts
 """Calls whose steps must come from a graph."""
 
@@ -72,7 +81,13 @@ def test_same_up_to_ties(name: str, call: str, kernels: str, padded: bool, dtype
     mask = torch.ones_like(ids)
     if padded:
         mask[(0, slice(9, None)) if family.seq2seq else (0, slice(4))] = 0
-    arguments = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": NEW, "min_new_tokens": NEW, **CALLS[call]}
+    arguments = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "max_new_tokens": NEW,
+        "min_new_tokens": NEW,
+        **CALLS[call],
+    }
     answers = []
     with router_margins(model) as margins:
         torch.manual_seed(0)
@@ -82,7 +97,11 @@ def test_same_up_to_ties(name: str, call: str, kernels: str, padded: bool, dtype
         repeated = mask.repeat_interleave(answers[0].sequences.shape[0] // rows, 0)
         comparable = first_ties(margins, NOISE[dtype], repeated, len(routers(model)), NEW)
     torch.manual_seed(0)
-    answers.append(model.generate(**arguments, cache_implementation="paged", cache_config={"block_size": 4, "kernels": kernels}))
+    answers.append(
+        model.generate(
+            **arguments, cache_implementation="paged", cache_config={"block_size": 4, "kernels": kernels}
+        )
+    )
     prompt = 1 if family.seq2seq else ids.shape[1]
     if call == "beams":
         verdict = judge_beams(*answers, NOISE[dtype])
@@ -95,11 +114,16 @@ def test_same_up_to_ties(name: str, call: str, kernels: str, padded: bool, dtype
     assert_clean(model, setting)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:]
+)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 64), (80, 80), (256, 256), (8, 8)], ids=str)
 def test_kernels_over_any_history(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    """C3, C10, C14: appends, forks, reorders and crops, read by the kernels in place, against the formula in float64."""
-    # Every other constant is another kernel to compile, so a walk keeps its own and changes what the kernels read from memory.
+    """C3, C10, C14: appends, forks, reorders and crops, read by the kernels in place, against the formula in
+    float64.
+    """
+    # Every other constant is another kernel to compile, so a walk keeps its own and changes what the kernels
+    # read from memory.
     for seed, (size, window, heads, softcap, sinks) in enumerate(
         [(16, None, 8, None, False), (4, 17, 4, 3.0, True), (1, None, 2, None, False)]
     ):
@@ -129,8 +153,14 @@ def test_kernels_are_chosen() -> None:
     model = build(BY_NAME["llama"]).cuda()
     ids = torch.randint(5, VOCABULARY, (2, 9)).cuda()
     for kernels, expected in (("auto", "Ops"), ("triton", "TritonOps"), ("torch", "Ops")):
-        options = {"cache_implementation": "paged", "cache_config": {"kernels": kernels}, "return_dict_in_generate": True}
-        cache = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, **options).past_key_values
+        options = {
+            "cache_implementation": "paged",
+            "cache_config": {"kernels": kernels},
+            "return_dict_in_generate": True,
+        }
+        cache = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, **options
+        ).past_key_values
         assert type(cache.layers[0]._pages().ops).__name__ == expected
 
 
@@ -139,8 +169,16 @@ def test_float32_beams_are_identical() -> None:
     for name in ("llama", "gemma3", "gpt-oss", "bart"):
         model = build(BY_NAME[name]).cuda()
         ids = torch.randint(5, VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(4)).cuda()
-        arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "num_beams": 4, "max_new_tokens": 24, "do_sample": False}
-        assert torch.equal(model.generate(**arguments), model.generate(**arguments, cache_implementation="paged"))
+        arguments = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "num_beams": 4,
+            "max_new_tokens": 24,
+            "do_sample": False,
+        }
+        assert torch.equal(
+            model.generate(**arguments), model.generate(**arguments, cache_implementation="paged")
+        )
 
 
 ENGINE_WAYS: dict[str, dict[str, Any]] = {
@@ -152,10 +190,14 @@ ENGINE_WAYS: dict[str, dict[str, Any]] = {
 ENGINE_NEW = 32
 
 
-def engine_answers(engine: Engine, prompts: list[list[int]], ways: list[str]) -> dict[tuple[str, int], list[list[int]]]:
+def engine_answers(
+    engine: Engine, prompts: list[list[int]], ways: list[str]
+) -> dict[tuple[str, int], list[list[int]]]:
     """The answers of all prompts in all ways, computed at once."""
     handles = {
-        (way, i): engine.submit(prompt, max_new_tokens=ENGINE_NEW, min_new_tokens=ENGINE_NEW, **ENGINE_WAYS[way])
+        (way, i): engine.submit(
+            prompt, max_new_tokens=ENGINE_NEW, min_new_tokens=ENGINE_NEW, **ENGINE_WAYS[way]
+        )
         for way in ways
         for i, prompt in enumerate(prompts)
     }
@@ -167,7 +209,9 @@ def engine_answers(engine: Engine, prompts: list[list[int]], ways: list[str]) ->
 @pytest.mark.parametrize("form", ["rows", "spans"])
 @pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3", "gpt-oss", "mistral-window", "gpt2"])
 def test_the_engine_answers_as_generate(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy, processed, beams and samples in one engine, its decoding steps from graphs: in float32 the tokens of generate()."""
+    """Greedy, processed, beams and samples in one engine, its decoding steps from graphs: in float32 the
+    tokens of generate().
+    """
     if form == "spans":
         monkeypatch.setattr("hf_paged.engine.decoding.MOST_PAIRS", 0)
     model = build(BY_NAME[name]).cuda()
@@ -186,7 +230,9 @@ def test_the_engine_answers_as_generate(name: str, form: str, monkeypatch: pytes
     for (way, i), rows in found.items():
         if way != "samples":
             ids = torch.tensor([prompts[i]], device="cuda")
-            right = model.generate(ids, max_new_tokens=ENGINE_NEW, min_new_tokens=ENGINE_NEW, **ENGINE_WAYS[way])
+            right = model.generate(
+                ids, max_new_tokens=ENGINE_NEW, min_new_tokens=ENGINE_NEW, **ENGINE_WAYS[way]
+            )
             assert rows == right[:, ids.shape[1] :].tolist(), (way, i)
     with Engine(model, num_blocks=400, graphs=False, prefix_caching=False) as engine:
         for i, prompt in enumerate(prompts):
@@ -197,14 +243,20 @@ def test_the_engine_answers_as_generate(name: str, form: str, monkeypatch: pytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3", "mistral-window", "gpt-neox", "gpt2"])
 def test_compiled_layers_answer_as_generate(name: str, dtype: torch.dtype, kernels: str) -> None:
-    """Every captured step is compiled: in float32 the tokens of generate(), else what one forward thinks of them."""
+    """Every captured step is compiled: in float32 the tokens of generate(), else what one forward thinks of
+    them.
+    """
     model = build(BY_NAME[name]).to("cuda", dtype)
     draw = torch.Generator().manual_seed(6)
     prompts = [torch.randint(5, VOCABULARY, (length,), generator=draw).tolist() for length in (5, 23, 40)]
     options = {"max_new_tokens": ENGINE_NEW, "min_new_tokens": ENGINE_NEW, "do_sample": False}
-    with Engine(model, block_size=4, num_blocks=400, max_batch_tokens=64, kernels=kernels, compile=True) as engine:
+    with Engine(
+        model, block_size=4, num_blocks=400, max_batch_tokens=64, kernels=kernels, compile=True
+    ) as engine:
         outputs = [engine.submit(prompts[0], logprobs=1, **options).result()]
-        outputs += [handle.result() for handle in [engine.submit(prompt, logprobs=1, **options) for prompt in prompts]]
+        outputs += [
+            handle.result() for handle in [engine.submit(prompt, logprobs=1, **options) for prompt in prompts]
+        ]
         counts, decoding = engine.stats()["graphs"], engine._runner.decoding
         assert decoding.compilation.why_not is None
         assert counts.get("compiled", 0) == counts["captured"] > 1, decoding.reasons
@@ -218,15 +270,21 @@ def test_compiled_layers_answer_as_generate(name: str, dtype: torch.dtype, kerne
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_the_engine_on_few_blocks(kernels: str) -> None:
-    """Preemption, a thread of its own and embeddings among ids, on the device: everybody has the tokens of generate()."""
+    """Preemption, a thread of its own and embeddings among ids, on the device: everybody has the tokens of
+    generate().
+    """
     model = build(BY_NAME["llama"]).cuda()
     draw = torch.Generator().manual_seed(7)
     prompts = [torch.randint(5, VOCABULARY, (length,), generator=draw).tolist() for length in (9, 30, 17, 12)]
     options = {"max_new_tokens": ENGINE_NEW, "min_new_tokens": ENGINE_NEW, "do_sample": False}
     embeds = model.get_input_embeddings()(torch.tensor(prompts[2], device="cuda"))
-    with Engine(model, block_size=4, num_blocks=30, max_batch_tokens=32, max_batch_sequences=8, kernels=kernels) as engine:
+    with Engine(
+        model, block_size=4, num_blocks=30, max_batch_tokens=32, max_batch_sequences=8, kernels=kernels
+    ) as engine:
         engine.start()
-        handles = [engine.submit(prompt, **options) for prompt in prompts] + [engine.submit(inputs_embeds=embeds, **options)]
+        handles = [engine.submit(prompt, **options) for prompt in prompts] + [
+            engine.submit(inputs_embeds=embeds, **options)
+        ]
         found = [handle.result(300).sequences[0].token_ids for handle in handles]
         assert engine.stats()["preemptions"] > 0
     for prompt, tokens in zip([*prompts, prompts[2]], found, strict=True):
@@ -242,7 +300,14 @@ def test_layers_on_several_devices(name: str, kernels: str) -> None:
     from accelerate import dispatch_model
 
     model = build(BY_NAME[name])
-    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    places = {
+        "model.embed_tokens": 0,
+        "model.rotary_emb": 0,
+        "model.layers.0": 0,
+        "model.layers.1": 1,
+        "model.norm": 1,
+        "lm_head": 1,
+    }
     names = {name for name, _ in model.named_modules()}
     if model.config.tie_word_embeddings:
         places["lm_head"] = 0
@@ -252,8 +317,18 @@ def test_layers_on_several_devices(name: str, kernels: str) -> None:
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     for beams in (1, 4):
-        call = {"input_ids": ids, "attention_mask": mask, "num_beams": beams, "max_new_tokens": NEW, "do_sample": False}
-        options = {"cache_implementation": "paged", "cache_config": {"block_size": 4, "kernels": kernels}, "return_dict_in_generate": True}
+        call = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "num_beams": beams,
+            "max_new_tokens": NEW,
+            "do_sample": False,
+        }
+        options = {
+            "cache_implementation": "paged",
+            "cache_config": {"block_size": 4, "kernels": kernels},
+            "return_dict_in_generate": True,
+        }
         paged = model.generate(**call, **options)
         assert torch.equal(model.generate(**call), paged.sequences)
         assert {layer.keys.device.index for layer in paged.past_key_values.layers} == {0, 1}

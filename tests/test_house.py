@@ -33,19 +33,19 @@ BELOW = {
 
 BUDGETS = {
     "hf_paged": 700,
-    "hf_paged/blocks": 1250,
-    "hf_paged/checking": 850,
-    "hf_paged/demo": 220,
-    "hf_paged/engine": 4700,
-    "hf_paged/engine/multimodal": 650,
+    "hf_paged/blocks": 1350,
+    "hf_paged/checking": 1000,
+    "hf_paged/demo": 250,
+    "hf_paged/engine": 4950,
+    "hf_paged/engine/multimodal": 750,
     "hf_paged/engine/outputs": 500,
-    "hf_paged/engine/requests": 1250,
-    "hf_paged/engine/sampling": 1400,
-    "hf_paged/generate": 1900,
-    "hf_paged/kv": 3500,
-    "hf_paged/model": 3250,
-    "hf_paged/model/capture": 1700,
-    "hf_paged/scheduling": 2050,
+    "hf_paged/engine/requests": 1350,
+    "hf_paged/engine/sampling": 1450,
+    "hf_paged/generate": 2000,
+    "hf_paged/kv": 3700,
+    "hf_paged/model": 3400,
+    "hf_paged/model/capture": 1800,
+    "hf_paged/scheduling": 2150,
 }
 """The most lines of each folder."""
 
@@ -82,11 +82,15 @@ def test_imports_point_downwards(file: Path) -> None:
     for name in _imports(file):
         if name.split(".")[0] == "hf_paged":
             target = (name.split(".") + [""])[1]
-            assert target == floor or target in BELOW[floor], f"{floor or 'the front door'} must not import {name}"
+            assert target == floor or target in BELOW[floor], (
+                f"{floor or 'the front door'} must not import {name}"
+            )
 
 
 @pytest.mark.parametrize(
-    "file", [file for file in FILES if _floor(file) in ("blocks", "scheduling", "config", "trace")], ids=lambda file: file.name
+    "file",
+    [file for file in FILES if _floor(file) in ("blocks", "scheduling", "config", "trace")],
+    ids=lambda file: file.name,
 )
 def test_the_books_need_the_standard_library_only(file: Path) -> None:
     for name in _imports(file):
@@ -96,7 +100,9 @@ def test_the_books_need_the_standard_library_only(file: Path) -> None:
 
 @pytest.mark.parametrize("file", [file for file in FILES if _floor(file) == "kv"], ids=lambda file: file.name)
 def test_the_tensors_do_not_know_transformers(file: Path) -> None:
-    assert not [name for name in _imports(file) if name.split(".")[0] in ("transformers", "peft", "accelerate")]
+    assert not [
+        name for name in _imports(file) if name.split(".")[0] in ("transformers", "peft", "accelerate")
+    ]
 
 
 def test_kernels_is_a_plain_folder() -> None:
@@ -105,12 +111,21 @@ def test_kernels_is_a_plain_folder() -> None:
 
 
 def test_functions_are_short() -> None:
-    """A function of more than 50 lines misses a noun."""
+    """A function of more than 50 lines, signature and docstring aside, misses a noun."""
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno is not None
-                assert node.end_lineno - node.lineno < 50, f"{file.name}:{node.name} has {node.end_lineno - node.lineno + 1} lines"
+                body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+                lines = node.end_lineno - body[0].lineno + 1
+                assert lines <= 50, f"{file.name}:{node.name} has {lines} lines"
+
+
+def test_lines_are_narrow() -> None:
+    """Columns of the package and the kernels, whatever stands in them."""
+    for file in FILES + sorted((ROOT / "kernels").rglob("*.py")):
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            assert len(line) <= 110, f"{file.name}:{number} has {len(line)} columns"
 
 
 def test_folders_keep_their_budgets() -> None:
@@ -124,7 +139,11 @@ def test_folders_keep_their_budgets() -> None:
 def test_only_the_ops_import_the_kernels() -> None:
     """One interface: other modules ask kv/ops for a kernel."""
     for package in KERNELS:
-        users = {str(file.relative_to(PACKAGE)) for file in FILES if any(name.split(".")[0] == package for name in _imports(file))}
+        users = {
+            str(file.relative_to(PACKAGE))
+            for file in FILES
+            if any(name.split(".")[0] == package for name in _imports(file))
+        }
         assert users == {"kv/ops.py"}
 
 
@@ -138,20 +157,30 @@ def test_the_kernels_know_nobody(package: str, needs: set[str]) -> None:
 
 def test_every_package_is_shipped() -> None:
     """The wheel holds what lies in these folders, the C++ source among it."""
-    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"][
+        "wheel"
+    ]["packages"]
     assert set(shipped) == {"hf_paged", *(f"kernels/{package}" for package in KERNELS)}
     assert (ROOT / "kernels" / "hf_paged_native" / "paged.cpp").is_file()
     assert (ROOT / "hf_paged" / "py.typed").is_file()
 
 
 def test_the_oldest_transformers_is_the_same_everywhere() -> None:
-    """pyproject, README and the error of an import that finds another GenerationMixin; the newest is the one of the scripts."""
+    """pyproject, README and the error of an import that finds another GenerationMixin; the newest is the one
+    of the scripts.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    oldest = next(each for each in project["dependencies"] if each.startswith("transformers>=")).partition(">=")[2]
+    oldest = next(each for each in project["dependencies"] if each.startswith("transformers>=")).partition(
+        ">="
+    )[2]
     readme = (ROOT / "README.md").read_text()
     assert f"transformers {oldest}+" in readme
     assert f"a transformers release from {oldest} on" in (PACKAGE / "generate" / "install.py").read_text()
-    newest = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("transformers=="))
+    newest = next(
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line.startswith("transformers==")
+    )
     assert f"and {newest.partition('==')[2]}" in readme.replace("\n", " ")
 
 
@@ -174,12 +203,22 @@ OF_FLOATS = {"empty", "empty_strided", "zeros", "ones", "eye", "linspace", "rand
 """What torch makes of its default dtype where nobody says another."""
 
 
-@pytest.mark.parametrize("file", FILES + sorted((ROOT / "kernels").rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "file", FILES + sorted((ROOT / "kernels").rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT))
+)
 def test_tensors_do_not_depend_on_the_users_defaults(file: Path) -> None:
-    """`torch.set_default_device("cuda")` moves what is the host's, and a default dtype of two bytes halves a buffer of floats."""
+    """`torch.set_default_device("cuda")` moves what is the host's, and a default dtype of two bytes halves a
+    buffer of floats.
+    """
     for node in ast.walk(ast.parse(file.read_text())):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "torch"):
+        if not (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and ast.unparse(node.func.value) == "torch"
+        ):
             continue
         said, name = {keyword.arg for keyword in node.keywords}, node.func.attr
         for word, makers in (("device", ON_A_DEVICE), ("dtype", OF_FLOATS)):
-            assert name not in makers or said & {word, None}, f"{file.name}:{node.lineno} does not say {word}: {ast.unparse(node)}"
+            assert name not in makers or said & {word, None}, (
+                f"{file.name}:{node.lineno} does not say {word}: {ast.unparse(node)}"
+            )

@@ -1,4 +1,6 @@
-"""Ctrl-C at every place where the interpreter looks for it: model, books and locks are as before, the next call is right."""
+"""Ctrl-C at every place where the interpreter looks for it: model, books and locks are as before, the next
+call is right.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,21 @@ def hooked(name: str) -> Any:
 
 def facts(model: Any) -> list[Any]:
     """What an interrupt must leave as it was."""
-    hooks = [hook for module in model.modules() for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]]
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    ]
     forwards = [module.__dict__.get("forward") for module in model.modules()]
-    return [model.config._attn_implementation, hooks, forwards, calls.current.get(), watching.get(), running.get(), gc.isenabled()]
+    return [
+        model.config._attn_implementation,
+        hooks,
+        forwards,
+        calls.current.get(),
+        watching.get(),
+        running.get(),
+        gc.isenabled(),
+    ]
 
 
 def in_another_thread(act: Callable[[], Any]) -> Any:
@@ -87,7 +101,9 @@ def assert_generates_through_interrupts(name: str, files: tuple[str, ...], most:
         assert facts(model) == before, interrupted.where
         assert_whole(memory, interrupted.where)
         if turn % 7 == 0:
-            assert torch.equal(in_another_thread(lambda: generate(model, **PAGED)), expected), interrupted.where
+            assert torch.equal(in_another_thread(lambda: generate(model, **PAGED)), expected), (
+                interrupted.where
+            )
     assert torch.equal(generate(model, **PAGED), expected)
     assert torch.equal(generate(model), expected)
     return len(numbers)
@@ -105,14 +121,21 @@ def test_a_paged_call_in_the_middle(name: str) -> None:
     assert_generates_through_interrupts(name, ("",), most=60)
 
 
-def assert_engine_through_interrupts(files: tuple[str, ...], most: int, first: int = 0, **options: Any) -> int:
+def assert_engine_through_interrupts(
+    files: tuple[str, ...], most: int, first: int = 0, **options: Any
+) -> int:
     model = hooked("llama")
     kinds: list[tuple[list[int], dict[str, Any]]] = [
         ([5, 6, 7, 8, 9], {"max_new_tokens": 3, "do_sample": False}),
         ([5, 6, 7], {"max_new_tokens": 2, "num_beams": 2, "do_sample": False}),
-        ([5, 6, 7, 8], {"max_new_tokens": 3, "do_sample": True, "num_return_sequences": 2, "seed": 1, "logprobs": 2}),
+        (
+            [5, 6, 7, 8],
+            {"max_new_tokens": 3, "do_sample": True, "num_return_sequences": 2, "seed": 1, "logprobs": 2},
+        ),
     ]
-    with Engine(model, block_size=4, num_blocks=40, max_batch_tokens=8, max_batch_sequences=4, **options) as engine:
+    with Engine(
+        model, block_size=4, num_blocks=40, max_batch_tokens=8, max_batch_sequences=4, **options
+    ) as engine:
         expected = [answers(engine.submit(prompt, **kind).result()) for prompt, kind in kinds]
         before = facts(model)
         handles: list[Any] = []
@@ -132,7 +155,9 @@ def assert_engine_through_interrupts(files: tuple[str, ...], most: int, first: i
             engine.check()
             for handle, right in zip(handles, expected, strict=False):
                 output = handle.result()
-                broke = output.error is not None and "broke off" in str(output.error)  # some of its samples had their token
+                broke = output.error is not None and "broke off" in str(
+                    output.error
+                )  # some of its samples had their token
                 assert broke or answers(output) == right, f"{interrupted.where}: {output}"
             assert facts(model) == before, interrupted.where
             while engine._jobs:

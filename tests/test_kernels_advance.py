@@ -12,12 +12,19 @@ kernels = load()
 
 
 class Step:
-    """The static tensors of a captured step over rows of `lengths`, -1 for those that only fill up the batch."""
+    """The static tensors of a captured step over rows of `lengths`, -1 for those that only fill up the
+    batch.
+    """
 
     def __init__(self, lengths: list[int], new: int, block_size: int, spare: int = 0) -> None:
         self.new, self.block_size = new, block_size
         needs = max(-(-(max(length, 0) + 3 * new) // block_size) for length in lengths)
-        ids = torch.randperm(len(lengths) * needs, generator=torch.Generator().manual_seed(new)).view(len(lengths), needs) + 5
+        ids = (
+            torch.randperm(len(lengths) * needs, generator=torch.Generator().manual_seed(new)).view(
+                len(lengths), needs
+            )
+            + 5
+        )
         wide = torch.full((len(lengths), needs + spare), 2**30, dtype=torch.int32)
         wide[:, :needs] = ids
         self.table = wide.to(DEVICE)[:, :needs]
@@ -27,14 +34,20 @@ class Step:
         self.columns = torch.tensor([0, 9], device=DEVICE)
 
     def advance(self) -> None:
-        kernels.advance(self.table, self.lengths, self.seen, self.slots, self.columns, self.new, self.block_size)
+        kernels.advance(
+            self.table, self.lengths, self.seen, self.slots, self.columns, self.new, self.block_size
+        )
 
     def expected(self) -> tuple[list[int], list[int], list[int]]:
         """Slots, lengths and seen after the next step."""
         slots, table = [], self.table.tolist()
         for row, length in enumerate(self.lengths.tolist()):
             for at in range(length, length + self.new):
-                slots.append(table[row][at // self.block_size] * self.block_size + at % self.block_size if length >= 0 else -1)
+                slots.append(
+                    table[row][at // self.block_size] * self.block_size + at % self.block_size
+                    if length >= 0
+                    else -1
+                )
         lengths = [length + self.new if length >= 0 else -1 for length in self.lengths.tolist()]
         return slots, lengths, [max(0, length) for length in lengths]
 
@@ -71,14 +84,24 @@ def test_only_filler_rows_and_no_rows() -> None:
 
 def test_a_row_past_its_table_writes_nowhere() -> None:
     lengths, seen, slots = ints([3, 3]), ints([0, 0]), torch.zeros(8, dtype=torch.long, device=DEVICE)
-    kernels.advance(ints([7, -1]).view(2, 1), lengths, seen, slots, torch.zeros(2, dtype=torch.long, device=DEVICE), 4, 4)
+    kernels.advance(
+        ints([7, -1]).view(2, 1), lengths, seen, slots, torch.zeros(2, dtype=torch.long, device=DEVICE), 4, 4
+    )
     assert slots.tolist() == [31, -1, -1, -1, -1, -1, -1, -1]
     assert lengths.tolist() == seen.tolist() == [7, 7]
 
 
 def test_slots_past_two_to_the_31() -> None:
     slots = torch.zeros(1, dtype=torch.long, device=DEVICE)
-    kernels.advance(ints([2**30]).view(1, 1), ints([5]), ints([0]), slots, torch.zeros(2, dtype=torch.long, device=DEVICE), 1, 16)
+    kernels.advance(
+        ints([2**30]).view(1, 1),
+        ints([5]),
+        ints([0]),
+        slots,
+        torch.zeros(2, dtype=torch.long, device=DEVICE),
+        1,
+        16,
+    )
     assert slots.tolist() == [2**34 + 5]
 
 
@@ -91,9 +114,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lengths": ({"lengths": ints([1])}, r"Invalid shape of lengths: expected \[2\], got \[1\]"),
     "long lengths": ({"lengths": ints([1, 2]).long()}, "Invalid lengths: expected contiguous torch.int32"),
     "seen": ({"seen": ints([1, 2, 3])}, "Invalid shape of seen"),
-    "slots": ({"slots": torch.zeros(2, dtype=torch.long, device=DEVICE)}, r"Invalid shape of slots: expected \[6\], got \[2\]"),
+    "slots": (
+        {"slots": torch.zeros(2, dtype=torch.long, device=DEVICE)},
+        r"Invalid shape of slots: expected \[6\], got \[2\]",
+    ),
     "short slots": ({"slots": ints([0] * 6)}, "Invalid slots: expected contiguous torch.int64"),
-    "columns": ({"columns": torch.zeros(1, dtype=torch.long, device=DEVICE)}, r"Invalid shape of columns: expected \[2\], got \[1\]"),
+    "columns": (
+        {"columns": torch.zeros(1, dtype=torch.long, device=DEVICE)},
+        r"Invalid shape of columns: expected \[2\], got \[1\]",
+    ),
 }
 
 

@@ -17,7 +17,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def decode(case: Case, tiling: Any = SMALL) -> torch.Tensor:
     mean = sum(case.lengths) // len(case.lengths)
-    plan = kernels.Plan(case.query, case.keys, case.values, mean_length=mean, window=case.window, tiling=tiling)
+    plan = kernels.Plan(
+        case.query, case.keys, case.values, mean_length=mean, window=case.window, tiling=tiling
+    )
     plan.partial.fill_(torch.nan)
     plan.weight.fill_(torch.nan)
     plan.pieces.fill_(2**30)
@@ -51,7 +53,13 @@ FEATURES = {
     "softcap": {"softcap": 5.0},
     "sinks": {"with_sinks": True},
     "slopes": {"with_slopes": True},
-    "everything": {"starts": [30, 1, 0, 40, 0, 2], "window": 24, "softcap": 30.0, "with_sinks": True, "with_slopes": True},
+    "everything": {
+        "starts": [30, 1, 0, 40, 0, 2],
+        "window": 24,
+        "softcap": 30.0,
+        "with_sinks": True,
+        "with_slopes": True,
+    },
     "wide values": {"key_dim": 48, "value_dim": 32},
     "wide values by token": {"key_dim": 32, "value_dim": 80, "block_size": 4},
 }
@@ -68,7 +76,9 @@ def test_features(name: str) -> None:
 
 @pytest.mark.parametrize("group", [1, 3] if not GPU else [1, 2, 3, 4, 5, 7, 8, 16])
 def test_groups(group: int) -> None:
-    verify(Case(RAGGED[:3], heads=1 if group > 8 else 3, group=group, key_dim=32, dtype=BF16 if GPU else FP32))
+    verify(
+        Case(RAGGED[:3], heads=1 if group > 8 else 3, group=group, key_dim=32, dtype=BF16 if GPU else FP32)
+    )
 
 
 def test_rows_with_nothing_to_see_give_zero() -> None:
@@ -87,7 +97,9 @@ def test_one_long_row_in_many_pieces() -> None:
 
 def test_queries_cut_from_a_wider_product() -> None:
     case = Case([40, 3], key_dim=32)
-    case.query = torch.cat([case.query, torch.full_like(case.query, torch.nan)], dim=1)[:, : case.query.shape[1]]
+    case.query = torch.cat([case.query, torch.full_like(case.query, torch.nan)], dim=1)[
+        :, : case.query.shape[1]
+    ]
     verify(case)
 
 
@@ -108,7 +120,14 @@ def test_pieces_cover_every_row_once(seed: int) -> None:
     lengths = torch.randint(0, 200, (rows,), generator=random).tolist()
     starts = torch.randint(0, 60, (rows,), generator=random).tolist()
     blank = torch.empty(rows, 4, 8, device=DEVICE)
-    plan = kernels.Plan(blank, blank[None, :, :2], blank[None, :, :2], mean_length=9, window=90, tiling=Tiling(16, 16, 1, 1, 3))
+    plan = kernels.Plan(
+        blank,
+        blank[None, :, :2],
+        blank[None, :, :2],
+        mean_length=9,
+        window=90,
+        tiling=Tiling(16, 16, 1, 1, 3),
+    )
     plan.update(ints(lengths), ints(starts))
     pieces = plan.pieces[: int(plan.count)].tolist()
     sizes = [end // 16 - begin // 16 for _, begin, end, *_ in pieces if end > begin]
@@ -143,18 +162,44 @@ def test_matrix(key_dim: int, dtype: torch.dtype) -> None:
     shapes = [(1, 16), (4, 16), (8, 64)] if dtype == BF16 else [(4, 16)]
     for number, (group, block_size) in enumerate(shapes):
         for rows in ([2500], RAGGED, [300] * 70, [1100] * 40 + [5000]):
-            verify(Case(rows, group=group, block_size=block_size, key_dim=key_dim, dtype=dtype, by_head=number % 2 == 0))
+            verify(
+                Case(
+                    rows,
+                    group=group,
+                    block_size=block_size,
+                    key_dim=key_dim,
+                    dtype=dtype,
+                    by_head=number % 2 == 0,
+                )
+            )
 
 
 @gpu
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8, 32, 64, 128, 256])
 def test_every_block_size(block_size: int) -> None:
-    verify(Case([2000, 77, 0, 513], group=4, block_size=block_size, key_dim=128, dtype=BF16, by_head=True, starts=[130, 3, 0, 0]))
+    verify(
+        Case(
+            [2000, 77, 0, 513],
+            group=4,
+            block_size=block_size,
+            key_dim=128,
+            dtype=BF16,
+            by_head=True,
+            starts=[130, 3, 0, 0],
+        )
+    )
 
 
 @gpu
 @pytest.mark.parametrize(
-    "tiling", [Tiling(16, 128, 4, 3, 1), Tiling(16, 64, 4, 3, 3), Tiling(64, 64, 4, 3, 1), Tiling(16, 32, 1, 4, 4), Tiling(16, 32, 2, 4, 2)]
+    "tiling",
+    [
+        Tiling(16, 128, 4, 3, 1),
+        Tiling(16, 64, 4, 3, 3),
+        Tiling(64, 64, 4, 3, 1),
+        Tiling(16, 32, 1, 4, 4),
+        Tiling(16, 32, 2, 4, 2),
+    ],
 )
 def test_tilings(tiling: Any) -> None:
     for length in (5, 129, 3000):
@@ -175,7 +220,11 @@ def test_a_captured_step_follows_the_lengths() -> None:
     case = Case([900, 317, 40, 2], heads=8, group=4, key_dim=128, dtype=BF16, by_head=True)
     plan = kernels.Plan(case.query, case.keys, case.values, mean_length=300)
     lengths, out = ints(case.lengths), torch.empty_like(case.query)
-    step = lambda: (plan.update(lengths), kernels.decode(case.query, case.keys, case.values, case.table, plan, out=out))  # noqa: E731
+
+    def step() -> None:
+        plan.update(lengths)
+        kernels.decode(case.query, case.keys, case.values, case.table, plan, out=out)
+
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -16,15 +16,25 @@ def reference(words: torch.Tensor, count: int, step: int) -> int:
 
 
 def table(pieces: list[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
-    return torch.tensor([[x.data_ptr(), count, step] for x, count, step in pieces], device=DEVICE).T.contiguous()
+    return torch.tensor(
+        [[x.data_ptr(), count, step] for x, count, step in pieces], device=DEVICE
+    ).T.contiguous()
 
 
 def noise(words: int) -> torch.Tensor:
-    return torch.randint(-(2**31), 2**31, (words,), dtype=torch.int32, generator=torch.Generator().manual_seed(words)).to(DEVICE)
+    return torch.randint(
+        -(2**31), 2**31, (words,), dtype=torch.int32, generator=torch.Generator().manual_seed(words)
+    ).to(DEVICE)
 
 
 def test_pieces_of_all_lengths_and_steps() -> None:
-    pieces = [(noise(1), 1, 1), (noise(2048), 2048, 1), (noise(5000), 5000, 1), (noise(5000), 1000, 5), (noise(4099), 3, 2000)]
+    pieces = [
+        (noise(1), 1, 1),
+        (noise(2048), 2048, 1),
+        (noise(5000), 5000, 1),
+        (noise(5000), 1000, 5),
+        (noise(4099), 3, 2000),
+    ]
     found = kernels.digest(table(pieces), [(0, 5)]).tolist()
     assert found == [reference(*piece) for piece in pieces]
 

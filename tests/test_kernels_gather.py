@@ -23,7 +23,14 @@ class Pages:
     """One layer's pages, NaN in the blocks that no table names; the table is cut out of a wider one."""
 
     def __init__(
-        self, rows: int, width: int, page: int, heads: int, dim: int, by_head: bool = False, dtype: torch.dtype = torch.float32
+        self,
+        rows: int,
+        width: int,
+        page: int,
+        heads: int,
+        dim: int,
+        by_head: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         random = torch.Generator().manual_seed(rows)
         blocks = rows * width + 3
@@ -38,11 +45,15 @@ class Pages:
     def verify(self, starts: list[int] | None, first: int, columns: int) -> None:
         got = kernels.gather(self.data, self.table, None if starts is None else ints(starts), first, columns)
         page, heads, dim = self.data.shape[1:]
-        expected = torch.zeros(self.table.shape[0], heads, columns - first, dim, dtype=self.data.dtype, device=DEVICE)
+        expected = torch.zeros(
+            self.table.shape[0], heads, columns - first, dim, dtype=self.data.dtype, device=DEVICE
+        )
         for row, ids in enumerate(self.table.tolist()):
             start = starts[row] if starts else 0
             for column in range(max(first, start), min(columns, start + page * len(ids))):
-                expected[row, :, column - first] = self.data[ids[(column - start) // page], (column - start) % page]
+                expected[row, :, column - first] = self.data[
+                    ids[(column - start) // page], (column - start) % page
+                ]
         assert got.is_contiguous()
         assert torch.equal(got, expected)
 
@@ -81,13 +92,17 @@ def test_nothing_to_gather() -> None:
 
 def test_refuses_what_does_not_fit() -> None:
     pages = Pages(2, 2, 4, 2, 16)
-    with pytest.raises(ValueError, match=r"Invalid shape of data: expected \[blocks, block_size, heads, dim\]"):
+    with pytest.raises(
+        ValueError, match=r"Invalid shape of data: expected \[blocks, block_size, heads, dim\]"
+    ):
         kernels.gather(pages.data[0], pages.table, None, 0, 4)
     with pytest.raises(ValueError, match="Invalid shape of data"):
         kernels.gather(pages.data.transpose(2, 3), pages.table, None, 0, 4)
     with pytest.raises(ValueError, match="Invalid table"):
         kernels.gather(pages.data, pages.table.long(), None, 0, 4)
-    with pytest.raises(ValueError, match=r"Invalid shape of starts: expected \[2\] of torch.int32, got \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"Invalid shape of starts: expected \[2\] of torch.int32, got \[3\]"
+    ):
         kernels.gather(pages.data, pages.table, ints([0, 0, 0]), 0, 4)
     with pytest.raises(ValueError, match="Invalid first 5: expected 0 to 4"):
         kernels.gather(pages.data, pages.table, None, 5, 4)

@@ -99,7 +99,9 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_like_the_reference(name: str, dtype: torch.dtype, registers: str) -> None:
-    """C3: blocks anywhere, NaN wherever nothing was written, for each kind of registers that this machine has."""
+    """C3: blocks anywhere, NaN wherever nothing was written, for each kind of registers that this machine
+    has.
+    """
     given = dict(CASES[name])
     lengths, tokens = given.pop("lengths", RAGGED), given.pop("tokens", 1)
     if tokens > 1:
@@ -111,7 +113,9 @@ def test_like_the_reference(name: str, dtype: torch.dtype, registers: str) -> No
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_attention_over_any_history(data: st.DataObject) -> None:
-    """C3, C10, C14: appends, forks, reorders and crops in any order, over any block size, window and padding."""
+    """C3, C10, C14: appends, forks, reorders and crops in any order, over any block size, window and
+    padding.
+    """
     with pytest.MonkeyPatch.context() as patch:
         original = store._empty
         patch.setattr(store, "_empty", lambda *arguments: original(*arguments).fill_(torch.nan))
@@ -132,7 +136,11 @@ def test_attention_over_any_history(data: st.DataObject) -> None:
             paged.assert_attends(pages, heads, cap, data.draw(st.booleans()), tolerance)
             move = data.draw(st.sampled_from(["on", "reorder", "fork", "crop"]))
             if move == "reorder":
-                paged.reorder(data.draw(st.lists(st.integers(0, paged.count - 1), min_size=paged.count, max_size=paged.count)))
+                paged.reorder(
+                    data.draw(
+                        st.lists(st.integers(0, paged.count - 1), min_size=paged.count, max_size=paged.count)
+                    )
+                )
             elif move == "fork" and paged.count < 6:
                 paged.reorder([row for row in range(paged.count) for _ in range(2)])
             elif move == "crop" and (window is None or paged.rows.keep_past):
@@ -163,8 +171,12 @@ def test_the_same_bits_whoever_else_is_there(library: native.Library) -> None:
 
 
 @pytest.mark.parametrize("entry", ["openmp", "nobody's"])
-def test_threads_of_older_releases(library: native.Library, monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
-    """Releases without an entry to torch's own threads lend their OpenMP runtime's; without either there is one thread."""
+def test_threads_of_older_releases(
+    library: native.Library, monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    """Releases without an entry to torch's own threads lend their OpenMP runtime's; without either there is
+    one thread.
+    """
     case = Case([1500, 40, 0, 700], heads=4, group=3, key_dim=40)
     expected = attend(library, case)
     gomp = plan_module._address(ctypes.CDLL(None), "GOMP_parallel") if entry == "openmp" else None
@@ -196,7 +208,9 @@ def test_rows_with_nothing_to_see_give_zero(library: native.Library) -> None:
 
 
 def test_what_is_not_a_number_shows(library: native.Library) -> None:
-    """A row of NaN is answered with NaN, not with something that looks like an answer; its neighbour is not touched."""
+    """A row of NaN is answered with NaN, not with something that looks like an answer; its neighbour is not
+    touched.
+    """
     case = Case([20, 20], key_dim=32)
     case.query[0] = torch.nan
     out = attend(library, case)
@@ -227,7 +241,10 @@ def test_halves_round_as_torch_does(library: native.Library, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_writes_what_it_is_given(poisoned: None, dtype: torch.dtype) -> None:
     """Padding takes no slot; keys come in any strides and dtypes; what is not written stays as it was."""
-    paged, plain = (Paged(3, 4, starts=[0, 6, 2], dims=(10, 6), kernels=kernels, dtype=dtype) for kernels in ("native", "torch"))
+    paged, plain = (
+        Paged(3, 4, starts=[0, 6, 2], dims=(10, 6), kernels=kernels, dtype=dtype)
+        for kernels in ("native", "torch")
+    )
     shapes: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda x: x,
         lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -261,7 +278,9 @@ def test_large_prompts_are_written_by_all_threads(poisoned: None) -> None:
 
 
 def test_what_it_has_no_words_for_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks, other dtypes, prompts and queries that somebody learns from are answered by plain torch, and right."""
+    """Masks, other dtypes, prompts and queries that somebody learns from are answered by plain torch, and
+    right.
+    """
     paged = Paged(2, 4, dims=(8, 8), kernels="native")
     paged.step(9)
     pages = paged.step(1)
@@ -269,7 +288,9 @@ def test_what_it_has_no_words_for_stays_with_torch(monkeypatch: pytest.MonkeyPat
     query, causal = torch.randn(2, 4, 1, 8), Seen(0, causal=True)
     expected = formula(query, paged.keys, paged.values, None, None, None, None)
     torch.testing.assert_close(pages.ops.attend(query, pages, Seen(0, torch.zeros(1, 1, 1, 10))), expected)
-    torch.testing.assert_close(pages.ops.attend(query.clone().requires_grad_(), pages, causal).detach(), expected)
+    torch.testing.assert_close(
+        pages.ops.attend(query.clone().requires_grad_(), pages, causal).detach(), expected
+    )
     learned = query.clone().requires_grad_()
     pages.ops.attend(learned, pages, causal).sum().backward()
     assert learned.grad is not None
@@ -282,7 +303,11 @@ def test_a_plan_is_made_once_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of one step share it, steps keep it, and a table that grows is followed."""
     made: list[object] = []
     original = native.Attend.__init__
-    monkeypatch.setattr(native.Attend, "__init__", lambda self, *rest, **options: made.append(self) or original(self, *rest, **options))
+    monkeypatch.setattr(
+        native.Attend,
+        "__init__",
+        lambda self, *rest, **options: made.append(self) or original(self, *rest, **options),
+    )
     paged = Paged(2, 4, kernels="native")
     for _ in range(40):
         pages = paged.step(1)
@@ -309,7 +334,9 @@ def test_layers_of_other_heads_in_one_step() -> None:
             kept[heads].append(torch.stack([keys, values]))
             query, history = torch.randn(2, 4, new, 8), torch.cat(kept[heads], 3)
             out = pages.ops.attend(query, pages, Seen(0, causal=True))
-            torch.testing.assert_close(out, formula(query, *history, None, None, None, None), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                out, formula(query, *history, None, None, None, None), atol=1e-5, rtol=1e-5
+            )
     rows.free()
 
 
@@ -355,7 +382,10 @@ def test_same_as_stock(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, 
     asked = []
     run = native.Attend.run
     monkeypatch.setattr(native.Attend, "run", lambda *rest: asked.append(1) or run(*rest))
-    for options in ({}, {"cache_implementation": "paged", "cache_config": {"block_size": 4, "kernels": "native"}}):
+    for options in (
+        {},
+        {"cache_implementation": "paged", "cache_config": {"block_size": 4, "kernels": "native"}},
+    ):
         torch.manual_seed(0)
         answers.append(model.generate(**copy.copy(arguments), **options))
     assert_equal(*answers)
@@ -367,9 +397,16 @@ def test_same_as_stock(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, 
 # ---- where it runs
 
 
-def test_auto_takes_what_is_built(llama: Any, ids: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_is_built(
+    llama: Any, ids: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ "auto" is the op where somebody built it, and builds nothing."""
-    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "cache_implementation": "paged", "return_dict_in_generate": True}
+    call = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 3,
+        "cache_implementation": "paged",
+        "return_dict_in_generate": True,
+    }
     native.build()
     for folder, expected in ((None, NativeOps), (tmp_path, Ops)):
         if folder is not None:
@@ -390,7 +427,9 @@ def test_tensors_elsewhere_are_refused(library: native.Library) -> None:
 
 
 def test_a_default_dtype_of_two_bytes(library: native.Library) -> None:
-    """What the op writes floats to is made of floats, on the CPU, whatever torch would take: else it writes over others' memory."""
+    """What the op writes floats to is made of floats, on the CPU, whatever torch would take: else it writes
+    over others' memory.
+    """
     keys, before = torch.zeros(640, 1, 8), torch.get_default_dtype()
     query = torch.zeros(1, 1, 1, 8)
     torch.set_default_dtype(BF16)

@@ -45,7 +45,8 @@ def check(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, centered: bo
     coarser = max(ERROR[x.dtype], ERROR[got.dtype])
     torch.testing.assert_close(got.double(), wanted, rtol=coarser, atol=coarser / 100)
     if x.dtype != FP32 and (GPU or x.dtype != BF16):
-        # Sums in another order move h by a few fp32 digits, which a 16-bit rounding hides but for one element in hundreds.
+        # Sums in another order move h by a few fp32 digits, which a 16-bit rounding hides but for one element
+        # in hundreds.
         assert (got != rounded).sum() <= max(1, got.numel() // 100)
 
 
@@ -62,7 +63,9 @@ def verify(x: torch.Tensor, centered: bool = False) -> None:
 
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
-@pytest.mark.parametrize("shape", [(3, 4096), (5, 2, 80), (7, 1, 3, 96), (130, 8), (1, 1, 1000), (2, 1), (96,)])
+@pytest.mark.parametrize(
+    "shape", [(3, 4096), (5, 2, 80), (7, 1, 3, 96), (130, 8), (1, 1, 1000), (2, 1), (96,)]
+)
 def test_shapes(shape: tuple[int, ...], dtype: torch.dtype, centered: bool) -> None:
     verify(noise(*shape, dtype=dtype), centered)
 
@@ -106,7 +109,11 @@ def test_weights_of_another_dtype(x_dtype: torch.dtype, weight_dtype: torch.dtyp
 
 
 def test_total_is_rounded_before_it_is_normed() -> None:
-    x, residual, weight = noise(8, 256, dtype=FP16), noise(8, 256, dtype=FP16, seed=2) * 100, noise(256, dtype=FP16, seed=3)
+    x, residual, weight = (
+        noise(8, 256, dtype=FP16),
+        noise(8, 256, dtype=FP16, seed=2) * 100,
+        noise(256, dtype=FP16, seed=3),
+    )
     total, normed = kernels.add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(normed, kernels.rms_norm(total, weight, EPS))
 
@@ -124,7 +131,9 @@ def test_into_a_given_tensor() -> None:
 
 def test_nothing_to_norm() -> None:
     assert kernels.rms_norm(noise(0, 3, 16), noise(16), EPS).shape == (0, 3, 16)
-    assert [x.shape for x in kernels.add_rms_norm(noise(2, 0, 16), noise(2, 0, 16), noise(16), EPS)] == [(2, 0, 16)] * 2
+    assert [x.shape for x in kernels.add_rms_norm(noise(2, 0, 16), noise(2, 0, 16), noise(16), EPS)] == [
+        (2, 0, 16)
+    ] * 2
 
 
 def test_refuses_what_does_not_fit() -> None:
@@ -135,7 +144,9 @@ def test_refuses_what_does_not_fit() -> None:
         kernels.rms_norm(noise(16, 3).t(), weight, EPS)
     with pytest.raises(ValueError, match="Invalid shape of x"):
         kernels.rms_norm(noise(1, 16385), noise(16385), EPS)
-    with pytest.raises(ValueError, match=r"Invalid shape of out: expected \[3, 16\] of torch.float32, got \[2, 16\]"):
+    with pytest.raises(
+        ValueError, match=r"Invalid shape of out: expected \[3, 16\] of torch.float32, got \[2, 16\]"
+    ):
         kernels.rms_norm(x, weight, EPS, out=x[:2])
     with pytest.raises(ValueError, match="Invalid shape of out"):
         kernels.rms_norm(x, weight, EPS, out=x.half())

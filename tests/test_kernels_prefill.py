@@ -40,7 +40,16 @@ def test_tiles_that_the_device_has_laid_out(least: int, window: int | None) -> N
         spans.update(borders)
         out = torch.full_like(expected, 7.0, dtype=case.dtype)
         kernels.prefill(
-            case.query, case.keys, case.values, table, borders, ints([*case.lengths, 0, 0, 0]), 0, window=window, out=out, spans=spans
+            case.query,
+            case.keys,
+            case.values,
+            table,
+            borders,
+            ints([*case.lengths, 0, 0, 0]),
+            0,
+            window=window,
+            out=out,
+            spans=spans,
         )
         short = torch.tensor([count < least for count in counts for _ in range(count)], device=out.device)
         assert_close(out[~short], expected[~short])
@@ -64,7 +73,13 @@ FEATURES = {
     "softcap": {"softcap": 5.0},
     "sinks": {"with_sinks": True},
     "slopes": {"with_slopes": True},
-    "everything": {"starts": [9, 16, 0, 40, 0], "window": 19, "softcap": 30.0, "with_sinks": True, "with_slopes": True},
+    "everything": {
+        "starts": [9, 16, 0, 40, 0],
+        "window": 19,
+        "softcap": 30.0,
+        "with_sinks": True,
+        "with_slopes": True,
+    },
     "not causal": {"causal": False},
     "other values": {"key_dim": 32, "value_dim": 48},
 }
@@ -95,7 +110,18 @@ def test_tokens_to_verify() -> None:
 def test_matrix(key_dim: int, dtype: torch.dtype) -> None:
     for group, block_size in ((1, 16), (4, 16), (8, 64)) if dtype == BF16 else ((4, 16),):
         for queries in (QUERIES, [9, 9, 5, 7, 1]):
-            verify(Case(LENGTHS, queries, heads=2, group=group, block_size=block_size, key_dim=key_dim, dtype=dtype, by_head=True))
+            verify(
+                Case(
+                    LENGTHS,
+                    queries,
+                    heads=2,
+                    group=group,
+                    block_size=block_size,
+                    key_dim=key_dim,
+                    dtype=dtype,
+                    by_head=True,
+                )
+            )
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")

@@ -1,6 +1,8 @@
-"""The float64 reference that the kernels are held to, cases to hold them with, and a test of the reference itself.
+"""The float64 reference that the kernels are held to, cases to hold them with, and a test of the reference
+itself.
 
-Without a GPU the kernels run in Triton's interpreter, as a copy of the package of its own: other tests never meet it.
+Without a GPU the kernels run in Triton's interpreter, as a copy of the package of its own: other tests never
+meet it.
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ LOSSES = {torch.float32: 1e-5 if GPU else 2e-6, torch.float16: 6e-4, torch.bfloa
 def load() -> ModuleType:
     """The kernels: compiled where there is a GPU, else interpreted, over a copy of Triton of their own.
 
-    Triton decides at its own import whether its functions are interpreted, and transformers may have imported it long ago.
+    Triton decides at its own import whether its functions are interpreted, and transformers may have imported
+    it long ago.
     """
     name = "hf_paged_kernels" if GPU else "hf_paged_kernels_interpreted"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, FOLDER / "__init__.py", submodule_search_locations=[str(FOLDER)])
+        spec = importlib.util.spec_from_file_location(
+            name, FOLDER / "__init__.py", submodule_search_locations=[str(FOLDER)]
+        )
         sys.modules[name] = importlib.util.module_from_spec(spec)
         with nullcontext() if GPU else _interpreted_triton():
             spec.loader.exec_module(sys.modules[name])
@@ -97,7 +102,11 @@ class Case:
         counts = self.queries or [1] * len(self.lengths)
         self.query = self.normal(sum(counts), self.heads * self.group, self.key_dim)
         self.sinks = self.normal(self.heads * self.group, dtype=torch.float32) if self.with_sinks else None
-        self.slopes = self.normal(self.heads * self.group, dtype=torch.float32).abs() * 0.1 if self.with_slopes else None
+        self.slopes = (
+            self.normal(self.heads * self.group, dtype=torch.float32).abs() * 0.1
+            if self.with_slopes
+            else None
+        )
         self._place()
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -107,13 +116,20 @@ class Case:
         needs = [-(-length // self.block_size) for length in self.lengths]
         blocks = self.spare + sum(needs)
         self.keys, self.values = self._pool(blocks)
-        order = (torch.randperm(sum(needs), generator=torch.Generator().manual_seed(self.seed)) + self.spare).tolist()
+        order = (
+            torch.randperm(sum(needs), generator=torch.Generator().manual_seed(self.seed)) + self.spare
+        ).tolist()
         table = torch.zeros(len(needs), max([*needs, 1]), dtype=torch.int32)
-        for row, (length, count) in enumerate(zip(self.lengths, self.queries or [1] * len(needs), strict=True)):
+        for row, (length, count) in enumerate(
+            zip(self.lengths, self.queries or [1] * len(needs), strict=True)
+        ):
             mine = [order.pop() for _ in range(needs[row])]
             table[row, : needs[row]] = torch.tensor(mine, dtype=torch.int32)
             token = torch.arange(self.first_seen(row, length - count), length)
-            block, inside = torch.tensor(mine, dtype=torch.long)[token // self.block_size].to(DEVICE), (token % self.block_size).to(DEVICE)
+            block, inside = (
+                torch.tensor(mine, dtype=torch.long)[token // self.block_size].to(DEVICE),
+                (token % self.block_size).to(DEVICE),
+            )
             self.keys[block, inside] = self.normal(len(token), self.heads, self.key_dim)
             self.values[block, inside] = self.normal(len(token), self.heads, self.value_dim)
         self.table = table.to(DEVICE)
@@ -121,8 +137,16 @@ class Case:
     def _pool(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (blocks, self.block_size, self.heads)
         if not self.by_head:
-            return tuple(torch.full((*shape, dim), torch.nan, dtype=self.dtype, device=DEVICE) for dim in (self.key_dim, self.value_dim))
-        pool = torch.full((2, blocks, 2, self.heads, self.block_size, self.key_dim), torch.nan, dtype=self.dtype, device=DEVICE)
+            return tuple(
+                torch.full((*shape, dim), torch.nan, dtype=self.dtype, device=DEVICE)
+                for dim in (self.key_dim, self.value_dim)
+            )
+        pool = torch.full(
+            (2, blocks, 2, self.heads, self.block_size, self.key_dim),
+            torch.nan,
+            dtype=self.dtype,
+            device=DEVICE,
+        )
         return pool[1, :, 0].transpose(1, 2), pool[1, :, 1].transpose(1, 2)
 
     def first_seen(self, row: int, at: int) -> int:
@@ -133,17 +157,34 @@ class Case:
     def expected(self) -> torch.Tensor:
         """softmax(...) values in float64, [query tokens, query heads, value_dim]."""
         out, done = [], 0
-        for row, (length, count) in enumerate(zip(self.lengths, self.queries or [1] * len(self.lengths), strict=True)):
+        for row, (length, count) in enumerate(
+            zip(self.lengths, self.queries or [1] * len(self.lengths), strict=True)
+        ):
             token = torch.arange(length, device=DEVICE)
             block, inside = self.table[row].long()[token // self.block_size], token % self.block_size
-            k, v = self.keys[block, inside].double().nan_to_num(), self.values[block, inside].double().nan_to_num()
+            k, v = (
+                self.keys[block, inside].double().nan_to_num(),
+                self.values[block, inside].double().nan_to_num(),
+            )
             q = self.query[done : done + count].double().unflatten(1, (self.heads, self.group))
-            at = torch.arange(length - count, length, device=DEVICE) if self.causal else torch.full((count,), length - 1, device=DEVICE)
+            at = (
+                torch.arange(length - count, length, device=DEVICE)
+                if self.causal
+                else torch.full((count,), length - 1, device=DEVICE)
+            )
             out.append(self._row(q, k, v, at, token, row).flatten(1, 2))
             done += count
         return torch.cat(out)
 
-    def _row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor, token: torch.Tensor, row: int) -> torch.Tensor:
+    def _row(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        at: torch.Tensor,
+        token: torch.Tensor,
+        row: int,
+    ) -> torch.Tensor:
         scores = torch.einsum("qhgd,thd->hgqt", q, k) * self.key_dim**-0.5
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -153,7 +194,11 @@ class Case:
         if self.window is not None:
             seen &= token > at[:, None] - self.window
         scores = scores.masked_fill(~seen, -torch.inf)
-        top = scores.amax(-1, keepdim=True).clamp(min=-1e30) if len(token) else scores.new_full((*scores.shape[:3], 1), -1e30)
+        top = (
+            scores.amax(-1, keepdim=True).clamp(min=-1e30)
+            if len(token)
+            else scores.new_full((*scores.shape[:3], 1), -1e30)
+        )
         sink = 0.0
         if self.sinks is not None:
             sinks = self.sinks.double().view(self.heads, self.group, 1, 1)
@@ -169,7 +214,9 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.shape == expected.shape
     error = (got.double() - expected).norm(dim=-1)
     size = expected.norm(dim=-1)
-    assert (error <= TOLERANCE[got.dtype] * size.clamp(min=0.05)).all(), f"worst error {(error / size.clamp(min=0.05)).max():.2e}"
+    assert (error <= TOLERANCE[got.dtype] * size.clamp(min=0.05)).all(), (
+        f"worst error {(error / size.clamp(min=0.05)).max():.2e}"
+    )
     assert got[size == 0].count_nonzero() == 0
     if size.norm() > 0:
         assert error.norm() / size.norm() <= LOSSES[got.dtype]
@@ -178,8 +225,13 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 def test_reference_agrees_with_sdpa() -> None:
     case = Case([7], [7], heads=2, group=2, key_dim=16, block_size=4)
     k, v = (data[case.table[0].long()].flatten(0, 1)[:7].double() for data in (case.keys, case.values))
-    q, k, v = (x.double().transpose(0, 1)[None] for x in (case.query, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
-    torch.testing.assert_close(case.expected(), scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1))
+    q, k, v = (
+        x.double().transpose(0, 1)[None]
+        for x in (case.query, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+    )
+    torch.testing.assert_close(
+        case.expected(), scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+    )
 
 
 def test_reference_gives_zero_where_nothing_is_seen() -> None:

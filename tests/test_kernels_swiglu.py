@@ -12,7 +12,9 @@ from torch.nn.functional import gelu, silu
 kernels = load()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ERROR = {FP32: 2e-6, FP16: 2e-3, BF16: 2e-2 if GPU else 4e-2}
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's way to infinity
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning"
+)  # the interpreter's way to infinity
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +30,23 @@ def noise(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor
 
 
 def verify(gate: torch.Tensor, up: torch.Tensor) -> None:
-    """Close, and but for a few elements the bits of torch, where the interpreter rounds at all (not bfloat16)."""
+    """Close, and but for a few elements the bits of torch, where the interpreter rounds at all (not
+    bfloat16).
+    """
     for name, activation in (("silu", silu), ("gelu_tanh", lambda x: gelu(x, approximate="tanh"))):
-        got, expected = kernels.swiglu(gate, up, activation=name), activation(gate.float()).to(gate.dtype) * up
+        got, expected = (
+            kernels.swiglu(gate, up, activation=name),
+            activation(gate.float()).to(gate.dtype) * up,
+        )
         assert got.dtype == gate.dtype
         assert got.is_contiguous()
-        torch.testing.assert_close(got, expected, rtol=ERROR[gate.dtype], atol=max(ERROR[gate.dtype] / 3, 5e-6))
+        torch.testing.assert_close(
+            got, expected, rtol=ERROR[gate.dtype], atol=max(ERROR[gate.dtype] / 3, 5e-6)
+        )
         if gate.dtype == FP16 or (GPU and gate.dtype == BF16):
-            assert (got != expected).sum() <= max(1, got.numel() // 20)  # without the first rounding it would be a quarter
+            assert (got != expected).sum() <= max(
+                1, got.numel() // 20
+            )  # without the first rounding it would be a quarter
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
@@ -59,7 +70,9 @@ def test_strided_rows() -> None:
 def test_far_values() -> None:
     gate = torch.tensor([0.0, -0.0, 50, -50, 1e4, -1e4, 3e38, -3e38, torch.inf, 1e-30, -1e-30], device=DEVICE)
     for name, activation in (("silu", silu), ("gelu_tanh", lambda x: gelu(x, approximate="tanh"))):
-        torch.testing.assert_close(kernels.swiglu(gate, torch.ones_like(gate), activation=name), activation(gate))
+        torch.testing.assert_close(
+            kernels.swiglu(gate, torch.ones_like(gate), activation=name), activation(gate)
+        )
     assert kernels.swiglu(gate * torch.nan, gate).isnan().all()
 
 
@@ -74,7 +87,10 @@ def test_refuses_what_does_not_fit() -> None:
         kernels.swiglu(x, x, activation="relu")
     with pytest.raises(ValueError, match="Invalid shape of gate"):
         kernels.swiglu(x.t(), x.t())
-    with pytest.raises(ValueError, match=r"Invalid shape of up: expected \[3, 16\] of torch.float32, got \[3, 8\] of torch.float32"):
+    with pytest.raises(
+        ValueError,
+        match=r"Invalid shape of up: expected \[3, 16\] of torch.float32, got \[3, 8\] of torch.float32",
+    ):
         kernels.swiglu(x, x[:, :8])
     with pytest.raises(ValueError, match="Invalid shape of up"):
         kernels.swiglu(x, x.half())

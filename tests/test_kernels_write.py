@@ -9,7 +9,16 @@ from test_kernels_reference import DEVICE, GPU, load
 kernels = load()
 
 
-def check(rows: int, new: int, heads: int, key_dim: int, value_dim: int, block_size: int, dtype: torch.dtype, by_head: bool) -> None:
+def check(
+    rows: int,
+    new: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    by_head: bool,
+) -> None:
     random = torch.Generator().manual_seed(rows + new)
     count, blocks = rows * new, -(-rows * new // block_size) + 3
     slots = torch.randperm(blocks * block_size, generator=random)[:count]
@@ -24,7 +33,9 @@ def check(rows: int, new: int, heads: int, key_dim: int, value_dim: int, block_s
     kept = (slots >= 0).nonzero().flatten()
     for pool, new_tokens in zip(expected, tokens, strict=True):
         flat = new_tokens.transpose(1, 2).flatten(0, 1)
-        pool[slots[kept].to(DEVICE) // block_size, slots[kept].to(DEVICE) % block_size] = flat[kept.to(DEVICE)]
+        pool[slots[kept].to(DEVICE) // block_size, slots[kept].to(DEVICE) % block_size] = flat[
+            kept.to(DEVICE)
+        ]
     kernels.write(*tokens, *pools, slots.to(DEVICE, torch.int32 if by_head else torch.int64))
     for pool, wanted in zip(pools, expected, strict=True):
         torch.testing.assert_close(pool, wanted, rtol=0, atol=0, equal_nan=True)
@@ -34,7 +45,9 @@ def check(rows: int, new: int, heads: int, key_dim: int, value_dim: int, block_s
 @pytest.mark.parametrize(("rows", "new", "heads", "key_dim", "value_dim", "block_size"), [
     (1, 1, 2, 16, 16, 16), (3, 5, 2, 16, 16, 4), (2, 7, 3, 80, 24, 1), (7, 1, 40, 128, 128, 256), (1, 33, 8, 64, 96, 8),
 ])  # fmt: skip
-def test_write(rows: int, new: int, heads: int, key_dim: int, value_dim: int, block_size: int, by_head: bool) -> None:
+def test_write(
+    rows: int, new: int, heads: int, key_dim: int, value_dim: int, block_size: int, by_head: bool
+) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32) if GPU else (torch.float32,):
         check(rows, new, heads, key_dim, value_dim, block_size, dtype, by_head)
 

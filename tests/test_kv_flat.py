@@ -1,4 +1,6 @@
-"""Many sequences in one row of tokens: each one's attention against the float64 formula, over pools that are NaN where nobody wrote."""
+"""Many sequences in one row of tokens: each one's attention against the float64 formula, over pools that are
+NaN where nobody wrote.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,13 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 class Flat:
     """Sequences over one layer's pages, beside their keys and values as plain tensors."""
 
-    def __init__(self, block_size: int, window: int | None, ops: Ops | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self, block_size: int, window: int | None, ops: Ops | None = None, device: str = "cpu"
+    ) -> None:
         self.pool, self.window, self.device = BlockPool(64, block_size), window, device
-        self.store = Store(Layout(torch.device(device), torch.float32, HEADS, *DIMS), 1, 64, block_size, "torch")
+        self.store = Store(
+            Layout(torch.device(device), torch.float32, HEADS, *DIMS), 1, 64, block_size, "torch"
+        )
         self.ops = ops or self.store.ops
         self.sequences: list[tuple[Table, list[torch.Tensor]]] = []
 
@@ -61,7 +67,13 @@ class Flat:
         return pages, new
 
     def assert_attends(
-        self, counts: dict[int, int], query_heads: int, softcap: float | None, sinks: bool, keep_new: bool = True, tolerance: float = 1e-5
+        self,
+        counts: dict[int, int],
+        query_heads: int,
+        softcap: float | None,
+        sinks: bool,
+        keep_new: bool = True,
+        tolerance: float = 1e-5,
     ) -> None:
         pages, new = self.step(counts)
         query = torch.randn(1, query_heads, sum(counts.values()), DIMS[0], device=self.device)
@@ -71,15 +83,21 @@ class Flat:
         begin = 0
         for i, count in counts.items():
             keys, values = self.sequences[i][1]
-            expected = formula(query[:, :, begin : begin + count], keys, values, self.window, None, softcap, sink)
-            torch.testing.assert_close(out[:, begin : begin + count], expected, atol=tolerance, rtol=tolerance)
+            expected = formula(
+                query[:, :, begin : begin + count], keys, values, self.window, None, softcap, sink
+            )
+            torch.testing.assert_close(
+                out[:, begin : begin + count], expected, atol=tolerance, rtol=tolerance
+            )
             begin += count
 
 
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_attention_of_each_is_its_own(data: st.DataObject) -> None:
-    """C3, C10, C14: prompts, chunks and decoding in one row, forks among them, over any block size and window."""
+    """C3, C10, C14: prompts, chunks and decoding in one row, forks among them, over any block size and
+    window.
+    """
     torch.manual_seed(data.draw(st.integers(0, 10_000)))
     flat = Flat(data.draw(st.sampled_from([1, 2, 4, 16])), data.draw(st.sampled_from([None, None, 1, 3, 7])))
     for _ in range(data.draw(st.integers(1, 5))):
@@ -88,7 +106,10 @@ def test_attention_of_each_is_its_own(data: st.DataObject) -> None:
         elif len(flat.sequences) < 6 and data.draw(st.booleans()):
             flat.fork(data.draw(st.integers(0, len(flat.sequences) - 1)))
         rows = data.draw(st.permutations(range(len(flat.sequences))))
-        counts = {i: data.draw(st.sampled_from([1, 1, 1, 2, 5])) for i in rows[: data.draw(st.integers(1, len(rows)))]}
+        counts = {
+            i: data.draw(st.sampled_from([1, 1, 1, 2, 5]))
+            for i in rows[: data.draw(st.integers(1, len(rows)))]
+        }
         flat.assert_attends(
             counts,
             data.draw(st.sampled_from([2, 4, 6])),

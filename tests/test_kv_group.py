@@ -37,10 +37,20 @@ def test_bytes_of_a_block() -> None:
 
 
 def test_books_that_the_host_cannot_keep(llama: Any) -> None:
-    """More blocks than there is memory for the books of: an error at once, and the call's neighbours do not notice."""
+    """More blocks than there is memory for the books of: an error at once, and the call's neighbours do not
+    notice.
+    """
     with pytest.raises(hf_paged.OutOfBlocks, match="the books of 1000000000000 blocks do not fit"):
-        llama.generate(torch.tensor([[5, 6]]), max_new_tokens=2, cache_implementation="paged", cache_config={"num_blocks": 10**12})
-    assert llama.generate(torch.tensor([[5, 6]]), max_new_tokens=2, cache_implementation="paged").shape == (1, 4)
+        llama.generate(
+            torch.tensor([[5, 6]]),
+            max_new_tokens=2,
+            cache_implementation="paged",
+            cache_config={"num_blocks": 10**12},
+        )
+    assert llama.generate(torch.tensor([[5, 6]]), max_new_tokens=2, cache_implementation="paged").shape == (
+        1,
+        4,
+    )
 
 
 def test_one_allocation_for_layers_of_one_layout() -> None:
@@ -68,7 +78,9 @@ def test_layers_of_different_layouts_share_the_tables() -> None:
 
 
 def test_layers_are_looked_at_in_every_step() -> None:
-    """A layer that holds tokens and comes back with another shape or dtype is refused; as long as it holds none it may change."""
+    """A layer that holds tokens and comes back with another shape or dtype is refused; as long as it holds
+    none it may change.
+    """
     _, group = make(layers=1, num_blocks=4)
     rows, like = Rows(group), torch.zeros(1, 2, 1, 8)
     group.look_at(0, like.double(), like)
@@ -131,7 +143,9 @@ def test_ahead_of_need_only_what_is_affordable(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_finalizers_only_note(llama: Any, ids: torch.Tensor) -> None:
-    """Trap 14: a cache that dies frees its blocks at the next operation, and OutOfBlocks collects garbage first."""
+    """Trap 14: a cache that dies frees its blocks at the next operation, and OutOfBlocks collects garbage
+    first.
+    """
     options = {"num_blocks": 8, "block_size": 16}
     first = hf_paged.PagedCache(llama, **options)
     cycle = [first]

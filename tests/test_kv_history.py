@@ -10,7 +10,9 @@ from hf_paged.kv import History
 
 
 def test_read_follows_every_change_of_rows() -> None:
-    """Against lists that are changed at once: tokens fed, rows that move, columns taken back, in any order."""
+    """Against lists that are changed at once: tokens fed, rows that move, columns taken back, in any
+    order.
+    """
     rng = random.Random(4)
     for _ in range(60):
         history, rows = History(), [([], i) for i in range(rng.randint(1, 4))]
@@ -19,7 +21,9 @@ def test_read_follows_every_change_of_rows() -> None:
             if what == "feed":
                 new = torch.randint(0, 99, (len(rows), rng.randint(1, 4)))
                 history.feed(new)
-                rows = [(tokens + more, origin) for (tokens, origin), more in zip(rows, new.tolist(), strict=True)]
+                rows = [
+                    (tokens + more, origin) for (tokens, origin), more in zip(rows, new.tolist(), strict=True)
+                ]
             elif what == "select" and history.columns:
                 sources = [rng.randrange(len(rows)) for _ in range(rng.randint(1, 5))]
                 history.select(sources)

@@ -1,6 +1,8 @@
-"""Blocks that wait on the host: the same bytes come back, wherever they lay and whatever was done in between (C30, C31).
+"""Blocks that wait on the host: the same bytes come back, wherever they lay and whatever was done in between
+(C30, C31).
 
-On a CUDA device the same tests hold the streams: what is written right behind a swap must not be what was swapped.
+On a CUDA device the same tests hold the streams: what is written right behind a swap must not be what was
+    swapped.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def books(on_host: HostBlocks, blocks: int) -> list[int]:
 @pytest.mark.parametrize("slab", [1 << 27, 3000], ids=["one slab", "slabs"])
 @pytest.mark.parametrize("staging", [1 << 25, 1200], ids=["at once", "in parts"])
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_the_same_bytes_come_back(kind: str, slab: int, staging: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bytes_come_back(
+    kind: str, slab: int, staging: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To other blocks, in another order, after everything here was written over."""
     monkeypatch.setattr(host, "SLAB_BYTES", slab)
     monkeypatch.setattr(host, "STAGING_BYTES", staging)
@@ -88,7 +92,9 @@ def test_journeys_keep_their_order() -> None:
         assert all(torch.equal(found, each) for found, each in zip(content(group, 23), right, strict=True))
 
 
-def test_memory_comes_in_slabs_up_to_what_is_allowed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_comes_in_slabs_up_to_what_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The books are never larger than the memory behind them."""
     group, on_host = make(LAYOUTS["plain"], most=10)
     monkeypatch.setattr(host, "SLAB_BYTES", 4 * group.block_bytes)
@@ -173,6 +179,9 @@ def test_journeys_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     trips = on_host.trips()
-    assert [(trip.out, trip.bytes) for trip in trips] == [(True, 6 * group.block_bytes), (False, 2 * group.block_bytes)]
+    assert [(trip.out, trip.bytes) for trip in trips] == [
+        (True, 6 * group.block_bytes),
+        (False, 2 * group.block_bytes),
+    ]
     assert all(trip.exposed >= 0 and trip.copied >= 0 for trip in trips)
     assert on_host.trips() == []

@@ -1,4 +1,6 @@
-"""Attention in plain torch against a float64 formula, over pools that are NaN wherever nothing was written."""
+"""Attention in plain torch against a float64 formula, over pools that are NaN wherever nothing was
+written.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,32 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_attention_over_any_history(data: st.DataObject) -> None:
-    """C3, C10, C14: appends, forks, reorders and crops in any order, over any block size, window and padding."""
+    """C3, C10, C14: appends, forks, reorders and crops in any order, over any block size, window and
+    padding.
+    """
     torch.manual_seed(data.draw(st.integers(0, 10_000)))
     count = data.draw(st.integers(1, 3))
     window = data.draw(st.sampled_from([None, None, 1, 3, 7]))
     starts = data.draw(st.none() | st.lists(st.integers(0, 5), min_size=count, max_size=count))
-    paged = Paged(count, data.draw(st.sampled_from([1, 2, 4, 16])), window, starts, data.draw(st.sampled_from([0, 40])))
+    paged = Paged(
+        count, data.draw(st.sampled_from([1, 2, 4, 16])), window, starts, data.draw(st.sampled_from([0, 40]))
+    )
     paged.rows.keep_past = data.draw(st.booleans())
     for _ in range(data.draw(st.integers(1, 6))):
         pages = paged.step(data.draw(st.sampled_from([1, 1, 1, 2, 5, 9])))
         paged.assert_attends(
-            pages, data.draw(st.sampled_from([2, 4, 6])), data.draw(st.sampled_from([None, 3.0])), data.draw(st.booleans())
+            pages,
+            data.draw(st.sampled_from([2, 4, 6])),
+            data.draw(st.sampled_from([None, 3.0])),
+            data.draw(st.booleans()),
         )
         move = data.draw(st.sampled_from(["on", "reorder", "fork", "crop"]))
         if move == "reorder":
-            paged.reorder(data.draw(st.lists(st.integers(0, paged.count - 1), min_size=paged.count, max_size=paged.count)))
+            paged.reorder(
+                data.draw(
+                    st.lists(st.integers(0, paged.count - 1), min_size=paged.count, max_size=paged.count)
+                )
+            )
         elif move == "fork" and paged.count < 6:
             paged.reorder([row for row in range(paged.count) for _ in range(2)])
         elif move == "crop" and (window is None or paged.rows.keep_past):
@@ -57,7 +70,10 @@ def test_rows_side_by_side_are_a_view() -> None:
     for new in (9, 1, 1, 6):
         pages = paged.step(new)
         assert pages.batch.lane is not None
-        assert reference.gather(pages.keys, pages.batch, 0).untyped_storage().data_ptr() == pages.keys.untyped_storage().data_ptr()
+        assert (
+            reference.gather(pages.keys, pages.batch, 0).untyped_storage().data_ptr()
+            == pages.keys.untyped_storage().data_ptr()
+        )
         paged.assert_attends(pages, 4, None, False)
     paged.reorder([1, 0, 2])
     assert paged.step(1).batch.lane is None
@@ -98,11 +114,17 @@ def test_going_back_over_the_window_is_refused() -> None:
 
 def test_masks_with_heads_and_biases() -> None:
     """A bias of its own for every query head, folded with the heads."""
-    query, keys, values = torch.randn(2, 6, 3, DIM), torch.randn(2, HEADS, 5, DIM), torch.randn(2, HEADS, 5, VALUE_DIM)
+    query, keys, values = (
+        torch.randn(2, 6, 3, DIM),
+        torch.randn(2, HEADS, 5, DIM),
+        torch.randn(2, HEADS, 5, VALUE_DIM),
+    )
     bias = torch.randn(1, 6, 3, 5)
     out = reference.attend(query, keys, values, bias)
     weights = (query @ keys.repeat_interleave(3, 1).transpose(-1, -2) * DIM**-0.5 + bias).softmax(-1)
-    torch.testing.assert_close(out, (weights @ values.repeat_interleave(3, 1)).transpose(1, 2), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        out, (weights @ values.repeat_interleave(3, 1)).transpose(1, 2), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("starts", [None, [0, 2]], ids=["whole", "padded"])
@@ -122,7 +144,9 @@ def test_values_without_a_width(starts: list[int] | None) -> None:
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("starts", [None, [0, 4, 9]], ids=["whole", "padded"])
 def test_attention_over_latents(starts: list[int] | None, new: int) -> None:
-    """One head of latents serves all heads of the query, as keys and as values; a token that sees nothing gives 0."""
+    """One head of latents serves all heads of the query, as keys and as values; a token that sees nothing
+    gives 0.
+    """
     torch.manual_seed(5)
     paged = Paged(3, 4, starts=starts, dims=(8, 4))
     paged.keys, paged.values = paged.keys[:, :1], paged.values[:, :1]
@@ -137,7 +161,9 @@ def test_attention_over_latents(starts: list[int] | None, new: int) -> None:
     query, turned = torch.randn(3, 6, new, 8), torch.randn(3, 6, new, 4)
     both = torch.cat([query, turned], 3)
 
-    def attention(query: torch.Tensor, latents: torch.Tensor, rotary: torch.Tensor, mask: Any, scale: float) -> torch.Tensor:
+    def attention(
+        query: torch.Tensor, latents: torch.Tensor, rotary: torch.Tensor, mask: Any, scale: float
+    ) -> torch.Tensor:
         out = reference.attend_latents(query[..., :8], query[..., 8:], latents, rotary, mask, scale)
         return out.transpose(1, 2)
 

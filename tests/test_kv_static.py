@@ -1,4 +1,6 @@
-"""Captured steps' index tensors, one thing at a time: what is counted, what is uploaded, and who must know (C7, C10, C11, C14)."""
+"""Captured steps' index tensors, one thing at a time: what is counted, what is uploaded, and who must know
+(C7, C10, C11, C14).
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def rows_of(cache: Sequences) -> Rows:
 
 
 def write(group: Group, batch: Batch | StaticBatch, numbers: torch.Tensor) -> Pages:
-    """Store numbers [rows, new], as keys and, negative, as values; rows beyond them write garbage, if they write."""
+    """Store numbers [rows, new], as keys and, negative, as values; rows beyond them write garbage, if they
+    write.
+    """
     store, index = group.store(0)
     pages = Pages(*store.of_layer[index], batch, Ops())
     tokens = torch.full((batch.rows, 1, batch.new, 1), GARBAGE)
@@ -174,9 +178,19 @@ def test_counting_ends_with_the_shortest_room() -> None:
     cache, one, three = sequences(group), static_batch(2, 1, 4), static_batch(2, 3, 4)
     cache.begin_at([0, 3])
     write(group, cache.extend(group.kind, 2, 4), torch.ones(2, 4))  # 4 and 1 tokens
-    for columns, uploads in ((5, 1), (6, 1), (7, 1), (8, 2), (9, 3)):  # blocks end at 8 in the first row, at 7 in the second
+    for columns, uploads in (
+        (5, 1),
+        (6, 1),
+        (7, 1),
+        (8, 2),
+        (9, 3),
+    ):  # blocks end at 8 in the first row, at 7 in the second
         step(group, cache, one)
-        assert (cache.columns, one.uploads, one.lengths(CPU).tolist()) == (columns, uploads, [columns, columns - 3])
+        assert (cache.columns, one.uploads, one.lengths(CPU).tolist()) == (
+            columns,
+            uploads,
+            [columns, columns - 3],
+        )
     step(group, cache, three)
     rows_of(cache).crop(3)
     step(group, cache, one)  # 10 and 7: room for two and for one
@@ -211,12 +225,18 @@ def test_blocks_behind_a_window_go_back() -> None:
 
 @pytest.mark.parametrize(("window", "new", "size"), [(4, 1, 2), (5, 3, 2), (1, 1, 4), (3, 2, 1)])
 def test_nothing_behind_a_window_is_read(window: int, new: int, size: int) -> None:
-    """Not even to be masked: what lies there may be another's, or NaN, and no weight of zero makes that nothing."""
+    """Not even to be masked: what lies there may be another's, or NaN, and no weight of zero makes that
+    nothing.
+    """
     group, cache = begun(rows=2, columns=3, block_size=size, window=window)
     static = Static(2, new, 40, size, 1, CPU, window)
     for _ in range(8):
         step(group, cache, static)
-        own = {table.slot(i) for table in rows_of(cache).tables for i in range(table.released * size, table.length)}
+        own = {
+            table.slot(i)
+            for table in rows_of(cache).tables
+            for i in range(table.released * size, table.length)
+        }
         assert set(static.slots(0, CPU).flatten().tolist()) <= own
 
 
@@ -239,7 +259,14 @@ def test_nothing_moves() -> None:
     static = static_batch(2, 1, 4)
 
     def places() -> list[int]:
-        said = [static.before, static.table(CPU), static.lengths(CPU), static.targets(CPU), static.tokens, *static.copies(2)]
+        said = [
+            static.before,
+            static.table(CPU),
+            static.lengths(CPU),
+            static.targets(CPU),
+            static.tokens,
+            *static.copies(2),
+        ]
         return [x.data_ptr() for x in [*said, *static.tensors]]
 
     before = places()
@@ -247,8 +274,17 @@ def test_nothing_moves() -> None:
         step(group, cache, static)
         assert places() == before
     storages = {x.untyped_storage().data_ptr() for x in static.tensors}
-    said = (static.before, static.table(CPU), static.lengths(CPU), static.targets(CPU), static.tokens, *static.copies(2))
-    assert {x.untyped_storage().data_ptr() for x in said} == storages, "whoever captures is told of every tensor"
+    said = (
+        static.before,
+        static.table(CPU),
+        static.lengths(CPU),
+        static.targets(CPU),
+        static.tokens,
+        *static.copies(2),
+    )
+    assert {x.untyped_storage().data_ptr() for x in said} == storages, (
+        "whoever captures is told of every tensor"
+    )
 
 
 def test_the_host_knows_nothing_that_a_replay_would_need() -> None:
@@ -262,11 +298,15 @@ def test_the_host_knows_nothing_that_a_replay_would_need() -> None:
         assert static.lengths(CPU).tolist() == [length]
         assert int(static.before) == length - 2
         assert static.targets(CPU).tolist() == [length - 2, length - 1]
-        assert static.visible(0, 3, CPU)[0, 0].nonzero().tolist() == [[j, p] for j in (0, 1) for p in range(length + j - 4, length + j - 1)]
+        assert static.visible(0, 3, CPU)[0, 0].nonzero().tolist() == [
+            [j, p] for j in (0, 1) for p in range(length + j - 4, length + j - 1)
+        ]
 
 
 def test_buffers_take_turns() -> None:
-    """While the device reads one buffer, the host fills the other; it comes back to the first when that was read."""
+    """While the device reads one buffer, the host fills the other; it comes back to the first when that was
+    read.
+    """
     group, cache = begun(block_size=1)
     static = static_batch(2, 1, 1)
     waited: list[int] = []
@@ -283,7 +323,9 @@ def test_buffers_take_turns() -> None:
         before = [buffer.clone() for buffer in static._staging]
         static._events = [Event(0), Event(1)]  # type: ignore[list-item]
         step(group, cache, static)
-        filled += [number for number, buffer in enumerate(static._staging) if not torch.equal(buffer, before[number])]
+        filled += [
+            number for number, buffer in enumerate(static._staging) if not torch.equal(buffer, before[number])
+        ]
     assert filled in ([0, 1, 0, 1, 0], [1, 0, 1, 0, 1])
     assert waited == filled
 
@@ -331,7 +373,9 @@ def test_whose_step_it_is_not_uploads(change: str) -> None:
 
 
 def test_copies_are_uploaded_with_the_step() -> None:
-    """C14: a shared last block is copied before the step writes, once for each row but the last that holds it."""
+    """C14: a shared last block is copied before the step writes, once for each row but the last that holds
+    it.
+    """
     group, cache = begun(rows=1, columns=3, block_size=4)
     cache.select([0, 0, 0])
     (shared,) = {table.blocks[0] for table in cache.tables(group.kind)}
@@ -347,7 +391,9 @@ def test_copies_are_uploaded_with_the_step() -> None:
 
 
 def test_no_room_changes_nothing() -> None:
-    """C11: a step that a fixed pool cannot hold leaves rows and tensors as they were, and it may be tried again."""
+    """C11: a step that a fixed pool cannot hold leaves rows and tensors as they were, and it may be tried
+    again.
+    """
     group, cache = begun(rows=2, columns=3, block_size=4, num_blocks=3)
     static = static_batch(2, 1, 4)
     step(group, cache, static)
@@ -431,7 +477,9 @@ def test_made_under_inference_mode() -> None:
 
 
 def test_the_tokens_of_a_chunk_as_rows() -> None:
-    """Each writes its own slot and sees itself and what is before it; rows of other tables are beside them."""
+    """Each writes its own slot and sees itself and what is before it; rows of other tables are beside
+    them.
+    """
     group = make_group(num_blocks=20, block_size=4)
     cache, other = sequences(group), sequences(group)
     write(group, cache.extend(group.kind, 1, 3), torch.tensor([[1.0, 2, 3]]))
@@ -444,7 +492,10 @@ def test_the_tokens_of_a_chunk_as_rows() -> None:
     static.begin(group.captured_ops)
     pages = write(group, static, torch.tensor([[4.0], [5], [6], [7], [70]]))
     assert static.lengths(CPU).tolist() == [4, 5, 6, 7, 7, 0, 0, 0]
-    assert static.targets(CPU).tolist() == [tables[0].slot(i) for i in (3, 4, 5, 6)] + [tables[1].slot(6)] + [-1] * 3
+    assert (
+        static.targets(CPU).tolist()
+        == [tables[0].slot(i) for i in (3, 4, 5, 6)] + [tables[1].slot(6)] + [-1] * 3
+    )
     seen = contents(pages, None)[:5]
     assert seen == [*([[*map(float, range(1, n))]] for n in (5, 6, 7, 8)), [[10.0, 20, 30, 40, 50, 60, 70]]]
 
@@ -472,7 +523,9 @@ def test_ranks_say_what_their_tables_say(spans: bool) -> None:
     for row, table in enumerate(tables):
         for batch in (one, other):
             assert batch.table(CPU)[row, table.released : table.end].tolist() == table.blocks
-    slots = [table.slot(table.length - 1) for table in tables[:6]] + [tables[6].slot(tables[6].length - i) for i in (3, 2, 1)]
+    slots = [table.slot(table.length - 1) for table in tables[:6]] + [
+        tables[6].slot(tables[6].length - i) for i in (3, 2, 1)
+    ]
     for batch in (one, other):
         batch.begin(begun()[0].captured_ops)
         assert batch.targets(CPU).tolist() == [*slots, -1, -1, -1]

@@ -1,7 +1,9 @@
-"""Random walks over caches whose steps are captured: counted or uploaded, index tensors say what a `Batch` says (C4, C6, C7, C14).
+"""Random walks over caches whose steps are captured: counted or uploaded, index tensors say what a `Batch`
+says (C4, C6, C7, C14).
 
-Two caches live the same life. One takes its steps through `StaticBatch`, the other through `extend`; every token is a number in a
-real store, so a wrong slot, a copy that was left out or a length that was not counted is read back as another number.
+Two caches live the same life. One takes its steps through `StaticBatch`, the other through `extend`; every
+token is a number in a real store, so a wrong slot, a copy that was left out or a length that was not counted
+is read back as another number.
 """
 
 from __future__ import annotations
@@ -12,7 +14,17 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_kv_static import CPU, MOST_COLUMNS, Static, contents, make_group, rows_of, sequences, static_batch, write
+from test_kv_static import (
+    CPU,
+    MOST_COLUMNS,
+    Static,
+    contents,
+    make_group,
+    rows_of,
+    sequences,
+    static_batch,
+    write,
+)
 
 from hf_paged.kv import Batch, Ops, Pages, Sequences
 
@@ -80,7 +92,11 @@ class Walk(RuleBasedStateMachine):
     # ---- steps
 
     @precondition(lambda self: not self.cache.columns)
-    @rule(rows=st.integers(1, 4), columns=st.integers(1, 12), padding=st.lists(st.integers(0, 12), min_size=4, max_size=4))
+    @rule(
+        rows=st.integers(1, 4),
+        columns=st.integers(1, 12),
+        padding=st.lists(st.integers(0, 12), min_size=4, max_size=4),
+    )
     def prompt(self, rows: int, columns: int, padding: list[int]) -> None:
         for cache in self.cache.both:
             cache.begin_at([min(start, columns) for start in padding[:rows]])
@@ -97,7 +113,10 @@ class Walk(RuleBasedStateMachine):
 
     def may_be_captured(self) -> bool:
         """A row that is padding all through is not taken for a step: the forward sees to that."""
-        return max(self.cache.ordinary.starts or [0]) <= self.cache.columns < MOST_COLUMNS and self.cache.columns > 0
+        return (
+            max(self.cache.ordinary.starts or [0]) <= self.cache.columns < MOST_COLUMNS
+            and self.cache.columns > 0
+        )
 
     @precondition(may_be_captured)
     @rule(new=st.integers(1, 4), which=st.integers(0, 1))
@@ -106,14 +125,20 @@ class Walk(RuleBasedStateMachine):
         counted = cache.last is static and static.user is cache and cache.room >= new
         uploads = static.uploads
         rows_of(cache.captured).advance(new, static)
-        assert static.uploads - uploads == (not counted), "a step that only counts is not uploaded, any other is"
+        assert static.uploads - uploads == (not counted), (
+            "a step that only counts is not uploaded, any other is"
+        )
         batch = cache.ordinary.extend(self.groups[1].kind, cache.count, new)
         write(self.groups[1], batch, numbers)
-        cache.room = cache.room - new if counted else min(-table.length % self.block_size for table in batch.tables)
+        cache.room = (
+            cache.room - new if counted else min(-table.length % self.block_size for table in batch.tables)
+        )
         cache.last, cache.counted, static.user = static, counted, cache
         self.verify(static, batch, numbers)
         if not counted:
-            assert [table.released for table in rows_of(cache.captured).tables] == [table.released for table in batch.tables]
+            assert [table.released for table in rows_of(cache.captured).tables] == [
+                table.released for table in batch.tables
+            ]
 
     @precondition(may_be_captured)
     @rule(new=st.integers(1, 4), which=st.integers(0, 1))
@@ -146,7 +171,9 @@ class Walk(RuleBasedStateMachine):
         assert contents(captured, self.window) == expected + [[[]] * batch.new] * fillers
 
     def compare(self, static: Static, batch: Batch) -> None:
-        """Index tensor by index tensor. Behind a window blocks go back at other times, so other ones are taken later."""
+        """Index tensor by index tensor. Behind a window blocks go back at other times, so other ones are
+        taken later.
+        """
         rows, new, fillers = batch.rows, batch.new, static.rows - batch.rows
         assert int(static.before) == batch.columns - new == rows_of(self.cache.captured).columns - new
         assert static.lengths(CPU).tolist() == batch.lengths(CPU).tolist() + [0] * fillers
@@ -154,9 +181,13 @@ class Walk(RuleBasedStateMachine):
         slots = static.slots(0, CPU)
         for row, table in enumerate(batch.tables):
             targets = static.targets(CPU)[row * new :][:new].tolist()
-            assert slots[row, table.length - new :].tolist() == targets + targets[-1:] * (slots.shape[1] - table.length)
+            assert slots[row, table.length - new :].tolist() == targets + targets[-1:] * (
+                slots.shape[1] - table.length
+            )
             if self.window is None:
-                assert slots[row, : table.length].tolist() == [table.slot(position) for position in range(table.length)]
+                assert slots[row, : table.length].tolist() == [
+                    table.slot(position) for position in range(table.length)
+                ]
                 assert static.table(CPU)[row, : table.end].tolist() == table.blocks
         if self.window is None:
             assert static.targets(CPU)[: rows * new].tolist() == batch.targets(CPU).tolist()
@@ -220,7 +251,9 @@ class Walk(RuleBasedStateMachine):
 
     @rule()
     def read_tables(self) -> None:
-        mine, theirs = (cache.tables(group.kind) for group, cache in zip(self.groups, self.cache.both, strict=True))
+        mine, theirs = (
+            cache.tables(group.kind) for group, cache in zip(self.groups, self.cache.both, strict=True)
+        )
         assert [table.length for table in mine] == [table.length for table in theirs]
         if self.window is None:
             assert [table.blocks for table in mine] == [table.blocks for table in theirs]

@@ -1,4 +1,6 @@
-"""lm-evaluation-harness' own `hf` model class on local tasks: the same scores and the same answers from pages."""
+"""lm-evaluation-harness' own `hf` model class on local tasks: the same scores and the same answers from
+pages.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,17 @@ ANIMALS = ["fox", "bear", "owl", "mouse", "frog", "cat", "duck", "rabbit"]
 
 def tasks(folder: Path) -> list[dict[str, Any]]:
     """Go on with a story, word for word as the demo's own greedy answer does; and choose the likelier end."""
-    rows = [{"prompt": f"Once upon a time a little {animal}", "good": " was happy.", "bad": " happy was."} for animal in ANIMALS]
+    rows = [
+        {"prompt": f"Once upon a time a little {animal}", "good": " was happy.", "bad": " happy was."}
+        for animal in ANIMALS
+    ]
     data = folder / "stories.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+    source = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+    }
     told = {
         "task": "told", "output_type": "generate_until", "doc_to_text": "{{prompt}}", "doc_to_target": " was",
         "generation_kwargs": {"until": ["."], "do_sample": False, "max_gen_toks": 16},
@@ -55,7 +64,9 @@ def evaluate(folder: Path, paged: bool, **generation: Any) -> tuple[Any, Any, An
 
 @pytest.mark.parametrize("generation", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_same_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generation: dict[str, Any]) -> None:
-    """Prompts of different lengths in padded batches, stop strings as stopping criteria, and likelihoods without a cache."""
+    """Prompts of different lengths in padded batches, stop strings as stopping criteria, and likelihoods
+    without a cache.
+    """
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     stock, said, _ = evaluate(tmp_path, paged=False, **generation)

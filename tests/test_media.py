@@ -1,4 +1,6 @@
-"""Several pictures, videos or recordings a prompt, on a sample of the classes that scripts/sweep_media.py goes through."""
+"""Several pictures, videos or recordings a prompt, on a sample of the classes that scripts/sweep_media.py
+goes through.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,13 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "family", "show"), SAMPLE, ids=[f"{family}-{show.__name__}" for _, family, show in SAMPLE])
+@pytest.mark.parametrize(
+    ("kind", "family", "show"), SAMPLE, ids=[f"{family}-{show.__name__}" for _, family, show in SAMPLE]
+)
 def test_several_each(kind: str, family: str, show: Any) -> None:
-    """Two of them in each of two prompts, with padding: beams and samples each see their own prompt's, as with stock."""
+    """Two of them in each of two prompts, with padding: beams and samples each see their own prompt's, as
+    with stock.
+    """
     if family not in {config.model_type for config in mappings()[kind]}:
         pytest.skip(f"this transformers has no {family}")
     model = build(kind, config_class(kind, family))

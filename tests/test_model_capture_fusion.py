@@ -15,7 +15,12 @@ import transformers as tf
 from families import BY_NAME, LONG, SMALL, TOKENS, VOCABULARY, build
 from torch import nn
 from torch.nn.functional import gelu, silu
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    rotate_half,
+)
 
 from hf_paged.model.capture.fusion import ROTARY, Fusion, current, fused, rotates_like_llama
 from hf_paged.model.lazy import LazyRotated
@@ -25,7 +30,9 @@ WIDTH = CONFIG.hidden_size
 
 
 class Kernels:
-    """The kernels' formulas in torch, rounding where they round, and a list of who was called in which thread."""
+    """The kernels' formulas in torch, rounding where they round, and a list of who was called in which
+    thread.
+    """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -35,7 +42,9 @@ class Kernels:
         self.calls[name] += 1
         self.threads.add(threading.get_ident())
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, centered: bool = False) -> torch.Tensor:
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, centered: bool = False
+    ) -> torch.Tensor:
         self._note("rms_norm")
         return self._norm(x, weight, eps, centered)
 
@@ -44,7 +53,13 @@ class Kernels:
         return (normed * (1 + weight.float())).to(x.dtype) if centered else weight * normed.to(x.dtype)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, centered: bool = False
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        centered: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._note("add_rms_norm")
         return residual + x, self._norm(residual + x, weight, eps, centered)
@@ -53,7 +68,9 @@ class Kernels:
         self._note(activation)
         return {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}[activation](gate) * up
 
-    def rotary(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._note("rotary")
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
@@ -70,7 +87,9 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """A family's model with norms that do something."""
     if name == "gemma":
         torch.manual_seed(0)
-        model = tf.GemmaForCausalLM(tf.GemmaConfig(num_key_value_heads=2, head_dim=8, **SMALL, **TOKENS, **LONG)).eval()
+        model = tf.GemmaForCausalLM(
+            tf.GemmaConfig(num_key_value_heads=2, head_dim=8, **SMALL, **TOKENS, **LONG)
+        ).eval()
     else:
         model = build(BY_NAME[name])
     torch.manual_seed(1)
@@ -97,25 +116,49 @@ def surroundings(model: nn.Module) -> list[Any]:
     """All that a fusion might leave changed."""
     files = {type(module).__module__ for module in model.modules()}
     functions = [getattr(sys.modules[file], ROTARY, None) for file in sorted(files)]
-    return [current.get(), *functions, *((module, dict(module.__dict__), type(module).forward) for module in model.modules())]
+    return [
+        current.get(),
+        *functions,
+        *((module, dict(module.__dict__), type(module).forward) for module in model.modules()),
+    ]
 
 
 EXPECTED: dict[str, tuple[dict[str, int], bool, dict[str, int]]] = {
-    "llama": ({"norm": 5, "feed_forward": 2, "layer": 2}, True, {"rms_norm": 1, "add_rms_norm": 4, "silu": 2, "rotary": 2}),
-    "mistral": ({"norm": 5, "feed_forward": 2, "layer": 2}, True, {"rms_norm": 1, "add_rms_norm": 4, "silu": 2, "rotary": 2}),
-    "qwen3": ({"norm": 9, "feed_forward": 2, "layer": 2}, True, {"rms_norm": 5, "add_rms_norm": 4, "silu": 2, "rotary": 2}),
-    "gemma": ({"norm": 5, "feed_forward": 2, "layer": 2}, True, {"rms_norm": 1, "add_rms_norm": 4, "gelu_tanh": 2, "rotary": 2}),
+    "llama": (
+        {"norm": 5, "feed_forward": 2, "layer": 2},
+        True,
+        {"rms_norm": 1, "add_rms_norm": 4, "silu": 2, "rotary": 2},
+    ),
+    "mistral": (
+        {"norm": 5, "feed_forward": 2, "layer": 2},
+        True,
+        {"rms_norm": 1, "add_rms_norm": 4, "silu": 2, "rotary": 2},
+    ),
+    "qwen3": (
+        {"norm": 9, "feed_forward": 2, "layer": 2},
+        True,
+        {"rms_norm": 5, "add_rms_norm": 4, "silu": 2, "rotary": 2},
+    ),
+    "gemma": (
+        {"norm": 5, "feed_forward": 2, "layer": 2},
+        True,
+        {"rms_norm": 1, "add_rms_norm": 4, "gelu_tanh": 2, "rotary": 2},
+    ),
     "gemma2": ({"norm": 9, "feed_forward": 2}, True, {"rms_norm": 9, "gelu_tanh": 2, "rotary": 2}),
     "gemma3": ({"norm": 13, "feed_forward": 2}, True, {"rms_norm": 13, "gelu_tanh": 2, "rotary": 2}),
     "phi3": ({"norm": 5}, False, {"rms_norm": 5}),
     "gpt2": ({}, False, {}),
 }
-"""For each family: what is replaced, whether its rotary embedding is Llama's, and how often each kernel runs in a forward."""
+"""For each family: what is replaced, whether its rotary embedding is Llama's, and how often each kernel runs
+in a forward.
+"""
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_what_is_replaced(name: str) -> None:
-    """Known by their code: another file's norm is Llama's or Gemma's, phi3's layers (with dropouts) and its rotary are not."""
+    """Known by their code: another file's norm is Llama's or Gemma's, phi3's layers (with dropouts) and its
+    rotary are not.
+    """
     model = make(name)
     fusion = Fusion(model, Kernels())
     modules, rotary, _ = EXPECTED[name]
@@ -126,7 +169,9 @@ def test_what_is_replaced(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", EXPECTED)
 def test_same_numbers_in_fewer_launches(name: str, dtype: torch.dtype) -> None:
-    """Bit by bit: the fused modules round where the modules' own code does. Sums and norms run together, one launch each."""
+    """Bit by bit: the fused modules round where the modules' own code does. Sums and norms run together, one
+    launch each.
+    """
     model, kernels = make(name, dtype), Kernels()
     expected, before = run(model), surroundings(model)
     fusion = Fusion(model, kernels)
@@ -240,7 +285,11 @@ def test_another_norm_of_the_same_input_is_not_the_one_made_ahead() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "calls"), [("norm", {"rms_norm": 2, "add_rms_norm": 2, "silu": 2}), ("layer", {"rms_norm": 1, "add_rms_norm": 3, "silu": 2})]
+    ("where", "calls"),
+    [
+        ("norm", {"rms_norm": 2, "add_rms_norm": 2, "silu": 2}),
+        ("layer", {"rms_norm": 1, "add_rms_norm": 3, "silu": 2}),
+    ],
 )
 def test_a_norm_that_no_kernel_knows_is_not_made_ahead(where: str, calls: dict[str, int]) -> None:
     """Behind the last layer, or at the beginning of the second."""
@@ -262,11 +311,16 @@ def test_a_norm_that_no_kernel_knows_is_not_made_ahead(where: str, calls: dict[s
 
 def _rotary_inputs(tokens: int = 5) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, *shape, 8, generator=generator) for shape in ((4, tokens), (2, tokens), (tokens,), (tokens,))]
+    return [
+        torch.randn(2, *shape, 8, generator=generator)
+        for shape in ((4, tokens), (2, tokens), (tokens,), (tokens,))
+    ]
 
 
 def test_turned_when_somebody_looks() -> None:
-    """Query and key wait for the layer that stores them; whoever computes with them gets them turned, both by one launch."""
+    """Query and key wait for the layer that stores them; whoever computes with them gets them turned, both by
+    one launch.
+    """
     model, kernels = make("llama"), Kernels()
     place = sys.modules[type(model).__module__]
     inputs = _rotary_inputs()
@@ -285,7 +339,10 @@ UNKNOWN: dict[str, tuple[Callable[..., list[torch.Tensor]], dict[str, int]]] = {
     "keys of another dtype": (lambda q, k, cos, sin: [q, k.double(), cos, sin], {}),
     "one table for all rows": (lambda q, k, cos, sin: [q, k, cos[0], sin[0]], {}),
     "a table for every head": (lambda q, k, cos, sin: [q, k, cos[:, None], sin[:, None]], {}),
-    "tokens before heads": (lambda q, k, cos, sin: [q.transpose(1, 2), k.transpose(1, 2), cos, sin], {"unsqueeze_dim": 2}),
+    "tokens before heads": (
+        lambda q, k, cos, sin: [q.transpose(1, 2), k.transpose(1, 2), cos, sin],
+        {"unsqueeze_dim": 2},
+    ),
 }
 
 
@@ -390,7 +447,9 @@ OWN = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_who_brings_a_forward_of_his_own_keeps_it(name: str) -> None:
-    """Offloading, quantizing and patching put a `forward` on the module itself: it is called, and it is there afterwards."""
+    """Offloading, quantizing and patching put a `forward` on the module itself: it is called, and it is there
+    afterwards.
+    """
     model, kernels = make("llama"), Kernels()
     module = OWN[name](model)
     stock = run(model)

@@ -1,4 +1,6 @@
-"""Modules are known by their code, not by their name: who computes what Llama's and Gemma's do is fused, nobody else is."""
+"""Modules are known by their code, not by their name: who computes what Llama's and Gemma's do is fused,
+nobody else is.
+"""
 
 from __future__ import annotations
 
@@ -100,20 +102,35 @@ LOOKALIKES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     ),
     "llama's norm with an argument renamed": (lambda: Renamed(WIDTH), True),
     "gemma's norm, inherited": (lambda: _pretender("Other", GemmaRMSNorm)(WIDTH), True),
-    "gemma's norm over another _norm": (lambda: _pretender("GemmaRMSNorm", GemmaRMSNorm, _norm=_mean_first)(WIDTH), False),
+    "gemma's norm over another _norm": (
+        lambda: _pretender("GemmaRMSNorm", GemmaRMSNorm, _norm=_mean_first)(WIDTH),
+        False,
+    ),
     "a layer norm": (lambda: nn.LayerNorm(WIDTH), False),
     "torch's own norm": (lambda: nn.RMSNorm(WIDTH), False),
     "llama's feed-forward": (lambda: LlamaMLP(CONFIG), True),
-    "one with gate and up changed": (lambda: _pretender("LlamaMLP", LlamaMLP, forward=_gate_and_up_changed)(CONFIG), False),
+    "one with gate and up changed": (
+        lambda: _pretender("LlamaMLP", LlamaMLP, forward=_gate_and_up_changed)(CONFIG),
+        False,
+    ),
     "llama's with another activation": (lambda: _with(LlamaMLP(CONFIG), act_fn=Squared()), False),
     "llama's with exact gelu": (lambda: _with(LlamaMLP(CONFIG), act_fn=nn.GELU()), False),
-    "llama's with gelu spelled out": (lambda: _with(LlamaMLP(CONFIG), act_fn=ACT2FN["gelu_python_tanh"]), False),
+    "llama's with gelu spelled out": (
+        lambda: _with(LlamaMLP(CONFIG), act_fn=ACT2FN["gelu_python_tanh"]),
+        False,
+    ),
     "llama's with another tanh": (
-        lambda: _with(LlamaMLP(CONFIG), act_fn=_with(ACT2FN["gelu_pytorch_tanh"], act=functools.partial(gelu, approximate="none"))),
+        lambda: _with(
+            LlamaMLP(CONFIG),
+            act_fn=_with(ACT2FN["gelu_pytorch_tanh"], act=functools.partial(gelu, approximate="none")),
+        ),
         False,
     ),
     "llama's with twice the tanh": (
-        lambda: _with(LlamaMLP(CONFIG), act_fn=_pretender("GELUTanh", type(ACT2FN["gelu_pytorch_tanh"]), forward=_twice_the_act)()),
+        lambda: _with(
+            LlamaMLP(CONFIG),
+            act_fn=_pretender("GELUTanh", type(ACT2FN["gelu_pytorch_tanh"]), forward=_twice_the_act)(),
+        ),
         False,
     ),
     "llama's with torch's silu": (lambda: _with(LlamaMLP(CONFIG), act_fn=nn.SiLU()), True),
@@ -130,7 +147,9 @@ LOOKALIKES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_look_alikes(name: str) -> None:
-    """Who computes the same is replaced whatever he is called; who computes something else is not, whatever he is called."""
+    """Who computes the same is replaced whatever he is called; who computes something else is not, whatever
+    he is called.
+    """
     build_one, expected = LOOKALIKES[name]
     module, kernels = build_one(), Kernels()
     x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -146,7 +165,11 @@ def test_a_layer_over_another_norm_is_not_replaced() -> None:
     """Llama's layer adds and norms in one launch only if the norm is one that the kernel knows."""
     layer = _with(LlamaDecoderLayer(CONFIG, 0), post_attention_layernorm=nn.LayerNorm(WIDTH))
     assert "layer" not in replaced(Fusion(layer, Kernels()))
-    assert replaced(Fusion(LlamaDecoderLayer(CONFIG, 0), Kernels())) == {"norm": 2, "feed_forward": 1, "layer": 1}
+    assert replaced(Fusion(LlamaDecoderLayer(CONFIG, 0), Kernels())) == {
+        "norm": 2,
+        "feed_forward": 1,
+        "layer": 1,
+    }
 
 
 def test_a_decorated_forward_is_other_code() -> None:
@@ -193,10 +216,25 @@ def test_two_statements_in_a_line_read_like_nobody(tmp_path: Path, monkeypatch: 
 
 
 ROTARIES = {
-    "llama's": ("q, k, cos, sin, unsqueeze_dim=1", "x[..., : x.shape[-1] // 2]", "x[..., x.shape[-1] // 2 :]", True),
+    "llama's": (
+        "q, k, cos, sin, unsqueeze_dim=1",
+        "x[..., : x.shape[-1] // 2]",
+        "x[..., x.shape[-1] // 2 :]",
+        True,
+    ),
     "interleaved": ("q, k, cos, sin, unsqueeze_dim=1", "x[..., ::2]", "x[..., 1::2]", False),
-    "keys first": ("k, q, cos, sin, unsqueeze_dim=1", "x[..., : x.shape[-1] // 2]", "x[..., x.shape[-1] // 2 :]", False),
-    "another default": ("q, k, cos, sin, unsqueeze_dim=2", "x[..., : x.shape[-1] // 2]", "x[..., x.shape[-1] // 2 :]", False),
+    "keys first": (
+        "k, q, cos, sin, unsqueeze_dim=1",
+        "x[..., : x.shape[-1] // 2]",
+        "x[..., x.shape[-1] // 2 :]",
+        False,
+    ),
+    "another default": (
+        "q, k, cos, sin, unsqueeze_dim=2",
+        "x[..., : x.shape[-1] // 2]",
+        "x[..., x.shape[-1] // 2 :]",
+        False,
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Captured steps without a GPU: a tape stands in for CUDA graphs. Same tokens, and the graph was really what made them."""
+"""Captured steps without a GPU: a tape stands in for CUDA graphs. Same tokens, and the graph was really what
+made them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
 
 EAGER = {("gemma3", "prompt-lookup"), ("bart", "assisted")}
-"""What passes through: padding that is stored, positions that are made on the host; and rounds that are all different."""
+"""What passes through: padding that is stored, positions that are made on the host; and rounds that are all
+different.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +59,18 @@ def test_same_tokens_from_replays(name: str, mode: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("name", "padded", "call"),
-    [("llama", False, {}), ("llama", True, {"num_beams": 2}), ("qwen3", False, {}), ("gemma3", True, {}), ("phi3", False, {})],
+    [
+        ("llama", False, {}),
+        ("llama", True, {"num_beams": 2}),
+        ("qwen3", False, {}),
+        ("gemma3", True, {}),
+        ("phi3", False, {}),
+    ],
     ids=["llama", "llama-padded-beams", "qwen3", "gemma3-padded", "phi3"],
 )
-def test_kernels_and_fused_modules(name: str, padded: bool, call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_and_fused_modules(
+    name: str, padded: bool, call: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under the interpreter the kernels of a captured step and the fused modules give stock's tokens."""
     monkeypatch.setattr(graphs, "WORTH", 4)
     monkeypatch.setattr(ops, "why_no_kernels", lambda layout: None)
@@ -81,7 +93,9 @@ def test_kernels_and_fused_modules(name: str, padded: bool, call: dict[str, Any]
 
 @pytest.mark.parametrize("name", ["falcon", "llama"])
 def test_kernels_launched_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same outside captured steps, dense copies and padding included; beams fork, so no row lies alone."""
+    """The same outside captured steps, dense copies and padding included; beams fork, so no row lies
+    alone.
+    """
     monkeypatch.setattr(ops, "why_no_kernels", lambda layout: None)
     monkeypatch.setitem(sys.modules, "hf_paged_kernels", load())
     called = []
@@ -91,11 +105,19 @@ def test_kernels_launched_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch)
     ids = prompts(2, 7)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    call = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2, "output_attentions": True, "return_dict_in_generate": True}
+    call = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "num_beams": 2,
+        "output_attentions": True,
+        "return_dict_in_generate": True,
+    }
     if name == "llama":
         model.set_attn_implementation("eager")
     stock = model.generate(ids, attention_mask=mask, **call)
     options = {"block_size": 4, "kernels": "triton", "graphs": False}
-    paged = model.generate(ids, attention_mask=mask, **call, cache_implementation="paged", cache_config=options)
+    paged = model.generate(
+        ids, attention_mask=mask, **call, cache_implementation="paged", cache_config=options
+    )
     assert torch.equal(stock.sequences, paged.sequences)
     assert called

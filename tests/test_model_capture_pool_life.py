@@ -1,4 +1,6 @@
-"""What becomes of captured steps: pools move, models change in the middle of a call, captures fail, models and threads come and go."""
+"""What becomes of captured steps: pools move, models change in the middle of a call, captures fail, models
+and threads come and go.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_graphs_can_be_turned_off(llama: Any, ids: torch.Tensor) -> None:
     assert not graphs_of(llama).counts
 
 
-def test_a_short_call_pays_for_no_capture(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_call_pays_for_no_capture(
+    llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(graphs, "WORTH", 16)
     for _ in range(2):
         assert_same(llama, input_ids=ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
@@ -79,7 +83,14 @@ def test_a_short_call_pays_for_no_capture(llama: Any, ids: torch.Tensor, monkeyp
 
 def test_what_comes_out_is_the_callers_own(llama: Any, ids: torch.Tensor) -> None:
     """Kept logits and hidden states of one step are not written over by the next."""
-    assert_same(llama, input_ids=ids, **NEW, return_dict_in_generate=True, output_logits=True, output_hidden_states=True)
+    assert_same(
+        llama,
+        input_ids=ids,
+        **NEW,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_hidden_states=True,
+    )
     assert replayed(llama), reasons(llama)
 
 
@@ -94,7 +105,9 @@ def test_under_every_way_of_not_training(mode: Callable[[], Any], llama: Any, id
 # ---- pools that move
 
 
-def test_a_pool_that_moves_between_a_graph_s_check_and_its_replay(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_moves_between_a_graph_s_check_and_its_replay(
+    llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A graph is fetched, the forward grows the pool, and the graph would write to memory that is gone."""
     used: list[tuple[Graph, int]] = []
     stage = Graph.stage
@@ -116,7 +129,11 @@ def test_a_pool_that_moves_between_a_graph_s_check_and_its_replay(llama: Any, id
 
         def __call__(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             if tokens.shape[1] in (16, 19, 22):
-                llama(tokens[:, : 40 * (tokens.shape[1] - 15)].repeat(1, 4), past_key_values=other, use_cache=True)
+                llama(
+                    tokens[:, : 40 * (tokens.shape[1] - 15)].repeat(1, 4),
+                    past_key_values=other,
+                    use_cache=True,
+                )
                 seen.append(next(iter(other.sequences.rows.values())).group.tensors[0].data_ptr())
             return scores
 
@@ -126,13 +143,17 @@ def test_a_pool_that_moves_between_a_graph_s_check_and_its_replay(llama: Any, id
     places: dict[int, set[int]] = {}
     for graph, place in used:
         places.setdefault(id(graph), set()).add(place)
-    assert all(len(each) == 1 for each in places.values()), "a graph was used over a pool that it was not captured for"
+    assert all(len(each) == 1 for each in places.values()), (
+        "a graph was used over a pool that it was not captured for"
+    )
     cache.reset()
     other.reset()
 
 
 @pytest.mark.parametrize("drop", [hf_paged.release, lambda model: memory_of(model).captured.clear()])
-def test_graphs_that_are_gone_are_captured_anew(drop: Callable[[Any], Any], llama: Any, ids: torch.Tensor) -> None:
+def test_graphs_that_are_gone_are_captured_anew(
+    drop: Callable[[Any], Any], llama: Any, ids: torch.Tensor
+) -> None:
     setting = llama.config._attn_implementation
     assert_same(llama, input_ids=ids, **NEW)
     drop(llama)
@@ -152,7 +173,9 @@ def test_uninstalling_drops_graphs(llama: Any, ids: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("MANY", 2), ("LARGE", 1)])
-def test_the_least_recently_used_goes_first(name: str, value: int, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_goes_first(
+    name: str, value: int, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(graphs, name, value)
     for rows in (1, 2, 3, 1):
         assert_same(llama, input_ids=random_ids(rows), **NEW)
@@ -192,7 +215,9 @@ class Meddler(LogitsProcessor):
 
 @pytest.mark.parametrize("how", ["processor", "criterion", "streamer", "prefix"])
 def test_a_model_that_changes_in_the_middle_of_a_call(how: str, llama: Any, ids: torch.Tensor) -> None:
-    """The user's own code scales every attention from the ninth step on: a graph that was captured before must not be replayed."""
+    """The user's own code scales every attention from the ninth step on: a graph that was captured before
+    must not be replayed.
+    """
 
     def call(paged: dict[str, Any]) -> torch.Tensor:
         for layer in llama.model.layers:
@@ -230,7 +255,9 @@ def test_a_model_that_changes_in_the_middle_of_a_call(how: str, llama: Any, ids:
             "streamer": {"streamer": Streamer()},
             "prefix": {"prefix_allowed_tokens_fn": prefix},
         }[how]
-        answer: torch.Tensor = llama.generate(ids[:1], **{**NEW, "max_new_tokens": 24, "min_new_tokens": 24}, **own, **paged)
+        answer: torch.Tensor = llama.generate(
+            ids[:1], **{**NEW, "max_new_tokens": 24, "min_new_tokens": 24}, **own, **paged
+        )
         return answer
 
     word = {"cache_implementation": "paged"}
@@ -265,8 +292,15 @@ def test_adapters_switched_disabled_and_scaled(llama: Any, ids: torch.Tensor) ->
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model: Any = get_peft_model(llama, config).eval()
     model.add_adapter("other", config)
-    changes: list[Callable[[], Any]] = [lambda: None, lambda: model.set_adapter("other"), model.base_model.disable_adapter_layers]
-    changes += [model.base_model.enable_adapter_layers, lambda: model.base_model.model.model.layers[0].self_attn.q_proj.scale_layer(3.0)]
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: model.set_adapter("other"),
+        model.base_model.disable_adapter_layers,
+    ]
+    changes += [
+        model.base_model.enable_adapter_layers,
+        lambda: model.base_model.model.model.layers[0].self_attn.q_proj.scale_layer(3.0),
+    ]
     for change in [*changes, model.merge_adapter]:
         change()
         assert_same(model, input_ids=ids, **NEW)
@@ -295,7 +329,13 @@ class Changeling(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("how", "why"), [("counts", "changes the model"), ("reads", "neither a weight"), ("draws", "at random"), ("waits", "host wait")]
+    ("how", "why"),
+    [
+        ("counts", "changes the model"),
+        ("reads", "neither a weight"),
+        ("draws", "at random"),
+        ("waits", "host wait"),
+    ],
 )
 def test_what_no_graph_may_hold_passes_through(how: str, why: str, llama: Any, ids: torch.Tensor) -> None:
     llama.model.layers[1].mlp = Changeling(llama.model.layers[1].mlp, how)
@@ -317,8 +357,13 @@ def test_a_forward_that_changes_the_model_is_tried_once(llama: Any, ids: torch.T
 # ---- captures that fail
 
 
-@pytest.mark.parametrize("error", [RuntimeError("device"), IndexError("list"), AttributeError("name"), AssertionError(), KeyError("key")])
-def test_a_capture_that_fails_costs_no_answer(error: Exception, llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("device"), IndexError("list"), AttributeError("name"), AssertionError(), KeyError("key")],
+)
+def test_a_capture_that_fails_costs_no_answer(
+    error: Exception, llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> Any:
         raise error
 
@@ -329,7 +374,9 @@ def test_a_capture_that_fails_costs_no_answer(error: Exception, llama: Any, ids:
 
 
 @pytest.mark.parametrize("place", ["prepare", "hand_out"])
-def test_so_does_what_comes_before_and_after_it(place: str, llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_does_what_comes_before_and_after_it(
+    place: str, llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("no luck")
 
@@ -339,7 +386,9 @@ def test_so_does_what_comes_before_and_after_it(place: str, llama: Any, ids: tor
     assert not memory_of(llama).captured
 
 
-def test_want_of_memory_is_not_for_ever(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_want_of_memory_is_not_for_ever(
+    llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError("full")
 
@@ -353,7 +402,9 @@ def test_want_of_memory_is_not_for_ever(llama: Any, ids: torch.Tensor, monkeypat
     assert replayed(llama), reasons(llama)
 
 
-def test_a_replay_that_differs_is_never_trusted(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_that_differs_is_never_trusted(
+    llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A capture that succeeds proves nothing: this one forgets an operation (trap 1)."""
 
     def forgetful(step: Callable[[], Any], pool: Any, device: torch.device) -> Any:

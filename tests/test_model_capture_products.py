@@ -1,4 +1,6 @@
-"""Weights side by side: which ones move, that nothing else about them does, and one operation in a traced layer."""
+"""Weights side by side: which ones move, that nothing else about them does, and one operation in a traced
+layer.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,20 @@ def weights(*layers: nn.Linear) -> list[nn.Parameter]:
     return [layer.weight for layer in layers]
 
 
-@pytest.mark.parametrize(("name", "moved"), [("llama", 10), ("qwen2", 16), ("qwen3", 10), ("gemma3", 10), ("gpt-neox", 0), ("gpt2", 0)])
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [("llama", 10), ("qwen2", 16), ("qwen3", 10), ("gemma3", 10), ("gpt-neox", 0), ("gpt2", 0)],
+)
 def test_the_same_parameters_elsewhere(name: str, moved: int) -> None:
-    """q, k, v and gate, up of two layers, with their biases; twice is once. Names, values, strides, gradients and hooks stay."""
+    """q, k, v and gate, up of two layers, with their biases; twice is once. Names, values, strides, gradients
+    and hooks stay.
+    """
     model = build(BY_NAME[name])
     right, before = model(IDS, use_cache=False).logits, copy.deepcopy(model.state_dict())
-    known = {name: (id(parameter), parameter.stride(), parameter._version) for name, parameter in model.named_parameters()}
+    known = {
+        name: (id(parameter), parameter.stride(), parameter._version)
+        for name, parameter in model.named_parameters()
+    }
     assert move(model) == moved
     assert move(model) == 0
     assert {name: (id(p), p.stride(), p._version) for name, p in model.named_parameters()} == known
@@ -62,7 +72,11 @@ def test_weights_that_somebody_shares_stay(llama: Any) -> None:
     places = [parameter.data_ptr() for parameter in llama.parameters()]
     assert (
         lay_side_by_side(
-            llama, lambda: [layer.mlp.up_proj(torch.ones(1, 32, dtype=layer.mlp.up_proj.weight.dtype)) for layer in (first, second)]
+            llama,
+            lambda: [
+                layer.mlp.up_proj(torch.ones(1, 32, dtype=layer.mlp.up_proj.weight.dtype))
+                for layer in (first, second)
+            ],
         )
         == 0
     )
@@ -115,7 +129,9 @@ def test_one_operation(biased: bool, together: bool) -> None:
     with torch.no_grad():
         right = model(x)
         if together:
-            assert lay_side_by_side(model, lambda: [layer(x) for layer in (model.a, model.b, model.c)]) == 3 * (1 + biased)
+            assert lay_side_by_side(
+                model, lambda: [layer(x) for layer in (model.a, model.b, model.c)]
+            ) == 3 * (1 + biased)
         found = torch.compile(model, backend=backend, fullgraph=True)(x)
     torch._dynamo.reset()
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, right, strict=True))

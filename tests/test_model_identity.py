@@ -1,7 +1,9 @@
-"""A block is found only by what would compute it again: weights, adapters, settings, positions, tenants (contract C18, C24, C25).
+"""A block is found only by what would compute it again: weights, adapters, settings, positions, tenants
+(contract C18, C24, C25).
 
-Every case changes the model between two calls with one prompt. The second answer must be stock's on the changed model, and a cache that
-is keyed by tokens alone must get it wrong: otherwise the case would prove nothing.
+Every case changes the model between two calls with one prompt. The second answer must be stock's on the
+changed model, and a cache that is keyed by tokens alone must get it wrong: otherwise the case would prove
+nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ Change = Callable[[Any], None]
 
 def scored(model: Any, ids: torch.Tensor = PROMPT, **arguments: Any) -> list[int]:
     """Ask with scores, compare with stock, and say how many columns were computed of the prompt."""
-    return ask(model, ids, 4, **{"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 2, **arguments})[1]
+    return ask(
+        model,
+        ids,
+        4,
+        **{"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 2, **arguments},
+    )[1]
 
 
 def blind(patch: pytest.MonkeyPatch) -> None:
@@ -37,7 +44,9 @@ def blind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(keys, "extra_key", lambda *parts: original("tokens alone"))
     patch.setattr(identity.Identity, "number", lambda self, glance: 1)
     patch.setattr(identity.Identity, "still", lambda self, *args: True)
-    patch.setattr(hooks.Onlookers, "changed", property(lambda self: False, lambda self, value: None), raising=False)
+    patch.setattr(
+        hooks.Onlookers, "changed", property(lambda self: False, lambda self, value: None), raising=False
+    )
 
 
 def noticed(model: Any, change: Change, ids: torch.Tensor = PROMPT, **arguments: Any) -> None:
@@ -202,7 +211,9 @@ def test_c24_dtype_and_attention(llama: Any) -> None:
 
 
 def test_what_comes_back_is_found_again(llama: Any) -> None:
-    """Settings that return have their blocks again; weights that return do not, since nobody compares all of them."""
+    """Settings that return have their blocks again; weights that return do not, since nobody compares all of
+    them.
+    """
     scored(llama)
     llama.model.layers[0].self_attn.scaling *= 3
     assert scored(llama)[0] == 45
@@ -259,7 +270,11 @@ def test_c24_a_hook_that_changes_something_is_noticed(llama: Any, how: str) -> N
     assert scored(llama)[:2] == [1, 45]
     handle.remove()
     assert scored(llama)[0] == 1
-    assert not any(isinstance(hook, hooks.Watched) for module in llama.modules() for hook in module._forward_hooks.values())
+    assert not any(
+        isinstance(hook, hooks.Watched)
+        for module in llama.modules()
+        for hook in module._forward_hooks.values()
+    )
 
 
 def test_hooks_that_look_on_do_no_harm(llama: Any) -> None:
@@ -267,7 +282,9 @@ def test_hooks_that_look_on_do_no_harm(llama: Any) -> None:
     scored(llama)
     for _ in range(2):
         shapes: list[Any] = []
-        handle = llama.model.layers[1].mlp.register_forward_hook(lambda module, args, output, shapes=shapes: shapes.append(output.shape))
+        handle = llama.model.layers[1].mlp.register_forward_hook(
+            lambda module, args, output, shapes=shapes: shapes.append(output.shape)
+        )
         assert scored(llama)[0] == 1
         assert shapes[0] == (1, 1, 32)
         handle.remove()
@@ -289,7 +306,9 @@ def test_c24_hooks_of_all_modules_keep_everything_private(llama: Any) -> None:
 def tuned() -> Any:
     """A Llama with two adapters that do something."""
     peft = pytest.importorskip("peft", reason="peft is an extra")
-    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False
+    )
     torch.manual_seed(0)
     model = peft.get_peft_model(build(BY_NAME["llama"]), config, adapter_name="one")
     model.add_adapter("two", config)
@@ -300,10 +319,18 @@ def tuned_ask(model: Any, ids: torch.Tensor = PROMPT, **arguments: Any) -> int:
     """The columns that are computed of a prompt, of a model in peft's wrapper."""
     from test_generate_dedupe import counted
 
-    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "do_sample": False, **arguments}
+    call = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 2,
+        "do_sample": False,
+        **arguments,
+    }
     call |= {"return_dict_in_generate": True, "output_scores": True}
     with counted(model.get_base_model()) as seen:
-        answer = model.generate(**call, cache_implementation="paged", cache_config={"block_size": 4, "prefix_caching": True})
+        answer = model.generate(
+            **call, cache_implementation="paged", cache_config={"block_size": 4, "prefix_caching": True}
+        )
     stock = model.generate(**call)
     for one, other in zip(stock.scores, answer.scores, strict=True):
         torch.testing.assert_close(other, one, atol=2e-4, rtol=2e-4)
@@ -395,14 +422,18 @@ def test_c24_an_adapter_that_is_unmerged_is_noticed(tuned: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [lambda model: model.set_adapter("two"), lambda model: model.disable_adapters()], ids=["switch", "disable"]
+    "change",
+    [lambda model: model.set_adapter("two"), lambda model: model.disable_adapters()],
+    ids=["switch", "disable"],
 )
 def test_c24_adapters_without_a_wrapper_are_noticed(llama: Any, change: Change) -> None:
     """transformers' own methods put peft's layers into the model itself."""
     peft = pytest.importorskip("peft", reason="peft is an extra")
     torch.manual_seed(0)
     for name in ("one", "two"):
-        config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+        config = peft.LoraConfig(
+            r=4, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False
+        )
         llama.add_adapter(config, adapter_name=name)
     llama.set_adapter("one")
     noticed(llama.eval(), change)
@@ -512,7 +543,9 @@ def test_c25_verify_compares_tokens(llama: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_names_cannot_be_worked_out_beforehand(llama: Any) -> None:
-    """Every process has a secret of its own, and every model: nobody can prepare tokens whose names collide."""
+    """Every process has a secret of its own, and every model: nobody can prepare tokens whose names
+    collide.
+    """
     other = copy.deepcopy(llama)
     assert identity_of(llama).secret != identity_of(other).secret
     assert len(identity_of(llama).secret) == 32
@@ -568,7 +601,9 @@ def test_a_change_in_the_middle_of_a_call_poisons_nothing(llama: Any) -> None:
 
     call = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 8, "cache_implementation": "paged"}
     options = {"block_size": 4, "prefix_caching": True}
-    answer = llama.generate(PROMPT, **call, cache_config=options, logits_processor=LogitsProcessorList([Meddle()]))
+    answer = llama.generate(
+        PROMPT, **call, cache_config=options, logits_processor=LogitsProcessorList([Meddle()])
+    )
     assert hf_paged.stats(llama).reasons["the model changed while it was used"] == 1
     with torch.no_grad():
         llama.model.layers[0].self_attn.v_proj.weight.mul_(0.5)
@@ -591,7 +626,9 @@ def test_a_kept_cache_that_outlives_a_change_is_private(llama: Any) -> None:
 
 
 def test_looks_that_overlap(llama: Any) -> None:
-    """Who has begun to look before somebody else noted what the weights hold finds the same state, and no error."""
+    """Who has begun to look before somebody else noted what the weights hold finds the same state, and no
+    error.
+    """
     own = identity_of(llama)
     first, second = own.begin(llama, llama.forward), own.begin(llama, llama.forward)
     state = own.number(second)

@@ -1,7 +1,9 @@
-"""What changes while a call runs, and perhaps comes back, is in nobody's cache afterwards (contract C22, C24).
+"""What changes while a call runs, and perhaps comes back, is in nobody's cache afterwards (contract C22,
+C24).
 
-Every case runs a call in whose middle the model is another one. A later call, on the model as it was, must not begin with what
-the other one computed: without the looks in between, or with a cache keyed by tokens alone, it does.
+Every case runs a call in whose middle the model is another one. A later call, on the model as it was, must
+not begin with what the other one computed: without the looks in between, or with a cache keyed by tokens
+alone, it does.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ STEPS = 12
 
 
 class Meddle(LogitsProcessor):
-    """Somebody's code between the steps: changes the model after the second step, and has it back before the last ones."""
+    """Somebody's code between the steps: changes the model after the second step, and has it back before the
+    last ones.
+    """
 
     def __init__(self, change: Callable[[], None], back: Callable[[], None], until: int = 6) -> None:
         self.plan = {2: change, until: back}
@@ -40,7 +44,12 @@ class Meddle(LogitsProcessor):
 
 def call_with(model: Any, meddle: Meddle) -> torch.Tensor:
     """The answer of a call with prefix caching, with somebody in its middle."""
-    call = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+    call = {
+        "attention_mask": torch.ones_like(PROMPT),
+        "max_new_tokens": STEPS,
+        "min_new_tokens": STEPS,
+        "do_sample": False,
+    }
     return model.generate(
         input_ids=PROMPT, **call, logits_processor=LogitsProcessorList([meddle]), cache_implementation="paged",
         cache_config={"block_size": 4, "prefix_caching": True},
@@ -119,7 +128,9 @@ def test_a_hook_that_stays_is_noticed_by_calls_without_meddlers(llama: Any) -> N
 def test_c24_another_call_that_switches_adapters_meanwhile() -> None:
     """A thread that takes another adapter and puts the first one back, between two steps of a call."""
     peft = pytest.importorskip("peft", reason="peft is an extra")
-    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False
+    )
     torch.manual_seed(0)
     model = peft.get_peft_model(build(BY_NAME["llama"]), config, adapter_name="one")
     model.add_adapter("two", config)
@@ -146,7 +157,8 @@ def in_another_thread(what: Callable[[], Any]) -> None:
 
 
 def test_c24_calls_of_other_threads_in_other_states(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread's calls, one under a changed setting and one with it back, between two forwards: the first call's answer is private.
+    """Another thread's calls, one under a changed setting and one with it back, between two forwards: the
+    first call's answer is private.
 
     Nothing runs between its steps that its call knows of: it is the other calls' looks that tell.
     """
@@ -162,7 +174,12 @@ def test_c24_calls_of_other_threads_in_other_states(llama: Any, monkeypatch: pyt
         return original(self, *args)
 
     monkeypatch.setattr(kind, "__call__", interrupted)
-    call = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+    call = {
+        "attention_mask": torch.ones_like(PROMPT),
+        "max_new_tokens": STEPS,
+        "min_new_tokens": STEPS,
+        "do_sample": False,
+    }
     options = {"block_size": 4, "prefix_caching": True}
     answer = llama.generate(input_ids=PROMPT, **call, cache_implementation="paged", cache_config=options)
     assert steps == STEPS
@@ -172,8 +189,12 @@ def test_c24_calls_of_other_threads_in_other_states(llama: Any, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("ends", ["by length", "by a token"])
-def test_the_last_look_is_taken_while_the_last_step_is_computed(llama: Any, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One look behind the last forward, before its token is waited for; where nobody knew that it was the last, one at the end."""
+def test_the_last_look_is_taken_while_the_last_step_is_computed(
+    llama: Any, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One look behind the last forward, before its token is waited for; where nobody knew that it was the
+    last, one at the end.
+    """
     looks: list[tuple[str, int]] = []
     commit, see = reuse.Reuse.commit, reuse.Reuse._see_that_nothing_changed
     where = ["step"]
@@ -197,7 +218,9 @@ def test_the_last_look_is_taken_while_the_last_step_is_computed(llama: Any, ends
     columns = answer.shape[1] - 1
     assert looks == [("step" if ends == "by length" else "end", columns)]
     hits = hf_paged.stats(llama)
-    llama.generate(answer, max_new_tokens=1, do_sample=False, attention_mask=torch.ones_like(answer), **options)
+    llama.generate(
+        answer, max_new_tokens=1, do_sample=False, attention_mask=torch.ones_like(answer), **options
+    )
     assert hf_paged.stats(llama).reused - hits.reused >= columns - PROMPT.shape[1]
 
 
@@ -215,7 +238,14 @@ def test_a_change_before_the_last_step_is_seen_behind_it(llama: Any, monkeypatch
         return answer
 
     monkeypatch.setattr(reuse.Reuse, "run", running)
-    call = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
-    llama.generate(PROMPT, **call, cache_implementation="paged", cache_config={"block_size": 4, "prefix_caching": True})
+    call = {
+        "attention_mask": torch.ones_like(PROMPT),
+        "max_new_tokens": STEPS,
+        "min_new_tokens": STEPS,
+        "do_sample": False,
+    }
+    llama.generate(
+        PROMPT, **call, cache_implementation="paged", cache_config={"block_size": 4, "prefix_caching": True}
+    )
     assert len(steps) == STEPS
     assert hf_paged.stats(llama).reasons[CHANGED] == 1

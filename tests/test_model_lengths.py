@@ -47,7 +47,9 @@ def value(number: torch.Tensor) -> Any:
         (lambda n: 1 + (n + 3).add(4) + -2, 6),
     ],
 )
-def test_adding_a_plain_number_gives_a_length(add: Callable[[Any], Any], more: int, length: DeviceNumber) -> None:
+def test_adding_a_plain_number_gives_a_length(
+    add: Callable[[Any], Any], more: int, length: DeviceNumber
+) -> None:
     further = add(length)
     assert isinstance(further, DeviceNumber)
     assert further.base is length.base
@@ -55,7 +57,13 @@ def test_adding_a_plain_number_gives_a_length(add: Callable[[Any], Any], more: i
 
 
 @pytest.mark.parametrize(
-    "add", [lambda n: n.add(3, alpha=2), lambda n: n.add(other=6), lambda n: torch.add(n, 6), lambda n: 3 + (n - 1) + 4]
+    "add",
+    [
+        lambda n: n.add(3, alpha=2),
+        lambda n: n.add(other=6),
+        lambda n: torch.add(n, 6),
+        lambda n: 3 + (n - 1) + 4,
+    ],
 )
 def test_a_length_is_as_far_as_it_says(add: Callable[[Any], Any], length: DeviceNumber) -> None:
     """However it was added: a number that calls itself a length is so many tokens further than its base."""
@@ -103,7 +111,9 @@ def test_a_number_begins_as_its_own_base() -> None:
         (lambda n: copy.deepcopy(n), 7),
     ],
 )
-def test_other_work_gives_plain_tensors(compute: Callable[[Any], Any], expected: Any, length: DeviceNumber) -> None:
+def test_other_work_gives_plain_tensors(
+    compute: Callable[[Any], Any], expected: Any, length: DeviceNumber
+) -> None:
     """With the right content, computed on the device; from there on nobody takes it for a length."""
     made = compute(length)
     assert type(made) is torch.Tensor
@@ -111,7 +121,12 @@ def test_other_work_gives_plain_tensors(compute: Callable[[Any], Any], expected:
 
 
 def test_what_is_no_tensor_stays_what_it_is(length: DeviceNumber) -> None:
-    assert (length.shape, length.ndim, length.dtype, length.device.type) == (torch.Size([]), 0, torch.long, "cpu")
+    assert (length.shape, length.ndim, length.dtype, length.device.type) == (
+        torch.Size([]),
+        0,
+        torch.long,
+        "cpu",
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +155,11 @@ def test_the_host_cannot_read_it(read: Callable[[Any], Any], length: DeviceNumbe
 )  # fmt: skip
 def test_what_reads_behind_its_back_is_rehearsed(read: Callable[[Any], Any], length: DeviceNumber) -> None:
     """Sizes, and numbers that were computed from a length: the rehearsal of the step notices."""
-    with LengthsOnDevice(), Rehearsal(CPU, [length.base]), pytest.raises(NotCapturable, match="makes the host wait"):
+    with (
+        LengthsOnDevice(),
+        Rehearsal(CPU, [length.base]),
+        pytest.raises(NotCapturable, match="makes the host wait"),
+    ):
         read(length)
 
 
@@ -156,7 +175,9 @@ def test_counting_from_one_length_to_another(begin: int, end: int, length: Devic
 
 
 def test_whether_a_model_counted_is_known_afterwards(length: DeviceNumber) -> None:
-    """A step that did nothing with lengths is captured without the mode, through which all of torch passes."""
+    """A step that did nothing with lengths is captured without the mode, through which all of torch
+    passes.
+    """
     for count, met in [
         (lambda: torch.arange(3), False),
         (lambda: torch.ones(2, 3), False),
@@ -277,7 +298,9 @@ class Warner(nn.Module):
         super().__init__()
         self.looked = 0
 
-    def warn_if_padding_and_no_attention_mask(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+    def warn_if_padding_and_no_attention_mask(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> None:
         self.looked += 1
 
     def forward(self, input_ids: torch.Tensor) -> None:
@@ -327,7 +350,9 @@ def test_somebodys_own_warner_stays() -> None:
 
 
 def test_transformers_has_the_warner() -> None:
-    """The method that is silenced exists under this name, and its look at the tokens is what a step could not be captured with."""
+    """The method that is silenced exists under this name, and its look at the tokens is what a step could not
+    be captured with.
+    """
     model: Any = build(BY_NAME["llama"])
     ids = torch.tensor([[0, 5]])
     with Rehearsal(CPU, [ids]), pytest.raises(NotCapturable):

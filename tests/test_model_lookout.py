@@ -53,13 +53,19 @@ SHARPER: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "another in a list": lambda model, patch: layer(model).mlp.several.__setitem__(0, 2),
     "in a list in a dict": lambda model, patch: layer(model).mlp.nested["list"].append(3),
     "another in a list in a dict": lambda model, patch: layer(model).mlp.nested["list"].__setitem__(0, 2),
-    "a tensor in a dict moved": lambda model, patch: setattr(layer(model).mlp.nested["tensor"], "data", torch.tensor(2.0)),
-    "another class": lambda model, patch: setattr(layer(model).mlp, "__class__", type("Other", (type(layer(model).mlp),), {})),
+    "a tensor in a dict moved": lambda model, patch: setattr(
+        layer(model).mlp.nested["tensor"], "data", torch.tensor(2.0)
+    ),
+    "another class": lambda model, patch: setattr(
+        layer(model).mlp, "__class__", type("Other", (type(layer(model).mlp),), {})
+    ),
     "what a function encloses": _closure,
     "a name that was torch's": _shadow,
     "one attribute for another": _attributes_changed_places,
     "buffer gone": _buffer_became_none,
-    "all attributes": lambda model, patch: setattr(layer(model).mlp, "__dict__", {**vars(layer(model).mlp), "scale": 3.0}),
+    "all attributes": lambda model, patch: setattr(
+        layer(model).mlp, "__dict__", {**vars(layer(model).mlp), "scale": 3.0}
+    ),
     "module gone": lambda model, patch: model.model.layers.pop(-1),
 }
 
@@ -73,7 +79,13 @@ def prepared(model: Any, patch: pytest.MonkeyPatch) -> Any:
 
     mlp = layer(model).mlp
     patch.setattr(type(mlp), "factor_of", factor_of, raising=False)
-    mlp.helper, mlp.scale, mlp.shift, mlp.several, mlp.named = SimpleNamespace(factor=2), 2.0, torch.tensor(1.0), [1], {"one": 1}
+    mlp.helper, mlp.scale, mlp.shift, mlp.several, mlp.named = (
+        SimpleNamespace(factor=2),
+        2.0,
+        torch.tensor(1.0),
+        [1],
+        {"one": 1},
+    )
     mlp.nested = {"list": [1, 2], "tensor": torch.tensor(1.0)}
     return model
 
@@ -114,7 +126,9 @@ def test_hooks_of_everybody(hook: str, llama: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_adapters(llama: Any) -> None:
-    model: Any = get_peft_model(llama, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    model: Any = get_peft_model(
+        llama, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    ).eval()
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     base = model.get_base_model()
     for change in (

@@ -85,7 +85,9 @@ def test_nothing_of_the_past_is_expanded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_long_prompt_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many new tokens at wide latents: expanding them once is less work than taking every query to the latents."""
+    """Many new tokens at wide latents: expanding them once is less work than taking every query to the
+    latents.
+    """
     values = tiny(config_class("causal", "deepseek_v3")) | {"kv_lora_rank": 32}
     torch.manual_seed(0)
     model = type(deepseek())(config_class("causal", "deepseek_v3")(**values)).eval()
@@ -93,7 +95,12 @@ def test_a_long_prompt_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = expanded(model, monkeypatch)
     stock = model.generate(prompts(), max_new_tokens=4, min_new_tokens=4, do_sample=False)
     seen.clear()
-    assert torch.equal(stock, model.generate(prompts(), max_new_tokens=4, min_new_tokens=4, do_sample=False, cache_implementation="paged"))
+    assert torch.equal(
+        stock,
+        model.generate(
+            prompts(), max_new_tokens=4, min_new_tokens=4, do_sample=False, cache_implementation="paged"
+        ),
+    )
     # 11 * (2 * 32 - 8 - 8) > 32 * (8 + 8) >= 1 * (2 * 32 - 8 - 8)
     assert seen == [11]
 
@@ -105,12 +112,21 @@ def test_more_than_a_matrix(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if what == "adapter":
         import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["kv_b_proj"], init_lora_weights=False)).eval()
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["kv_b_proj"], init_lora_weights=False)
+        ).eval()
     elif what == "hook":
         attention(model).kv_b_proj.register_forward_hook(lambda module, args, output: output * 1.1)
     else:
         attention(model).kv_b_proj.bias = torch.nn.Parameter(torch.full((64,), 0.1))
-    stock, paged = both(model, input_ids=prompts(), max_new_tokens=8, do_sample=False, return_dict_in_generate=True, output_scores=True)
+    stock, paged = both(
+        model,
+        input_ids=prompts(),
+        max_new_tokens=8,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
     assert "dense" in path_of(paged_parts(paged.past_key_values))
     assert_equal(stock, paged)
 
@@ -139,7 +155,9 @@ def test_known_by_its_code() -> None:
     """Other families' expansions wait too, whether DeepSeek's waits already or not."""
     for family in ("deepseek_v3", "minicpm3", "youtu"):
         model = build("causal", config_class("causal", family))
-        answer = model.generate(prompts(), max_new_tokens=3, cache_implementation="paged", return_dict_in_generate=True)
+        answer = model.generate(
+            prompts(), max_new_tokens=3, cache_implementation="paged", return_dict_in_generate=True
+        )
         assert path_of(paged_parts(answer.past_key_values)) == "2 full paged"
 
 

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate")
 def _mapped(model: Any, folder: Path, place: str) -> Any:
     places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
     layers = {f"model.layers.{i}": "cpu" if i == 0 else place for i in range(len(model.model.layers))}
-    return dispatch_model(model, places | layers, main_device="cpu", offload_dir=str(folder), force_hooks=True)
+    return dispatch_model(
+        model, places | layers, main_device="cpu", offload_dir=str(folder), force_hooks=True
+    )
 
 
 def _loaded(model: Any, folder: Path) -> Any:
@@ -43,7 +45,9 @@ OFFLOADS: dict[str, Callable[[Any, Path], Any]] = {
     "disk": lambda model, folder: disk_offload(model, str(folder), CPU),
     "disk with buffers": lambda model, folder: disk_offload(model, str(folder), CPU, offload_buffers=True),
     "memory": lambda model, folder: cpu_offload(model, CPU),
-    "whole layers": lambda model, folder: cpu_offload(model, CPU, preload_module_classes=["LlamaDecoderLayer"]),
+    "whole layers": lambda model, folder: cpu_offload(
+        model, CPU, preload_module_classes=["LlamaDecoderLayer"]
+    ),
     "with hook": lambda model, folder: cpu_offload_with_hook(model, CPU)[0],
     "map with disk": lambda model, folder: _mapped(model, folder, "disk"),
     "from_pretrained": _loaded,
@@ -178,5 +182,7 @@ def test_steps_that_load_weights_are_not_captured(offloaded: Any, request: pytes
 
 def test_weights_that_nothing_loads_are_refused_by_name(llama: Any) -> None:
     llama.model.norm.to("meta")
-    with pytest.raises(Unservable, match=r'1 parameters of .* are on "meta".*model\.norm\.weight.*accelerate'):
+    with pytest.raises(
+        Unservable, match=r'1 parameters of .* are on "meta".*model\.norm\.weight.*accelerate'
+    ):
         Engine(llama)

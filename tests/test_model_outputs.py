@@ -23,7 +23,14 @@ ALL = {
     "output_hidden_states": True,
     "output_attentions": True,
 }
-FAMILIES = ["causal gemma3n_text", "causal gemma4_text", "causal qwen3_next", "causal gpt_oss", "causal deepseek_v3", "seq2seq t5"]
+FAMILIES = [
+    "causal gemma3n_text",
+    "causal gemma4_text",
+    "causal qwen3_next",
+    "causal gpt_oss",
+    "causal deepseek_v3",
+    "seq2seq t5",
+]
 MODES = {
     "beams": {"num_beams": 3, "num_return_sequences": 2, "do_sample": False},
     "samples": {"num_return_sequences": 3, "do_sample": True, "num_beams": 1},
@@ -46,7 +53,9 @@ def _model(family: str) -> Any:
 def _rows_of_prompts(model: Any) -> list[int]:
     """How many rows each forward of the model computes from now on, as its head sees them."""
     seen: list[int] = []
-    model.get_output_embeddings().register_forward_hook(lambda module, args, output: seen.append(output.shape[0]))
+    model.get_output_embeddings().register_forward_hook(
+        lambda module, args, output: seen.append(output.shape[0])
+    )
     return seen
 
 
@@ -57,10 +66,18 @@ def _fields(answer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_of_a_prompt(family: str, mode: str) -> None:
-    """The first call learns where the rows are, the next ones repeat them there: shapes and values as stock's, both times."""
+    """The first call learns where the rows are, the next ones repeat them there: shapes and values as
+    stock's, both times.
+    """
     model = _model(family)
     for prompts in (2, 4, 1):
-        call = {"input_ids": _prompts(prompts), "max_new_tokens": 4, "min_new_tokens": 4, **ALL, **MODES[mode]}
+        call = {
+            "input_ids": _prompts(prompts),
+            "max_new_tokens": 4,
+            "min_new_tokens": 4,
+            **ALL,
+            **MODES[mode],
+        }
         stock, paged = both(model, **call)
         assert_equal(_fields(stock), _fields(paged))
 
@@ -87,7 +104,9 @@ def test_router_logits() -> None:
             del seen[:]
             cache = PagedCache(model)
             cache.sequences.unforked = 3
-            paged = wrap(model, model.forward)(input_ids=ids, past_key_values=cache, output_router_logits=True)
+            paged = wrap(model, model.forward)(
+                input_ids=ids, past_key_values=cache, output_router_logits=True
+            )
             assert seen[-1] == rows
             assert_equal(stock.logits, paged.logits)
             assert_equal(stock.router_logits, paged.router_logits)

@@ -1,6 +1,8 @@
-"""Scales that lie beside quantized weights are part of a model's state (C24); layers that round by the batch keep prompts private.
+"""Scales that lie beside quantized weights are part of a model's state (C24); layers that round by the batch
+keep prompts private.
 
-Layers that keep their scales where bitsandbytes and torchao do, so that no package is needed; tests/test_quantized.py takes the real ones.
+Layers that keep their scales where bitsandbytes and torchao do, so that no package is needed;
+tests/test_quantized.py takes the real ones.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ class Levels(nn.Parameter):
     quant_state: Any
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Levels:
-        return levels(self.data.clone(), self.quant_state.absmax.clone(), self.quant_state.state2.absmax.clone())
+        return levels(
+            self.data.clone(), self.quant_state.absmax.clone(), self.quant_state.state2.absmax.clone()
+        )
 
 
 def levels(numbers: torch.Tensor, scale: torch.Tensor, second: torch.Tensor) -> Levels:
     made = Levels(numbers, requires_grad=False)
-    made.quant_state = SimpleNamespace(absmax=scale, quant_type="nf4", state2=SimpleNamespace(absmax=second, code=None))
+    made.quant_state = SimpleNamespace(
+        absmax=scale, quant_type="nf4", state2=SimpleNamespace(absmax=second, code=None)
+    )
     return made
 
 
@@ -77,7 +83,9 @@ def replace_first(model: Any) -> None:
     state.absmax = state.absmax * 3
 
 
-@pytest.mark.parametrize("change", [edit_first, edit_second, replace_first], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [edit_first, edit_second, replace_first], ids=lambda change: change.__name__
+)
 def test_c24_scales_on_a_weight(llama: Any, change: Any) -> None:
     noticed(quantize(llama, FourBit), change)
 
@@ -100,7 +108,10 @@ def test_layers_that_round_by_the_batch_keep_prompts_private(llama: Any) -> None
     quantize(llama, EightBit, threshold=6.0)
     for expected in (1, 2):
         assert scored(llama)[0] == 45
-        assert hf_paged.stats(llama).reasons["a quantized layer rounds a token by what else is computed with it"] == expected
+        assert (
+            hf_paged.stats(llama).reasons["a quantized layer rounds a token by what else is computed with it"]
+            == expected
+        )
 
 
 class PerTensor: ...
@@ -109,10 +120,15 @@ class PerTensor: ...
 class PerRow: ...
 
 
-@pytest.mark.parametrize(("granularity", "fixed", "around"), [(PerTensor, None, True), (PerRow, None, False), (PerTensor, 1.0, False)])
+@pytest.mark.parametrize(
+    ("granularity", "fixed", "around"),
+    [(PerTensor, None, True), (PerRow, None, False), (PerTensor, 1.0, False)],
+)
 def test_a_scale_for_all_activations(granularity: type, fixed: float | None, around: bool) -> None:
     """One scale for a whole tensor is the largest token's, unless it was fixed beforehand."""
-    weight = SimpleNamespace(act_quant_kwargs=SimpleNamespace(granularity=granularity()), act_quant_scale=fixed)
+    weight = SimpleNamespace(
+        act_quant_kwargs=SimpleNamespace(granularity=granularity()), act_quant_scale=fixed
+    )
     assert looks_around(nn.Linear(2, 2), weight) is around
 
 

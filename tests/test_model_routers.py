@@ -1,4 +1,6 @@
-"""Routers that count what is computed together: prompts are shared only where nobody's tokens are dropped for it (trap 18)."""
+"""Routers that count what is computed together: prompts are shared only where nobody's tokens are dropped for
+it (trap 18).
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def prompts() -> dict[str, torch.Tensor]:
 def _rows(model: Any) -> list[int]:
     seen: list[int] = []
     layer = getattr(model.get_decoder(), "layers", None) or model.get_decoder().block
-    layer[0].register_forward_pre_hook(lambda module, args, kwargs: seen.append((*args, *kwargs.values())[0].shape[0]), with_kwargs=True)
+    layer[0].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((*args, *kwargs.values())[0].shape[0]), with_kwargs=True
+    )
     return seen
 
 
@@ -94,7 +98,14 @@ def test_the_same_as_stock(name: str, mode: str, begins: str, prompts: dict[str,
     model = make()
     if begins == "start":
         del prompts["decoder_input_ids"]
-    call = {**prompts, **MODES[mode], "max_new_tokens": 6, "min_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
+    call = {
+        **prompts,
+        **MODES[mode],
+        "max_new_tokens": 6,
+        "min_new_tokens": 6,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     torch.manual_seed(0)
     stock = copy.deepcopy(model).generate(**call)
     paged = copy.deepcopy(model)
@@ -118,10 +129,16 @@ def test_trying_a_router_changes_nothing(name: str, prompts: dict[str, torch.Ten
     model = MODELS[name][0]()
     model.generate(**prompts, **MODES["beams"], max_new_tokens=2, cache_implementation="paged")
     routers = routers_of(model)
-    before = [{name: value for name, value in vars(module).items() if not name.startswith("_")} for module in routers.modules]
+    before = [
+        {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        for module in routers.modules
+    ]
     state = torch.get_rng_state()
     assert not routers.keep_rows_apart(2, 4, 6)
-    assert [{name: value for name, value in vars(module).items() if not name.startswith("_")} for module in routers.modules] == before
+    assert [
+        {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        for module in routers.modules
+    ] == before
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -174,7 +191,9 @@ def test_a_decoder_of_another_s_code(ids: torch.Tensor) -> None:
 
 def _drops(model: Any) -> bool:
     """Whether a hundred equal tokens come out of a sparse layer as different ones."""
-    layer = next(module for module in model.get_decoder().modules() if type(module).__name__.endswith("SparseMLP"))
+    layer = next(
+        module for module in model.get_decoder().modules() if type(module).__name__.endswith("SparseMLP")
+    )
     with torch.no_grad():
         made = layer(torch.ones(1, 100, 32))
     return not torch.allclose(made, made[:, :1].expand_as(made), atol=1e-5)
@@ -184,8 +203,12 @@ def _drops(model: Any) -> bool:
     (lambda: nllb(), True), (lambda: nllb(moe_eval_capacity_token_fraction=0.5), False),
     (lambda: switch(64), False), (lambda: switch(600), True),
 ])  # fmt: skip
-def test_the_engine_serves_what_it_can_cut_and_join(make: Any, served: bool, prompts: dict[str, torch.Tensor]) -> None:
-    """A prompt that is computed again after a preemption comes in one piece: Switch would count its tokens together then."""
+def test_the_engine_serves_what_it_can_cut_and_join(
+    make: Any, served: bool, prompts: dict[str, torch.Tensor]
+) -> None:
+    """A prompt that is computed again after a preemption comes in one piece: Switch would count its tokens
+    together then.
+    """
     model = make()
     if not served and not _drops(model):
         pytest.skip("this transformers' router takes one token at a time, and drops none")
@@ -194,7 +217,9 @@ def test_the_engine_serves_what_it_can_cut_and_join(make: Any, served: bool, pro
             Engine(model, num_blocks=40, max_batch_tokens=128, max_batch_sequences=4)
         return
     engine = Engine(model, num_blocks=40, max_batch_tokens=128, max_batch_sequences=4)
-    outputs = engine.generate([ids.tolist() for ids in prompts["input_ids"]], max_new_tokens=5, do_sample=False)
+    outputs = engine.generate(
+        [ids.tolist() for ids in prompts["input_ids"]], max_new_tokens=5, do_sample=False
+    )
     for ids, output in zip(prompts["input_ids"], outputs, strict=True):
         stock = model.generate(ids[None], max_new_tokens=5, do_sample=False)[0, 1:]
         assert output.sequences[0].token_ids == stock.tolist()

@@ -1,4 +1,6 @@
-"""Layers that keep something beside keys and values: theirs are in pages all the same, and the rest follows the rows."""
+"""Layers that keep something beside keys and values: theirs are in pages all the same, and the rest follows
+the rows.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ def test_what_an_indexer_keeps_is_cropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "complete"), [("falcon_h1", False), ("deepseek_v32", False), ("qwen3_next", False), ("gemma4_text", True)]
+    ("family", "complete"),
+    [("falcon_h1", False), ("deepseek_v32", False), ("qwen3_next", False), ("gemma4_text", True)],
 )
 def test_what_pages_hold(family: str, complete: bool) -> None:
     """Only a cache whose layers keep nothing else may be rebuilt, or replayed, from its pages."""
@@ -90,7 +93,8 @@ def test_classes_are_stocks_own_too() -> None:
 def test_kinds_of_places() -> None:
     """Full, window, cross, a state without pages, and a layer that reads another's pages."""
     kinds = {
-        name: [slot.kind for slot in slots_of(build("causal", config_class("causal", name)), False)] for name in ("jamba", "gemma4_text")
+        name: [slot.kind for slot in slots_of(build("causal", config_class("causal", name)), False)]
+        for name in ("jamba", "gemma4_text")
     }
     assert [kind and kind.name for kind in kinds["jamba"]] == [None, "full", None, "full"]
     assert kinds["gemma4_text"][:2] == [Kind("window", 6), Kind("full")]

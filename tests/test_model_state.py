@@ -1,4 +1,6 @@
-"""What a captured step takes for granted: whatever changes an answer changes the state, weights in place do not."""
+"""What a captured step takes for granted: whatever changes an answer changes the state, weights in place do
+not.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,12 @@ CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "nested setting": lambda model, patch: model.config.rope_parameters.update(rope_theta=7.0),
     "number of a module": lambda model, patch: setattr(layer(model).self_attn, "scaling", 0.25),
     "parameter replaced": _parameter_replaced,
-    "parameter moved": lambda model, patch: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.clone()),
-    "buffer replaced": lambda model, patch: model.model.rotary_emb.register_buffer("inv_freq", torch.ones(4), persistent=False),
+    "parameter moved": lambda model, patch: setattr(
+        model.lm_head.weight, "data", model.lm_head.weight.data.clone()
+    ),
+    "buffer replaced": lambda model, patch: model.model.rotary_emb.register_buffer(
+        "inv_freq", torch.ones(4), persistent=False
+    ),
     "module replaced": lambda model, patch: setattr(layer(model).mlp, "act_fn", nn.ReLU()),
     "forward of a module": lambda model, patch: setattr(layer(model).mlp, "forward", lambda x: x),
     "forward of the model": _forward_of_the_model,
@@ -109,7 +115,9 @@ def test_the_users_attention_is_part_of_the_state_while_ours_stands_in(llama: An
 
 
 def test_adapters_are_part_of_the_state(llama: Any) -> None:
-    model: Any = get_peft_model(llama, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    model: Any = get_peft_model(
+        llama, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    ).eval()
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     base = model.get_base_model()
     seen = [state(base)]
@@ -175,7 +183,9 @@ def test_whose_code_runs_between_the_steps() -> None:
 
     stock = MinLengthLogitsProcessor(3, 2, device="cpu")
     assert not runs_foreign_code({})
-    assert not runs_foreign_code({"logits_processor": LogitsProcessorList([stock]), "streamer": TextStreamer(None)})
+    assert not runs_foreign_code(
+        {"logits_processor": LogitsProcessorList([stock]), "streamer": TextStreamer(None)}
+    )
     assert runs_foreign_code({"logits_processor": [stock, Mine(3, 2, device="cpu")]})
     assert runs_foreign_code({"stopping_criteria": [lambda ids, scores: False]})
     assert runs_foreign_code({"prefix_allowed_tokens_fn": lambda row, ids: [3]})

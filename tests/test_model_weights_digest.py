@@ -1,4 +1,6 @@
-"""Whether tensors still hold what they held: samples at every look, and all of them in turns (contract C24)."""
+"""Whether tensors still hold what they held: samples at every look, and all of them in turns (contract
+C24).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tensors() -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(1)
-    made = [torch.randn(*shape, generator=random).to(DEVICE) for shape in ((40, 50), (3,), (60, 60), (8, 300), (1,))]
+    made = [
+        torch.randn(*shape, generator=random).to(DEVICE)
+        for shape in ((40, 50), (3,), (60, 60), (8, 300), (1,))
+    ]
     return [made[0], made[1], made[2].t(), made[3][:, ::3], made[4].bfloat16()]
 
 
@@ -76,7 +81,16 @@ def test_both_readers_find_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
+    "dtype",
+    [
+        torch.float64,
+        torch.bfloat16,
+        torch.int8,
+        torch.bool,
+        torch.uint8,
+        torch.complex64,
+        torch.float8_e4m3fn,
+    ],
 )
 def test_words_of_every_dtype(reader: str, dtype: torch.dtype) -> None:
     for shape in ((), (3,), (5, 7), (0, 4), (8, 8)):
@@ -137,7 +151,9 @@ def test_subclasses_are_read_where_their_numbers_are() -> None:
             return ["numbers", "scale"], None
 
         @classmethod
-        def __torch_dispatch__(cls, func: object, types: object, args: tuple[Packed, ...] = (), kwargs: object = None) -> object:
+        def __torch_dispatch__(
+            cls, func: object, types: object, args: tuple[Packed, ...] = (), kwargs: object = None
+        ) -> object:
             return args[0]
 
     packed = Packed(torch.ones(5, 5, dtype=torch.int8), torch.ones(5))
@@ -151,7 +167,9 @@ def test_subclasses_are_read_where_their_numbers_are() -> None:
     assert not tags.fit([packed])
 
 
-@pytest.mark.parametrize("tensor", [torch.empty(3, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"])
+@pytest.mark.parametrize(
+    "tensor", [torch.empty(3, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"]
+)
 def test_what_has_no_memory_is_refused(tensor: torch.Tensor) -> None:
     with pytest.raises(Unreadable, match="has no memory to look into"):
         Contents([tensor])

@@ -1,6 +1,8 @@
-"""A sample of every kind of architecture, from shrunken default configs: stock's tokens, and the path that each had before.
+"""A sample of every kind of architecture, from shrunken default configs: stock's tokens, and the path that
+each had before.
 
-`scripts/sweep_models.py` does this for all of them, in more modes, and writes docs/models.md and expected_paths.json.
+`scripts/sweep_models.py` does this for all of them, in more modes, and writes docs/models.md and
+expected_paths.json.
 """
 
 from __future__ import annotations
@@ -45,14 +47,23 @@ def tiny(kind: str, family: str) -> Any:
 @pytest.mark.filterwarnings("default::hf_paged.FallbackWarning")
 @pytest.mark.parametrize(("kind", "family"), CELLS, ids=[f"{kind}-{family}" for kind, family in CELLS])
 def test_path_and_tokens(kind: str, family: str) -> None:
-    """Padded beams (C16, C36) give stock's tokens; every layer is read the way that expected_paths.json says."""
+    """Padded beams (C16, C36) give stock's tokens; every layer is read the way that expected_paths.json
+    says.
+    """
     model = tiny(kind, family)
     setting = model.config._attn_implementation
-    arguments = {**dict(prompts(kind))["padded"], "max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    arguments = {
+        **dict(prompts(kind))["padded"],
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+    }
     stock, paged = both(model, **arguments, num_beams=2, output_scores=True)
     path = path_of(paged_parts(paged.get("past_key_values")))
     assert_equal(_told(stock), _told(paged))
-    assert path == expected_paths().get(f"{kind} {family}", ""), "a path changed; if it is meant to: scripts/sweep_models.py --expect"
+    assert path == expected_paths().get(f"{kind} {family}", ""), (
+        "a path changed; if it is meant to: scripts/sweep_models.py --expect"
+    )
     del stock, paged
     assert_clean(model, setting)
 
@@ -61,14 +72,22 @@ def _told(answer: Any) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in ("past_key_values", "cache_params")}
 
 
-@pytest.mark.parametrize("mode", [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 2}])
+@pytest.mark.parametrize(
+    "mode", [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 2}]
+)
 @pytest.mark.parametrize("family", LOOKS)
 def test_pictures(family: str, mode: dict[str, Any]) -> None:
     """Two prompts of different lengths, each around a picture of its own."""
     model = tiny("image", family)
     shown = with_pictures(model)
     assert shown is not None, "nobody knows any more how to show it a picture"
-    paged = assert_same(model, **pad_left(shown), max_new_tokens=8, return_dict_in_generate=True, **{"do_sample": False, **mode})
+    paged = assert_same(
+        model,
+        **pad_left(shown),
+        max_new_tokens=8,
+        return_dict_in_generate=True,
+        **{"do_sample": False, **mode},
+    )
     assert path_of(paged_parts(paged.past_key_values)) == expected_paths()[f"image {family}"]
 
 
@@ -106,7 +125,9 @@ def test_a_second_half_of_the_models_own(beams: int) -> None:
     model = tiny("image", "blip")
     shown = with_pictures(model)
     assert shown is not None
-    assert_same(model, **shown, num_beams=beams, num_return_sequences=beams, max_new_tokens=8, do_sample=False)
+    assert_same(
+        model, **shown, num_beams=beams, num_return_sequences=beams, max_new_tokens=8, do_sample=False
+    )
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -118,16 +139,22 @@ def test_latents_without_positions(padded: bool) -> None:
 
 
 def test_a_second_cache() -> None:
-    """Voxtral Realtime hands a cache of its encoder from step to step: prompts of its beams are computed for every beam."""
+    """Voxtral Realtime hands a cache of its encoder from step to step: prompts of its beams are computed for
+    every beam.
+    """
     model = tiny("audio", "voxtral_realtime")
     heard = with_recordings(model)
     assert heard is not None
     assert_same(model, **heard, num_beams=2, max_new_tokens=8, do_sample=False)
 
 
-@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=["beams", "samples"])
+@pytest.mark.parametrize(
+    "mode", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=["beams", "samples"]
+)
 def test_a_forward_that_draws(mode: dict[str, Any]) -> None:
-    """VibeVoice ASR adds noise to its recordings: each row of a prompt gets noise of its own, the same as with stock."""
+    """VibeVoice ASR adds noise to its recordings: each row of a prompt gets noise of its own, the same as
+    with stock.
+    """
     model = tiny("audio", "vibevoice_asr")
     heard = with_recordings(model)
     assert heard is not None

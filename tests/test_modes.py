@@ -42,10 +42,17 @@ def test_same_as_stock(models: dict[str, object], family: Family, mode: str) -> 
     arguments = {"input_ids": ids, **MODES[mode](model, ids)}
     if "attention_mask" not in arguments:
         arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
-    if mode == "assisted" and STOCK_LOSES_WINDOWS and len(set(getattr(model.config, "layer_types", None) or ())) > 1:
-        # Assisted decoding changes the speed and not the tokens, so plain greedy is the reference where stock raises.
+    if (
+        mode == "assisted"
+        and STOCK_LOSES_WINDOWS
+        and len(set(getattr(model.config, "layer_types", None) or ())) > 1
+    ):
+        # Assisted decoding changes the speed and not the tokens, so plain greedy is the reference where stock
+        # raises.
         stock = model.generate(**{**arguments, "assistant_model": None})
-        assert_equal(stock, model.generate(**arguments, cache_implementation="paged", cache_config={"block_size": 4}))
+        assert_equal(
+            stock, model.generate(**arguments, cache_implementation="paged", cache_config={"block_size": 4})
+        )
     else:
         assert_same(model, **arguments)
     assert_clean(model, setting)

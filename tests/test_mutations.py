@@ -35,7 +35,9 @@ def _no_crop(patch: pytest.MonkeyPatch) -> None:
 
 def _no_padding(patch: pytest.MonkeyPatch) -> None:
     original = forward._read_mask
-    patch.setattr(forward, "_read_mask", lambda mask, cache, dense: original(torch.ones_like(mask), cache, dense))
+    patch.setattr(
+        forward, "_read_mask", lambda mask, cache, dense: original(torch.ones_like(mask), cache, dense)
+    )
 
 
 def _no_window(patch: pytest.MonkeyPatch) -> None:
@@ -56,10 +58,17 @@ def _padded(ids: torch.Tensor) -> dict[str, Any]:
 
 def _lookup(ids: torch.Tensor) -> dict[str, Any]:
     repeating = torch.cat([ids[:1, :6].repeat(1, 3), ids[:1, :5]], 1)
-    return {"input_ids": repeating, "attention_mask": torch.ones_like(repeating), "prompt_lookup_num_tokens": 3, **NEW}
+    return {
+        "input_ids": repeating,
+        "attention_mask": torch.ones_like(repeating),
+        "prompt_lookup_num_tokens": 3,
+        **NEW,
+    }
 
 
-MUTATIONS: list[tuple[str, Callable[[pytest.MonkeyPatch], None], str, Callable[[torch.Tensor], dict[str, Any]]]] = [
+MUTATIONS: list[
+    tuple[str, Callable[[pytest.MonkeyPatch], None], str, Callable[[torch.Tensor], dict[str, Any]]]
+] = [
     ("reorder", _no_reorder, "llama", _beams),
     ("copy", _no_copy_on_write, "llama", _beams),
     ("private-tail", _write_into_shared_blocks, "llama", _beams),
@@ -77,7 +86,9 @@ def _alike(model: Any, arguments: dict[str, Any]) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("mutate", "family", "mode"), [case[1:] for case in MUTATIONS], ids=[case[0] for case in MUTATIONS])
+@pytest.mark.parametrize(
+    ("mutate", "family", "mode"), [case[1:] for case in MUTATIONS], ids=[case[0] for case in MUTATIONS]
+)
 def test_mutation_is_caught(mutate: Any, family: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right before, wrong (or an error) while it is missing, right again after."""
     model = build(BY_NAME[family])

@@ -49,7 +49,9 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_compiler(no_compiler: None, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Asking for it is an error that says why; "auto" is plain torch and does not even mention it."""
-    with pytest.raises(ValueError, match=r"kernels='native' cannot run here: there is no C\+\+ compiler .* install g\+\+"):
+    with pytest.raises(
+        ValueError, match=r"kernels='native' cannot run here: there is no C\+\+ compiler .* install g\+\+"
+    ):
         choose("native", LAYOUT, captured=False)
     with caplog.at_level(logging.INFO, logger="hf_paged"):
         assert type(choose("auto", LAYOUT, captured=False)) is Ops
@@ -57,10 +59,14 @@ def test_without_a_compiler(no_compiler: None, folder: Path, caplog: pytest.LogC
     assert not folder.exists()
 
 
-def test_auto_builds_nothing_and_says_so_once(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_builds_nothing_and_says_so_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nobody who did not ask waits for a compiler; the log says how to ask."""
     monkeypatch.setenv("CXX", sys.executable)
-    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: pytest.fail("a compiler was started"))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *arguments, **options: pytest.fail("a compiler was started")
+    )
     with caplog.at_level(logging.INFO, logger="hf_paged"):
         for _ in range(3):
             assert type(choose("auto", LAYOUT, captured=False)) is Ops
@@ -88,7 +94,10 @@ def test_torch_stays_torch(captured: bool, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 TROUBLE = {
-    "fails": ("echo paged.cpp:1: no such thing >&2; exit 3", "failed with 3 and said: paged.cpp:1: no such thing"),
+    "fails": (
+        "echo paged.cpp:1: no such thing >&2; exit 3",
+        "failed with 3 and said: paged.cpp:1: no such thing",
+    ),
     "says nothing": ("exit 1", "failed with 1 and said: nothing"),
     "makes no library": ("echo hello > $out", "cannot be used"),
     "makes nothing": ("rm -f $out", "cannot be used"),
@@ -96,7 +105,9 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_a_compiler_in_trouble(name: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_in_trouble(
+    name: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reason is told, nothing is left that could be taken for a library, and the next try begins anew."""
     text, why = TROUBLE[name]
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
@@ -141,7 +152,9 @@ def test_nowhere_to_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_library_that_does_not_load(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What lies in the place of the library and is none: a reason for who asked, plain torch for everybody else."""
+    """What lies in the place of the library and is none: a reason for who asked, plain torch for everybody
+    else.
+    """
     folder.mkdir(parents=True)
     building.place().write_text("not a library")
     with pytest.raises(ValueError, match=r"cannot be loaded .* delete it"):
@@ -179,7 +192,9 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("ready")
     kernels = str(building.SOURCE.parents[1])
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(place), "PYTHONPATH": kernels}
-    done = subprocess.run([sys.executable, "-m", "hf_paged_native"], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_paged_native"], env=environment, capture_output=True, text=True, check=True
+    )
     (file,) = (place / "hf_paged_native").iterdir()
     assert done.stdout.strip() == f"built for {building.capability()}: {file}"
     assert "once" in done.stderr
@@ -189,7 +204,9 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @compiles
 def test_the_command_says_why_not(tmp_path: Path) -> None:
     environment = {**os.environ, "CXX": "/nowhere/c++", "PYTHONPATH": str(building.SOURCE.parents[1])}
-    done = subprocess.run([sys.executable, "-m", "hf_paged_native"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_paged_native"], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert "cannot be had: there is no C++ compiler" in done.stderr
 
@@ -206,9 +223,14 @@ def test_built_once(ready: Path, tmp_path: Path, folder: Path, monkeypatch: pyte
 
 
 @compiles
-def test_built_by_several_at_once(ready: Path, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_by_several_at_once(
+    ready: Path, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each compiles for itself; what is put in place is whole at every moment."""
-    compiler = script(tmp_path / "compiler", f"echo >> {tmp_path / 'runs'}; head -c 999 {ready} > $out; sleep 0.2; cp {ready} $out")
+    compiler = script(
+        tmp_path / "compiler",
+        f"echo >> {tmp_path / 'runs'}; head -c 999 {ready} > $out; sleep 0.2; cp {ready} $out",
+    )
     monkeypatch.setenv("CXX", compiler)
     answers: list[Any] = []
 

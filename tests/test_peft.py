@@ -39,7 +39,11 @@ def _same(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
     return paged
 
 
-@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=["greedy", "beams", "samples"])
+@pytest.mark.parametrize(
+    "mode",
+    [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}],
+    ids=["greedy", "beams", "samples"],
+)
 def test_lora(model: Any, ids: torch.Tensor, mode: dict[str, Any]) -> None:
     """Active, switched, disabled, merged: each gives its own tokens, the same as stock's."""
     one = _same(model, ids, **mode)
@@ -64,7 +68,11 @@ def test_adapter_names(model: Any, ids: torch.Tensor, mode: dict[str, Any]) -> N
     alone = _same(model, ids[2:], **mode)
     width = min(mixed.shape[1], alone.shape[1])
     assert torch.equal(mixed[2 * per :, :width], alone[:, :width])
-    assert not any("adapter_names" in str(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+    assert not any(
+        "adapter_names" in str(hook)
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+    )
 
 
 def test_a_cache_of_the_peft_model(model: Any, ids: torch.Tensor) -> None:
@@ -79,7 +87,9 @@ def test_a_cache_of_the_peft_model(model: Any, ids: torch.Tensor) -> None:
 def test_prompt_tuning(ids: torch.Tensor, beams: int) -> None:
     """Virtual tokens before left padding: a mask that is no left padding any more."""
     base = build(BY_NAME["llama"])
-    model = peft.get_peft_model(base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    model = peft.get_peft_model(
+        base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ).eval()
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     _same(model, ids, attention_mask=mask, num_beams=beams)
@@ -89,9 +99,13 @@ def test_prompt_tuning(ids: torch.Tensor, beams: int) -> None:
 def test_prefix_tuning_brings_its_own_cache(ids: torch.Tensor) -> None:
     """peft replaces the cache by one that holds its prefix: stock's runs, and a warning says so."""
     base = build(BY_NAME["llama"])
-    model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    model = peft.get_peft_model(
+        base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ).eval()
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
-    with pytest.warns(hf_paged.FallbackWarning, match="peft's prefix tuning gave LlamaForCausalLM another cache"):
+    with pytest.warns(
+        hf_paged.FallbackWarning, match="peft's prefix tuning gave LlamaForCausalLM another cache"
+    ):
         paged = model.generate(**call, cache_implementation="paged")
     assert torch.equal(paged, model.generate(**call))
     assert_clean(base, "sdpa")

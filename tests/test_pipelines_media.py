@@ -1,4 +1,6 @@
-"""pipeline("automatic-speech-recognition") and pipeline("image-text-to-text"): the same answers as stock's, on pages."""
+"""pipeline("automatic-speech-recognition") and pipeline("image-text-to-text"): the same answers as stock's,
+on pages.
+"""
 
 from __future__ import annotations
 
@@ -70,19 +72,28 @@ def listener() -> Any:
     settings.is_multilingual, settings.prev_sot_token_id = True, ids["<|startofprev|>"]
     settings.suppress_tokens = list(ids.values())[1:-1]
     extractor = tf.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
-    return tf.pipeline("automatic-speech-recognition", model=model, tokenizer=tokenizer, feature_extractor=extractor)
+    return tf.pipeline(
+        "automatic-speech-recognition", model=model, tokenizer=tokenizer, feature_extractor=extractor
+    )
 
 
 def sounds(*seconds: float) -> list[dict[str, Any]]:
     noise = torch.Generator().manual_seed(1)
-    waves = [torch.randn(int(length * RATE), generator=noise) * torch.linspace(0.1, 1, int(length * RATE)) for length in seconds]
+    waves = [
+        torch.randn(int(length * RATE), generator=noise) * torch.linspace(0.1, 1, int(length * RATE))
+        for length in seconds
+    ]
     return [{"raw": wave.numpy(), "sampling_rate": RATE} for wave in waves]
 
 
 @pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
 @pytest.mark.parametrize(
     ("seconds", "options"),
-    [((0.9, 0.6), {}), ((3.4,), {"return_timestamps": True}), ((2.5, 1.7), {"chunk_length_s": 1, "stride_length_s": 0.2})],
+    [
+        ((0.9, 0.6), {}),
+        ((3.4,), {"return_timestamps": True}),
+        ((2.5, 1.7), {"chunk_length_s": 1, "stride_length_s": 0.2}),
+    ],
     ids=["short", "long-form", "chunks"],
 )
 def test_speech(listener: Any, beams: int, seconds: tuple[float, ...], options: dict[str, Any]) -> None:
@@ -107,13 +118,21 @@ def seer() -> Any:
     tokenizer = demo.tokenizer()
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     vision = tf.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8, projection_dim=32
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=8,
+        projection_dim=32,
     )
     text = tf.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=len(tokenizer),
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    config = tf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=tokenizer.convert_tokens_to_ids("<image>"))
+    config = tf.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=tokenizer.convert_tokens_to_ids("<image>")
+    )
     torch.manual_seed(0)
     model = tf.LlavaForConditionalGeneration(config).eval()
     with torch.no_grad():
@@ -122,7 +141,8 @@ def seer() -> Any:
                 parameter.normal_(0, 0.25)
     images = tf.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     template = (
-        "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>{% else %}"
+        "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' "
+        "%}<image>{% else %}"
         "{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
     )
     processor = tf.LlavaProcessor(
@@ -135,17 +155,27 @@ def seer() -> Any:
 def picture(seed: int) -> Any:
     from PIL import Image
 
-    return Image.fromarray(torch.randint(0, 256, (40, 40, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8).numpy())
+    return Image.fromarray(
+        torch.randint(
+            0, 256, (40, 40, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+        ).numpy()
+    )
 
 
-@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 1}], ids=["greedy", "beams", "sample"])
+@pytest.mark.parametrize(
+    "mode",
+    [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 1}],
+    ids=["greedy", "beams", "sample"],
+)
 def test_pictures(seer: Any, mode: dict[str, Any]) -> None:
     """Two prompts of different lengths in a batch, each with a picture of its own."""
     text = ["<image> The fox", "<image> One day a little bear went out and"]
     call = {"max_new_tokens": 12, "do_sample": False, **mode}
 
     def ask(word: dict[str, Any]) -> Any:
-        return seer(images=[picture(1), picture(2)], text=text, batch_size=2, generate_kwargs={**call, **word})
+        return seer(
+            images=[picture(1), picture(2)], text=text, batch_size=2, generate_kwargs={**call, **word}
+        )
 
     stock, paged = both(seer.model, ask)
     assert stock == paged
@@ -153,10 +183,20 @@ def test_pictures(seer: Any, mode: dict[str, Any]) -> None:
 
 def test_chat_about_a_picture(seer: Any) -> None:
     """Messages in, messages out."""
-    talk = [{"role": "user", "content": [{"type": "image", "image": picture(3)}, {"type": "text", "text": " Tell me about the fox."}]}]
+    talk = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": picture(3)},
+                {"type": "text", "text": " Tell me about the fox."},
+            ],
+        }
+    ]
 
     def ask(word: dict[str, Any]) -> Any:
-        return seer(text=talk, max_new_tokens=12, generate_kwargs={"do_sample": False, **word})[0]["generated_text"][-1]
+        return seer(text=talk, max_new_tokens=12, generate_kwargs={"do_sample": False, **word})[0][
+            "generated_text"
+        ][-1]
 
     stock, paged = both(seer.model, ask)
     assert stock == paged

@@ -1,8 +1,10 @@
-"""Quantized linear layers, under adapters too: stock's tokens, and prefixes that a change of weights or scales makes stale (C24).
+"""Quantized linear layers, under adapters too: stock's tokens, and prefixes that a change of weights or
+scales makes stale (C24).
 
     pip install .[quantized]
 
-torchao's int8 weights are compared exactly. What rounds activations, or computes in bfloat16 inside, may part at ties.
+torchao's int8 weights are compared exactly. What rounds activations, or computes in bfloat16 inside, may part
+at ties.
 """
 
 from __future__ import annotations
@@ -21,21 +23,39 @@ from test_generate_prefix_reuse import ask, continued, words
 import hf_paged
 from hf_paged.checking.ties import NOISE, judge, judge_beams
 
-WIDE = {**SMALL, **TOKENS, **LONG, "hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16}
+WIDE = {
+    **SMALL,
+    **TOKENS,
+    **LONG,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 """Wide enough for nf4's blocks of 64."""
 MODELS = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**WIDE)),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**{**WIDE, **ALTERNATING}, query_pre_attn_scalar=16)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(
+        tf.Gemma3TextConfig(**{**WIDE, **ALTERNATING}, query_pre_attn_scalar=16)
+    ),
 }
 
 
 ROUNDED = 0.1
-"""How far logits may lie apart, relative to the largest, where activations are rounded to a 127th of theirs in fourteen products."""
+"""How far logits may lie apart, relative to the largest, where activations are rounded to a 127th of theirs
+in fourteen products.
+"""
 
 
 def _torchao(activations: bool) -> Any:
-    quantization = pytest.importorskip("torchao.quantization", reason="torchao is an extra: pip install .[quantized]")
-    kind = quantization.Int8DynamicActivationInt8WeightConfig if activations else quantization.Int8WeightOnlyConfig
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="torchao is an extra: pip install .[quantized]"
+    )
+    kind = (
+        quantization.Int8DynamicActivationInt8WeightConfig
+        if activations
+        else quantization.Int8WeightOnlyConfig
+    )
     return tf.TorchAoConfig(kind())
 
 
@@ -49,9 +69,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "torchao-int8-activations": lambda: _torchao(True),
     "bitsandbytes-int8": lambda: _bitsandbytes(load_in_8bit=True, llm_int8_threshold=0.0),
     "bitsandbytes-int8-outliers": lambda: _bitsandbytes(load_in_8bit=True),
-    "bitsandbytes-nf4": lambda: _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
+    "bitsandbytes-nf4": lambda: _bitsandbytes(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    ),
     "bitsandbytes-nf4-double": lambda: _bitsandbytes(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32, bnb_4bit_use_double_quant=True
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_use_double_quant=True,
     ),
 }
 
@@ -66,7 +91,9 @@ def quantized(kind: str, folder: Path, name: str = "llama") -> Any:
     config = CONFIGS[kind]()
     plain = build(Family(name, MODELS[name]))
     plain.save_pretrained(folder)
-    model = type(plain).from_pretrained(folder, quantization_config=config, device_map={"": "cpu"}, dtype=torch.float32)
+    model = type(plain).from_pretrained(
+        folder, quantization_config=config, device_map={"": "cpu"}, dtype=torch.float32
+    )
     with torch.no_grad():
         model(words(1, 4))  # bitsandbytes moves scales, and packs weights, at the first forward
     return model.eval()
@@ -80,12 +107,20 @@ def test_the_same_tokens(kind: str, name: str, adapter: bool, tmp_path: Path) ->
     if adapter:
         peft = pytest.importorskip("peft", reason="peft is an extra")
         torch.manual_seed(0)
-        lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+        lora = peft.LoraConfig(
+            r=4, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False
+        )
         whole = peft.get_peft_model(model, lora).eval()
     ids = words(3, 13)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    call = {"input_ids": ids * mask, "attention_mask": mask, "max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    call = {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "max_new_tokens": 10,
+        "min_new_tokens": 10,
+        "do_sample": False,
+    }
     call |= {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
     for beams in (1, 3):
         if kind == "torchao-int8":
@@ -101,8 +136,12 @@ def test_the_same_tokens(kind: str, name: str, adapter: bool, tmp_path: Path) ->
 
 
 def test_what_differs_is_explained(kind: str, tmp_path: Path) -> None:
-    """What rounding explains is measured on the model: its dtype does not say that it rounds to fewer bits inside."""
-    report = hf_paged.check_mismatch(quantized(kind, tmp_path), words(8, 13), max_new_tokens=30, min_new_tokens=30, do_sample=False)
+    """What rounding explains is measured on the model: its dtype does not say that it rounds to fewer bits
+    inside.
+    """
+    report = hf_paged.check_mismatch(
+        quantized(kind, tmp_path), words(8, 13), max_new_tokens=30, min_new_tokens=30, do_sample=False
+    )
     assert report.ok, str(report)
 
 
@@ -115,7 +154,10 @@ def test_prefixes(kind: str, tmp_path: Path) -> None:
     _, seen = ask(model, continued(first, 26, 4), 4, **call)
     if kind == "bitsandbytes-int8-outliers":
         assert seen[0] == 30
-        assert hf_paged.stats(model).reasons["a quantized layer rounds a token by what else is computed with it"] == 2
+        assert (
+            hf_paged.stats(model).reasons["a quantized layer rounds a token by what else is computed with it"]
+            == 2
+        )
     else:
         assert seen[0] == 4
 
@@ -157,9 +199,15 @@ def replace_scales(model: Any) -> None:
         state.absmax = state.absmax * 3
 
 
-@pytest.mark.parametrize("change", [edit_weights, edit_scales, replace_scales], ids=lambda change: change.__name__)
-@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "bitsandbytes-int8-outliers"], indirect=True)
-def test_c24_changed_weights_and_scales_are_noticed(kind: str, change: Callable[[Any], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change", [edit_weights, edit_scales, replace_scales], ids=lambda change: change.__name__
+)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in CONFIGS if kind != "bitsandbytes-int8-outliers"], indirect=True
+)
+def test_c24_changed_weights_and_scales_are_noticed(
+    kind: str, change: Callable[[Any], None], tmp_path: Path
+) -> None:
     model = quantized(kind, tmp_path)
     ids = words(1, 29)
     call = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 2}
@@ -168,5 +216,7 @@ def test_c24_changed_weights_and_scales_are_noticed(kind: str, change: Callable[
     change(model)
     after, seen = ask(model, ids, 4, **call)
     assert seen[0] == 29
-    assert (before.scores[0] - after.scores[0]).abs().max() > 1e-2, "a change that changes nothing proves nothing"
+    assert (before.scores[0] - after.scores[0]).abs().max() > 1e-2, (
+        "a change that changes nothing proves nothing"
+    )
     assert ask(model, ids, 4, **call)[1][0] == 1

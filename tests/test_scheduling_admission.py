@@ -34,7 +34,13 @@ def test_a_cached_hit_is_not_counted_twice() -> None:
     assert judge(10, 5, 5, hits=2, cached_hits=2) is Verdict.OK
 
 
-@given(total=st.integers(1, 50), available=st.integers(0, 50), need=st.integers(0, 60), hits=st.integers(0, 60), reserve=st.integers(0, 5))
+@given(
+    total=st.integers(1, 50),
+    available=st.integers(0, 50),
+    need=st.integers(0, 60),
+    hits=st.integers(0, 60),
+    reserve=st.integers(0, 5),
+)
 def test_ok_leaves_the_reserve(total: int, available: int, need: int, hits: int, reserve: int) -> None:
     available, hits = min(available, total), min(hits, need)
     verdict = judge(total, available, need, hits=hits, reserve=reserve)
@@ -44,9 +50,12 @@ def test_ok_leaves_the_reserve(total: int, available: int, need: int, hits: int,
 
 
 def test_infeasible_says_both_numbers() -> None:
-    """C11: the whole group at full length, full blocks of the prompt once, against the total without the watermark."""
+    """C11: the whole group at full length, full blocks of the prompt once, against the total without the
+    watermark.
+    """
     shelf, limits = Shelf(BlockPool(20, 4)), Limits(16, 4, 0.1)
-    # 9 prompt tokens fill 2 blocks; 3 sequences of 20 tokens need 3 more each: 11. At 36 tokens 2 + 3 * 7 = 23, of 18.
+    # 9 prompt tokens fill 2 blocks; 3 sequences of 20 tokens need 3 more each: 11. At 36 tokens 2 + 3 * 7 =
+    # 23, of 18.
     assert why_infeasible(Request(0, tuple(range(9)), 20, width=3), [shelf], limits) is None
     reason = why_infeasible(Request(0, tuple(range(9)), 36, width=3), [shelf], limits)
     assert reason is not None
@@ -55,7 +64,9 @@ def test_infeasible_says_both_numbers() -> None:
 
 
 def test_a_group_must_fit_the_sequence_budget() -> None:
-    """C11: its sequences against the sequence budget; with it goes one decoding step against the token budget."""
+    """C11: its sequences against the sequence budget; with it goes one decoding step against the token
+    budget.
+    """
     reason = why_infeasible(Request(0, (1, 2), 4, width=5), [Shelf(BlockPool(100, 4))], Limits(16, 4))
     assert reason is not None
     assert "5 sequences" in reason
@@ -70,10 +81,15 @@ def test_a_window_needs_few_blocks() -> None:
 
 
 def test_the_room_that_is_left_doubles() -> None:
-    """C31: with each time that a group had to go, for each sequence and up to what each can come to need; alone it never waits."""
+    """C31: with each time that a group had to go, for each sequence and up to what each can come to need;
+    alone it never waits.
+    """
     shelves = (Shelf(BlockPool(40, 4)),)
     group = Group(Request(0, (1,) * 8, 48), shelves)  # 2 blocks now, 12 at its end
-    others = [Group(Request(1, (1,) * 8, 20), shelves), Group(Request(2, (1,) * 8, 400, width=2), shelves)]  # 5 blocks, 198 blocks
+    others = [
+        Group(Request(1, (1,) * 8, 20), shelves),
+        Group(Request(2, (1,) * 8, 400, width=2), shelves),
+    ]  # 5 blocks, 198 blocks
     found = []
     for setbacks in (2, 3, 4, 5, 20):
         group.setbacks = setbacks
@@ -85,7 +101,12 @@ def test_the_room_that_is_left_doubles() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "sequences", "watermark", "wrong"),
-    [(4, 5, 0.01, "one token of each of 5"), (4, 0, 0.01, "0 sequences"), (4, 4, 1.0, "watermark"), (4, 4, -0.1, "watermark")],
+    [
+        (4, 5, 0.01, "one token of each of 5"),
+        (4, 0, 0.01, "0 sequences"),
+        (4, 4, 1.0, "watermark"),
+        (4, 4, -0.1, "watermark"),
+    ],
 )
 def test_limits_are_checked(tokens: int, sequences: int, watermark: float, wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong):

@@ -1,4 +1,6 @@
-"""Those who do nothing but decode: what a step of them costs is what happens in it, and the books are everybody's."""
+"""Those who do nothing but decode: what a step of them costs is what happens in it, and the books are
+everybody's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from hf_paged.scheduling import Request
 
 
 def places(world: Simulated) -> dict[int, int]:
-    return {sequence.group.request.number: place for place, sequence in enumerate(world.scheduler.crew.sequences)}
+    return {
+        sequence.group.request.number: place for place, sequence in enumerate(world.scheduler.crew.sequences)
+    }
 
 
 def test_whoever_decodes_joins_and_the_last_one_takes_the_place_of_who_leaves() -> None:
@@ -51,7 +55,9 @@ def test_a_block_is_taken_and_named_when_the_one_before_is_full() -> None:
         assert plan.stride is not None
         grown = len(group.leader.tables[0].blocks) - before
         assert grown == ((group.leader.computed - 1) % 4 == 0)
-        assert plan.stride.filled == (((group.leader, group.leader.computed),) if group.leader.computed % 4 == 0 else ())
+        assert plan.stride.filled == (
+            ((group.leader, group.leader.computed),) if group.leader.computed % 4 == 0 else ()
+        )
         assert len(group.leader.tables[0].digests) == group.leader.computed // 4
 
 
@@ -69,7 +75,8 @@ def test_who_gets_the_last_token_is_known_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "why"), [(Request(0, prompt(5), 12, width=2), "two"), (Request(0, prompt(5), 12, steady=False), "no")]
+    ("request_", "why"),
+    [(Request(0, prompt(5), 12, width=2), "two"), (Request(0, prompt(5), 12, steady=False), "no")],
 )
 def test_who_is_more_than_a_token_a_step_stays_outside(request_: Request, why: str) -> None:
     world = Simulated.of(total=60, tokens=40)
@@ -81,13 +88,21 @@ def test_who_is_more_than_a_token_a_step_stays_outside(request_: Request, why: s
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_crew_changes_no_answer(seed: int) -> None:
-    """Walks with some in the crew and some not, few blocks, aborts and preemptions; everything recounted after every step."""
+    """Walks with some in the crew and some not, few blocks, aborts and preemptions; everything recounted
+    after every step.
+    """
     rng = random.Random(seed)
-    world = Simulated.of(total=26, size=rng.choice([1, 2, 4]), window=rng.choice([None, 6]), tokens=12, sequences=6, host=12)
+    world = Simulated.of(
+        total=26, size=rng.choice([1, 2, 4]), window=rng.choice([None, 6]), tokens=12, sequences=6, host=12
+    )
     alive = []
     for number in range(24):
         tokens = prompt(rng.randrange(1, 9), rng.randrange(3))
-        alive.append(world.submit(Request(number, tokens, len(tokens) + rng.randrange(1, 9), steady=rng.random() < 0.7)))
+        alive.append(
+            world.submit(
+                Request(number, tokens, len(tokens) + rng.randrange(1, 9), steady=rng.random() < 0.7)
+            )
+        )
         for _ in range(rng.randrange(4)):
             world.step()
         if rng.random() < 0.2 and world.scheduler.running:

@@ -1,4 +1,6 @@
-"""Admission by future peak (contract C40): the formula, groups, shared beginnings, windows, and that nobody is preempted."""
+"""Admission by future peak (contract C40): the formula, groups, shared beginnings, windows, and that nobody
+is preempted.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,13 @@ def test_the_formula_is_the_highest_step(sequences: list[tuple[int, int]]) -> No
 def test_the_example_in_a_pool() -> None:
     """C40: with blocks of one token a newcomer is let in exactly if the peak fits."""
     for total, admitted in ((31, 5), (30, 4), (25, 4), (24, 3), (14, 1)):
-        world = ignorant(Simulated.of(total=total, size=1, tokens=64, sequences=8, admission="future", prefix_caching=False))
-        # A prompt of n tokens is stored in the step that gives the first new one: n - 1 are used before, so to say. And whoever ends
-        # is found a step late, so one token more is counted for each.
+        world = ignorant(
+            Simulated.of(
+                total=total, size=1, tokens=64, sequences=8, admission="future", prefix_caching=False
+            )
+        )
+        # A prompt of n tokens is stored in the step that gives the first new one: n - 1 are used before, so
+        # to say. And whoever ends is found a step late, so one token more is counted for each.
         for number, (used, left) in enumerate(KNOWN):
             world.submit(Request(number, prompt(used + 1, number + 1), used + left))
         assert len(world.step().admitted) == admitted
@@ -64,7 +70,9 @@ def test_the_example_in_a_pool() -> None:
 def test_blocks_cost_their_unused_slots() -> None:
     """C40: for B > 1 every sequence may hold B - 1 tokens more than it has."""
     for total, admitted in ((12, 2), (11, 1)):
-        world = ignorant(Simulated.of(total=total, size=4, tokens=64, admission="future", prefix_caching=False))
+        world = ignorant(
+            Simulated.of(total=total, size=4, tokens=64, admission="future", prefix_caching=False)
+        )
         for number in range(2):
             world.submit(Request(number, prompt(10, number + 1), 20))  # 20 slots and 3: 23 of 24
         assert len(world.step().admitted) == admitted
@@ -73,10 +81,15 @@ def test_blocks_cost_their_unused_slots() -> None:
 
 
 def test_a_group_counts_its_prompt_once() -> None:
-    """C40, C6: samples share the full blocks of their prompt, and each has a tail of its own, copied on write."""
-    # 8 tokens in common, then three tails of 12 tokens and 3 unused slots: 8 + 3 * 15 = 53 slots; the other needs 20 + 3: 76 together.
+    """C40, C6: samples share the full blocks of their prompt, and each has a tail of its own, copied on
+    write.
+    """
+    # 8 tokens in common, then three tails of 12 tokens and 3 unused slots: 8 + 3 * 15 = 53 slots; the other
+    # needs 20 + 3: 76 together.
     for total, admitted in ((19, 2), (18, 1)):
-        world = ignorant(Simulated.of(total=total, size=4, tokens=64, admission="future", prefix_caching=False))
+        world = ignorant(
+            Simulated.of(total=total, size=4, tokens=64, admission="future", prefix_caching=False)
+        )
         world.submit(Request(0, prompt(10), 20, width=3))
         world.submit(Request(1, prompt(10, 5), 20))
         assert len(world.step().admitted) == admitted
@@ -97,11 +110,17 @@ def test_a_young_group_leaves_room_for_somebody_short() -> None:
 
 
 def test_a_prompt_in_chunks_grows_later() -> None:
-    """C40: nobody knows when a prompt of several steps begins to grow, so it counts in full, and to everybody's end."""
-    world = ignorant(Simulated.of(total=35, size=1, tokens=4, sequences=4, admission="future", prefix_caching=False))
+    """C40: nobody knows when a prompt of several steps begins to grow, so it counts in full, and to
+    everybody's end.
+    """
+    world = ignorant(
+        Simulated.of(total=35, size=1, tokens=4, sequences=4, admission="future", prefix_caching=False)
+    )
     world.submit(Request(0, prompt(2), 20))
     world.step()
-    world.submit(Request(1, prompt(20, 5), 26))  # if it grew at once it would end when the other holds 8; it will then hold 15
+    world.submit(
+        Request(1, prompt(20, 5), 26)
+    )  # if it grew at once it would end when the other holds 8; it will then hold 15
     world.run()
     world.assert_answered()
     assert world.scheduler.counts["preemptions"] == 0
@@ -121,13 +140,17 @@ def test_a_shared_beginning_is_counted_once() -> None:
 
 
 def test_the_shared_part_outlives_the_one_that_computed_it() -> None:
-    """C40, C6: blocks that somebody else still names do not count as given back when their first owner ends."""
+    """C40, C6: blocks that somebody else still names do not count as given back when their first owner
+    ends.
+    """
     world = ignorant(Simulated.of(total=20, size=4, tokens=64, sequences=3, admission="future"))
     world.submit(Request(0, (*prompt(40), 3), 44))
     world.step()
     world.submit(Request(1, (*prompt(40), 4), 64))  # holds the 40 and grows by 23: with it 17 blocks
     world.step()
-    other = world.submit(Request(2, prompt(9, 6), 24))  # 6 more: they would fit if the first one's 10 went with it
+    other = world.submit(
+        Request(2, prompt(9, 6), 24)
+    )  # 6 more: they would fit if the first one's 10 went with it
     plans = world.run()
     assert other not in plans[0].admitted
     assert world.scheduler.counts["preemptions"] == 0
@@ -135,7 +158,9 @@ def test_the_shared_part_outlives_the_one_that_computed_it() -> None:
 
 
 def test_an_empty_engine_lets_in_the_first() -> None:
-    """No deadlock: a request that fits alone runs alone, although its estimate with unused slots does not fit."""
+    """No deadlock: a request that fits alone runs alone, although its estimate with unused slots does not
+    fit.
+    """
     world = ignorant(Simulated.of(total=5, size=4, tokens=64, admission="future", prefix_caching=False))
     large, small = world.submit(Request(0, prompt(7), 20)), world.submit(Request(1, prompt(2, 5), 4))
     assert world.step().admitted == (large,)
@@ -166,7 +191,9 @@ def test_estimates_follow_those_that_have_ended() -> None:
 
 
 def test_an_answer_that_goes_on_is_estimated_anew() -> None:
-    """C40: conditional on what is said already: whoever is longer than expected, and than anybody, may become as long as it may."""
+    """C40: conditional on what is said already: whoever is longer than expected, and than anybody, may become
+    as long as it may.
+    """
     world = Simulated.of(total=60, size=1, tokens=64, sequences=8, admission="future", prefix_caching=False)
     for _ in range(20):
         world.scheduler.admission.history.add(5)
@@ -205,7 +232,9 @@ def worlds(draw: st.DrawFn) -> Simulated:
 @settings(max_examples=150, deadline=None)
 @given(world=worlds(), seed=st.integers(0, 10**6), moves=st.integers(5, 80))
 def test_with_the_longest_answers_nobody_is_preempted(world: Simulated, seed: int, moves: int) -> None:
-    """C40: samples and beams, shared beginnings, windows, chunks and aborts: whoever runs stays until its end."""
+    """C40: samples and beams, shared beginnings, windows, chunks and aborts: whoever runs stays until its
+    end.
+    """
     rng = random.Random(seed)
     for number in range(moves):
         alive = [group for group in world.groups if group.status is not Status.FINISHED]
@@ -227,13 +256,18 @@ def test_with_the_longest_answers_nobody_is_preempted(world: Simulated, seed: in
 
 @pytest.mark.parametrize("seed", range(4))
 def test_cross_tables_are_as_long_as_what_the_encoder_makes(seed: int) -> None:
-    """C36, C40: however long the answer becomes; few blocks for encoders let few in, few for decoders none that must go."""
+    """C36, C40: however long the answer becomes; few blocks for encoders let few in, few for decoders none
+    that must go.
+    """
     rng = random.Random(seed)
     pools, encoders = [BlockPool(rng.choice([20, 60]), 4)], BlockPool(rng.choice([8, 24]), 4)
     world = ignorant(Simulated(pools, [None], Limits(9, 6, 0.0), encoders=encoders, admission="future"))
     for number in range(40):
         width, length = rng.choice([1, 1, 2, 3]), rng.randrange(1, 12)
-        world.submit(Request(number, (1,) * length, length + rng.randrange(2, 12), width, source=rng.randrange(1, 30)), beams=width == 3)
+        world.submit(
+            Request(number, (1,) * length, length + rng.randrange(2, 12), width, source=rng.randrange(1, 30)),
+            beams=width == 3,
+        )
     assert not any(plan.preempted for plan in world.run())
     world.assert_answered()
     world.assert_empty()
@@ -246,7 +280,15 @@ def test_fewer_preemptions_than_with_a_watermark() -> None:
     found = {}
     for admission in ("watermark", "future"):
         rng = random.Random(5)
-        world = Simulated.of(total=60, size=4, tokens=64, sequences=16, watermark=0.01, admission=admission, prefix_caching=False)
+        world = Simulated.of(
+            total=60,
+            size=4,
+            tokens=64,
+            sequences=16,
+            watermark=0.01,
+            admission=admission,
+            prefix_caching=False,
+        )
         groups = {}
         for number in range(300):
             group = world.submit(Request(number, prompt(rng.randrange(4, 20), number), 100))

@@ -1,4 +1,6 @@
-"""How long answers were: the counted history against a sorted list, and what it says when nobody knows (contract C40)."""
+"""How long answers were: the counted history against a sorted list, and what it says when nobody knows
+(contract C40).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_it_agrees_with_a_sorted_list(keep: int, doubt: int) -> None:
 
 
 def test_nobody_knows_at_first() -> None:
-    """C40: max_new_tokens until there is a history, and where nobody was longer; answers that had to stop say nothing about their end."""
+    """C40: max_new_tokens until there is a history, and where nobody was longer; answers that had to stop say
+    nothing about their end.
+    """
     history = History(doubt=0)
     assert history.expected(0, 50, 0.5) == 50
     history.add(7)
@@ -55,7 +59,9 @@ def test_whoever_said_more_becomes_longer() -> None:
 
 
 def test_an_answer_costs_a_few_steps_and_no_search() -> None:
-    """O(log n): the counts touched by an answer and by a question grow like the logarithm of the longest answer."""
+    """O(log n): the counts touched by an answer and by a question grow like the logarithm of the longest
+    answer.
+    """
 
     class Counted(list):
         touched = 0

@@ -17,7 +17,9 @@ def prompt(length: int, first: int = 1) -> tuple[int, ...]:
 
 
 def test_a_prompt_in_chunks_samples_once() -> None:
-    """C32, C27: chunks that do not reach the last token choose nothing, and no step is longer than its budget."""
+    """C32, C27: chunks that do not reach the last token choose nothing, and no step is longer than its
+    budget.
+    """
     world = Simulated.of(total=20, tokens=5, sequences=2)
     world.submit(Request(0, prompt(12), 14))
     plans = world.run()
@@ -91,7 +93,9 @@ def test_a_resumed_group_needs_no_watermark() -> None:
 
 
 def test_whoever_comes_back_strands_nobody() -> None:
-    """C9: a preempted group leaves the next block to each of those who run, or it would be the next to go again."""
+    """C9: a preempted group leaves the next block to each of those who run, or it would be the next to go
+    again.
+    """
     world = Simulated.of(total=8, size=4, tokens=64, prefix_caching=False)
     first = world.submit(Request(0, prompt(11), 20))
     second = world.submit(Request(1, prompt(19, 5), 24))
@@ -108,7 +112,9 @@ def test_whoever_comes_back_strands_nobody() -> None:
 
 
 def test_what_runs_is_promised_its_tokens() -> None:
-    """What a running group has still to compute is counted: nobody is let in on the blocks that it is going to take."""
+    """What a running group has still to compute is counted: nobody is let in on the blocks that it is going
+    to take.
+    """
     world = Simulated.of(total=14, size=4, tokens=64, prefix_caching=False)
     group = world.submit(Request(0, prompt(4), 20, width=3))
     while group.length < 12:
@@ -116,7 +122,9 @@ def test_what_runs_is_promised_its_tokens() -> None:
     world.scheduler.preempt(group)
     other = world.submit(Request(1, prompt(30, 5), 32))
     plan = world.step()
-    assert plan.admitted == (group,)  # its common tokens leave room for the other's 8 blocks, its tails do not
+    assert plan.admitted == (
+        group,
+    )  # its common tokens leave room for the other's 8 blocks, its tails do not
     assert other.status is Status.WAITING
     world.run()
     assert world.scheduler.counts["preemptions"] == 1
@@ -124,7 +132,9 @@ def test_what_runs_is_promised_its_tokens() -> None:
 
 
 def test_a_recomputation_leaves_the_others_their_tokens() -> None:
-    """C27: an older group that is computed again is a prompt like any other, and takes what the decoding ones leave."""
+    """C27: an older group that is computed again is a prompt like any other, and takes what the decoding ones
+    leave.
+    """
     world = Simulated.of(total=40, tokens=4, sequences=4, prefix_caching=False)
     first = world.submit(Request(0, prompt(3), 24))
     for _ in range(12):
@@ -143,7 +153,9 @@ def test_a_recomputation_leaves_the_others_their_tokens() -> None:
 
 
 def test_samples_share_their_prompt() -> None:
-    """C6, C13, C14: a prompt is computed once for all samples, full blocks are shared, the last is copied n - 1 times."""
+    """C6, C13, C14: a prompt is computed once for all samples, full blocks are shared, the last is copied n -
+    1 times.
+    """
     world = Simulated.of(total=40, size=4, tokens=32)
     group = world.submit(Request(0, prompt(10), 20, width=3))
     world.step()
@@ -171,7 +183,9 @@ def test_a_group_goes_and_comes_back_as_one() -> None:
     shared = group.common // 4
     world.run()
     assert shared >= 2
-    assert world.computed == group.common + sum(len(tokens) - 1 - group.common for tokens in world.answers[0].values())
+    assert world.computed == group.common + sum(
+        len(tokens) - 1 - group.common for tokens in world.answers[0].values()
+    )
     world.assert_answered()
 
 
@@ -204,7 +218,9 @@ def test_a_prefix_is_computed_once() -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 16, 256])
 def test_a_prefix_is_found_to_the_token(size: int) -> None:
-    """C17, C21: a prompt that shares 1,000 tokens with an earlier one computes the rest, whatever the block size."""
+    """C17, C21: a prompt that shares 1,000 tokens with an earlier one computes the rest, whatever the block
+    size.
+    """
     world = Simulated.of(total=4096 // size, size=size, tokens=2048)
     shared = prompt(1000)
     world.submit(Request(0, (*shared, 7, 8, 9), 1020))
@@ -217,7 +233,9 @@ def test_a_prefix_is_found_to_the_token(size: int) -> None:
 
 
 def test_the_source_of_a_copy_is_not_taken_in_its_step() -> None:
-    """C15: two requests of one step copy parts of cached blocks, and the pool has room for one copy at a time."""
+    """C15: two requests of one step copy parts of cached blocks, and the pool has room for one copy at a
+    time.
+    """
     world = Simulated.of(total=3, size=4, tokens=32, sequences=4)
     for number, beginning in enumerate(((1, 2, 3, 4), (5, 6, 7, 8))):
         world.submit(Request(number, beginning, 5))
@@ -243,7 +261,9 @@ def test_partly_shared_blocks_in_a_full_pool() -> None:
 
 
 def test_twins_in_flight_are_computed_once() -> None:
-    """The second of two equal prompts waits for the first one's blocks, and nobody behind it waits for that."""
+    """The second of two equal prompts waits for the first one's blocks, and nobody behind it waits for
+    that.
+    """
     world = Simulated.of(total=40, size=4, tokens=8, sequences=6)
     twins = [world.submit(Request(i, prompt(17), 20)) for i in range(3)]
     other = world.submit(Request(3, prompt(3, 6), 5))
@@ -317,7 +337,9 @@ def test_priority_decides() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_only_first_come_first_served_starves_none(policy: str) -> None:
-    """C26: a request gets its turn behind those before it. By priority it waits as long as higher ones keep coming: no ageing."""
+    """C26: a request gets its turn behind those before it. By priority it waits as long as higher ones keep
+    coming: no ageing.
+    """
     world = Simulated.of(total=40, tokens=32, sequences=1, policy=policy)
     low = world.submit(Request(0, prompt(5), 7))
     for number in range(1, 12):
@@ -369,7 +391,9 @@ def behind_encoders(total: int, encoders: int, size: int = 4, **options: Any) ->
 
 
 def test_one_cross_table_a_group() -> None:
-    """C36, C6: as long as the encoder's answer, with the first step, shared by all sequences, given back with the group."""
+    """C36, C6: as long as the encoder's answer, with the first step, shared by all sequences, given back with
+    the group.
+    """
     world = behind_encoders(total=60, encoders=20)
     pool = world.encoders
     group = world.submit(Request(0, prompt(5), 16, width=3, source=10))
@@ -377,7 +401,9 @@ def test_one_cross_table_a_group() -> None:
     for _ in range(4):
         world.step()
         assert pool.held == 3
-    assert {tuple(sequence.tables[-1].blocks) for sequence in group.sequences} == {tuple(group.leader.tables[-1].blocks)}
+    assert {tuple(sequence.tables[-1].blocks) for sequence in group.sequences} == {
+        tuple(group.leader.tables[-1].blocks)
+    }
     assert all(pool.references(block) == 3 for block in group.leader.tables[-1].blocks)
     world.scheduler.preempt(group)
     assert pool.held == 0
@@ -388,13 +414,19 @@ def test_one_cross_table_a_group() -> None:
 
 
 def test_cross_tables_need_room() -> None:
-    """C11, C12: who finds none for what its encoder makes waits, though the other pool is empty; who never will is refused."""
+    """C11, C12: who finds none for what its encoder makes waits, though the other pool is empty; who never
+    will is refused.
+    """
     world = behind_encoders(total=200, encoders=6)
     first = world.submit(Request(0, prompt(3), 12, source=16))
     second = world.submit(Request(1, prompt(3, 5), 12, source=12))
     small = world.submit(Request(2, prompt(3, 6), 12, source=4))
     world.step()
-    assert [group.status for group in (first, second, small)] == [Status.RUNNING, Status.WAITING, Status.WAITING]
+    assert [group.status for group in (first, second, small)] == [
+        Status.RUNNING,
+        Status.WAITING,
+        Status.WAITING,
+    ]
     with pytest.raises(Infeasible, match="encoder's 25 tokens need 7 blocks of 4 and 6 can be had"):
         world.submit(Request(3, prompt(3), 12, source=25))
     world.run()
@@ -406,7 +438,8 @@ def test_cross_tables_need_room() -> None:
 @pytest.mark.parametrize("host", [None, 30])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_walk_behind_encoders(seed: int, host: int | None, admission: str) -> None:
-    """C23, C30, C36: random groups on few blocks of both kinds, preempted and aborted: everybody reads what his own encoder made.
+    """C23, C30, C36: random groups on few blocks of both kinds, preempted and aborted: everybody reads what
+    his own encoder made.
 
     Cross tables are swapped with their groups, or made again.
     """
@@ -416,7 +449,13 @@ def test_a_walk_behind_encoders(seed: int, host: int | None, admission: str) -> 
     for number in range(60):
         width = rng.choice([1, 1, 2, 3])
         length = rng.randrange(1, 12)
-        request = Request(number, prompt(length, rng.randrange(7)), length + rng.randrange(6, 20), width, source=rng.randrange(1, 20))
+        request = Request(
+            number,
+            prompt(length, rng.randrange(7)),
+            length + rng.randrange(6, 20),
+            width,
+            source=rng.randrange(1, 20),
+        )
         alive.append(world.submit(request, beams=width > 1 and rng.random() < 0.5))
         for _ in range(rng.randrange(6)):
             world.step()

@@ -1,4 +1,6 @@
-"""Groups that wait on the host: gone and back as one, without a token computed twice, and never a dead engine (C28 to C31, C34)."""
+"""Groups that wait on the host: gone and back as one, without a token computed twice, and never a dead engine
+(C28 to C31, C34).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def test_a_group_is_swapped_as_one(window: int | None, beams: bool) -> None:
     assert group.swapped
     assert all(pool.held == 0 for pool in world.pools)
     before = [sharing(group, i, length) for i in range(len(world.pools))]
-    distinct = [len({block for sequence in group.sequences for block in sequence.parked[i].blocks}) for i in range(len(world.pools))]
+    distinct = [
+        len({block for sequence in group.sequences for block in sequence.parked[i].blocks})
+        for i in range(len(world.pools))
+    ]
     assert [host.held for host in world.hosts if host] == distinct
     world.scheduler.check()
     plan = world.scheduler.schedule()
@@ -56,7 +61,9 @@ def test_a_group_is_swapped_as_one(window: int | None, beams: bool) -> None:
     world.computed = computed
     world.run()
     assert again.preemptions == 1
-    assert world.computed == computed + sum(len(tokens) - 1 for tokens in world.answers[1].values()) - 3 * length
+    assert (
+        world.computed == computed + sum(len(tokens) - 1 for tokens in world.answers[1].values()) - 3 * length
+    )
     world.assert_answered()
     world.assert_empty()
 
@@ -81,13 +88,17 @@ def test_what_is_still_here_is_not_brought_back() -> None:
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_name_that_collides_is_not_what_is_still_here(verify: bool) -> None:
-    """C25: with `verify` a block of other tokens under the same name is no block of the group's, and its own one travels."""
+    """C25: with `verify` a block of other tokens under the same name is no block of the group's, and its own
+    one travels.
+    """
     world = Simulated.of(total=20, size=4, tokens=32, host=20, verify=verify)
     group = world.submit(Request(0, prompt(14), 20))
     steps(world, 4)
     pool, second = world.pools[0], group.leader.tables[0].blocks[1]
     world.scheduler.preempt(group)
-    pool._names[second] = pool._names[second]._replace(tokens=(90, 91, 92, 93))  # somebody else's, by an unlikely chance
+    pool._names[second] = pool._names[second]._replace(
+        tokens=(90, 91, 92, 93)
+    )  # somebody else's, by an unlikely chance
     plan = world.scheduler.schedule()
     assert plan.admitted == (group,)
     assert len(plan.swaps.back[0]) == (2 if verify else 1)
@@ -95,7 +106,9 @@ def test_a_name_that_collides_is_not_what_is_still_here(verify: bool) -> None:
 
 
 def test_what_comes_back_has_its_names_again() -> None:
-    """Others took the room: the blocks come from the host, and are found by the next request when they are computed on."""
+    """Others took the room: the blocks come from the host, and are found by the next request when they are
+    computed on.
+    """
     world = Simulated.of(total=10, size=4, tokens=64, host=20)
     group = world.submit(Request(0, prompt(14), 24))
     steps(world, 3)
@@ -134,7 +147,9 @@ def test_a_full_host_means_recomputation() -> None:
 def test_who_decides_knows_the_victim() -> None:
     """Blocks of every shelf, each once; tokens as often as they would be computed again."""
     asked: list[Victim] = []
-    world = Simulated.of(total=60, size=2, window=5, tokens=32, host=40, swap=lambda victim: bool(asked.append(victim)))
+    world = Simulated.of(
+        total=60, size=2, window=5, tokens=32, host=40, swap=lambda victim: bool(asked.append(victim))
+    )
     group = world.submit(Request(0, prompt(9), 24, width=3))
     steps(world, 4)
     world.scheduler.preempt(group)
@@ -210,7 +225,9 @@ def test_nobody_new_before_those_on_the_host() -> None:
 
 
 def test_what_rests_on_forgotten_names_is_computed_again() -> None:
-    """C24: other weights, and what waits on the host is worth nothing; nor is it swapped if it was forgotten before."""
+    """C24: other weights, and what waits on the host is worth nothing; nor is it swapped if it was forgotten
+    before.
+    """
     world = Simulated.of(total=40, size=4, tokens=32, host=40)
     first, second = (world.submit(Request(i, prompt(9, i + 1), 20, width=2)) for i in range(2))
     steps(world, 3)
@@ -231,7 +248,9 @@ def test_what_rests_on_forgotten_names_is_computed_again() -> None:
 
 @pytest.mark.parametrize("beams", [False, True])
 def test_an_abort_on_the_host(beams: bool) -> None:
-    """C34: host blocks are given back, before they were filled and afterwards; who gets them next gets his own."""
+    """C34: host blocks are given back, before they were filled and afterwards; who gets them next gets his
+    own.
+    """
     world = Simulated.of(total=40, size=4, tokens=32, host=12)
     groups = [world.submit(Request(i, prompt(9, i + 1), 20, width=2), beams=beams) for i in range(3)]
     steps(world, 3)
@@ -253,7 +272,9 @@ def test_an_abort_on_the_host(beams: bool) -> None:
 
 
 def test_a_place_on_the_host_is_filled_by_its_last_owner() -> None:
-    """Two victims before one plan, of whom the first is gone already: the second gets its own content back."""
+    """Two victims before one plan, of whom the first is gone already: the second gets its own content
+    back.
+    """
     world = Simulated.of(total=40, size=4, tokens=32, host=4, prefix_caching=False)
     groups = [world.submit(Request(i, prompt(9, i + 1), 20)) for i in range(3)]
     steps(world, 3)
@@ -292,12 +313,18 @@ def test_starting_over_empties_the_host() -> None:
 
 def under_pressure(share: int | None, **options: object) -> Simulated:
     """Forty requests, on a pool of a share of what they need, run to their ends."""
-    world = Simulated.of(total=DEMAND // share if share else 4000, size=4, tokens=64, sequences=40, watermark=0.01, **options)
+    world = Simulated.of(
+        total=DEMAND // share if share else 4000, size=4, tokens=64, sequences=40, watermark=0.01, **options
+    )
     world.checks = False
     rng = random.Random(5)
     for number in range(40):
         length = rng.randrange(8, 60)
-        world.submit(Request(number, prompt(length, number + 1), length + rng.randrange(20, 90), rng.choice([1, 1, 1, 2])))
+        world.submit(
+            Request(
+                number, prompt(length, number + 1), length + rng.randrange(20, 90), rng.choice([1, 1, 1, 2])
+            )
+        )
     world.run()
     world.assert_answered()
     world.assert_empty()
@@ -316,8 +343,13 @@ def test_the_demand_is_what_it_is_said_to_be() -> None:
 
 @pytest.mark.parametrize("host", [None, 40, 2000])
 def test_work_under_pressure_is_bounded(host: int | None) -> None:
-    """C31: on a fifth of the demand swapped groups cost no token, and others not many; nobody goes again and again."""
-    alone, world = under_pressure(None, prefix_caching=False), under_pressure(5, prefix_caching=False, host=host)
+    """C31: on a fifth of the demand swapped groups cost no token, and others not many; nobody goes again and
+    again.
+    """
+    alone, world = (
+        under_pressure(None, prefix_caching=False),
+        under_pressure(5, prefix_caching=False, host=host),
+    )
     counts = world.scheduler.counts
     assert counts["preemptions"] > 20
     assert counts["preemptions"] == counts["swapped_out"] + counts["recomputed"]

@@ -1,7 +1,8 @@
 """Random requests under random pressure: whoever else is there, every request gets the tokens it gets alone.
 
-Held here: C7, C11, C12, C16, C22, C26 to C32, C34, and the books' own, for samples and beams, with windows and without, under
-small pools and budgets, with prefixes in common, with aborts, failures, preemptions and swaps at any time.
+Held here: C7, C11, C12, C16, C22, C26 to C32, C34, and the books' own, for samples and beams, with windows
+and without, under small pools and budgets, with prefixes in common, with aborts, failures, preemptions and
+swaps at any time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ def one_request(rng: random.Random, number: int) -> Request:
     shared = [1, 2, 3, 1, 2, 3, 4, 5, 6, 1, 2, 2][: rng.randrange(13)]
     prompt = (*shared, *(rng.randrange(3) for _ in range(rng.randrange(1, 9))))
     return Request(
-        number, prompt, len(prompt) + rng.randrange(1, 12), rng.choice([1, 1, 1, 2, 3]), rng.randrange(3), rng.choice([b"", b"x"])
+        number,
+        prompt,
+        len(prompt) + rng.randrange(1, 12),
+        rng.choice([1, 1, 1, 2, 3]),
+        rng.randrange(3),
+        rng.choice([b"", b"x"]),
     )
 
 
@@ -64,7 +70,9 @@ def walk(world: Simulated, rng: random.Random, moves: int, audit: int = 1) -> No
             for pool in world.pools:
                 pool.forget()
         elif move in ("step", "fail"):
-            world.fails = (lambda group: group.request.number % 3 == 0) if move == "fail" else (lambda group: False)
+            world.fails = (
+                (lambda group: group.request.number % 3 == 0) if move == "fail" else (lambda group: False)
+            )
             order = {group: (group.status, group.preemptions) for group in alive}
             plan = world.step()
             if plan.preempted:

@@ -19,7 +19,9 @@ PROMPT = 2
 
 
 def answer(logits: torch.Tensor, tokens: torch.Tensor | None = None) -> Any:
-    """What generate() answers with logits [rows, steps, words]: the best words behind a prompt, or the given ones."""
+    """What generate() answers with logits [rows, steps, words]: the best words behind a prompt, or the given
+    ones.
+    """
     tokens = logits.argmax(-1) if tokens is None else tokens
     prompt = torch.zeros(len(tokens), PROMPT, dtype=torch.long)
     return SimpleNamespace(sequences=torch.cat([prompt, tokens], 1), logits=tuple(logits.unbind(1)))
@@ -93,7 +95,9 @@ def test_beams() -> None:
 
 
 def test_margins_of_experts() -> None:
-    """A router whose two last candidates are made equal for one token has no margin there; padding does not matter."""
+    """A router whose two last candidates are made equal for one token has no margin there; padding does not
+    matter.
+    """
     model = build(BY_NAME["mixtral"])
     assert len(routers(model)) == 2
     ids = torch.randint(5, 90, (2, 6), generator=torch.Generator().manual_seed(1))
@@ -151,7 +155,9 @@ def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize(("family", "beams"), [("llama", "=~"), ("mixtral", ".")])
-def test_a_family_in_bfloat16(sweep: ModuleType, family: str, beams: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_in_bfloat16(
+    sweep: ModuleType, family: str, beams: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All calls agree up to ties, and their steps are captured."""
     (row,) = sweep.run_family("causal", family, "cpu", [torch.bfloat16])
     assert set(row["marks"]) == set(sweep.CALLS)
@@ -163,7 +169,9 @@ def test_a_family_in_bfloat16(sweep: ModuleType, family: str, beams: str, capsys
     assert "different: none; failed: none" in capsys.readouterr().out
 
 
-def test_a_family_that_says_something_else(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_that_says_something_else(
+    sweep: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A paged call that chooses other tokens is found, and is the exit code."""
     monkeypatch.setitem(sweep.PAGED, "repetition_penalty", 3.0)
     (row,) = sweep.run_family("causal", "llama", "cpu", [torch.float32])
@@ -174,12 +182,21 @@ def test_a_family_that_says_something_else(sweep: ModuleType, monkeypatch: pytes
 
 
 def test_a_family_that_cannot_be_run(sweep: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"kind": "causal", "family": "llama", "dtype": "float32", "marks": {}, "notes": ["exit code -11: "], "failed": True}
+    row = {
+        "kind": "causal",
+        "family": "llama",
+        "dtype": "float32",
+        "marks": {},
+        "notes": ["exit code -11: "],
+        "failed": True,
+    }
     assert sweep.summary([row]) == 1
     assert "failed: llama" in capsys.readouterr().out
 
 
-def test_a_path_that_another_release_lays_out_otherwise_is_not_lost(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_another_release_lays_out_otherwise_is_not_lost(
+    sweep: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lost is what is read worse than it was, or in fewer layers."""
     import models_page
 

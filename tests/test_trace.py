@@ -7,7 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from hf_paged.trace import Blocks, Change, Ended, Kind, Name, Row, Step, Table, Trace, TraceError, Writer, read
+from hf_paged.trace import (
+    Blocks,
+    Change,
+    Ended,
+    Kind,
+    Name,
+    Row,
+    Step,
+    Table,
+    Trace,
+    TraceError,
+    Writer,
+    read,
+)
 
 KINDS = (Kind("full", None, 12), Kind("window6", 6, 12))
 HEADER = Trace("TinyForCausalLM", 4, KINDS, 24, 8, ())
@@ -142,13 +155,25 @@ def test_a_writer_that_was_stopped(tmp_path: Path) -> None:
     [
         (0, "hello\n", "is no trace of hf_paged"),
         (0, "[1]\n", "is no trace of hf_paged"),
-        (0, json.dumps({"hf_paged": "trace", "version": 9}) + "\n", "version 9 and this hf_paged reads version 1"),
-        (0, json.dumps({"hf_paged": "trace", "version": 1, "model": "M"}) + "\n", "the header of .* is broken"),
+        (
+            0,
+            json.dumps({"hf_paged": "trace", "version": 9}) + "\n",
+            "version 9 and this hf_paged reads version 1",
+        ),
+        (
+            0,
+            json.dumps({"hf_paged": "trace", "version": 1, "model": "M"}) + "\n",
+            "the header of .* is broken",
+        ),
         (2, "{half\n", "line 3 of .* is broken"),
         (2, "[]\n", "line 3 of .* expected an object"),
         (2, '{"at":1}\n', "line 3 of .* is no step"),
         (2, '{"at":1,"requests":[0,0,0],"blocks":[[1,0,0,1],[0,0,0,12]]}\n', "do not add up to"),
-        (3, '{"at":1,"requests":[0,0,0],"blocks":[[0,0,0,12],[0,0,0,12]],"tables":{"a":null}}\n', "line 4 of .* is no step"),
+        (
+            3,
+            '{"at":1,"requests":[0,0,0],"blocks":[[0,0,0,12],[0,0,0,12]],"tables":{"a":null}}\n',
+            "line 4 of .* is no step",
+        ),
     ],
 )
 def test_broken_lines(line: int, text: str, error: str, tmp_path: Path) -> None:

@@ -17,7 +17,13 @@ from hf_paged.model.registry import memory_of
 
 def paged(model: Any, ids: torch.Tensor, **arguments: Any) -> Any:
     return model.generate(
-        ids, **{"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "cache_implementation": "paged", **arguments}
+        ids,
+        **{
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": 8,
+            "cache_implementation": "paged",
+            **arguments,
+        },
     )
 
 
@@ -38,11 +44,17 @@ def stock(model: Any, ids: torch.Tensor, **arguments: Any) -> Any:
         ({"kernels": "cuda"}, ValueError, "kernels='cuda' is not one of"),
         ({"kernels": "triton"}, ValueError, "the kernels need a CUDA device, the keys are on cpu"),
         ({"blocksize": 16}, ValueError, "did you mean 'block_size'"),
-        ({"num_blocks": 1}, hf_paged.OutOfBlocks, r"num_blocks=1 cannot hold one sequence of 20 tokens .* need 2 blocks"),
+        (
+            {"num_blocks": 1},
+            hf_paged.OutOfBlocks,
+            r"num_blocks=1 cannot hold one sequence of 20 tokens .* need 2 blocks",
+        ),
         ({"num_blocks": 4}, hf_paged.OutOfBlocks, r"\d+ more blocks .* are free \(num_blocks=4"),
     ],
 )
-def test_bad_options(llama: Any, ids: torch.Tensor, options: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_bad_options(
+    llama: Any, ids: torch.Tensor, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
     """The message says what was given, what was expected and what to do; the next call is right."""
     with pytest.raises(error, match=words):
         paged(llama, ids, num_beams=3, cache_config=options)
@@ -127,7 +139,11 @@ class _Fails(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("no"), MemoryError("no"), KeyboardInterrupt()], ids=["error", "memory", "ctrl-c"])
+@pytest.mark.parametrize(
+    "error",
+    [ZeroDivisionError("no"), MemoryError("no"), KeyboardInterrupt()],
+    ids=["error", "memory", "ctrl-c"],
+)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_processor_that_fails(llama: Any, ids: torch.Tensor, error: BaseException, beams: int) -> None:
     """Blocks are back while the exception is still being handled."""
@@ -153,7 +169,11 @@ def test_a_forward_that_fails_halfway(name: str, layer: int, ids: torch.Tensor) 
     more: dict[str, Any] = {key: history, "max_new_tokens": 6, "past_key_values": cache}
     if model.config.is_encoder_decoder:
         # Stock slices a decoder's prompt to what is new only if its mask is given.
-        more |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_attention_mask": torch.ones_like(history)}
+        more |= {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "decoder_attention_mask": torch.ones_like(history),
+        }
     else:
         more["attention_mask"] = torch.ones_like(history)
 
@@ -185,7 +205,9 @@ def test_threads_on_one_model(llama: Any, ids: torch.Tensor) -> None:
         for _ in range(4):
             try:
                 if job["word"]:
-                    answer = paged(llama, ids, num_beams=job["num_beams"], cache_config={"block_size": job["block_size"]})
+                    answer = paged(
+                        llama, ids, num_beams=job["num_beams"], cache_config={"block_size": job["block_size"]}
+                    )
                 else:
                     answer = stock(llama, ids, num_beams=job["num_beams"])
                 if not torch.equal(answer, expected[job["num_beams"]]):
@@ -266,8 +288,12 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.rpartition(".")[2])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_an_interrupt_anywhere(place: str, after: bool, llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C at the n-th use of every part of the machine, before or after it did its work: nothing is lost, the next call is right."""
+def test_an_interrupt_anywhere(
+    place: str, after: bool, llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at the n-th use of every part of the machine, before or after it did its work: nothing is lost,
+    the next call is right.
+    """
     import pkgutil
 
     name = place.rpartition(".")
@@ -297,7 +323,9 @@ def test_an_interrupt_anywhere(place: str, after: bool, llama: Any, ids: torch.T
 
 
 def test_a_torn_cache_is_not_read(llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kept cache whose copy on write broke off says so, instead of answering from a block that was never filled."""
+    """A kept cache whose copy on write broke off says so, instead of answering from a block that was never
+    filled.
+    """
     from hf_paged.kv.store import Store
 
     cache = hf_paged.PagedCache(llama)

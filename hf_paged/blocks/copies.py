@@ -1,4 +1,6 @@
-"""Tables that go to another pool and come back: what they share is shared there too, and every block travels once (C30)."""
+"""Tables that go to another pool and come back: what they share is shared there too, and every block travels
+once (C30).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,15 @@ def distinct(tables: Sequence[Table]) -> int:
     return len({block for table in tables for block in table.blocks})
 
 
-def move(sources: Sequence[Table], targets: Sequence[Table], there: Mapping[int, int] | None = None) -> list[Copy]:
+def move(
+    sources: Sequence[Table], targets: Sequence[Table], there: Mapping[int, int] | None = None
+) -> list[Copy]:
     """Let the empty target i hold in its pool what source i holds in another, and empty the sources.
 
-    there: for blocks of the sources whose content the other pool has under a name, the block that has it; these are shared and not
-    copied. The answer is what must be copied from pool to pool before either block is written again. Without room nothing is
-    changed, and OutOfBlocks raised. Names go along with the tables as far as the blocks have them there; `commit` gives the rest.
+    there: for blocks of the sources whose content the other pool has under a name, the block that has it;
+    these are shared and not copied. The answer is what must be copied from pool to pool before either block
+    is written again. Without room nothing is changed, and OutOfBlocks raised. Names go along with the tables
+    as far as the blocks have them there; `commit` gives the rest.
     """
     images = dict(there or {})
     if any(table.blocks or table.length for table in targets) or len(sources) != len(targets):
@@ -48,7 +53,9 @@ def move(sources: Sequence[Table], targets: Sequence[Table], there: Mapping[int,
             elif block not in kept:
                 pool.share(images[block])
             blocks.append(images[block])
-        target._become(_Row(blocks, source.digests[:names], source.length, source.released, now, source.epoch))
+        target._become(
+            _Row(blocks, source.digests[:names], source.length, source.released, now, source.epoch)
+        )
         source.free()
     return copies
 
@@ -56,6 +63,10 @@ def move(sources: Sequence[Table], targets: Sequence[Table], there: Mapping[int,
 def _leading(table: Table, there: Mapping[int, int]) -> int:
     """How many of the table's leading names its blocks bear in the other pool as well."""
     return next(
-        (place for place in range(table.released, len(table.digests)) if table.blocks[place - table.released] not in there),
+        (
+            place
+            for place in range(table.released, len(table.digests))
+            if table.blocks[place - table.released] not in there
+        ),
         len(table.digests),
     )

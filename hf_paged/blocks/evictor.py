@@ -7,8 +7,9 @@ from collections.abc import Iterator
 class Evictor:
     """Blocks that nobody holds but that can still be matched, least recently used first (contract C20).
 
-    Among blocks of one last access the one whose hash covers most tokens goes first: the end of a prefix is worth less
-    than its beginning. A heap with lazy deletion: an entry counts only while `_live` still names it.
+    Among blocks of one last access the one whose hash covers most tokens goes first: the end of a prefix is
+    worth less than its beginning. A heap with lazy deletion: an entry counts only while `_live` still names
+    it.
     """
 
     def __init__(self) -> None:

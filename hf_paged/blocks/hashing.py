@@ -14,8 +14,8 @@ NO_EXTRA = bytes(8)
 def chain(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
     """Name the block that holds `tokens` behind the block named `parent`.
 
-    `extra` carries what changes K and V for the same tokens (adapter, weights, salt: contract C24). It is keyed in by
-    its length, so no choice of tokens can imitate another choice of extras.
+    `extra` carries what changes K and V for the same tokens (adapter, weights, salt: contract C24). It is
+    keyed in by its length, so no choice of tokens can imitate another choice of extras.
     """
     key = parent + len(extra).to_bytes(8, "little") + extra if extra else parent + NO_EXTRA
     return blake2b(key + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
@@ -36,14 +36,15 @@ def check_salt(salt: object) -> str:
 def extra_key(*parts: object) -> bytes:
     """Join extras into one key; the parts are told apart, so ("ab", "c") is not ("a", "bc").
 
-    Only plain values have a representation that says all they are: a tensor's is abridged, an object's may be an
-    address that is used again.
+    Only plain values have a representation that says all they are: a tensor's is abridged, an object's may be
+    an address that is used again.
     """
     digest = blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         if not _is_plain(part):
             raise TypeError(
-                f"an extra key was given a {type(part).__name__}, expected None, bool, int, float, str, bytes or tuples of them; "
+                f"an extra key was given a {type(part).__name__}, expected None, bool, int, float, str, "
+                "bytes or tuples of them; "
                 "hand over its content as bytes or a name that is never used twice"
             )
         data = part if isinstance(part, bytes) else repr(part).encode()

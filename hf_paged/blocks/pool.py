@@ -27,14 +27,18 @@ def check_block_size(block_size: object) -> int:
     if isinstance(block_size, bool) or not isinstance(block_size, int):
         raise TypeError(f"block_size must be an int, got {block_size!r}")
     if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
-        raise ValueError(f"block_size={block_size} is not a power of two from 1 to {MAX_BLOCK_SIZE}; 16 is a good choice")
+        raise ValueError(
+            f"block_size={block_size} is not a power of two from 1 to {MAX_BLOCK_SIZE}; 16 is a good choice"
+        )
     return block_size
 
 
 class _Name(NamedTuple):
-    """What a block can be matched by: the digest, how many tokens it stands for, the block's own if kept, and its seat.
+    """What a block can be matched by: the digest, how many tokens it stands for, the block's own if kept, and
+    its seat.
 
-    The seat names the place that the block stands at; it is empty if nobody shall find the block by its first tokens.
+    The seat names the place that the block stands at; it is empty if nobody shall find the block by its first
+    tokens.
     """
 
     digest: bytes
@@ -46,9 +50,9 @@ class _Name(NamedTuple):
 class BlockPool:
     """Reference counts of `total` blocks of `block_size` tokens each.
 
-    Every block is in one of three states: free (never used or emptied), held (the reference count is the number of
-    tables that name it) or cached (nobody holds it, its digest can still be matched). free + held + cached = total
-    after every operation; available = free + cached.
+    Every block is in one of three states: free (never used or emptied), held (the reference count is the
+    number of tables that name it) or cached (nobody holds it, its digest can still be matched). free + held +
+    cached = total after every operation; available = free + cached.
     """
 
     def __init__(self, total: int, block_size: int) -> None:
@@ -117,7 +121,9 @@ class BlockPool:
     # ---- blocks
 
     def take(self, near: int = NOWHERE) -> int:
-        """Hand out one block with one reference: `near` if it is free, else the lowest free one, else an evicted one."""
+        """Hand out one block with one reference: `near` if it is free, else the lowest free one, else an
+        evicted one.
+        """
         state = self._state
         if 0 <= near < len(state) and state[near] == FREE:
             block = near
@@ -137,10 +143,12 @@ class BlockPool:
     def take_several(self, count: int, near: int = NOWHERE) -> list[int]:
         """Hand out `count` blocks, side by side from `near` on if these are free.
 
-        Else each comes after the one before it, or from the lowest place. With blocks of one token a prompt is as many blocks, so it
-        gets the lowest run that is long enough first (C38).
+        Else each comes after the one before it, or from the lowest place. With blocks of one token a prompt
+        is as many blocks, so it gets the lowest run that is long enough first (C38).
         """
-        start: int | None = near if near >= 0 and self._state.find(bytes(count), near, near + count) == near else None
+        start: int | None = (
+            near if near >= 0 and self._state.find(bytes(count), near, near + count) == near else None
+        )
         if start is None and self.block_size == 1:
             start, near = self.find_run(count), NOWHERE
         if start is None:
@@ -189,7 +197,9 @@ class BlockPool:
             self._set_free(block)
 
     def drop_several(self, blocks: Sequence[int], last_access: int = 0) -> None:
-        """Take a reference away from each: those that nobody else names and that have no name are free at once."""
+        """Take a reference away from each: those that nobody else names and that have no name are free at
+        once.
+        """
         references, state, names, times = self._references, self._state, self._names, self._last_access
         lowest, freed = self._lowest_free, 0
         try:
@@ -222,7 +232,9 @@ class BlockPool:
 
     def _evict(self) -> int:
         if not self.cached:
-            raise OutOfBlocks(f"all {self.total} blocks of {self.block_size} tokens are held; 1 more is needed")
+            raise OutOfBlocks(
+                f"all {self.total} blocks of {self.block_size} tokens are held; 1 more is needed"
+            )
         block = self._evictor.evict()
         self.withdraw(block)
         self._set_free(block)
@@ -231,14 +243,19 @@ class BlockPool:
 
     # ---- names
 
-    def publish(self, block: int, digest: bytes, covered: int, tokens: tuple[int, ...] = (), seat: bytes = b"") -> int | None:
+    def publish(
+        self, block: int, digest: bytes, covered: int, tokens: tuple[int, ...] = (), seat: bytes = b""
+    ) -> int | None:
         """Make a held block matchable under `digest`; the answer is the block that bears the name.
 
-        That is another one if the same content is cached already: the caller may adopt it and drop its own (C17). It is
-        None if `block` cannot bear the name, because it has another or because other content has taken it (C25).
+        That is another one if the same content is cached already: the caller may adopt it and drop its own
+        (C17). It is None if `block` cannot bear the name, because it has another or because other content has
+        taken it (C25).
         """
         if self._state[block] != HELD:
-            raise ValueError(f"block {block} is not held and cannot be published; publish before the last reference goes")
+            raise ValueError(
+                f"block {block} is not held and cannot be published; publish before the last reference goes"
+            )
         bearer = self._block_of.get(digest, block)
         if bearer != block:
             taken = self._names[bearer]
@@ -294,7 +311,9 @@ class BlockPool:
     def recover(self) -> None:
         """Make the books agree with the tables again, after something broke into the middle of a change."""
         named = Counter(block for table in self._tables for block in table.blocks)
-        if all(self._references[block] == named[block] for block in range(self.total)) and self._held == len(named):
+        if all(self._references[block] == named[block] for block in range(self.total)) and self._held == len(
+            named
+        ):
             return
         self.forget()
         self._references = [named[block] for block in range(self.total)]
@@ -309,21 +328,35 @@ class BlockPool:
         self._tables.add(table)
 
     def check(self) -> None:
-        """Recount everything from the tables; raise AssertionError on the first thing that does not add up."""
+        """Recount everything from the tables; raise AssertionError on the first thing that does not add
+        up.
+        """
         named: Counter[int] = Counter()
         for table in self._tables:
             table.check()
             named.update(table.blocks)
         for block in range(self.total):
             self._check_block(block, named[block])
-        expect(self._held == sum(1 for s in self._state if s == HELD), f"held={self._held} is not the number of held blocks")
+        expect(
+            self._held == sum(1 for s in self._state if s == HELD),
+            f"held={self._held} is not the number of held blocks",
+        )
         expect(self.free == self._state.count(FREE), f"free={self.free} is not the number of free blocks")
-        expect(self._state.count(FREE, self.top) == self.total - self.top, f"a block from {self.top} on is in use")
+        expect(
+            self._state.count(FREE, self.top) == self.total - self.top,
+            f"a block from {self.top} on is in use",
+        )
         expect(self.free + self.held + self.cached == self.total, "free + held + cached is not total")
         first = self._state.find(FREE)
-        expect(first < 0 or first >= self._lowest_free, f"block {first} is free below the mark {self._lowest_free}")
+        expect(
+            first < 0 or first >= self._lowest_free,
+            f"block {first} is free below the mark {self._lowest_free}",
+        )
         expect(len(self._block_of) == len(self._names), "digests and blocks are not one to one")
-        expect(len(self.siblings) == sum(1 for name in self._names.values() if name.seat), "seats and names disagree")
+        expect(
+            len(self.siblings) == sum(1 for name in self._names.values() if name.seat),
+            "seats and names disagree",
+        )
         for block, name in self._names.items():
             expect(self._block_of.get(name.digest) == block, f"block {block} and its digest disagree")
             expect(self._state[block] != FREE, f"block {block} is free and has a name")
@@ -332,7 +365,10 @@ class BlockPool:
         count, state = self._references[block], self._state[block]
         expect(count == named, f"block {block} has {count} references but {named} tables name it")
         expect((count > 0) == (state == HELD), f"block {block} has {count} references and state {state}")
-        expect((state == CACHED) == (block in self._evictor), f"block {block} has state {state} and the evictor disagrees")
+        expect(
+            (state == CACHED) == (block in self._evictor),
+            f"block {block} has state {state} and the evictor disagrees",
+        )
         expect(state != CACHED or block in self._names, f"block {block} is cached without a name")
 
 

@@ -16,7 +16,9 @@ class Partial(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The leading blocks of a prompt that the pool holds already, with their names. Nothing is referenced yet."""
+    """The leading blocks of a prompt that the pool holds already, with their names. Nothing is referenced
+    yet.
+    """
 
     blocks: list[int]
     digests: list[bytes]
@@ -33,9 +35,9 @@ class Match(NamedTuple):
 def adopt(table: Table, found: Match) -> None:
     """Begin an empty table with the blocks of a match: one more reference each.
 
-    A partial block is named like the others; `detach` gives the table one of its own before anything is written. A match
-    holds nothing: if another caller had a block of it evicted or rewritten since, nothing changes and the
-    error says so.
+    A partial block is named like the others; `detach` gives the table one of its own before anything is
+    written. A match holds nothing: if another caller had a block of it evicted or rewritten since, nothing
+    changes and the error says so.
     """
     pool = table.pool
     if table.blocks or table.length:
@@ -45,7 +47,10 @@ def adopt(table: Table, found: Match) -> None:
         blocks, names = [*blocks, found.partial.block], [*names, found.partial.digest]
     for block, digest in zip(blocks, names, strict=True):
         if pool.lookup(digest) != block:
-            raise ValueError(f"block {block} no longer holds what was matched; match again, and adopt before anything is appended")
+            raise ValueError(
+                f"block {block} no longer holds what was matched; match again, and adopt before anything is "
+                "appended"
+            )
     for block in blocks:
         pool.share(block)
     table.blocks, table.digests, table.released = blocks, list(found.digests), found.released
@@ -61,14 +66,15 @@ def commit(
     exchange: bool = True,
     until: int | None = None,
 ) -> bool:
-    """Name every full block of `table`; `tokens` are the sequence's tokens from its first, of which the first `until` are there.
+    """Name every full block of `table`; `tokens` are the sequence's tokens from its first, of which the first
+    `until` are there.
 
-    The answer is whether it names other blocks now.
-    Call it only once the forward that filled the blocks has succeeded (C22) and no launched step names them. A
-    private block whose content is cached under another id is exchanged for that one, unless told not to (C17). With `keep_tokens` the
-    pool keeps the tokens, so that hits can be compared with them and a prompt can begin with a part of a block. Naming ends at the first
-    block that cannot bear its name, and what rests on forgotten blocks gets none: no later block may be found behind
-    a content that it was not computed from (C24, C25).
+    The answer is whether it names other blocks now. Call it only once the forward that filled the blocks has
+    succeeded (C22) and no launched step names them. A private block whose content is cached under another id
+    is exchanged for that one, unless told not to (C17). With `keep_tokens` the pool keeps the tokens, so that
+    hits can be compared with them and a prompt can begin with a part of a block. Naming ends at the first
+    block that cannot bear its name, and what rests on forgotten blocks gets none: no later block may be found
+    behind a content that it was not computed from (C24, C25).
     """
     size = table.pool.block_size
     full = min(len(tokens) if until is None else until, len(tokens), table.length) // size
@@ -81,7 +87,9 @@ def commit(
         place = index - table.released
         if place >= 0:
             block = table.blocks[place]
-            bearer = table.pool.publish(block, parent, (index + 1) * size, tuple(content) if keep_tokens else (), behind)
+            bearer = table.pool.publish(
+                block, parent, (index + 1) * size, tuple(content) if keep_tokens else (), behind
+            )
             if bearer is None:
                 break
             if exchange and bearer != block and table.pool.references(block) == 1:

@@ -10,9 +10,11 @@ NARROWEST = 16
 
 
 class Sheet:
-    """A row of `width` block numbers for every table: block j of row i is `ids[i * width + j]`, counted from the sequence's first.
+    """A row of `width` block numbers for every table: block j of row i is `ids[i * width + j]`, counted from
+    the sequence's first.
 
-    A place that its table does not name holds some block that exists. Whoever changes a table that is on the sheet says so here.
+    A place that its table does not name holds some block that exists. Whoever changes a table that is on the
+    sheet says so here.
     """
 
     def __init__(self) -> None:
@@ -24,7 +26,9 @@ class Sheet:
         """Write down a table, or what it names from its block `first` on."""
         self._fit(row, table.end)
         first = max(first, table.released)
-        self.ids[row * self.width + first : row * self.width + table.end] = array("i", table.blocks[first - table.released :])
+        self.ids[row * self.width + first : row * self.width + table.end] = array(
+            "i", table.blocks[first - table.released :]
+        )
 
     def add(self, row: int, table: Table) -> None:
         """Write down the last block of a table, which is new."""
@@ -34,7 +38,9 @@ class Sheet:
 
     def move(self, source: int, target: int) -> None:
         """Have row `target` be what row `source` is."""
-        self.ids[target * self.width : (target + 1) * self.width] = self.ids[source * self.width : (source + 1) * self.width]
+        self.ids[target * self.width : (target + 1) * self.width] = self.ids[
+            source * self.width : (source + 1) * self.width
+        ]
 
     def of(self, row: int, table: Table) -> bool:
         """Whether a row is what its table names."""
@@ -44,7 +50,10 @@ class Sheet:
     def _fit(self, row: int, width: int) -> None:
         if row < self.height and width <= self.width:
             return
-        wide, high = max(self.width, 1 << (width - 1).bit_length() if width else 0), max(self.height, 2 * row, 8)
+        wide, high = (
+            max(self.width, 1 << (width - 1).bit_length() if width else 0),
+            max(self.height, 2 * row, 8),
+        )
         ids = array("i", bytes(4 * wide * high))
         for i in range(self.height):
             ids[i * wide : i * wide + self.width] = self.ids[i * self.width : (i + 1) * self.width]

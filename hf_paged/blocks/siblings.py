@@ -8,10 +8,11 @@ from itertools import takewhile
 
 
 class Siblings:
-    """Blocks by what they stand behind, in order of their tokens: the best one is a neighbour of what is looked for.
+    """Blocks by what they stand behind, in order of their tokens: the best one is a neighbour of what is
+    looked for.
 
-    So however many begin alike (thousands behind one system prompt, or behind one that an attacker chose), finding one
-    takes a few comparisons.
+    So however many begin alike (thousands behind one system prompt, or behind one that an attacker chose),
+    finding one takes a few comparisons.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,9 @@ class Siblings:
             del self._of[seat]
 
     def best(self, seat: bytes, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """The block that begins with most of `tokens`, and with how many; None if none begins with the first of them."""
+        """The block that begins with most of `tokens`, and with how many; None if none begins with the first
+        of them.
+        """
         family, wanted = self._of.get(seat, []), tuple(tokens)
         place = bisect_left(family, (wanted, -1))
         near = [(block, _common(content, wanted)) for content, block in family[max(0, place - 1) : place + 1]]

@@ -28,11 +28,13 @@ class _Row(NamedTuple):
 
 
 class Table:
-    """The blocks of one sequence in order of position: token t lives in `blocks[t // B - released]`, slot t % B.
+    """The blocks of one sequence in order of position: token t lives in `blocks[t // B - released]`, slot t %
+    B.
 
-    `released` counts the leading blocks that were given back because they lie behind a sliding window. A table holds
-    one reference per block it names. If two tables name one block at one place, the blocks at all places before it are
-    the same or hold the same content: blocks are shared by forking and by content, in no other way.
+    `released` counts the leading blocks that were given back because they lie behind a sliding window. A
+    table holds one reference per block it names. If two tables name one block at one place, the blocks at all
+    places before it are the same or hold the same content: blocks are shared by forking and by content, in no
+    other way.
     """
 
     __slots__ = ("__weakref__", "blocks", "digests", "epoch", "length", "near", "pool", "released", "stamp")
@@ -43,7 +45,9 @@ class Table:
         self.length = 0
         self.released = 0
         self.near = near
-        """Where the first block should lie, if that one is free: rows side by side can be read as one strided view."""
+        """Where the first block should lie, if that one is free: rows side by side can be read as one strided
+        view.
+        """
         self.stamp = pool.tick()
         """When the table was last used: its blocks are evicted in this order (C20)."""
         self.epoch = pool.epoch
@@ -64,11 +68,16 @@ class Table:
         """The slot of the pool that holds the token at `position`."""
         size = self.pool.block_size
         if not self.released * size <= position < self.length:
-            raise IndexError(f"position {position} is not held; this table holds {self.released * size} to {self.length - 1}")
+            raise IndexError(
+                f"position {position} is not held; this table holds {self.released * size} to "
+                f"{self.length - 1}"
+            )
         return self.blocks[position // size - self.released] * size + position % size
 
     def append(self, tokens: int) -> list[Copy]:
-        """Make room for `tokens` more, or change nothing and raise OutOfBlocks; `append` does several tables at once."""
+        """Make room for `tokens` more, or change nothing and raise OutOfBlocks; `append` does several tables
+        at once.
+        """
         return append([self], [tokens])
 
     def step(self, now: int) -> Copy | None:
@@ -99,7 +108,9 @@ class Table:
         return copy
 
     def _own_last_block(self) -> Copy | None:
-        """Write in place if nobody else names the block; a name from before a crop would then lie. Else copy (C14)."""
+        """Write in place if nobody else names the block; a name from before a crop would then lie. Else copy
+        (C14).
+        """
         last, pool = self.blocks[-1], self.pool
         if pool.references(last) == 1:
             pool.withdraw(last)
@@ -114,17 +125,22 @@ class Table:
         twin = Table(self.pool)
         for block in self.blocks:
             self.pool.share(block)
-        twin._become(self._row()._replace(blocks=list(self.blocks), digests=list(self.digests), stamp=twin.stamp))
+        twin._become(
+            self._row()._replace(blocks=list(self.blocks), digests=list(self.digests), stamp=twin.stamp)
+        )
         return twin
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens and give back the blocks that only they used."""
         length = self.length - tokens
         if tokens < 0 or length < 0:
-            raise ValueError(f"cannot take {tokens} tokens from a sequence of {self.length}; give 0 to {self.length}")
+            raise ValueError(
+                f"cannot take {tokens} tokens from a sequence of {self.length}; give 0 to {self.length}"
+            )
         if length < self.released * self.pool.block_size:
             raise ValueError(
-                f"cannot go back to {length} tokens: the first {self.released * self.pool.block_size} were given back "
+                f"cannot go back to {length} tokens: the first {self.released * self.pool.block_size} were "
+                "given back "
                 "behind the sliding window; record the past before generating"
             )
         self.length = length
@@ -133,7 +149,9 @@ class Table:
         del self.digests[length // self.pool.block_size :]
 
     def release_before(self, position: int) -> None:
-        """Give back the blocks that lie wholly before `position`: a sliding window has left them behind (C10)."""
+        """Give back the blocks that lie wholly before `position`: a sliding window has left them behind
+        (C10).
+        """
         count = min(position // self.pool.block_size, self.length // self.pool.block_size) - self.released
         if count > 0:
             self.pool.drop_several(self.blocks[:count], self.stamp)
@@ -154,11 +172,18 @@ class Table:
     def check(self) -> None:
         """Raise AssertionError unless the table holds exactly the blocks its tokens need (C1, C2)."""
         need = self.pool.blocks_for(self.length)
-        if self.end == need and len(set(self.blocks)) == len(self.blocks) and len(self.digests) <= self.length // self.pool.block_size:
+        if (
+            self.end == need
+            and len(set(self.blocks)) == len(self.blocks)
+            and len(self.digests) <= self.length // self.pool.block_size
+        ):
             return  # the messages below cost more than the look
         expect(self.end == need, f"{self!r} ends at block {self.end}, its tokens at {need}")
         expect(len(set(self.blocks)) == len(self.blocks), f"{self!r} names a block twice")
-        expect(len(self.digests) <= self.length // self.pool.block_size, f"{self!r} has names for blocks that are not full")
+        expect(
+            len(self.digests) <= self.length // self.pool.block_size,
+            f"{self!r} has names for blocks that are not full",
+        )
 
 
 def blocks_needed(tables: Sequence[Table], tokens: Sequence[int]) -> int:
@@ -170,7 +195,10 @@ def blocks_needed(tables: Sequence[Table], tokens: Sequence[int]) -> int:
     writers: Counter[int] = Counter()
     for table, more in zip(tables, tokens, strict=True):
         if more < 0 or table.pool is not pool:
-            raise ValueError(f"cannot append {more} tokens to {table!r}; give 0 or more, and tables of one pool in one call")
+            raise ValueError(
+                f"cannot append {more} tokens to {table!r}; give 0 or more, and tables of one pool in one "
+                "call"
+            )
         need += max(0, -(-(table.length + more) // size) - table.end)
         if more and table.length % size:
             writers[table.blocks[-1]] += 1
@@ -183,18 +211,22 @@ def blocks_needed(tables: Sequence[Table], tokens: Sequence[int]) -> int:
 def append(tables: Sequence[Table], tokens: Sequence[int]) -> list[Copy]:
     """Make room for the next tokens of every table, or change nothing and raise OutOfBlocks.
 
-    No target of the copies is a source of them: targets were free a moment ago, sources are still held (C15). Tables of
-    one step are equally recent (C20).
+    No target of the copies is a source of them: targets were free a moment ago, sources are still held (C15).
+    Tables of one step are equally recent (C20).
     """
     if len(set(tables)) != len(tables):
-        raise ValueError(f"{len(tables)} rows are only {len(set(tables))} tables; give every table once, with all its tokens")
+        raise ValueError(
+            f"{len(tables)} rows are only {len(set(tables))} tables; give every table once, with all its "
+            "tokens"
+        )
     need = blocks_needed(tables, tokens)
     if not tables:
         return []
     pool = tables[0].pool
     if need > pool.available:
         raise OutOfBlocks(
-            f"{need} blocks of {pool.block_size} tokens are needed for the next step and {pool.available} of {pool.total} are left"
+            f"{need} blocks of {pool.block_size} tokens are needed for the next step and {pool.available} of "
+            f"{pool.total} are left"
         )
     now = pool.tick()
     copies = [table._extend(more, now) for table, more in zip(tables, tokens, strict=True) if more]
@@ -204,13 +236,16 @@ def append(tables: Sequence[Table], tokens: Sequence[int]) -> list[Copy]:
 def reorder(tables: Sequence[Table], sources: Sequence[int]) -> list[Table]:
     """The tables after row i was replaced by row `sources[i]`; the answer may have more or fewer rows.
 
-    Rows keep their table object. A row that lives on once moves as it is, so a permutation counts nothing. One that
-    lives on twice takes the place of one that nobody asked for, and references move only in the tails where these two
-    differ (C6). All references are added before any is dropped: nothing that stays in use is free in between.
+    Rows keep their table object. A row that lives on once moves as it is, so a permutation counts nothing.
+    One that lives on twice takes the place of one that nobody asked for, and references move only in the
+    tails where these two differ (C6). All references are added before any is dropped: nothing that stays in
+    use is free in between.
     """
     check_sources(tables, sources)
     heirs = _heirs(sources)
-    tails = {row: 0 for row in range(len(tables)) if row not in heirs}  # of the rows that end: what is to be dropped
+    tails = {
+        row: 0 for row in range(len(tables)) if row not in heirs
+    }  # of the rows that end: what is to be dropped
     moved: list[tuple[int, _Row]] = []
     for new, old in enumerate(sources):
         if heirs[old] != new:
@@ -238,7 +273,9 @@ def check_sources(tables: Sequence[Table], sources: Sequence[int]) -> None:
 
 
 def _heirs(sources: Sequence[int]) -> dict[int, int]:
-    """Which new row takes over each old one as it is: the same if it stays in place, else the first that asks for it."""
+    """Which new row takes over each old one as it is: the same if it stays in place, else the first that asks
+    for it.
+    """
     heirs: dict[int, int] = {}
     for new, old in enumerate(sources):
         if new == old:
@@ -249,9 +286,11 @@ def _heirs(sources: Sequence[int]) -> dict[int, int]:
 
 
 def _ending(heirs: dict[int, int], new: int) -> int:
-    """The old row that ends because row `new` is filled a second time: whoever moved into its place left one empty.
+    """The old row that ends because row `new` is filled a second time: whoever moved into its place left one
+    empty.
 
-    It lies in the same beam group, where little differs. A number beyond the old rows if there are more rows now.
+    It lies in the same beam group, where little differs. A number beyond the old rows if there are more rows
+    now.
     """
     while new in heirs:
         new = heirs[new]

@@ -10,7 +10,9 @@ from .prefix import Match, Partial
 from .table import Copy, Table
 
 WORTH_A_COPY = 2
-"""A block of which fewer tokens than that are wanted is not copied: computing them costs less, and all prompts begin alike."""
+"""A block of which fewer tokens than that are wanted is not copied: computing them costs less, and all
+prompts begin alike.
+"""
 
 
 class Prompt:
@@ -32,11 +34,13 @@ class Prompt:
 class Trail:
     """What one pool holds of a prompt. It looks and counts nothing; whoever follows it adopts and counts.
 
-    Layers with a window need only the blocks that the next token looks at, so a beginning may be handed out whose first
-    blocks are gone.
+    Layers with a window need only the blocks that the next token looks at, so a beginning may be handed out
+    whose first blocks are gone.
     """
 
-    def __init__(self, pool: BlockPool, prompt: Prompt, window: int | None = None, verify: bool = False) -> None:
+    def __init__(
+        self, pool: BlockPool, prompt: Prompt, window: int | None = None, verify: bool = False
+    ) -> None:
         self.pool, self.prompt, self.window, self.verify = pool, prompt, window, verify
         self._found = [self._find(index) for index in range(len(prompt.digests))]
         self._run = [0]
@@ -80,7 +84,11 @@ class Trail:
         if not wanted:
             return None
         whole = self._found[full] if full < len(self._found) else None
-        best = (whole, len(wanted)) if whole is not None else self.pool.siblings.best(self.prompt.seat(full), wanted)
+        best = (
+            (whole, len(wanted))
+            if whole is not None
+            else self.pool.siblings.best(self.prompt.seat(full), wanted)
+        )
         if best is None or best[1] >= size:
             return None
         if best[1] < WORTH_A_COPY and self.pool.covered(best[0]) != full * size + best[1]:
@@ -105,11 +113,12 @@ def reach_in_all(trails: Sequence[Trail], most: int) -> int:
 
 
 def detach(tables: Sequence[Table], drop: bool = True) -> list[Copy]:
-    """Give tables one of their own for a last block that holds more than theirs, or that others name: they will write in it.
+    """Give tables one of their own for a last block that holds more than theirs, or that others name: they
+    will write in it.
 
-    The answer is the copies to carry out. Without `drop` the tables' references to the sources stay, and the caller
-    drops them once the step is planned: until then no source can become a target (C15).
-    Without room the last reader goes on in place, and the block is no longer found.
+    The answer is the copies to carry out. Without `drop` the tables' references to the sources stay, and the
+    caller drops them once the step is planned: until then no source can become a target (C15). Without room
+    the last reader goes on in place, and the block is no longer found.
     """
     shared = [table for table in tables if table.length % table.pool.block_size and not _is_its_own(table)]
     copies = []
@@ -130,7 +139,8 @@ def _is_its_own(table: Table) -> bool:
 
 
 def commit_tail(table: Table, tokens: Sequence[int], extra: bytes = b"", until: int | None = None) -> None:
-    """Name the last block too, although it is not full: another prompt may go on from its tokens with a copy of it.
+    """Name the last block too, although it is not full: another prompt may go on from its tokens with a copy
+    of it.
 
     until: how many tokens of the table are computed; all of them if it is not given.
     """

@@ -1,4 +1,6 @@
-"""Whether two computations of the same model give the same tokens and log-probabilities, and where they do not, why."""
+"""Whether two computations of the same model give the same tokens and log-probabilities, and where they do
+not, why.
+"""
 
 from .mismatch import check_mismatch
 from .report import LogprobGap, Mismatch, RowMismatch

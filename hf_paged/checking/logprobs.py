@@ -17,10 +17,14 @@ FAR = 0.1
 """Importance ratios further from 1 are counted."""
 
 
-def compare_logprobs(runs: Runs, completions: Sequence[Sequence[int]] | torch.Tensor, logprobs: Any) -> Mismatch:
+def compare_logprobs(
+    runs: Runs, completions: Sequence[Sequence[int]] | torch.Tensor, logprobs: Any
+) -> Mismatch:
     """Compare what a sampler reported, or paged decoding computes, with a forward without a cache."""
     if runs.options:
-        raise TypeError(f"completions are scored as they are; {sorted(runs.options)} would change nothing, leave them out")
+        raise TypeError(
+            f"completions are scored as they are; {sorted(runs.options)} would change nothing, leave them out"
+        )
     answers = [[int(token) for token in each] for each in completions]
     _spread_prompts(runs, len(answers))
     tokens, mask = _padded(answers, runs)
@@ -32,7 +36,10 @@ def compare_logprobs(runs: Runs, completions: Sequence[Sequence[int]] | torch.Te
     noise = expected_noise(runs.dtype)
     measured = not gap.largest <= 2 * noise * max(sizes)
     if measured:
-        noise = measured_noise(runs, lambda: {i: row[mask[i]] for i, row in enumerate(_logits(runs, tokens, mask)) if mask[i].any()})
+        noise = measured_noise(
+            runs,
+            lambda: {i: row[mask[i]] for i, row in enumerate(_logits(runs, tokens, mask)) if mask[i].any()},
+        )
     verdict: Verdict = "rounding" if gap.largest <= 2 * noise * max(sizes) else "mismatch"
     if gap.largest == 0:
         verdict = "identical"
@@ -48,7 +55,10 @@ def _spread_prompts(runs: Runs, answers: int) -> None:
         runs.inputs[base.main_input_name] = runs.inputs.pop("inputs")
     prompts = next((len(value) for value in runs.inputs.values() if isinstance(value, torch.Tensor)), 0)
     if not prompts or answers % prompts:
-        raise ValueError(f"expected as many completions as prompts, or a multiple of them: got {answers} for {prompts} prompts")
+        raise ValueError(
+            f"expected as many completions as prompts, or a multiple of them: got {answers} for {prompts} "
+            "prompts"
+        )
     for name, value in runs.inputs.items():
         if isinstance(value, torch.Tensor) and len(value) == prompts:
             runs.inputs[name] = value.repeat_interleave(answers // prompts, 0)
@@ -66,7 +76,9 @@ def _padded(answers: list[list[int]], runs: Runs) -> tuple[torch.Tensor, torch.T
 
 
 def _logits(runs: Runs, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The logits [rows, new, vocabulary] of a forward without a cache at the places of `tokens`, in float32."""
+    """The logits [rows, new, vocabulary] of a forward without a cache at the places of `tokens`, in
+    float32.
+    """
     model: Any = base_model(runs.model)
     count = tokens.shape[1]
     arguments = dict(runs.inputs)
@@ -74,10 +86,15 @@ def _logits(runs: Runs, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
         begin = runs.option("decoder_start_token_id")
         begin = model.config.decoder_start_token_id if begin is None else begin
         first = torch.full_like(tokens[:, :1], begin)
-        arguments["decoder_input_ids"] = torch.cat([arguments.pop("decoder_input_ids", first), tokens[:, :-1]], 1)
+        arguments["decoder_input_ids"] = torch.cat(
+            [arguments.pop("decoder_input_ids", first), tokens[:, :-1]], 1
+        )
     else:
         if "input_ids" not in arguments:
-            raise ValueError(f"log-probabilities are compared behind token ids; got {sorted(arguments)}, expected input_ids among them")
+            raise ValueError(
+                f"log-probabilities are compared behind token ids; got {sorted(arguments)}, expected "
+                "input_ids among them"
+            )
         ids = arguments["input_ids"]
         shown = arguments.get("attention_mask", torch.ones_like(ids))
         arguments["input_ids"] = torch.cat([ids, tokens[:, :-1]], 1)
@@ -92,7 +109,9 @@ def _logits(runs: Runs, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
 
 
 def _of_tokens(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The log-probability [rows, new] of each token, on the host. Row by row: a softmax is as large as its logits."""
+    """The log-probability [rows, new] of each token, on the host. Row by row: a softmax is as large as its
+    logits.
+    """
     rows = zip(logits, tokens.to(logits.device), strict=True)
     return torch.stack([row.log_softmax(-1).gather(1, of_row[:, None])[:, 0] for row, of_row in rows]).cpu()
 
@@ -100,8 +119,16 @@ def _of_tokens(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def _by_pages(runs: Runs, tokens: torch.Tensor) -> torch.Tensor:
     """What paged decoding finds the tokens to be worth, one step at a time."""
     count = tokens.shape[1]
-    options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False, "num_beams": 1, "output_logits": True}
-    options |= {"pad_token_id": runs.padding, "eos_token_id": -1}  # an end of sequence within the completions ends nothing
+    options: dict[str, Any] = {
+        "max_new_tokens": count,
+        "do_sample": False,
+        "num_beams": 1,
+        "output_logits": True,
+    }
+    options |= {
+        "pad_token_id": runs.padding,
+        "eos_token_id": -1,
+    }  # an end of sequence within the completions ends nothing
     answer = runs.generate(True, Follow(tokens), **options)
     return _of_tokens(torch.stack(answer.logits, 1).float(), tokens)
 
@@ -125,4 +152,11 @@ def _gap(sampler: torch.Tensor, trainer: torch.Tensor) -> LogprobGap:
     ratio = difference.exp()
     outside = ((ratio - 1).abs() > FAR).double().mean().item()
     size = difference.abs()
-    return LogprobGap(len(difference), size.max().item(), size.mean().item(), ratio.min().item(), ratio.max().item(), outside)
+    return LogprobGap(
+        len(difference),
+        size.max().item(),
+        size.mean().item(),
+        ratio.min().item(),
+        ratio.max().item(),
+        outside,
+    )

@@ -35,20 +35,26 @@ class RowMismatch:
     paged: int | None
     """The token that each of the two chose."""
     gap: float | None
-    """By how much one token leads the other in stock's logits behind the common prefix, processors applied."""
+    """By how much one token leads the other in stock's logits behind the common prefix, processors applied.
+    """
     apart: float | None
     """The largest difference between stock's and the paged logits behind the common prefix."""
     verdict: Verdict
     reason: str
 
     def __str__(self) -> str:
-        where = "" if self.step is None else f" at token {self.step}: {self.stock} (stock) or {self.paged} (paged)"
+        where = (
+            ""
+            if self.step is None
+            else f" at token {self.step}: {self.stock} (stock) or {self.paged} (paged)"
+        )
         return f"row {self.row}{where}; {self.reason}"
 
 
 @dataclass(frozen=True)
 class LogprobGap:
-    """How far a sampler's log-probabilities of some tokens are from those of a trainer's forward on the same tokens.
+    """How far a sampler's log-probabilities of some tokens are from those of a trainer's forward on the same
+    tokens.
 
     The importance ratio of a token is exp(trainer - sampler).
     """
@@ -64,14 +70,18 @@ class LogprobGap:
 
     def __str__(self) -> str:
         return (
-            f"log-probabilities of {self.tokens:,} tokens: |difference| mean {self.mean:.1e}, largest {self.largest:.1e}; "
-            f"ratio {self.lowest_ratio:.4f} to {self.highest_ratio:.4f}, {self.outside:.2%} outside [0.9, 1.1]"
+            f"log-probabilities of {self.tokens:,} tokens: |difference| mean {self.mean:.1e}, largest "
+            f"{self.largest:.1e}; "
+            f"ratio {self.lowest_ratio:.4f} to {self.highest_ratio:.4f}, {self.outside:.2%} outside [0.9, "
+            "1.1]"
         )
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What `hf_paged.check_mismatch` answers. `ok`: all that differs is explained by rounding in the model's dtype."""
+    """What `hf_paged.check_mismatch` answers. `ok`: all that differs is explained by rounding in the model's
+    dtype.
+    """
 
     model: str
     dtype: str

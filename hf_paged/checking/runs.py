@@ -16,7 +16,13 @@ from ..model.registry import base_model
 from .ties import NOISE, Follow, apart, shaken
 
 WORD = "paged"
-OF_ASSISTANTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_tokenizer", "tokenizer", "assistant_early_exit")
+OF_ASSISTANTS = (
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "assistant_tokenizer",
+    "tokenizer",
+    "assistant_early_exit",
+)
 OURS = ("cache_config", "cache_implementation", "return_dict_in_generate", "streamer")
 """Options that a comparison sets itself, or leaves out."""
 SHAKES = 3
@@ -59,15 +65,25 @@ class Enough(StoppingCriteria):
 
 
 class Runs:
-    """A model and the inputs of one call, to be run by stock and on pages. A context: modes and random states are put back."""
+    """A model and the inputs of one call, to be run by stock and on pages. A context: modes and random states
+    are put back.
+    """
 
-    def __init__(self, model: nn.Module, inputs: torch.Tensor | Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: torch.Tensor | Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
         given = {"inputs": inputs} if isinstance(inputs, torch.Tensor) else dict(inputs)
         if "past_key_values" in {**given, **options}:
-            raise ValueError("past_key_values is filled by the first of the two calls; pass the whole prompt instead")
+            raise ValueError(
+                "past_key_values is filled by the first of the two calls; pass the whole prompt instead"
+            )
         self.model: Any = model
         self.inputs = given
-        self.options = {name: value for name, value in options.items() if not name.startswith("output_") and name not in OURS}
+        self.options = {
+            name: value
+            for name, value in options.items()
+            if not name.startswith("output_") and name not in OURS
+        }
         self.cache_config = options.get("cache_config")
         self._modes: list[tuple[nn.Module, bool]] = []
         self._states: list[torch.Tensor] = []
@@ -78,7 +94,9 @@ class Runs:
         self.model.eval()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for module, training in self._modes:
             module.training = training
         self._begin_anew()
@@ -119,18 +137,30 @@ class Runs:
         width = Width()
         found = self.generate(paged, width, output_scores=scores)
         sequences = found["sequences"]
-        own = found["sequences_scores"].float().cpu() if scores else torch.empty(0, dtype=torch.float32, device="cpu")
+        own = (
+            found["sequences_scores"].float().cpu()
+            if scores
+            else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
         return Given(sequences, own, 0 if "inputs_embeds" in self.inputs else width.columns)
 
     def follow(self, tokens: torch.Tensor, places: Mapping[int, int], paged: bool) -> dict[int, torch.Tensor]:
-        """The logits [vocabulary] of each row at its place, if its answer so far is `tokens` [rows, steps]."""
+        """The logits [vocabulary] of each row at its place, if its answer so far is `tokens` [rows,
+        steps].
+        """
         follow = Follow(tokens, places)
         last = max(places.values()) + 1
         self.generate(paged, follow, Enough(last), alone=True)
         return follow.kept
 
     def generate(
-        self, paged: bool, processor: LogitsProcessor, stop: StoppingCriteria | None = None, *, alone: bool = False, **more: Any
+        self,
+        paged: bool,
+        processor: LogitsProcessor,
+        stop: StoppingCriteria | None = None,
+        *,
+        alone: bool = False,
+        **more: Any,
     ) -> Any:
         """One call from the same random state as all others; `alone` without an assistant."""
         arguments = {**self.inputs, **self.options, **more, "return_dict_in_generate": True}
@@ -194,10 +224,11 @@ def expected_noise(dtype: torch.dtype) -> float:
 
 
 def measured_noise(runs: Runs, logits: Callable[[], Mapping[int, torch.Tensor]]) -> float:
-    """The same as far as it can be measured on the model: `logits` computes those of each row by stock, again and again.
+    """The same as far as it can be measured on the model: `logits` computes those of each row by stock, again
+    and again.
 
-    A model in float32 may round to fewer bits inside (int8 activations). Its logits then jump where those of others glide: a shake
-    of the embeddings moves them by more than its share of what a larger shake does.
+    A model in float32 may round to fewer bits inside (int8 activations). Its logits then jump where those of
+    others glide: a shake of the embeddings moves them by more than its share of what a larger shake does.
     """
     before = logits()
 

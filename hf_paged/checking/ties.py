@@ -1,4 +1,6 @@
-"""When two answers are the same up to rounding: logits agree, and tokens part only where the two best ones are a tie."""
+"""When two answers are the same up to rounding: logits agree, and tokens part only where the two best ones
+are a tie.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def size_of(logits: torch.Tensor) -> float:
 
 
 def apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of two sets of logits, relative to the largest logit of the first; NaN or infinity if only one is finite."""
+    """The largest difference of two sets of logits, relative to the largest logit of the first; NaN or
+    infinity if only one is finite.
+    """
     return torch.where(one == other, 0, (one - other).abs()).max().item() / size_of(one)
 
 
@@ -36,7 +40,9 @@ def lead(logits: torch.Tensor, token: int, other: int, size: float) -> float:
 
 
 def is_tie(gap: float, noise: float) -> bool:
-    """Whether rounding may exchange two tokens that are so far apart: either of the two may be off by the noise."""
+    """Whether rounding may exchange two tokens that are so far apart: either of the two may be off by the
+    noise.
+    """
     return gap <= 2 * noise
 
 
@@ -44,7 +50,9 @@ class Verdict(NamedTuple):
     """What two answers to one call have in common."""
 
     mark: str
-    """"=" the same tokens, "~" tokens that part at ties, "X" others, or numbers that rounding does not explain."""
+    """"=" the same tokens, "~" tokens that part at ties, "X" others, or numbers that rounding does not
+    explain.
+    """
     apart: float
     """The largest difference of two logits, relative to the row's largest logit (at least 1)."""
     compared: int
@@ -52,10 +60,18 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-def judge(stock: Any, paged: Any, prompt: int, noise: float, comparable: list[float] | None = None, drawn: bool = False) -> Verdict:
+def judge(
+    stock: Any,
+    paged: Any,
+    prompt: int,
+    noise: float,
+    comparable: list[float] | None = None,
+    drawn: bool = False,
+) -> Verdict:
     """Row by row: logits agree up to the first token that differs, and there the two tokens are a tie.
 
-    Row i is compared up to the step `comparable[i]`. Draws may fall on the other side of a rounded probability, tie or not.
+    Row i is compared up to the step `comparable[i]`. Draws may fall on the other side of a rounded
+    probability, tie or not.
     """
     logits = [torch.stack(answer.logits, 1).float() for answer in (stock, paged)]
     mark = "="
@@ -75,11 +91,21 @@ def judge(stock: Any, paged: Any, prompt: int, noise: float, comparable: list[fl
         most = max(most, found)
         compared += last + 1
         if not found <= noise:  # which a NaN is not, either
-            return Verdict("X", found, compared, f"row {row}: logits differ by {found:.1e} of the largest, rounding explains {noise:.1e}")
+            return Verdict(
+                "X",
+                found,
+                compared,
+                f"row {row}: logits differ by {found:.1e} of the largest, rounding explains {noise:.1e}",
+            )
         if different and not drawn:
             gap = lead(one[last], int(theirs[last]), int(ours[last]), size_of(one))
             if not is_tie(gap, noise):
-                return Verdict("X", found, compared, f"row {row}: {ours.tolist()} instead of {theirs.tolist()}, and {gap:.1e} is no tie")
+                return Verdict(
+                    "X",
+                    found,
+                    compared,
+                    f"row {row}: {ours.tolist()} instead of {theirs.tolist()}, and {gap:.1e} is no tie",
+                )
             mark = "~"
     return Verdict(mark, most, compared)
 
@@ -90,7 +116,12 @@ def judge_beams(stock: Any, paged: Any, noise: float) -> Verdict:
     far = scores_apart(one, other)
     same = stock.sequences.shape == paged.sequences.shape and torch.equal(stock.sequences, paged.sequences)
     if not far <= BEAMS * noise:
-        return Verdict("X", far, len(one), f"scores {other.tolist()} instead of {one.tolist()}, rounding explains {BEAMS * noise:.1e}")
+        return Verdict(
+            "X",
+            far,
+            len(one),
+            f"scores {other.tolist()} instead of {one.tolist()}, rounding explains {BEAMS * noise:.1e}",
+        )
     return Verdict("=" if same else "~", far, len(one))
 
 
@@ -104,9 +135,11 @@ def scores_apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 @contextmanager
 def router_margins(model: Any) -> Iterator[list[torch.Tensor]]:
-    """For each call of a router by how much [tokens] its last chosen expert leads, in parts of its largest score.
+    """For each call of a router by how much [tokens] its last chosen expert leads, in parts of its largest
+    score.
 
-    Rounding decides where that is nothing, and another expert is another function: no step after it can be compared.
+    Rounding decides where that is nothing, and another expert is another function: no step after it can be
+        compared.
     """
     margins: list[torch.Tensor] = []
 
@@ -115,7 +148,9 @@ def router_margins(model: Any) -> Iterator[list[torch.Tensor]]:
         bias = getattr(router, "bias", None)
         scores = linear(tokens, router.weight.float(), None if bias is None else bias.float())
         best = scores.sort(-1, descending=True).values
-        margins.append((best[:, router.top_k - 1] - best[:, router.top_k]) / (2 * scores.abs().amax(-1).clamp(min=1)))
+        margins.append(
+            (best[:, router.top_k - 1] - best[:, router.top_k]) / (2 * scores.abs().amax(-1).clamp(min=1))
+        )
 
     handles = [router.register_forward_hook(margin) for router in routers(model)]
     try:
@@ -130,15 +165,18 @@ def routers(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "top_k") and hasattr(module, "weight")]
 
 
-def first_ties(margins: list[torch.Tensor], noise: float, mask: torch.Tensor, layers: int, steps: int) -> list[float]:
+def first_ties(
+    margins: list[torch.Tensor], noise: float, mask: torch.Tensor, layers: int, steps: int
+) -> list[float]:
     """The step at which each row meets its first tie between experts; infinity if it never does.
 
-    `mask` [rows, columns] is the prompt's: its padding does not matter. Of the forwards the last `steps` answered, those before
-    them were parts of the prompt.
+    `mask` [rows, columns] is the prompt's: its padding does not matter. Of the forwards the last `steps`
+    answered, those before them were parts of the prompt.
     """
     rows = mask.shape[0]
     ties = [
-        torch.stack([margin.view(rows, -1) < noise for margin in margins[i : i + layers]]).any(0) for i in range(0, len(margins), layers)
+        torch.stack([margin.view(rows, -1) < noise for margin in margins[i : i + layers]]).any(0)
+        for i in range(0, len(margins), layers)
     ]
     prompts = len(ties) - steps + 1
     whole = torch.cat(ties[:prompts], 1)
@@ -171,10 +209,15 @@ class Follow(LogitsProcessor):
 
 
 def rounding(model: Any, arguments: dict[str, Any], stock: Any, prompt: int) -> float:
-    """How far stock's own logits lie from what the same weights say in a wider format to the same tokens, relative to the largest."""
+    """How far stock's own logits lie from what the same weights say in a wider format to the same tokens,
+    relative to the largest.
+    """
     wide = WIDER[model.dtype]
     twin = copy.deepcopy(model).to(wide)
-    given = {name: x.to(wide) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in arguments.items()}
+    given = {
+        name: x.to(wide) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for name, x in arguments.items()
+    }
     follow = LogitsProcessorList([Follow(stock.sequences[:, prompt:])])
     exact = torch.stack(twin.generate(**given, logits_processor=follow).logits, 1)
     own = torch.stack(stock.logits, 1).to(exact.dtype)
@@ -184,6 +227,8 @@ def rounding(model: Any, arguments: dict[str, Any], stock: Any, prompt: int) -> 
 
 def shaken(embeddings: torch.Tensor, chance: torch.Generator, by: float | None = None) -> torch.Tensor:
     """Embeddings, each off by what rounding may do to it, or by up to a share of its size."""
-    off = torch.rand(embeddings.shape, generator=chance, device=embeddings.device, dtype=torch.float32) * 2 - 1
+    off = (
+        torch.rand(embeddings.shape, generator=chance, device=embeddings.device, dtype=torch.float32) * 2 - 1
+    )
     share = torch.finfo(embeddings.dtype).eps / 2 if by is None else by
     return (embeddings * (1 + off * share)).to(embeddings.dtype)

@@ -1,7 +1,8 @@
-"""For trying things out without a download: a very small Llama with its tokenizer, which tells little stories.
+"""For trying things out without a download: a very small Llama with its tokenizer, which tells little
+stories.
 
-The files are in `data` beside this module, under one megabyte together. `scripts/train_demo.py` of the repository
-makes them. The model knows the few hundred words of its stories and nothing else.
+The files are in `data` beside this module, under one megabyte together. `scripts/train_demo.py` of the
+repository makes them. The model knows the few hundred words of its stories and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def model() -> LlamaForCausalLM:
     import torch
     from transformers import LlamaForCausalLM
 
-    loaded: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(_DATA, dtype=torch.float32, local_files_only=True)
+    loaded: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(
+        _DATA, dtype=torch.float32, local_files_only=True
+    )
     return loaded
 
 

@@ -48,7 +48,9 @@ def run(model: Any, inputs: Any, arguments: dict[str, Any], paged: dict[str, Any
         for on_pages in (False, True):
             answers.pop(on_pages, None)  # its blocks are free for the next call
             begin = time.perf_counter()
-            answers[on_pages] = model.generate(**inputs, **arguments, **(paged if on_pages else {}), return_dict_in_generate=True)
+            answers[on_pages] = model.generate(
+                **inputs, **arguments, **(paged if on_pages else {}), return_dict_in_generate=True
+            )
             if number >= 0:
                 seconds[on_pages].append(time.perf_counter() - begin)
     return Answers(answers[False], answers[True], median(seconds[False]), median(seconds[True]))
@@ -69,7 +71,9 @@ def stock_bytes(cache: Any) -> int:
 def paged_bytes(cache: hf_paged.PagedCache) -> int:
     """Bytes of the blocks that the cache's rows hold."""
     rows = cache.sequences.rows.items()
-    held = {kind: {block for table in cache.sequences.tables(kind) for block in table.blocks} for kind, _ in rows}
+    held = {
+        kind: {block for table in cache.sequences.tables(kind) for block in table.blocks} for kind, _ in rows
+    }
     return sum(len(held[kind]) * each.group.block_bytes for kind, each in rows)
 
 
@@ -87,25 +91,42 @@ def _cell(block: int, rows: int, colour: bool) -> str:
     text = f"{block:>3}{'x' + str(rows) if rows > 1 else '  '} "
     if not colour:
         return text
-    return f"\033[48;5;{COLOURS[rows % len(COLOURS)]}m\033[30m{text}\033[0m" if rows > 1 else f"\033[2m{text}\033[0m"
+    return (
+        f"\033[48;5;{COLOURS[rows % len(COLOURS)]}m\033[30m{text}\033[0m"
+        if rows > 1
+        else f"\033[2m{text}\033[0m"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--beams", type=int, default=4)
     parser.add_argument("--new", type=int, default=40)
     parser.add_argument("--block-size", type=int, default=8)
     parser.add_argument("--prompt", default=demo.prompts()[0])
-    parser.add_argument("--calls", type=int, default=3, help="warm calls on each cache; the median is printed")
+    parser.add_argument(
+        "--calls", type=int, default=3, help="warm calls on each cache; the median is printed"
+    )
     options = parser.parse_args()
     model, tokenizer = demo.model(), demo.tokenizer()
     paged = {"cache_implementation": "paged", "cache_config": {"block_size": options.block_size}}
-    short = run(model, tokenizer(options.prompt, return_tensors="pt"), beams(options.beams, options.new), paged, options.calls)
+    short = run(
+        model,
+        tokenizer(options.prompt, return_tensors="pt"),
+        beams(options.beams, options.new),
+        paged,
+        options.calls,
+    )
     show(tokenizer, short)
     long = run(model, long_inputs(tokenizer, LONG), beams(LONG_BEAMS, LONG_NEW), paged, options.calls)
     print("-" * WIDTH)
     layers = len(short.stock.past_key_values.layers)
-    print(f"medians of {options.calls} warm calls, CPU, {torch.get_num_threads()} thread(s), a model of {layers} layers")
+    print(
+        f"medians of {options.calls} warm calls, CPU, {torch.get_num_threads()} thread(s), a model of "
+        f"{layers} layers"
+    )
     print(f"{'':<40}{'stock':>12}{'paged':>12}")
     for answers in (short, long):
         compare(answers)
@@ -124,7 +145,10 @@ def compare(answers: Answers) -> None:
     what = f"{rows} beams of {columns} tokens"
     before, after = stock_bytes(answers.stock.past_key_values), paged_bytes(answers.paged.past_key_values)
     faster = answers.paged_seconds / answers.stock_seconds
-    print(f"{what:<24}{'seconds':<16}{answers.stock_seconds:>12.3f}{answers.paged_seconds:>12.3f}   x {faster:.2f}")
+    print(
+        f"{what:<24}{'seconds':<16}{answers.stock_seconds:>12.3f}{answers.paged_seconds:>12.3f}   x "
+        f"{faster:.2f}"
+    )
     print(f"{'':<24}{'cache bytes':<16}{before:>12,}{after:>12,}   x {after / before:.2f}")
 
 
@@ -138,7 +162,10 @@ def show(tokenizer: Any, answers: Answers) -> None:
     print("-" * WIDTH)
     print(f"tokens       {'identical' if answers.same else 'DIFFERENT'}")
     print(f"blocks       {named} named by the rows, {held} in memory: {1 - held / named:.0%} shared away")
-    print(f"blocks of {cache.config.block_size} tokens, by row; 'x{len(tables)}' is held once for {len(tables)} rows")
+    print(
+        f"blocks of {cache.config.block_size} tokens, by row; 'x{len(tables)}' is held once for "
+        f"{len(tables)} rows"
+    )
     print(block_map(tables, sys.stdout.isatty() and "NO_COLOR" not in os.environ))
 
 

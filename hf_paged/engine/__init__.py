@@ -8,6 +8,7 @@ from .requests.keywords import RequestKeywords
 from .support import Unservable
 
 __all__ = [
-    "Engine", "EngineConfig", "EngineOptions", "Handle", "Increment", "Output", "RequestKeywords", "SequenceOutput", "Timing",
+    "Engine", "EngineConfig", "EngineOptions", "Handle", "Increment", "Output", "RequestKeywords",
+    "SequenceOutput", "Timing",
     "TokenLogprob", "Unservable",
 ]  # fmt: skip

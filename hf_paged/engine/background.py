@@ -26,7 +26,8 @@ class Driven(Protocol):
 class Background:
     """The thread: it steps as long as there is work, sleeps when there is none, and ends with its engine.
 
-    What a step raises ends it; whoever waits gets the error, and so does whoever comes later. It never keeps the interpreter alive.
+    What a step raises ends it; whoever waits gets the error, and so does whoever comes later. It never keeps
+    the interpreter alive.
     """
 
     def __init__(self, engine: Driven, device: torch.device) -> None:
@@ -66,7 +67,9 @@ class Background:
         self._awake.put(None)
 
     def stop(self, wait: bool = True) -> None:
-        """Begin no other step, and wait for the end of the one that runs. From within a step nobody can wait for that."""
+        """Begin no other step, and wait for the end of the one that runs. From within a step nobody can wait
+        for that.
+        """
         self.halted = True
         self._awake.put(None)
         atexit.unregister(self.stop)
@@ -106,7 +109,9 @@ class Background:
     # ---- in other threads
 
     def wait(self, job: Job, each: bool, timeout: float | None = None) -> None:
-        """Wait for the end of a job, or for `each` increment, or until the thread has ended; `timeout` in seconds."""
+        """Wait for the end of a job, or for `each` increment, or until the thread has ended; `timeout` in
+        seconds.
+        """
         news: SimpleQueue[None] = SimpleQueue()  # not an Event, whose lock a signal handler must not meet
 
         def wake() -> None:
@@ -141,7 +146,9 @@ class Background:
         self._raise_trouble(job)
 
     def _listen(self, job: Job, wake: Wake, each: bool) -> None:
-        """Have `wake` called at the end of a job, or at `each` increment. A look whether there is one misses none after this."""
+        """Have `wake` called at the end of a job, or at `each` increment. A look whether there is one misses
+        none after this.
+        """
         self._listeners.add(wake)
         (job.news.readers if each else job.news.waiters).add(wake)
 
@@ -155,6 +162,11 @@ class Background:
     def _raise_trouble(self, job: Job) -> None:
         if self.error is not None and job.output is None:
             what = str(self.error) or type(self.error).__name__
-            raise RuntimeError(f"the engine's thread has stopped: {what}; start() goes on, if that is over") from self.error
+            raise RuntimeError(
+                f"the engine's thread has stopped: {what}; start() goes on, if that is over"
+            ) from self.error
         if self._forked and job.output is None:
-            raise RuntimeError(f"the engine's thread is in process {self._process}, from which this one was forked; make an engine here")
+            raise RuntimeError(
+                f"the engine's thread is in process {self._process}, from which this one was forked; make an "
+                "engine here"
+            )

@@ -19,7 +19,9 @@ UNREADABLE = "the engine's cache of one step has no keys and values to read; use
 
 
 class StepCache(DynamicCache):
-    """What a model is handed as its cache. The tables belong to the scheduler, who has entered the step's tokens already."""
+    """What a model is handed as its cache. The tables belong to the scheduler, who has entered the step's
+    tokens already.
+    """
 
     def __init__(self, pools: Pools) -> None:
         self.pools = pools
@@ -30,13 +32,17 @@ class StepCache(DynamicCache):
         self.batches: Mapping[Kind, Batch] = {}
         self.past = 0
         """The tokens before the step, where one sequence runs by itself."""
-        layers: list[Any] = [(EmptyLayer if kind == CROSS else StepLayer)(i, kind, self) for i, kind in enumerate(pools.layers)]
+        layers: list[Any] = [
+            (EmptyLayer if kind == CROSS else StepLayer)(i, kind, self) for i, kind in enumerate(pools.layers)
+        ]
         Cache.__init__(self, layers=layers)
         self._cross = DynamicCache()
         Cache.__init__(self._cross, layers=[CrossLayer(i, CROSS, self) for i in range(pools.cross_layers)])
 
     def with_encoder(self, filled: bool) -> EncoderDecoderCache:
-        """The same with what the decoder attends to in its encoder; filled: whether that lies in the pages already."""
+        """The same with what the decoder attends to in its encoder; filled: whether that lies in the pages
+        already.
+        """
         both = EncoderDecoderCache(self, self._cross)
         both.is_updated = dict.fromkeys(range(len(self._cross.layers)), filled)
         return both
@@ -44,8 +50,8 @@ class StepCache(DynamicCache):
     def begin(self, batches: Mapping[Kind, Batch], past: int = 0) -> None:
         """Stand for another step, of one sequence behind `past` tokens or of several in one row.
 
-        Until it is updated a layer is initialized if there is a past: models ask that to know a prompt. Of several sequences some
-        may be at their prompt, so none of the layers is.
+        Until it is updated a layer is initialized if there is a past: models ask that to know a prompt. Of
+        several sequences some may be at their prompt, so none of the layers is.
         """
         self.batches, self.past = batches, past
         for layer in self.layers:
@@ -54,10 +60,16 @@ class StepCache(DynamicCache):
     @property
     def paths(self) -> set[str]:
         """How attention has read the layers in this step."""
-        return {layer.path for layer in self.layers if isinstance(layer, StepLayer) and not isinstance(layer, EmptyLayer)}
+        return {
+            layer.path
+            for layer in self.layers
+            if isinstance(layer, StepLayer) and not isinstance(layer, EmptyLayer)
+        }
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("the cache of an engine's step lives in its model's pools and cannot be pickled or copied")
+        raise TypeError(
+            "the cache of an engine's step lives in its model's pools and cannot be pickled or copied"
+        )
 
 
 class _Past(LazyTensor):
@@ -74,8 +86,12 @@ class StepLayer(PagedLayer):
         super().__init__(number, kind, step.sequences)
         self.step = step
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys [rows, heads, new, key_dim] and values, and answer with all that the new tokens may look at."""
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys [rows, heads, new, key_dim] and values, and answer with all that the new tokens may
+        look at.
+        """
         if self.sequences.static is not None:
             return self._captured(key_states, value_states)
         self.step.pools.groups[self.kind].place(self.number, Layout.of(key_states, value_states))
@@ -96,7 +112,9 @@ class StepLayer(PagedLayer):
         return Pages(*store.of_layer[index], batch, ops)
 
     def _stored(self, which: Any) -> torch.Tensor | None:
-        """The past of the one sequence of the step, of which only the shape is known; models ask how much there is."""
+        """The past of the one sequence of the step, of which only the shape is known; models ask how much
+        there is.
+        """
         if not self.step.past:
             raise RuntimeError(UNREADABLE)
         store, index = self.step.pools.groups[self.kind].store(self.number)
@@ -122,9 +140,14 @@ class StepLayer(PagedLayer):
 class EmptyLayer(StepLayer):
     """A layer of a decoder that attends to a picture and to nothing else: prompts here have none (Mllama)."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Refuse: there are no tables for a picture's tokens."""
-        raise Unservable(f"layer {self.number} attends to a picture, for whose tokens the engine has no tables; use generate()")
+        raise Unservable(
+            f"layer {self.number} attends to a picture, for whose tokens the engine has no tables; use "
+            "generate()"
+        )
 
     def _stored(self, which: Any) -> torch.Tensor | None:
         return None
@@ -138,7 +161,9 @@ class EmptyLayer(StepLayer):
 
 
 class CrossLayer(StepLayer):
-    """What one sequence's decoder attends to in its encoder: written with its first tokens, read with all later ones."""
+    """What one sequence's decoder attends to in its encoder: written with its first tokens, read with all
+    later ones.
+    """
 
     def _stored(self, which: Any) -> torch.Tensor | None:
         pages = self._pages()

@@ -22,32 +22,38 @@ class EngineConfig:
     """The options of `Engine(model, ...)`.
 
     block_size: tokens in a block, a power of two from 1 to 256.
-    num_blocks: blocks of every layer group. memory_fraction: instead, the share of the device's free memory that they get; without
-    either the engine takes what max_batch_sequences of the model's longest length need, within a share of the memory.
+    num_blocks: blocks of every layer group. memory_fraction: instead, the share of the device's free memory
+    that they get; without either the engine takes what max_batch_sequences of the model's longest length
+    need, within a share of the memory.
     max_batch_tokens: the most tokens of one step; longer prompts are computed in chunks.
-    max_batch_sequences: the most sequences at once; a request of n samples or beams counts n. Without it 256, or max_batch_tokens if
-    that is less: a step must hold one token of each.
+    max_batch_sequences: the most sequences at once; a request of n samples or beams counts n. Without it 256,
+    or max_batch_tokens if that is less: a step must hold one token of each.
     watermark: the share of the blocks that new requests leave to those who run already.
-    prefix_caching: whether blocks with the same tokens before them are computed once. check_hits: compare the tokens of every hit.
-    policy: "fcfs" (first come, first served) or "priority" (the higher first; there is no ageing, so a request waits as long as
-    higher ones keep the engine full).
-    preemption: what happens to the newest request when blocks run out. "swap": its blocks wait in the host's memory, if there is room;
-    "recompute": they are given up and computed again later; "auto": what costs less, by what was measured.
-    host_blocks: blocks of every layer group that may wait on the host, allocated at once; 0 for none. Without it as many as the pool
-    has, within a share of the host's free memory, allocated when they are needed.
-    admission: "watermark" lets in whoever finds room now, "future" whoever has room to its end as far as answers can be foreseen: fewer
-    preemptions.
-    keep_pools: whether the pools stay when the model trains between requests, with the steps captured over them; else the first training
-    forward takes their memory and the next request allocates them again. What is cached is forgotten either way if weights change.
-    kernels: "torch", "triton", "native" (the C++ op of CPUs) or "auto": Triton on a CUDA device, on a CPU the C++ op if it is built.
+    prefix_caching: whether blocks with the same tokens before them are computed once. check_hits: compare the
+        tokens of every hit.
+    policy: "fcfs" (first come, first served) or "priority" (the higher first; there is no ageing, so a
+    request waits as long as higher ones keep the engine full).
+    preemption: what happens to the newest request when blocks run out. "swap": its blocks wait in the host's
+    memory, if there is room; "recompute": they are given up and computed again later; "auto": what costs
+    less, by what was measured.
+    host_blocks: blocks of every layer group that may wait on the host, allocated at once; 0 for none. Without
+    it as many as the pool has, within a share of the host's free memory, allocated when they are needed.
+    admission: "watermark" lets in whoever finds room now, "future" whoever has room to its end as far as
+    answers can be foreseen: fewer preemptions.
+    keep_pools: whether the pools stay when the model trains between requests, with the steps captured over
+    them; else the first training forward takes their memory and the next request allocates them again. What
+    is cached is forgotten either way if weights change.
+    kernels: "torch", "triton", "native" (the C++ op of CPUs) or "auto": Triton on a CUDA device, on a CPU the
+        C++ op if it is built.
 
     graphs: whether steps in which everybody takes one token are captured in CUDA graphs and replayed.
-    run_ahead: whether a step is launched before the host has heard which tokens the last one chose, but for those of requests that need
-    the host for their next token (beams, processors); None means on CUDA devices.
+    run_ahead: whether a step is launched before the host has heard which tokens the last one chose, but for
+    those of requests that need the host for their next token (beams, processors); None means on CUDA devices.
 
-    compile: whether the decoder layers of captured steps are compiled by torch.compile, into one code for all that are alike. It takes
-    seconds when the first steps are captured. For it, weights with one input (q, k and v; gate and up) are moved next to each other in
-    memory. A model whose layers cannot be compiled, or answer otherwise then, is served without, and a warning says why.
+    compile: whether the decoder layers of captured steps are compiled by torch.compile, into one code for all
+    that are alike. It takes seconds when the first steps are captured. For it, weights with one input (q, k
+    and v; gate and up) are moved next to each other in memory. A model whose layers cannot be compiled, or
+    answer otherwise then, is served without, and a warning says why.
     """
 
     block_size: int = 16
@@ -83,7 +89,9 @@ class EngineConfig:
             if not isinstance(value, bool) and not (name == "run_ahead" and value is None):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
         if self.compile and not self.graphs:
-            raise ValueError("compile=True is for captured steps and graphs=False has none; leave one of them out")
+            raise ValueError(
+                "compile=True is for captured steps and graphs=False has none; leave one of them out"
+            )
 
     def _check_host_blocks(self) -> None:
         blocks = self.host_blocks
@@ -92,11 +100,19 @@ class EngineConfig:
         if isinstance(blocks, bool) or not isinstance(blocks, int):
             raise TypeError(f"host_blocks must be an int, got {blocks!r}")
         if blocks < 0:
-            raise ValueError(f"host_blocks={blocks} is not a number of blocks; give 0 or more, or leave it out")
+            raise ValueError(
+                f"host_blocks={blocks} is not a number of blocks; give 0 or more, or leave it out"
+            )
         if blocks and self.preemption == "recompute":
-            raise ValueError(f"host_blocks={blocks} and preemption='recompute': nothing would ever wait there; leave one of them out")
+            raise ValueError(
+                f"host_blocks={blocks} and preemption='recompute': nothing would ever wait there; leave one "
+                "of them out"
+            )
         if not blocks and self.preemption == "swap":
-            raise ValueError("preemption='swap' needs blocks on the host and host_blocks=0 gives none; leave one of them out")
+            raise ValueError(
+                "preemption='swap' needs blocks on the host and host_blocks=0 gives none; leave one of them "
+                "out"
+            )
 
     def pages(self) -> CacheConfig:
         """The options of the pools, checked."""
@@ -116,10 +132,15 @@ class EngineConfig:
         sequences = self.max_batch_sequences
         if sequences is not None and sequences > self.max_batch_tokens:
             raise ValueError(
-                f"max_batch_tokens={self.max_batch_tokens} cannot hold one token of each of {sequences} sequences; "
+                f"max_batch_tokens={self.max_batch_tokens} cannot hold one token of each of {sequences} "
+                "sequences; "
                 "raise max_batch_tokens or lower max_batch_sequences"
             )
-        return Limits(self.max_batch_tokens, min(MOST_SEQUENCES, self.max_batch_tokens) if sequences is None else sequences, self.watermark)
+        return Limits(
+            self.max_batch_tokens,
+            min(MOST_SEQUENCES, self.max_batch_tokens) if sequences is None else sequences,
+            self.watermark,
+        )
 
     @classmethod
     def of(cls, config: object, options: Mapping[str, Any]) -> EngineConfig:
@@ -135,7 +156,9 @@ class EngineConfig:
         if not isinstance(config, cls):
             raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}")
         if options:
-            raise ValueError(f"config and the options {sorted(options)} both say how the engine is made; give one of them")
+            raise ValueError(
+                f"config and the options {sorted(options)} both say how the engine is made; give one of them"
+            )
         return config
 
 

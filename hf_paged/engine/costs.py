@@ -6,15 +6,21 @@ from collections import deque
 from statistics import median_low
 
 LATELY = 7
-"""How many measurements of a size are remembered; the lower median of them counts, so one that was held up does not."""
+"""How many measurements of a size are remembered; the lower median of them counts, so one that was held up
+does not.
+"""
 ENOUGH = 3
 """Before so many measurements nothing is known."""
 PATIENCE = 50
-"""After so many times that computing again was cheaper, a swap is tried all the same: it may have become cheaper."""
+"""After so many times that computing again was cheaper, a swap is tried all the same: it may have become
+cheaper.
+"""
 
 
 class Curve:
-    """Seconds by size: sizes of one power of two are taken together, with straight lines between them and from nothing."""
+    """Seconds by size: sizes of one power of two are taken together, with straight lines between them and
+    from nothing.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -31,7 +37,9 @@ class Curve:
         self._points = None
 
     def at(self, size: float) -> float | None:
-        """Seconds of a size, None if too little was measured. Beyond the largest every further one costs as much as those."""
+        """Seconds of a size, None if too little was measured. Beyond the largest every further one costs as
+        much as those.
+        """
         if self.count < ENOUGH:
             return None
         if self._points is None:
@@ -70,7 +78,8 @@ class Costs:
         return None if out is None or back is None else out + back
 
     def of_recomputation(self, tokens: int) -> float | None:
-        """Seconds by which the steps become longer if so many tokens are computed again beside what is computed anyway.
+        """Seconds by which the steps become longer if so many tokens are computed again beside what is
+        computed anyway.
 
         What the prefix cache might still have then is not counted: where blocks run out it is evicted first.
         """

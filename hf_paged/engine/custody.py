@@ -12,16 +12,19 @@ SECONDS = 0.05
 
 
 class Spoiled(RuntimeError):
-    """The weights have changed at some time between steps that nobody looked at: nobody knows which tokens are of both."""
+    """The weights have changed at some time between steps that nobody looked at: nobody knows which tokens
+    are of both.
+    """
 
 
 class Custody:
     """Whether anybody but the engine may have had its model in hands.
 
-    Code that is not the engine's, run by the thread that drives, may do anything to it: whoever lets such code run says so, and the next
-    step looks. From one step of the engine's own loop to the next only other threads could, who are told to call `pause()`: there
-    it is enough to look now and then, and before anything ends or is let in. Meanwhile the memory that the model had when it was
-    looked at is kept: a captured step reads it, whatever somebody has put into the model's place.
+    Code that is not the engine's, run by the thread that drives, may do anything to it: whoever lets such
+    code run says so, and the next step looks. From one step of the engine's own loop to the next only other
+    threads could, who are told to call `pause()`: there it is enough to look now and then, and before
+    anything ends or is let in. Meanwhile the memory that the model had when it was looked at is kept: a
+    captured step reads it, whatever somebody has put into the model's place.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,7 +1,8 @@
 """Steps that are replayed as CUDA graphs: every token a row of its own, one graph for each bucket of rows.
 
-A short chunk of a prompt is so many rows over one table, each one token longer than the one before. That reads the chunk's past once
-for every token of it; where there is more to read, chunks are spans, which read it once for many.
+A short chunk of a prompt is so many rows over one table, each one token longer than the one before. That
+reads the chunk's past once for every token of it; where there is more to read, chunks are spans, which read
+it once for many.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ logger = logging.getLogger("hf_paged")
 AFTER = 2
 """A step of so many rows is captured when it comes for this time."""
 SPARE, WORTH = 512, 5_000
-"""How many rows more than a step a graph may have to stand in for its own, and as long as it has computed fewer rows for nobody. Of an 8B
-model on an H200 512 cost less than launching a step one operation at a time, 5,000 about what a capture does."""
+"""How many rows more than a step a graph may have to stand in for its own, and as long as it has computed
+fewer rows for nobody. Of an 8B model on an H200 512 cost less than launching a step one operation at a time,
+5,000 about what a capture does."""
 WIDTHS = [64 * 8**i for i in range(8)]
 """Blocks of a row in the tables of graphs."""
 MOST_PAIRS = 2**17
-"""How many tokens those of prompts may look at in one step, each counted by itself: beyond, one tile for many of them is faster."""
+"""How many tokens those of prompts may look at in one step, each counted by itself: beyond, one tile for many
+of them is faster.
+"""
 MOST_IN_TORCH = 2**17
 """The same where plain torch reads, to which spans are rows like others."""
 Form = Literal["single", "rows", "spans"]
@@ -142,7 +146,9 @@ class Decoding:
         return step.answer.first(len(pieces) - len(others) + sum([piece.wanted for piece in others]))
 
     def _fitting(self, shape: Shape) -> _Step | None:
-        """The trusted graph for a shape: its own, or as long as that costs less than a capture, the next larger one."""
+        """The trusted graph for a shape: its own, or as long as that costs less than a capture, the next
+        larger one.
+        """
         own = self._steps.get(shape)
         if own is not None:
             return own if own.agreed >= AGREE else None
@@ -162,7 +168,9 @@ class Decoding:
         return self._steps[best]
 
     def learn(self, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> None:
-        """After pieces were computed without a graph: capture the step, or see whether its graph says the same."""
+        """After pieces were computed without a graph: capture the step, or see whether its graph says the
+        same.
+        """
         shape = self._shape(pieces)
         if shape is None or shape in self.reasons:
             return
@@ -195,20 +203,29 @@ class Decoding:
 
     def _shape(self, pieces: Sequence[Piece]) -> Shape | None:
         stride, others = split(pieces)
-        if self.runner.device.type not in RECORDERS or not pieces or not all(piece.of_ids for piece in others):
+        if (
+            self.runner.device.type not in RECORDERS
+            or not pieces
+            or not all(piece.of_ids for piece in others)
+        ):
             return None
         groups = self.runner.pools.groups.values()
         if len(pieces) > self._most or not all(group.stores for group in groups):
             return None  # the pools were given back, and come again with this step
         # Latents are read by plain torch, whatever the kernels are.
-        kernels = not self.runner.expanding and all(group.captured_ops.kernels is not None for group in groups)
+        kernels = not self.runner.expanding and all(
+            group.captured_ops.kernels is not None for group in groups
+        )
         form = self._form(others, kernels) if others else "single"
         if form is None:
             return None
         blocks = max([table.end for piece in others for table in piece.tables], default=0)
         if stride is not None:
             blocks = max(blocks, self.runner.pools.shelves[0].pool.blocks_for(stride.longest))
-        rows = bucket_of(len(pieces) - len(others) + sum([len(piece.tokens) for piece in others]), 8 if form == "single" else 4)
+        rows = bucket_of(
+            len(pieces) - len(others) + sum([len(piece.tokens) for piece in others]),
+            8 if form == "single" else 4,
+        )
         if kernels:
             # Kernels read what is there, so a wide table costs its upload and no more.
             return Shape(rows, next(width for width in WIDTHS if width >= blocks), form)
@@ -222,22 +239,32 @@ class Decoding:
         """What the chunks of these pieces are in a graph, None if they are the flat row's."""
         if all(piece.wanted and len(piece.tokens) == 1 for piece in pieces):
             return "single"
-        pairs = sum(len(piece.tokens) * (piece.start + len(piece.tokens)) for piece in pieces if len(piece.tokens) > 1)
+        pairs = sum(
+            len(piece.tokens) * (piece.start + len(piece.tokens)) for piece in pieces if len(piece.tokens) > 1
+        )
         if pairs <= MOST_PAIRS:
             return "rows"
         return "spans" if kernels or pairs <= MOST_IN_TORCH else None
 
     def _pools(self) -> tuple[Any, ...]:
-        return tuple((data.data_ptr(), data.dtype) for group in self.runner.pools.groups.values() for data in group.tensors)
+        return tuple(
+            (data.data_ptr(), data.dtype)
+            for group in self.runner.pools.groups.values()
+            for data in group.tensors
+        )
 
     def look(self) -> None:
-        """See whether the model is still the one that the steps were captured over: they read the memory that it had then."""
+        """See whether the model is still the one that the steps were captured over: they read the memory that
+        it had then.
+        """
         state = self._state() if self._steps else None
         if state is not None and not all(self._is_of(step, state) for step in self._steps.values()):
             self.forget()
 
     def _stands(self, step: _Step) -> bool:
-        """Whether the model is still the one that a step was captured over, as far as somebody has to look in this step."""
+        """Whether the model is still the one that a step was captured over, as far as somebody has to look in
+        this step.
+        """
         if self._lookout is None or not self.runner.custody.unseen:
             return self._is_of(step, self._state())
         return self._is_of(step, self._lookout.state)
@@ -245,7 +272,9 @@ class Decoding:
     @staticmethod
     def _is_of(step: _Step, state: ModelState) -> bool:
         if step.state is not state and step.state == state:
-            step.state = state  # a state that was read again: the next comparison is of one object with itself
+            step.state = (
+                state  # a state that was read again: the next comparison is of one object with itself
+            )
         return step.state is state
 
     def _state(self) -> ModelState:
@@ -268,7 +297,11 @@ class Decoding:
             others = [others[i] for i in order]
         counts = [len(piece.tokens) for piece in others]
         for place, batch in enumerate(step.batches.values()):
-            ranks = None if stride is None else Ranks(stride.sheets[place], stride.starts, stride.step, stride.most + stride.step)
+            ranks = (
+                None
+                if stride is None
+                else Ranks(stride.sheets[place], stride.starts, stride.step, stride.most + stride.step)
+            )
             batch.spread([piece.tables[place] for piece in others], counts, ranks)
         if isinstance(pieces, Pieces) and crew:
             step.ids[:crew, 0].copy_(pieces.ids(step.ids.device))
@@ -282,7 +315,9 @@ class Decoding:
             last = [*range(crew), *(crew + ends[i][0] - 1 for i in range(len(others)) if ends[i][1].wanted)]
             step.places[: len(last)].copy_(upload(last or [0], step.places.device)[: len(last)])
 
-    def _try(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> bool:
+    def _try(
+        self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor
+    ) -> bool:
         """Replay a step whose logits are known: whether they come out."""
         if not len(logits):
             return True
@@ -294,14 +329,18 @@ class Decoding:
         return same
 
     def _distrust(self, shape: Shape, step: _Step) -> None:
-        """A replay differs from the forward itself. If it is compiled code that does, none of it is used any more."""
+        """A replay differs from the forward itself. If it is compiled code that does, none of it is used any
+        more.
+        """
         if not step.compiled:
             raise NotCapturable("its replay differs from the forward itself")
         assert self.compilation is not None
         self.compilation.give_up("what they compute differs from the forward itself")
         self._steps = {shape: step for shape, step in self._steps.items() if not step.compiled}
 
-    def _capture(self, shape: Shape, pieces: Sequence[Piece], latest: torch.Tensor | None, vocabulary: int) -> _Step:
+    def _capture(
+        self, shape: Shape, pieces: Sequence[Piece], latest: torch.Tensor | None, vocabulary: int
+    ) -> _Step:
         model, groups = self.runner.model, self.runner.pools.groups
         rows, device, mixed = shape.rows, self.runner.device, shape.form != "single"
         batches = {kind: self._batch(shape, group) for kind, group in groups.items()}
@@ -325,7 +364,9 @@ class Decoding:
         self._load(step, pieces, latest)
         if device.type == "cuda" and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        step.replay, _ = RECORDERS[device.type](partial(self._forward, step, compiled or fusion, lengths), self._pool, device)
+        step.replay, _ = RECORDERS[device.type](
+            partial(self._forward, step, compiled or fusion, lengths), self._pool, device
+        )
         step.compiled = compiled is not None
         self._steps[shape] = step
         self.counts["captured"] += 1
@@ -334,10 +375,11 @@ class Decoding:
         return step
 
     def _rehearse(self, step: _Step, fusion: Fusion, form: Form) -> None:
-        """Run the step outside its graph: what is compiled for so many rows is. The first of a form is watched, which takes long.
+        """Run the step outside its graph: what is compiled for so many rows is. The first of a form is
+        watched, which takes long.
 
-        Others of the form run the same code on other sizes. What must not be captured there either does not depend on them, or fails
-        in the capture itself: whatever the host waits for.
+        Others of the form run the same code on other sizes. What must not be captured there either does not
+        depend on them, or fails in the capture itself: whatever the host waits for.
         """
         if form in self._rehearsed:
             self._forward(step, fusion, self._rehearsed[form])
@@ -354,12 +396,16 @@ class Decoding:
             self._forward(step, fusion, lengths)
         self._rehearsed[form] = lengths if lengths.met else None
 
-    def _compiled(self, step: _Step, fusion: Fusion, pieces: Sequence[Piece], latest: torch.Tensor | None) -> CompiledFusion | None:
+    def _compiled(
+        self, step: _Step, fusion: Fusion, pieces: Sequence[Piece], latest: torch.Tensor | None
+    ) -> CompiledFusion | None:
         """The step with compiled layers, run once; None if they are not wanted, or cannot be had."""
         if self.compilation is None or self.compilation.why_not is not None:
             return None
         try:
-            made = CompiledFusion(self.runner.model, fusion.kernels, self.compilation, self.runner.cache.layers)
+            made = CompiledFusion(
+                self.runner.model, fusion.kernels, self.compilation, self.runner.cache.layers
+            )
             self._load(step, pieces, latest)
             self._forward(step, made, LengthsOnDevice())
         except Exception as error:
@@ -372,10 +418,14 @@ class Decoding:
     def _batch(self, shape: Shape, group: Group) -> StaticBatch:
         rows, width, form = shape
         arguments = width, group.pool.block_size, width, group.device, group.kind.window
-        return StaticSpans(rows, self._most, *arguments) if form == "spans" else StaticBatch(rows, 1, *arguments)
+        return (
+            StaticSpans(rows, self._most, *arguments) if form == "spans" else StaticBatch(rows, 1, *arguments)
+        )
 
     def _forward(self, step: _Step, fusion: Fusion, lengths: LengthsOnDevice | None) -> None:
-        """What is captured: the step of all rows, each at its own position, and the logits of those that are wanted."""
+        """What is captured: the step of all rows, each at its own position, and the logits of those that are
+        wanted.
+        """
         with fused(fusion), lengths_on_device(self.runner.model, lengths):
             self.runner.plugged(partial(self._run, step))
 

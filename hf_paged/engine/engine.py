@@ -39,16 +39,17 @@ T = TypeVar("T")
 
 
 class Engine(Front):
-    """Continuous batching: every step computes one token of each running sequence and as much of the prompts as fits beside them.
+    """Continuous batching: every step computes one token of each running sequence and as much of the prompts
+    as fits beside them.
 
     engine = Engine(model, tokenizer)
     engine.generate(["Once upon", "The fox"], max_new_tokens=40)    # a list in, a list out
     handle = engine.submit("The owl", do_sample=True, seed=1)       # or one by one
     for increment in handle: print(increment.text, end="")
 
-    The model is the user's own, unchanged, and free for anything else between two steps. Whoever waits for a result drives the
-    engine; `start()` has a thread do it, `step()` does it by hand. Requests end one by one, each with its own reason, and none by
-    another's fault.
+    The model is the user's own, unchanged, and free for anything else between two steps. Whoever waits for a
+    result drives the engine; `start()` has a thread do it, `step()` does it by hand. Requests end one by one,
+    each with its own reason, and none by another's fault.
     """
 
     def __init__(
@@ -88,11 +89,15 @@ class Engine(Front):
             swap=self._preemption.decide,
         )
         self._jobs: dict[Group, Job] = {}
-        ahead = self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
+        ahead = (
+            self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
+        )
         self._custody = self._runner.custody
         with self.pools.memory.lock:
             self._weights = Weights(self.model, self._custody, settings.after_forwards())
-        self._steps = Steps(self.pools, self._runner, self._weights, self._scheduler, self._jobs, self._preemption, ahead)
+        self._steps = Steps(
+            self.pools, self._runner, self._weights, self._scheduler, self._jobs, self._preemption, ahead
+        )
         self._slow: Counter[str] = Counter()
         """How many requests had a processor that runs for their rows alone, by its name."""
         self._aside: list[Output] = []
@@ -118,12 +123,14 @@ class Engine(Front):
     def _why_never(self, request: Request) -> str | None:
         if self._longest is not None and request.most_tokens > self._longest:
             return (
-                f"a sequence may become {request.most_tokens} tokens long (prompt {len(request.prompt)}) and {type(self.model).__name__} "
+                f"a sequence may become {request.most_tokens} tokens long (prompt {len(request.prompt)}) and "
+                f"{type(self.model).__name__} "
                 f"is made for {self._longest}; lower max_new_tokens"
             )
         if self._longest_source is not None and request.source > self._longest_source:
             return (
-                f"the encoder of {type(self.model).__name__} is made for {self._longest_source} tokens, got {request.source}; shorten them"
+                f"the encoder of {type(self.model).__name__} is made for {self._longest_source} tokens, "
+                f"got {request.source}; shorten them"
             )
         return why_infeasible(request, self.pools.shelves, self.config.limits())
 
@@ -138,7 +145,9 @@ class Engine(Front):
             self._runner.merger.require(media)
 
     def _take_in(self) -> None:
-        if self._inbox and not self._stepping:  # else a criterion, or a finalizer in the middle of anything: the next step does it
+        if (
+            self._inbox and not self._stepping
+        ):  # else a criterion, or a finalizer in the middle of anything: the next step does it
             self._changing(self._enter)
 
     def _enter(self) -> None:
@@ -171,7 +180,10 @@ class Engine(Front):
         if self._paused:
             raise RuntimeError("the engine is paused; call resume() first")
         if self._stepping:
-            raise RuntimeError("a step is running already: a processor, criterion or signal handler must not drive the engine")
+            raise RuntimeError(
+                "a step is running already: a processor, criterion or signal handler must not drive the "
+                "engine"
+            )
         self._take_in()
         self._stepping = True
         try:
@@ -200,7 +212,9 @@ class Engine(Front):
         return self._steps.go_on()
 
     def _changing(self, act: Callable[[], T]) -> T:
-        """The answer of `act`, which changes the books. Whatever breaks it off, they are whole before anything else is done with them."""
+        """The answer of `act`, which changes the books. Whatever breaks it off, they are whole before
+        anything else is done with them.
+        """
         stepping, torn = self._stepping, self._torn
         self._stepping = self._torn = True
         try:
@@ -214,7 +228,9 @@ class Engine(Front):
             self._stepping = stepping
 
     def _mend(self, error: BaseException) -> None:
-        """A change of the books broke off. An interrupt in here leaves them torn, and the next call mends them."""
+        """A change of the books broke off. An interrupt in here leaves them torn, and the next call mends
+        them.
+        """
         self._torn = True
         with self.pools.memory.lock:
             self._runner.unplug()
@@ -247,13 +263,16 @@ class Engine(Front):
 
     @in_turn
     def pause(self) -> None:
-        """Let go of the model: nobody holds a block, here or on the host, and requests wait. Until `resume` its weights may change.
+        """Let go of the model: nobody holds a block, here or on the host, and requests wait. Until `resume`
+        its weights may change.
 
         What requests have said so far stays; it is computed again, with the weights of then.
         """
         self._require_open()
         if self._stepping:
-            raise RuntimeError("a step is running: a processor, criterion or signal handler must not pause the engine")
+            raise RuntimeError(
+                "a step is running: a processor, criterion or signal handler must not pause the engine"
+            )
         with suppress(Spoiled):  # those whom it concerns have ended
             self._let_go()
         with self.pools.memory.lock:
@@ -278,8 +297,8 @@ class Engine(Front):
             self.start()
 
     def _look(self) -> None:
-        """What is cached belongs to the weights of now. While nobody holds anything that is looked at closely, else quickly: whenever
-        somebody may have changed them, and before anybody is let in."""
+        """What is cached belongs to the weights of now. While nobody holds anything that is looked at
+        closely, else quickly: whenever somebody may have changed them, and before anybody is let in."""
         running = len(self._scheduler.running)
         if not running:
             if self._weights.changed():
@@ -308,7 +327,10 @@ class Engine(Front):
 
     def _require_eval(self) -> None:
         if self.model.training:
-            raise RuntimeError(f"{type(self.model).__name__} is in training mode, where answers are random; call model.eval() first")
+            raise RuntimeError(
+                f"{type(self.model).__name__} is in training mode, where answers are random; call "
+                "model.eval() first"
+            )
 
     # ---- the engine itself
 
@@ -333,7 +355,8 @@ class Engine(Front):
 
     @in_turn
     def trace(self, path: str | os.PathLike[str]) -> Recorder:
-        """Write down every step from now on, until the answer is closed: `with engine.trace("steps.jsonl"): ...`.
+        """Write down every step from now on, until the answer is closed: `with engine.trace("steps.jsonl"):
+        ...`.
 
         `hf_paged.trace.read` gives it back. A path that ends with ".gz" is packed.
         """
@@ -341,7 +364,9 @@ class Engine(Front):
         current = self._steps.recorder
         if current is not None and not current.closed:
             raise RuntimeError(f"{current!r} is being written; close it first")
-        self._steps.recorder = Recorder(path, self._scheduler, self.pools.described(type(self.model).__name__), self._lock.lock)
+        self._steps.recorder = Recorder(
+            path, self._scheduler, self.pools.described(type(self.model).__name__), self._lock.lock
+        )
         return self._steps.recorder
 
     @in_turn
@@ -352,8 +377,8 @@ class Engine(Front):
     def close(self) -> None:
         """End what runs with "abort", the thread if there is one, and give the pools back. Twice is once.
 
-        From within a step it is done at its end. A trace that cannot be written is logged; only the trace's own `close()`
-        raises.
+        From within a step it is done at its end. A trace that cannot be written is logged; only the trace's
+        own `close()` raises.
         """
         self._ask_to_close()
         if self._freed:
@@ -376,7 +401,9 @@ class Engine(Front):
             self._thread.stop(wait=False)
         self._freed = True
         if self._steps.recorder is not None:
-            with suppress(OSError):  # the recorder has logged it; whoever closes the engine is done with its requests
+            with suppress(
+                OSError
+            ):  # the recorder has logged it; whoever closes the engine is done with its requests
                 self._steps.recorder.close()
 
     def _after_fork(self) -> None:

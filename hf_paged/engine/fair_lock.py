@@ -1,4 +1,6 @@
-"""The lock of an engine, for a thread that takes it again and again and for others that want it now and then."""
+"""The lock of an engine, for a thread that takes it again and again and for others that want it now and
+then.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ LONGEST, MOMENT = 0.05, 0.0001
 class Turns:
     """A reentrant lock, and the threads that wait for it.
 
-    A thread that drives an engine gives the lock back between two steps; with the lock alone it would be the next to have it, too. So
-    threads that want the lock enter themselves in `waiting`, and the driver gives way to them.
+    A thread that drives an engine gives the lock back between two steps; with the lock alone it would be the
+    next to have it, too. So threads that want the lock enter themselves in `waiting`, and the driver gives
+    way to them.
 
-    The lock is taken by `with turns.lock` and nowhere else: the interpreter's own lock is given back whatever an interrupt breaks off,
-    and a context manager in Python is not. Nothing here has to be undone after an interrupt: a thread that waits no longer and is still
-    entered costs a driver LONGEST seconds.
+    The lock is taken by `with turns.lock` and nowhere else: the interpreter's own lock is given back whatever
+    an interrupt breaks off, and a context manager in Python is not. Nothing here has to be undone after an
+    interrupt: a thread that waits no longer and is still entered costs a driver LONGEST seconds.
     """
 
     def __init__(self) -> None:
@@ -60,7 +63,9 @@ S = TypeVar("S", bound=TakesTurns)
 
 
 def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method that runs under its object's lock, on what is settled. A signal handler may call it while its thread waits here."""
+    """A method that runs under its object's lock, on what is settled. A signal handler may call it while its
+    thread waits here.
+    """
 
     def turn(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         turns, me = self._lock, threading.get_ident()

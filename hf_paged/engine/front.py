@@ -1,4 +1,6 @@
-"""The side of an engine that callers see: requests come in, from any thread, and whoever waits for them is served."""
+"""The side of an engine that callers see: requests come in, from any thread, and whoever waits for them is
+served.
+"""
 
 from __future__ import annotations
 
@@ -38,21 +40,24 @@ LONG_WORK = 3.0
 class Front(ABC):
     """What callers say to an engine.
 
-    It owns the inbox and the thread, if there is one. The books and the steps are the engine's, under its lock; submitting does not
-    wait for that where a thread drives.
+    It owns the inbox and the thread, if there is one. The books and the steps are the engine's, under its
+    lock; submitting does not wait for that where a thread drives.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         words = words_of(tokenizer)
         if words is not None and not callable(getattr(words, "decode", None)):
             raise TypeError(
-                f"a tokenizer has decode(), got {type(tokenizer).__name__}; give options by name, and no tokenizer if there is none"
+                f"a tokenizer has decode(), got {type(tokenizer).__name__}; give options by name, and no "
+                "tokenizer if there is none"
             )
         self.model, self.processor, self.tokenizer = model, tokenizer, words
         self._lock = Turns()
         self._closed = self._closing = self._paused = False
         self._stepping = False
-        """Whether a step or another change of the books runs. What comes in between (criteria, signal handlers) changes none of them."""
+        """Whether a step or another change of the books runs. What comes in between (criteria, signal
+        handlers) changes none of them.
+        """
         self._torn = False
         """Whether a change of the books has begun that has not come to its end."""
         self._numbers = itertools.count()
@@ -63,7 +68,10 @@ class Front(ABC):
         self._options = Options()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("an engine lives in its model's pools and cannot be pickled or copied; make another one for the other model")
+        raise TypeError(
+            "an engine lives in its model's pools and cannot be pickled or copied; make another one for the "
+            "other model"
+        )
 
     # ---- requests
 
@@ -81,25 +89,38 @@ class Front(ABC):
     ) -> Handle:
         """Queue a request and answer with its handle; nothing is computed yet.
 
-        prompt: a text or chat messages (with a tokenizer), or token ids. inputs_embeds: what the model shall take for the embeddings
-        of the prompt, [tokens, hidden] or [1, tokens, hidden]; processors see the prompt's ids, if there are any. Of an encoder-decoder
-        the prompt is the encoder's, or input_features=... is, and decoder_input_ids=... what its decoder begins with. generation_config
-        and keywords: as generate() takes them, logits_processor, stopping_criteria and prefix_allowed_tokens_fn among them. seed: of
-        its draws. logprobs: True, or how many of the model's favourites are reported beside each token's own. priority: higher is
-        sooner, under policy="priority". salt: requests share their prefixes only with requests of the same salt.
+        prompt: a text or chat messages (with a tokenizer), or token ids. inputs_embeds: what the model shall
+        take for the embeddings of the prompt, [tokens, hidden] or [1, tokens, hidden]; processors see the
+        prompt's ids, if there are any. Of an encoder-decoder the prompt is the encoder's, or
+        input_features=... is, and decoder_input_ids=... what its decoder begins with. generation_config and
+        keywords: as generate() takes them, logits_processor, stopping_criteria and prefix_allowed_tokens_fn
+        among them. seed: of its draws. logprobs: True, or how many of the model's favourites are reported
+        beside each token's own. priority: higher is sooner, under policy="priority". salt: requests share
+        their prefixes only with requests of the same salt.
 
-        An option that the engine does not honour raises ValueError here. A request that could never fit comes back at once with
-        finish_reason "refused" and the numbers in its error.
+        An option that the engine does not honour raises ValueError here. A request that could never fit comes
+        back at once with finish_reason "refused" and the numbers in its error.
         """
         keywords = {**generate_keywords, "inputs_embeds": inputs_embeds}
-        asked = read(self.model, self.processor, prompt, generation_config, keywords, seed, logprobs, self._options)
+        asked = read(
+            self.model, self.processor, prompt, generation_config, keywords, seed, logprobs, self._options
+        )
         self._require_open()
         if asked.embeds is not None or asked.media is not None:
             self._require_vectors(asked.media)
         job = Job(asked, None, self.tokenizer)
         source = 0 if asked.source is None else self._source_length(asked.source)
         extra = extra_key(None if salt is None else check_salt(salt))
-        request = Request(next(self._numbers), asked.prompt, asked.max_length, asked.width, priority, extra, source, asked.steady)
+        request = Request(
+            next(self._numbers),
+            asked.prompt,
+            asked.max_length,
+            asked.width,
+            priority,
+            extra,
+            source,
+            asked.steady,
+        )
         reason = self._why_never(request)
         if reason is not None:
             job.close("refused", Infeasible(reason))
@@ -122,17 +143,23 @@ class Front(ABC):
         strict: bool = False,
         **keywords: Unpack[RequestKeywords],
     ) -> list[Output]:
-        """The outputs of all prompts under the same options, in their order. A bar shows after a while, or as `progress` says.
+        """The outputs of all prompts under the same options, in their order. A bar shows after a while, or as
+        `progress` says.
 
-        A warning counts the requests that were refused or failed. With `strict` the error of one is raised instead: of a refused
-        one before anything is computed, of a failed one at the end.
+        A warning counts the requests that were refused or failed. With `strict` the error of one is raised
+        instead: of a refused one before anything is computed, of a failed one at the end.
         """
         handles: list[Handle] = []
         try:
             for prompt in _each(prompts):
                 handles.append(self.submit(prompt, generation_config, **keywords))
                 _require_accepted(handles[-1], strict)
-            with tqdm(total=len(handles), unit="request", delay=0 if progress else LONG_WORK, disable=progress is False) as bar:
+            with tqdm(
+                total=len(handles),
+                unit="request",
+                delay=0 if progress else LONG_WORK,
+                disable=progress is False,
+            ) as bar:
 
                 def show() -> None:
                     bar.update(sum(each.done for each in handles) - bar.n)
@@ -169,7 +196,9 @@ class Front(ABC):
         strict: bool = False,
         **keywords: Unpack[RequestKeywords],
     ) -> list[Output]:
-        """`generate` for coroutines: the event loop goes on meanwhile, and a task that is cancelled ends its requests."""
+        """`generate` for coroutines: the event loop goes on meanwhile, and a task that is cancelled ends its
+        requests.
+        """
         handles: list[Handle] = []
         try:
             for prompt in _each(prompts):
@@ -197,10 +226,11 @@ class Front(ABC):
     # ---- who drives
 
     def start(self) -> Self:
-        """Let a thread drive the engine from now on: requests are computed whether anybody waits or not, and submitting is prompt.
+        """Let a thread drive the engine from now on: requests are computed whether anybody waits or not, and
+        submitting is prompt.
 
-        What a step raises reaches everybody who waits and ends the thread; calling this again goes on. `stop()` and `close()` end it,
-        and so does the end of the process. Awaiting a handle calls it, too.
+        What a step raises reaches everybody who waits and ends the thread; calling this again goes on.
+        `stop()` and `close()` end it, and so does the end of the process. Awaiting a handle calls it, too.
         """
         self._require_open()
         with self._starting:
@@ -223,7 +253,9 @@ class Front(ABC):
             raise
 
     def stop(self) -> None:
-        """Drive no more by a thread: the step that runs comes to its end. Requests stay, and whoever waits for one drives."""
+        """Drive no more by a thread: the step that runs comes to its end. Requests stay, and whoever waits
+        for one drives.
+        """
         with self._starting:
             thread = self._thread
             if thread is not None:
@@ -242,7 +274,9 @@ class Front(ABC):
             self._let_go()
 
     def _turn(self) -> bool:
-        """A step, if there is anything to do; the answer is whether there may be more. The engine's thread calls it."""
+        """A step, if there is anything to do; the answer is whether there may be more. The engine's thread
+        calls it.
+        """
         self._lock.give_way()
         return self._take_turn()
 
@@ -265,16 +299,20 @@ class Front(ABC):
         return True
 
     def _drive_for(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
-        """Take everybody's steps until a job has ended, or has `each` increment, or the time is over; or wait for what the thread makes
-        of it. Handles call it."""
+        """Take everybody's steps until a job has ended, or has `each` increment, or the time is over; or wait
+        for what the thread makes of it. Handles call it."""
         end = None if timeout is None else time.monotonic() + timeout
         self._drive([job], lambda: (each and bool(job.news)) or (end is not None and time.monotonic() >= end))
         thread = self._thread
         if thread is not None and job.output is None:
             thread.wait(job, each, None if end is None else end - time.monotonic())
 
-    def _drive(self, jobs: list[Job], enough: Callable[[], bool], ended: Callable[[], object] = lambda: None) -> None:
-        """Take steps until all jobs have ended, or it is enough, or a thread does it; `ended` is told of steps in which anybody has."""
+    def _drive(
+        self, jobs: list[Job], enough: Callable[[], bool], ended: Callable[[], object] = lambda: None
+    ) -> None:
+        """Take steps until all jobs have ended, or it is enough, or a thread does it; `ended` is told of
+        steps in which anybody has.
+        """
 
         def steps() -> None:
             for job in jobs:
@@ -300,7 +338,9 @@ class Front(ABC):
         return thread is not None and not thread.own and not thread.halted
 
     def _driving(self, steps: Callable[[], T]) -> T:
-        """The answer of a row of steps. Their caller has done anything before this, and will do anything after it."""
+        """The answer of a row of steps. Their caller has done anything before this, and will do anything
+        after it.
+        """
         self._custody.lend()
         try:
             answer = steps()
@@ -312,13 +352,17 @@ class Front(ABC):
         return answer
 
     async def _arrival(self, job: Job, each: bool = False) -> None:
-        """Wait for the end of a job, or for `each` increment, without holding up the event loop. Handles call it."""
+        """Wait for the end of a job, or for `each` increment, without holding up the event loop. Handles call
+        it.
+        """
         thread = self._thread or self.start()._thread
         if thread is None or thread.own:
             raise RuntimeError("nobody can wait for a request from within a step of its engine")
         await thread.arrival(job, each)
         if thread.over and job.output is None:
-            raise RuntimeError("the engine's thread was stopped while somebody awaited a request; start() goes on")
+            raise RuntimeError(
+                "the engine's thread was stopped while somebody awaited a request; start() goes on"
+            )
 
     def _cancel(self, job: Job) -> None:
         """End a job at once; where a thread drives, after the step that runs. Handles call it."""
@@ -327,14 +371,17 @@ class Front(ABC):
         job.cancelled = True
         thread = self._thread
         if thread is not None and not thread.over:
-            thread.wake()  # nothing else: a coroutine that nobody holds any more calls this in the middle of anything
+            # Nothing else: a coroutine that is collected calls this in the middle of anything.
+            thread.wake()
             return
         self._end_cancelled(job)
 
     @in_turn
     def _end_cancelled(self, job: Job) -> None:
         self._take_in()
-        if job.output is None and not self._stepping:  # else it is in the middle of a step, and ends with the next one
+        if (
+            job.output is None and not self._stepping
+        ):  # else it is in the middle of a step, and ends with the next one
             self._end([job])
         self._pass_on()
 
@@ -385,11 +432,15 @@ class Front(ABC):
 
     @abstractmethod
     def _settle(self) -> None:
-        """Make the books whole if a change of them broke off, and close the engine if that could not be done at once."""
+        """Make the books whole if a change of them broke off, and close the engine if that could not be done
+        at once.
+        """
 
     @abstractmethod
     def _pass_on(self) -> None:
-        """Raise the KeyboardInterrupt or SystemExit with which a request has ended, once, unless this is the engine's own thread."""
+        """Raise the KeyboardInterrupt or SystemExit with which a request has ended, once, unless this is the
+        engine's own thread.
+        """
 
     def _require_open(self) -> None:
         if self._closed:
@@ -419,9 +470,13 @@ def _each(prompts: Iterable[Any]) -> list[Any]:
     """A list of prompts; a single one would be taken apart."""
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise TypeError(
-            f"generate() takes a list of prompts, got {type(prompts).__name__}; for one of them write engine.generate([prompt])"
+            f"generate() takes a list of prompts, got {type(prompts).__name__}; for one of them write "
+            "engine.generate([prompt])"
         )
     listed = list(prompts)
     if listed and all(isinstance(each, int) for each in listed):
-        raise TypeError("generate() takes a list of prompts, got token ids; for one prompt of them write engine.generate([ids])")
+        raise TypeError(
+            "generate() takes a list of prompts, got token ids; for one prompt of them write "
+            "engine.generate([ids])"
+        )
     return listed

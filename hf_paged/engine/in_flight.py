@@ -1,4 +1,6 @@
-"""Steps on their way: the next one is planned and launched before the host has heard which tokens the last one chose."""
+"""Steps on their way: the next one is planned and launched before the host has heard which tokens the last
+one chose.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from .sampling.sampler import Pick, no_token, note_of, numbers_of, together
 
 
 class _Seats(NamedTuple):
-    """A job that gets tokens: at which position of its sequences, and where in the step's tokens each one's stands."""
+    """A job that gets tokens: at which position of its sequences, and where in the step's tokens each one's
+    stands.
+    """
 
     job: Job
     position: int
@@ -28,7 +32,9 @@ class _Seats(NamedTuple):
 
 
 class Flight:
-    """A launched step. Its tokens are on the device, where the next step finds them, and on their way to the host."""
+    """A launched step. Its tokens are on the device, where the next step finds them, and on their way to the
+    host.
+    """
 
     def __init__(
         self,
@@ -64,7 +70,11 @@ class Flight:
             places = [len(self._crew) + place for place, wanted in enumerate(noted) if wanted]
             most = max(pick.job.asked.favourites or 0 for pick in picks)
             whose = upload([rows[place - len(self._crew)] for place in places], tokens.device)
-            heard.append(numbers_of(answer.logits[whose].log_softmax(-1), self.tokens[upload(places, tokens.device)], most))
+            heard.append(
+                numbers_of(
+                    answer.logits[whose].log_softmax(-1), self.tokens[upload(places, tokens.device)], most
+                )
+            )
         self._download = Download(heard)
         place = len(self._crew)
         for pick in picks:
@@ -83,7 +93,9 @@ class Flight:
 
     @cached_property
     def places(self) -> dict[Row, int]:
-        """Where each sequence's token stands in `tokens`. Made when somebody asks: if nobody comes or goes, nobody does."""
+        """Where each sequence's token stands in `tokens`. Made when somebody asks: if nobody comes or goes,
+        nobody does.
+        """
         places = dict(zip(self._crew, range(len(self._crew)), strict=True))
         return places | {sequence: place for seats in self._seats for sequence, place in seats.places}
 
@@ -106,15 +118,23 @@ class Flight:
                 scheduler.extend(sequence, UNKNOWN)
 
     def arrive(self) -> bool:
-        """Wait for the tokens; the answer is whether anybody may end with his, or lets somebody else's code decide that."""
+        """Wait for the tokens; the answer is whether anybody may end with his, or lets somebody else's code
+        decide that.
+        """
         self._heard = [] if self._download is None else [each.tolist() for each in self._download.wait()]
         if not self._heard:
             return False
         tokens = self._heard[0]
-        if self.roster is not None and self.plan.stride is not None and self.roster.ends(self.plan.stride, tokens[: len(self._crew)]):
+        if (
+            self.roster is not None
+            and self.plan.stride is not None
+            and self.roster.ends(self.plan.stride, tokens[: len(self._crew)])
+        ):
             return True
         return any(
-            job.asked.criteria or position + 1 >= job.asked.max_length or any(tokens[place] in job.asked.ends for _, place in places)
+            job.asked.criteria
+            or position + 1 >= job.asked.max_length
+            or any(tokens[place] in job.asked.ends for _, place in places)
             for job, position, places in self._seats
         )
 
@@ -128,7 +148,9 @@ class Flight:
         for job, position, places in self._seats:
             group, favourites = job.group, job.asked.favourites
             noted = (
-                None if favourites is None else {sequence: note_of(next(notes), tokens[place], favourites) for sequence, place in places}
+                None
+                if favourites is None
+                else {sequence: note_of(next(notes), tokens[place], favourites) for sequence, place in places}
             )
             if group is None or group.status is Status.FINISHED:
                 continue
@@ -149,4 +171,7 @@ class Flight:
         if roster is None or stride is None:
             return []
         odd = roster.hear(stride, tokens[: len(self._crew)], scheduler.crew.stands(stride))
-        return [_Seats(roster.jobs[place], stride.starts[place] + stride.step + 1, [(self._crew[place], place)]) for place in odd]
+        return [
+            _Seats(roster.jobs[place], stride.starts[place] + stride.step + 1, [(self._crew[place], place)])
+            for place in odd
+        ]

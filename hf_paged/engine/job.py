@@ -53,11 +53,17 @@ class Job:
     # ---- a step
 
     def rows(self, length: int) -> list[list[int]]:
-        """The first `length` tokens of all its sequences; those that have ended are padded, as in generate()."""
+        """The first `length` tokens of all its sequences; those that have ended are padded, as in
+        generate().
+        """
         assert self.group is not None
         asked, pad = self.asked, self._pad
         running = {sequence.index: asked.seen(sequence.tokens[:length]) for sequence in self.group.sequences}
-        ended = {stream.index: [*asked.ids, *stream.tokens] for stream in self.streams if stream.finish_reason is not None}
+        ended = {
+            stream.index: [*asked.ids, *stream.tokens]
+            for stream in self.streams
+            if stream.finish_reason is not None
+        }
         length += len(asked.ids) - len(asked.prompt)
         rows = [running[i] if i in running else ended[i] for i in range(self.asked.width)]
         return [row + [pad] * (length - len(row)) for row in rows]
@@ -69,7 +75,9 @@ class Job:
 
     @own_code
     def processed(self, scores: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Scores [its running sequences, vocabulary] after its processors, which see all its sequences, as in generate()."""
+        """Scores [its running sequences, vocabulary] after its processors, which see all its sequences, as in
+        generate().
+        """
         assert self.group is not None
         if not self.asked.processors:
             return scores
@@ -79,11 +87,14 @@ class Job:
         whole[places] = scores
         rows, vocabulary = whole.shape
         with torch.no_grad():
-            answer = self.asked.processors(ids, whole)  # type: ignore[arg-type]  # transformers names the legacy types
+            # Transformers names the legacy types.
+            answer = self.asked.processors(ids, whole)  # type: ignore[arg-type]
         single = self.beams is None and bool(self.asked.ends)
         return scores_of(answer, rows, vocabulary, self.asked.sampled, single)[places]
 
-    def take(self, scheduler: Scheduler, tokens: list[int], notes: list[TokenLogprob] | None, device: torch.device) -> None:
+    def take(
+        self, scheduler: Scheduler, tokens: list[int], notes: list[TokenLogprob] | None, device: torch.device
+    ) -> None:
         """Its running sequences have these next tokens: enter them, and see which end."""
         assert self.group is not None
         position, heard = self.group.length, dict(zip(self.group.sequences, tokens, strict=True))
@@ -106,9 +117,18 @@ class Job:
         self._go_on(scheduler, position, heard, kept, device)
 
     def _go_on(
-        self, scheduler: Scheduler, position: int, heard: Mapping[Sequence, int], notes: list[TokenLogprob] | None, device: torch.device
+        self,
+        scheduler: Scheduler,
+        position: int,
+        heard: Mapping[Sequence, int],
+        notes: list[TokenLogprob] | None,
+        device: torch.device,
     ) -> None:
-        stopped = self._stopped([sequence.index for sequence in heard], position + 1, device) if self.asked.criteria else None
+        stopped = (
+            self._stopped([sequence.index for sequence in heard], position + 1, device)
+            if self.asked.criteria
+            else None
+        )
         for i, (sequence, token) in enumerate(heard.items()):
             reason = self._reason(token, position + 1, stopped[i] if stopped else None)
             self._tell(sequence.index, token, notes[i] if notes else None, reason)
@@ -121,12 +141,17 @@ class Job:
         self.news.tell()
 
     def _stopped(self, places: list[int], length: int, device: torch.device) -> list[FinishReason | None]:
-        """What the criteria say about the first `length` tokens of its running sequences; they see all of them, as in generate()."""
+        """What the criteria say about the first `length` tokens of its running sequences; they see all of
+        them, as in generate().
+        """
         return self._judge(self.rows(length), places, device)
 
     @own_code
-    def _judge(self, rows: list[list[int]], places: Rows[int], device: torch.device) -> list[FinishReason | None]:
-        # What is computed on the device waits for the step that runs there; users' criteria find their rows where generate() has them.
+    def _judge(
+        self, rows: list[list[int]], places: Rows[int], device: torch.device
+    ) -> list[FinishReason | None]:
+        # What is computed on the device waits for the step that runs there; users' criteria find their rows
+        # where generate() has them.
         known = all(type(each).__module__.startswith(OWN) for each in self.asked.criteria)
         ids = torch.tensor(rows, device=CPU if known else device)
         reasons: list[FinishReason | None] = [None] * len(places)
@@ -163,12 +188,19 @@ class Job:
 
     @property
     def torn(self) -> bool:
-        """Whether a step broke off in the middle of what was its own: some of its sequences have their tokens, or some of its books."""
+        """Whether a step broke off in the middle of what was its own: some of its sequences have their
+        tokens, or some of its books.
+        """
         assert self.group is not None
         lengths = {len(sequence.tokens) for sequence in self.group.sequences}
         if self.beams is None:
-            return len(lengths) > 1 or any(self.streams[sequence.index].finish_reason is not None for sequence in self.group.sequences)
-        return lengths != {len(self.asked.prompt) + self.beams.standing.new} or len(self.group.sequences) < self.asked.width
+            return len(lengths) > 1 or any(
+                self.streams[sequence.index].finish_reason is not None for sequence in self.group.sequences
+            )
+        return (
+            lengths != {len(self.asked.prompt) + self.beams.standing.new}
+            or len(self.group.sequences) < self.asked.width
+        )
 
     def go_back(self) -> None:
         """A step broke off: its sequences have the tokens that somebody has been told, and no others."""
@@ -187,7 +219,10 @@ class Job:
         stopped: list[FinishReason | None] = [None] * len(beams)
         if self.asked.criteria:
             sequences = self.group.sequences
-            rows = [self.asked.seen([*sequences[beam].tokens, token]) for beam, token in zip(beams, tokens, strict=True)]
+            rows = [
+                self.asked.seen([*sequences[beam].tokens, token])
+                for beam, token in zip(beams, tokens, strict=True)
+            ]
             stopped = self._judge(rows, range(len(rows)), device)
         length = self.group.length + 1
         return [self._reason(token, length, why) for token, why in zip(tokens, stopped, strict=True)]
@@ -210,7 +245,9 @@ class Job:
     # ---- the end
 
     def close(self, reason: FinishReason | None = None, error: BaseException | None = None) -> Output:
-        """Make the output; answers that have not ended end for `reason`, or for the trouble that somebody had in reading one of them."""
+        """Make the output; answers that have not ended end for `reason`, or for the trouble that somebody had
+        in reading one of them.
+        """
         self.timing.finished = time.monotonic()
         for stream in self.streams:
             if stream.finish_reason is None:

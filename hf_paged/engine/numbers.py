@@ -1,4 +1,6 @@
-"""Random numbers by counting: a draw is a function of a seed and a place, whoever else is in the batch (C35)."""
+"""Random numbers by counting: a draw is a function of a seed and a place, whoever else is in the batch
+(C35).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ BITS = 48
 
 
 def uniform(*keys: torch.Tensor) -> torch.Tensor:
-    """Numbers in [0, 1) in fp64, one for each place of the keys, int64 tensors that broadcast. Equal keys, equal numbers, on any device."""
+    """Numbers in [0, 1) in fp64, one for each place of the keys, int64 tensors that broadcast. Equal keys,
+    equal numbers, on any device.
+    """
     state = torch.zeros((), dtype=torch.int64, device=keys[0].device)
     for key in keys:
         state = _mix(state + (key + 1) * GOLDEN)
@@ -19,7 +23,9 @@ def uniform(*keys: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel(*keys: torch.Tensor) -> torch.Tensor:
-    """Noise in fp64 that makes the largest of log weights + noise a draw by weight, the next largest the next without putting back."""
+    """Noise in fp64 that makes the largest of log weights + noise a draw by weight, the next largest the next
+    without putting back.
+    """
     return -(-(uniform(*keys) + 2.0 ** -(BITS + 1)).log()).log()
 
 

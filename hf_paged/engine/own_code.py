@@ -11,9 +11,11 @@ T = TypeVar("T")
 
 
 class OwnCode(Exception):
-    """What a request's own code raised that is no Exception: asyncio.CancelledError, SystemExit, KeyboardInterrupt.
+    """What a request's own code raised that is no Exception: asyncio.CancelledError, SystemExit,
+    KeyboardInterrupt.
 
-    As an Exception it takes the way of every other error of a request: it ends this request and none beside it.
+    As an Exception it takes the way of every other error of a request: it ends this request and none beside
+        it.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -42,5 +44,7 @@ def raised_by(error: BaseException) -> BaseException:
 
 
 def reaches_driver(error: BaseException | None) -> bool:
-    """Whether an error of a request's own code is meant for the process as well, as asyncio's tasks have it."""
+    """Whether an error of a request's own code is meant for the process as well, as asyncio's tasks have
+    it.
+    """
     return isinstance(error, (KeyboardInterrupt, SystemExit))

@@ -26,7 +26,9 @@ class Piece(NamedTuple):
     wanted: bool
     """Whether anybody looks at what follows the last of them."""
     follows: int | None = None
-    """Where among the tokens that the last step chose its last token stands, if the host has not heard of it yet."""
+    """Where among the tokens that the last step chose its last token stands, if the host has not heard of it
+    yet.
+    """
     embeds: torch.Tensor | None = None
     """[n, hidden]: what the first n of its tokens are instead of ids."""
     source: Source | None = None
@@ -52,7 +54,8 @@ class Piece(NamedTuple):
 class Latest(NamedTuple):
     """What the last step chose: its tokens on the device [sequences], and who they are for.
 
-    crew: the sequences of its stride, whose tokens come first and in this order. places: finds out where everybody's stands.
+    crew: the sequences of its stride, whose tokens come first and in this order. places: finds out where
+        everybody's stands.
     """
 
     tokens: torch.Tensor | None = None
@@ -61,8 +64,8 @@ class Latest(NamedTuple):
 
 
 class Pieces(Sequence[Piece]):
-    """The pieces of a plan: those of its stride, then those of everybody else. The former are made for whoever looks at each of them;
-    who takes them all at once finds the stride."""
+    """The pieces of a plan: those of its stride, then those of everybody else. The former are made for
+    whoever looks at each of them; who takes them all at once finds the stride."""
 
     def __init__(self, plan: Plan, latest: Latest, given: Mapping[Group, Asked]) -> None:
         """given: the requests whose rows are more than token ids."""
@@ -94,11 +97,17 @@ class Pieces(Sequence[Piece]):
             return made
         if asked.media is not None:
             media, where = asked.media, asked.media.where(start, count)
-            made = made._replace(where=where, shift=media.moved_by(start) if where is not None else 0, beside=media.near(start, count))
+            made = made._replace(
+                where=where,
+                shift=media.moved_by(start) if where is not None else 0,
+                beside=media.near(start, count),
+            )
         return made._replace(embeds=asked.vectors(start, count), source=asked.source)
 
     def ids(self, device: torch.device) -> torch.Tensor:
-        """The tokens [crew] of the stride on a device: from the last step's if the host has not heard of them."""
+        """The tokens [crew] of the stride on a device: from the last step's if the host has not heard of
+        them.
+        """
         assert self.stride is not None
         sequences, latest = self.stride.sequences, self._latest
         if latest.tokens is not None and latest.crew is sequences:
@@ -113,17 +122,24 @@ class Pieces(Sequence[Piece]):
 
 
 def merged(told: list[int], places: list[int], latest: torch.Tensor) -> torch.Tensor:
-    """Tokens on the device of `latest` [sequences]: those told, or from their places there where these are not -1."""
+    """Tokens on the device of `latest` [sequences]: those told, or from their places there where these are
+    not -1.
+    """
     ids, found = upload([told, places], latest.device)
     return torch.where(found < 0, ids, latest[found.clamp(min=0)])
 
 
 def placed(pieces: Sequence[Piece]) -> torch.Tensor | None:
-    """[axes, 1, tokens]: where the tokens of all pieces stand, one behind the other; None if their numbers say that."""
+    """[axes, 1, tokens]: where the tokens of all pieces stand, one behind the other; None if their numbers
+    say that.
+    """
     axes = max((len(piece.where) for piece in pieces if piece.where is not None), default=0)
     if not axes:
         return None
-    plain = (torch.tensor(piece.positions, device="cpu").expand(axes, -1) if piece.where is None else piece.where for piece in pieces)
+    plain = (
+        torch.tensor(piece.positions, device="cpu").expand(axes, -1) if piece.where is None else piece.where
+        for piece in pieces
+    )
     return torch.cat(list(plain), 1)[:, None]
 
 

@@ -33,10 +33,11 @@ logger = logging.getLogger("hf_paged")
 SHARE_OF_CUDA, SHARE_OF_CPU = 0.8, 0.25
 """The share of the free memory that an engine takes at most if nobody says how much."""
 SHARE_AT_FIRST = 1 / 16
-"""The share of its blocks that a pool on the host has memory for at first. On a device it has memory for all of them, because
-growth would drop captured steps in service."""
+"""The share of its blocks that a pool on the host has memory for at first. On a device it has memory for all
+of them, because growth would drop captured steps in service."""
 SHARE_OF_HOST = 0.2
-"""The share of the host's free memory in which preempted blocks may wait, at most, if nobody says how many."""
+"""The share of the host's free memory in which preempted blocks may wait, at most, if nobody says how many.
+"""
 LONGEST = 4096
 """How long sequences are taken to become where the model has no limit."""
 _engines = itertools.count()
@@ -54,15 +55,20 @@ class Pools:
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         slots = slots_of(model, cross=False)
-        others = {type(slot.source).__name__ for slot in slots if slot.kind is None or not slot.paged.complete}
+        others = {
+            type(slot.source).__name__ for slot in slots if slot.kind is None or not slot.paged.complete
+        }
         if others:
             raise Unservable(
-                f"{type(model).__name__} has layers that keep more than keys and values ({', '.join(sorted(others))}); the engine cannot "
+                f"{type(model).__name__} has layers that keep more than keys and values "
+                f"({', '.join(sorted(others))}); the engine cannot "
                 "preempt or fork them yet, use generate()"
             )
         kinds = [slot.kind for slot in slots if slot.kind is not None]
         cross = len(slots_of(model, cross=True)) if getattr(model.config, "is_encoder_decoder", False) else 0
-        counts = Counter(kind for kind in kinds if kind != CROSS)  # without a picture there is nothing to attend to across
+        counts = Counter(
+            kind for kind in kinds if kind != CROSS
+        )  # without a picture there is nothing to attend to across
         counts.update([CROSS] * cross)  # the last of them
         self.config, self.layers, self.cross_layers = config, kinds, cross
         self._model, self._dtype = weakref.ref(model), getattr(model, "dtype", None)
@@ -70,7 +76,8 @@ class Pools:
         pages = config.pages()
         self.options = _OwnPages(pages.block_size, None, None, pages.kernels, False, engine=next(_engines))
         self.groups: dict[Kind, Group] = {
-            kind: self.memory.group(kind, self.options, count, count / counts.total()) for kind, count in counts.items()
+            kind: self.memory.group(kind, self.options, count, count / counts.total())
+            for kind, count in counts.items()
         }
         for group in self.groups.values():
             group.kept = config.keep_pools
@@ -90,33 +97,43 @@ class Pools:
                 group.resize(2 * (group.pool.blocks_for(tokens) + 1))
 
     def settle(self, longest: int | None, longest_source: int | None = None) -> None:
-        """Take what the options say, or what the most sequences of the longest length need, within a share of the memory.
+        """Take what the options say, or what the most sequences of the longest length need, within a share of
+        the memory.
 
-        After a trial, which has shown what a block is made of. longest_source: the most that an encoder makes.
+        After a trial, which has shown what a block is made of. longest_source: the most that an encoder
+        makes.
         """
         lengths = [(longest_source if kind == CROSS else longest) or LONGEST for kind in self.groups]
         with self.memory.lock:
-            totals = [self._blocks(kind, group, length) for (kind, group), length in zip(self.groups.items(), lengths, strict=True)]
+            totals = [
+                self._blocks(kind, group, length)
+                for (kind, group), length in zip(self.groups.items(), lengths, strict=True)
+            ]
             devices = {group.kind: group.devices for group in self.groups.values()}
             for group in self.groups.values():
                 group.give_back()  # what the trial has left
             self._require_room(totals)
             for group, total in zip(self.groups.values(), totals, strict=True):
                 group.resize(total)
-                if self.config.num_blocks is None and all(device.type == "cpu" for device in devices[group.kind]):
+                if self.config.num_blocks is None and all(
+                    device.type == "cpu" for device in devices[group.kind]
+                ):
                     group.reserved = max(1, int(SHARE_AT_FIRST * total))
         if self.config.preemption != "recompute" and self.config.host_blocks != 0:
             self._make_host()
 
     def _require_room(self, totals: Sequence[int]) -> None:
-        """Raise if so many blocks of every group are none, or more than there is memory for: books of them alone may be too much."""
+        """Raise if so many blocks of every group are none, or more than there is memory for: books of them
+        alone may be too much.
+        """
         need: Counter[torch.device] = Counter()
         for group, total in zip(self.groups.values(), totals, strict=True):
             for layout, layers in group.layouts.items():
                 need[layout.device] += total * self.config.block_size * layers * layout.token_bytes
             if total < 1:
                 raise OutOfBlocks(
-                    f"the memory that the engine may take is less than one block of {group.block_bytes} bytes (the {group.kind.name} "
+                    f"the memory that the engine may take is less than one block of {group.block_bytes} "
+                    f"bytes (the {group.kind.name} "
                     f"layers); raise memory_fraction, lower block_size={self.config.block_size}, or free some"
                 )
         if self.config.num_blocks is None:
@@ -127,12 +144,15 @@ class Pools:
                 self.memory.drain()
             if wanted > (free := free_bytes(device)):
                 raise OutOfBlocks(
-                    f"num_blocks={self.config.num_blocks} of {self.config.block_size} tokens take {wanted} bytes on {device}, and {free} "
+                    f"num_blocks={self.config.num_blocks} of {self.config.block_size} tokens take {wanted} "
+                    f"bytes on {device}, and {free} "
                     "are free; lower it, or leave it out"
                 )
 
     def _make_host(self) -> None:
-        """Let blocks wait on the host: what the options say, now; else as many as are ever held here, when they are needed."""
+        """Let blocks wait on the host: what the options say, now; else as many as are ever held here, when
+        they are needed.
+        """
         wanted = self.config.host_blocks
         for group in self.groups.values():
             free = free_bytes(torch.device("cpu"))
@@ -142,7 +162,9 @@ class Pools:
             group.host = HostBlocks(group, min(group.pool.total, affordable) if wanted is None else wanted)
             if wanted is not None and not group.host.reserve(wanted):
                 raise _no_host(wanted, group)
-            logger.info("up to %d blocks of the %s layers may wait on the host", group.host.most, group.kind.name)
+            logger.info(
+                "up to %d blocks of the %s layers may wait on the host", group.host.most, group.kind.name
+            )
 
     def _blocks(self, kind: Kind, group: Group, longest: int) -> int:
         config = self.config
@@ -154,12 +176,15 @@ class Pools:
         if config.memory_fraction is not None:
             return affordable
         shelf = Shelf(group.pool, kind.window)
-        return min(affordable, config.limits().sequences * (shelf.row_blocks(longest, config.max_batch_tokens) + 1))
+        return min(
+            affordable, config.limits().sequences * (shelf.row_blocks(longest, config.max_batch_tokens) + 1)
+        )
 
     def expect(self, groups: Iterable[Requests]) -> None:
         """While no request runs: reserve memory for what these can come to hold, before they do.
 
-        With prefix caching blocks of requests that have ended stay, so all of them count; else those that run at once.
+        With prefix caching blocks of requests that have ended stay, so all of them count; else those that run
+        at once.
         """
         if all(group.reserved is None for group in self.groups.values()):
             return
@@ -171,7 +196,9 @@ class Pools:
                 break
             needs = [need + each.most(i, self.config.max_batch_tokens) for i, need in enumerate(needs)]
         for need, group in zip(needs, self.groups.values(), strict=True):
-            with suppress(OutOfBlocks):  # it may not come to that, and blocks in use ask for no more than they need
+            with suppress(
+                OutOfBlocks
+            ):  # it may not come to that, and blocks in use ask for no more than they need
                 group.reserve(min(need, group.pool.total))
 
     def cover(self) -> None:
@@ -194,11 +221,18 @@ class Pools:
 
     def bytes_of(self, blocks: Sequence[int]) -> int:
         """Bytes of so many blocks of every group."""
-        return sum(count * group.block_bytes for count, group in zip(blocks, self.groups.values(), strict=True))
+        return sum(
+            count * group.block_bytes for count, group in zip(blocks, self.groups.values(), strict=True)
+        )
 
     def reserve(self, blocks: Sequence[int]) -> bool:
-        """Whether the host has room for so many blocks more of every group; memory for them is taken as far as there is any."""
-        return all(group.host is not None and group.host.reserve(count) for count, group in zip(blocks, self.groups.values(), strict=True))
+        """Whether the host has room for so many blocks more of every group; memory for them is taken as far
+        as there is any.
+        """
+        return all(
+            group.host is not None and group.host.reserve(count)
+            for count, group in zip(blocks, self.groups.values(), strict=True)
+        )
 
     def swap(self, swaps: Swaps) -> None:
         """Carry out the swaps of a step: all that goes, then all that comes back."""
@@ -211,7 +245,9 @@ class Pools:
 
     def trips(self) -> list[Trip]:
         """The swaps that are over, measured, each once."""
-        return [trip for group in self.groups.values() if group.host is not None for trip in group.host.trips()]
+        return [
+            trip for group in self.groups.values() if group.host is not None for trip in group.host.trips()
+        ]
 
     # ---- what is there
 
@@ -232,7 +268,9 @@ class Pools:
 
     def described(self, model: str) -> Trace:
         """What a trace says before its first step."""
-        kinds = tuple(TracedKind(name_of(kind), kind.window, group.pool.total) for kind, group in self.groups.items())
+        kinds = tuple(
+            TracedKind(name_of(kind), kind.window, group.pool.total) for kind, group in self.groups.items()
+        )
         limits = self.config.limits()
         return Trace(model, self.config.block_size, kinds, limits.tokens, limits.sequences, ())
 
@@ -250,7 +288,9 @@ class Pools:
         }
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes of all pools: reserved ones, those of held or cached blocks, and the most that can be reserved."""
+        """Bytes of all pools: reserved ones, those of held or cached blocks, and the most that can be
+        reserved.
+        """
         groups = self.groups.values()
         return {
             "reserved_bytes": sum(group.bytes for group in groups),
@@ -259,7 +299,9 @@ class Pools:
         }
 
     def host_usage(self) -> dict[str, dict[str, Any]]:
-        """Blocks of every kind on the host: the most there may be, those that there is memory for by now, held ones, free ones."""
+        """Blocks of every kind on the host: the most there may be, those that there is memory for by now,
+        held ones, free ones.
+        """
         return {
             name_of(kind): {
                 "most": group.host.most,
@@ -275,7 +317,8 @@ class Pools:
 
 def _no_host(wanted: int, group: Group) -> OutOfBlocks:
     return OutOfBlocks(
-        f"the host has no memory for host_blocks={wanted} of {group.block_bytes} bytes (the {group.kind.name} layers); lower it"
+        f"the host has no memory for host_blocks={wanted} of {group.block_bytes} bytes (the "
+        f"{group.kind.name} layers); lower it"
     )
 
 

@@ -13,7 +13,8 @@ from .pools import Pools
 class Preemption:
     """Decides for the scheduler, and listens to what steps and swaps take.
 
-    mode: "swap" and "recompute" are what they say; "auto" takes what costs less. The choice changes when tokens come, not which.
+    mode: "swap" and "recompute" are what they say; "auto" takes what costs less. The choice changes when
+        tokens come, not which.
     """
 
     def __init__(self, pools: Pools, mode: str) -> None:
@@ -35,8 +36,9 @@ class Preemption:
     def heard(self, plan: Plan, begin: float) -> None:
         """The host has just heard of the tokens of a plan that it began to launch at `begin`.
 
-        What came before that, or before it had heard of the plan before, was not this plan's time. From a plan that gives nobody a
-        token there is nothing to hear, and the host has not waited for it: its time is found in the next one.
+        What came before that, or before it had heard of the plan before, was not this plan's time. From a
+        plan that gives nobody a token there is nothing to hear, and the host has not waited for it: its time
+        is found in the next one.
         """
         if self.mode != "auto" or not self.pools.swaps:
             return
@@ -59,6 +61,13 @@ class Preemption:
             self._carried[trip.out] += trip.bytes
 
     def stats(self) -> dict[str, Any]:
-        """Bytes that went out and came back, as far as that is over; the seconds that copying took, and by which steps were held up."""
+        """Bytes that went out and came back, as far as that is over; the seconds that copying took, and by
+        which steps were held up.
+        """
         self._listen()
-        return {"bytes_out": self._carried[True], "bytes_in": self._carried[False], "copied": self._copied, "exposed": self._exposed}
+        return {
+            "bytes_out": self._carried[True],
+            "bytes_in": self._carried[False],
+            "copied": self._copied,
+            "exposed": self._exposed,
+        }

@@ -15,7 +15,9 @@ from .support import Unservable
 
 @contextmanager
 def tried(what: str) -> Iterator[None]:
-    """Errors of a trial as a reason why the model cannot be served. Want of memory or of kernels is no fault of the model."""
+    """Errors of a trial as a reason why the model cannot be served. Want of memory or of kernels is no fault
+    of the model.
+    """
     try:
         yield
     except (NoKernels, Unservable):
@@ -33,7 +35,11 @@ def require_numbers(model: nn.Module, logits: torch.Tensor) -> None:
     found = "NaN" if bool(logits.isnan().any()) else "infinite logits"
     tensors = chain(model.named_parameters(), model.named_buffers())
     broken = next((name for name, tensor in tensors if not _is_finite(tensor)), None)
-    why = "its computation overflows; try float32 or bfloat16" if broken is None else f"{broken} is not finite; load other weights"
+    why = (
+        "its computation overflows; try float32 or bfloat16"
+        if broken is None
+        else f"{broken} is not finite; load other weights"
+    )
     raise Unservable(f"{type(model).__name__} answers with {found} to plain tokens, without any cache: {why}")
 
 
@@ -44,14 +50,20 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def otherwise(model: nn.Module, far: float, again: float | None) -> Unservable:
-    """The refusal of a model whose logits are `far` off in pieces; `again` is how far they are off where nothing is different."""
+    """The refusal of a model whose logits are `far` off in pieces; `again` is how far they are off where
+    nothing is different.
+    """
     name = type(model).__name__
     if again is not None:
         return Unservable(
-            f"{name} answers otherwise each time that it is given the same tokens (by {again:.1e} of its logits): something in it "
+            f"{name} answers otherwise each time that it is given the same tokens (by {again:.1e} of its "
+            "logits): something in it "
             "is random or keeps a state, perhaps a hook; take it away"
         )
-    return Unservable(f"{name} answers otherwise when its prompt comes in pieces (by {far:.1e} of its logits); use generate()")
+    return Unservable(
+        f"{name} answers otherwise when its prompt comes in pieces (by {far:.1e} of its logits); use "
+        "generate()"
+    )
 
 
 def distance(right: torch.Tensor, found: torch.Tensor) -> float:

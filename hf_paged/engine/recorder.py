@@ -43,7 +43,10 @@ class _Shelf:
     def change(self, old: Held, released: int, blocks: list[int]) -> Change:
         """What became of a table, entered in the references."""
         rest = old.blocks[released - old.released :] if released >= old.released else []
-        same = next((i for i, (one, other) in enumerate(zip(rest, blocks, strict=False)) if one != other), min(len(rest), len(blocks)))
+        same = next(
+            (i for i, (one, other) in enumerate(zip(rest, blocks, strict=False)) if one != other),
+            min(len(rest), len(blocks)),
+        )
         for block in old.blocks[: len(old.blocks) - len(rest)] + rest[same:]:
             self.references[block] -= 1
             self.shared -= self.references[block] == 1
@@ -57,10 +60,15 @@ class _Shelf:
         before, self.states = self.states, self.pool.states()
         if self.states == before:
             return (), ()
-        # All at once, as two long numbers: a pool has tens of thousands of blocks, and few of them change in a step.
-        differ = (int.from_bytes(self.states, "big") ^ int.from_bytes(before, "big")).to_bytes(len(before), "big")
+        # All at once, as two long numbers: a pool has tens of thousands of blocks, and few of them change in
+        # a step.
+        differ = (int.from_bytes(self.states, "big") ^ int.from_bytes(before, "big")).to_bytes(
+            len(before), "big"
+        )
         places = [found.start() for found in CHANGED.finditer(differ)]
-        return tuple(i for i in places if self.states[i] == CACHED), tuple(i for i in places if before[i] == CACHED)
+        return tuple(i for i in places if self.states[i] == CACHED), tuple(
+            i for i in places if before[i] == CACHED
+        )
 
     def blocks(self) -> Blocks:
         """How many there are of each state."""
@@ -74,14 +82,22 @@ class Recorder:
     A record shows the tables as the forward of its step sees them, and what ended before the next one.
     """
 
-    def __init__(self, path: str | os.PathLike[str], scheduler: Scheduler, header: Trace, lock: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        scheduler: Scheduler,
+        header: Trace,
+        lock: AbstractContextManager[Any],
+    ) -> None:
         self.path, self.closed = path, False
         self._scheduler, self._lock = scheduler, lock
         self._writer = Writer(path, header)
         self._begin = time.monotonic()
         self._shelves = [_Shelf(shelf.pool, shelf.host) for shelf in scheduler.shelves]
         self._held: dict[Name, list[Held]] = {}
-        self._preemptions: dict[Group, int] = {group: group.preemptions for group in scheduler.preempted + scheduler.running}
+        self._preemptions: dict[Group, int] = {
+            group: group.preemptions for group in scheduler.preempted + scheduler.running
+        }
         self._step: Step | None = None
         """The last step, until it is known what ended in it."""
         self._ended: list[Ended] = []
@@ -89,7 +105,8 @@ class Recorder:
         self.planned(Plan())
 
     def __repr__(self) -> str:
-        return f"Recorder({os.fspath(self.path)!r}, {'closed' if self.closed else f'{self._writer.count} records'})"
+        state = "closed" if self.closed else f"{self._writer.count} records"
+        return f"Recorder({os.fspath(self.path)!r}, {state})"
 
     def __enter__(self) -> Recorder:
         return self
@@ -109,7 +126,10 @@ class Recorder:
         self._step = Step(
             self._writer.count,
             time.monotonic() - self._begin,
-            tuple(Row(row.sequence.group.request.number, row.sequence.index, row.start, row.count) for row in plan.rows),
+            tuple(
+                Row(row.sequence.group.request.number, row.sequence.index, row.start, row.count)
+                for row in plan.rows
+            ),
             tuple(group.request.number for group in plan.admitted),
             self._preempted(),
             (),
@@ -142,7 +162,9 @@ class Recorder:
                 raise self._error
 
     def _write(self) -> None:
-        """Hand over the last step, with what has ended since. A disk that is full is no reason for a request to end."""
+        """Hand over the last step, with what has ended since. A disk that is full is no reason for a request
+        to end.
+        """
         if self._step is None or self._error is not None:
             return
         step, self._step, self._ended = replace(self._step, ended=tuple(self._ended)), None, []
@@ -166,7 +188,12 @@ class Recorder:
 
     def _changes(self) -> dict[Name, tuple[Change, ...] | None]:
         changes: dict[Name, tuple[Change, ...] | None] = {}
-        running = [sequence for group in self._scheduler.running for sequence in group.sequences if sequence.tables[0].length]
+        running = [
+            sequence
+            for group in self._scheduler.running
+            for sequence in group.sequences
+            if sequence.tables[0].length
+        ]
         names = [Name(sequence.group.request.number, sequence.index) for sequence in running]
         for name in self._held.keys() - set(names):  # first those that go: their blocks may be others' now
             for shelf, held in zip(self._shelves, self._held.pop(name), strict=True):
@@ -174,11 +201,15 @@ class Recorder:
             changes[name] = None
         for name, sequence in zip(names, running, strict=True):
             old = self._held.get(name)
-            if old is not None and all(was == (table.released, table.blocks) for was, table in zip(old, sequence.tables, strict=True)):
+            if old is not None and all(
+                was == (table.released, table.blocks) for was, table in zip(old, sequence.tables, strict=True)
+            ):
                 continue
             changes[name] = tuple(
                 shelf.change(was, table.released, table.blocks)
-                for shelf, was, table in zip(self._shelves, old or repeat(Held(0, [])), sequence.tables, strict=False)
+                for shelf, was, table in zip(
+                    self._shelves, old or repeat(Held(0, [])), sequence.tables, strict=False
+                )
             )
             self._held[name] = [Held(table.released, list(table.blocks)) for table in sequence.tables]
         return changes

@@ -44,27 +44,36 @@ TRIAL = [11, 17]
 CUT = [10, 8]
 """Where they are cut: little of the first comes last, and much of the second."""
 LONGER = {"cuda": 8}
-"""How many times as long they are on a device: there prompts have a kernel, compiled for pieces of prompts' lengths."""
+"""How many times as long they are on a device: there prompts have a kernel, compiled for pieces of prompts'
+lengths.
+"""
 LONGEST = 512
 """Models for shorter sequences are tried out with short ones everywhere."""
 CLOSE = {torch.float32: 1e-2, torch.float64: 1e-6}
 CLOSE_IN_HALF = 5e-2
-"""How far logits may be apart that should be the same, as a share of their size. A token that sees what it should not is far beyond."""
+"""How far logits may be apart that should be the same, as a share of their size. A token that sees what it
+should not is far beyond.
+"""
 ROUNDINGS, MOST_IN_HALF = 2.0, 0.25
-"""In half precision a deep model may be further off: by so many times what rounding its embeddings once more does, and at most so far."""
+"""In half precision a deep model may be further off: by so many times what rounding its embeddings once more
+does, and at most so far.
+"""
 
 
 class Runner:
     """The model, and the form in which it takes many sequences at once.
 
-    flat: all tokens of a step in one row [1, tokens]; only attention knows who is who. rows: every sequence by itself, for models
-    that look at positions, masks, keys or values in ways of their own. Which one is tried out once, not looked up in a list.
+    flat: all tokens of a step in one row [1, tokens]; only attention knows who is who. rows: every sequence
+    by itself, for models that look at positions, masks, keys or values in ways of their own. Which one is
+    tried out once, not looked up in a list.
     """
 
     def __init__(self, model: nn.Module, pools: Pools) -> None:
         self.model, self.pools = model, pools
         self.custody = Custody()
-        """The model runs its own code in here, whoever wrote it; and a captured step takes it for what it was."""
+        """The model runs its own code in here, whoever wrote it; and a captured step takes it for what it
+        was.
+        """
         self.device = input_device(model)
         """Where the token ids go."""
         self.cache = StepCache(pools)
@@ -113,7 +122,9 @@ class Runner:
             self.device = input_device(self.model)
             return self.plugged(lambda: self._compute(pieces, latest, decoding))
 
-    def _compute(self, pieces: Sequence[Piece], latest: torch.Tensor | None, decoding: Decoding | None) -> Answer:
+    def _compute(
+        self, pieces: Sequence[Piece], latest: torch.Tensor | None, decoding: Decoding | None
+    ) -> Answer:
         logits = self.flat(pieces, latest) if self.why_rows is None else self._one_by_one(pieces, latest)
         if decoding is not None:
             decoding.learn(pieces, latest, logits)
@@ -135,7 +146,9 @@ class Runner:
                 self.decoding.look()
 
     def ids(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
-        """The tokens of the pieces, one behind the other, on the device: those that the host has not heard of from the device itself."""
+        """The tokens of the pieces, one behind the other, on the device: those that the host has not heard of
+        from the device itself.
+        """
         if isinstance(pieces, Pieces) and pieces.stride is not None:
             own = pieces.ids(self.device)
             return torch.cat([own, self.ids(pieces.others, latest)]) if pieces.others else own
@@ -153,7 +166,10 @@ class Runner:
         """The step as one flat row, operation by operation."""
         self.custody.lend()
         counts = [len(piece.tokens) for piece in pieces]
-        batches = {kind: FlatBatch([piece.tables[i] for piece in pieces], counts) for i, kind in enumerate(self.pools.groups)}
+        batches = {
+            kind: FlatBatch([piece.tables[i] for piece in pieces], counts)
+            for i, kind in enumerate(self.pools.groups)
+        }
         self.cache.begin(batches)
         borders = next(iter(batches.values())).borders
         last = [border - 1 for border, piece in zip(borders[1:], pieces, strict=True) if piece.wanted]
@@ -167,7 +183,10 @@ class Runner:
     def _row(self, piece: Piece, latest: torch.Tensor | None) -> Iterator[torch.Tensor]:
         count = len(piece.tokens)
         length = piece.start + count
-        batches = {kind: Batch([piece.tables[i]], None, length, count, None, lambda: True) for i, kind in enumerate(self.pools.groups)}
+        batches = {
+            kind: Batch([piece.tables[i]], None, length, count, None, lambda: True)
+            for i, kind in enumerate(self.pools.groups)
+        }
         inputs = self._inputs([piece], latest)
         if piece.source is not None:
             inputs = self._behind_encoder(piece, inputs["input_ids"], batches)
@@ -177,18 +196,29 @@ class Runner:
             yield logits
 
     def _behind_encoder(self, piece: Piece, ids: torch.Tensor, batches: dict[Kind, Batch]) -> dict[str, Any]:
-        """What a decoder is given for the ids [1, tokens] of a piece, and where it finds what it attends to."""
+        """What a decoder is given for the ids [1, tokens] of a piece, and where it finds what it attends
+        to.
+        """
         assert self.encoder is not None and piece.source is not None
         first, tokens = piece.start == 0, piece.tables[-1].length
         answer = self.encoder.run(piece.source) if first or piece.source.made is None else piece.source.made
         made = answer.last_hidden_state.shape[1]
         if made != tokens:
-            raise RuntimeError(f"the encoder of {type(self.model).__name__} made {made} tokens, expected {tokens}; use generate()")
+            raise RuntimeError(
+                f"the encoder of {type(self.model).__name__} made {made} tokens, expected {tokens}; use "
+                "generate()"
+            )
         batches[CROSS] = Batch([piece.tables[-1]], None, tokens, tokens, None, lambda: True)
-        return {"decoder_input_ids": ids, "past_key_values": self.cache.with_encoder(filled=not first), "encoder_outputs": answer}
+        return {
+            "decoder_input_ids": ids,
+            "past_key_values": self.cache.with_encoder(filled=not first),
+            "encoder_outputs": answer,
+        }
 
     def _inputs(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """The pieces' token ids [1, tokens], or if anybody has brought embeddings those of everybody [1, tokens, hidden]."""
+        """The pieces' token ids [1, tokens], or if anybody has brought embeddings those of everybody [1,
+        tokens, hidden].
+        """
         ids = self.ids(pieces, latest)[None]
         if all(piece.embeds is None for piece in pieces):
             return {"input_ids": ids}
@@ -204,13 +234,19 @@ class Runner:
         found: torch.Tensor = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
         return found
 
-    def _forward(self, pieces: Sequence[Piece], inputs: Mapping[str, Any], last: list[int], flat: bool) -> torch.Tensor:
-        """One forward over the tokens of pieces in a row: the logits [len(last), vocabulary] at the places `last`."""
+    def _forward(
+        self, pieces: Sequence[Piece], inputs: Mapping[str, Any], last: list[int], flat: bool
+    ) -> torch.Tensor:
+        """One forward over the tokens of pieces in a row: the logits [len(last), vocabulary] at the places
+        `last`.
+        """
         arguments: dict[str, Any] = {"past_key_values": self.cache, **inputs}
         tokens, moved = [piece.positions for piece in pieces], placed(pieces)
         positions = [position for piece in tokens for position in piece]
         count = len(positions)
-        numbers = upload([*positions, *(last or [count - 1])], self.device)  # together: a transfer costs more than what it carries
+        numbers = upload(
+            [*positions, *(last or [count - 1])], self.device
+        )  # together: a transfer costs more than what it carries
         if self._takes_positions:
             arguments["position_ids"] = numbers[None, :count] if moved is None else moved.to(self.device)
         places = numbers[count:]
@@ -224,7 +260,9 @@ class Runner:
         finally:
             running.set(outer)
         if answer.past_key_values is not arguments["past_key_values"]:
-            raise Unservable(f"{type(self.model).__name__} went on with another cache than the engine's; use generate()")
+            raise Unservable(
+                f"{type(self.model).__name__} went on with another cache than the engine's; use generate()"
+            )
         logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
         kept: torch.Tensor = logits[: len(last)].to(torch.float32)
         return kept
@@ -242,14 +280,18 @@ class Runner:
             self.unplug()
 
     def unplug(self) -> None:
-        """Give the decoder its attention back. Twice is once: an interrupted step is mended by calling it again."""
+        """Give the decoder its attention back. Twice is once: an interrupted step is mended by calling it
+        again.
+        """
         self._plugged = False
         restore(self.configs, self)
 
     # ---- which form
 
     def try_out(self) -> None:
-        """See whether the model can be served and in which form, while kernels are compiled that it will need."""
+        """See whether the model can be served and in which form, while kernels are compiled that it will
+        need.
+        """
         try:
             with warming(self) as self._warming, without_plans(self.device):
                 self._try_out()
@@ -258,16 +300,20 @@ class Runner:
         self._warming = None
 
     def _try_out(self) -> None:
-        """Compute two short sequences without a cache, in pieces on pages, and in pieces beside each other: it must be all the same.
+        """Compute two short sequences without a cache, in pieces on pages, and in pieces beside each other:
+        it must be all the same.
 
-        A model that answers otherwise in pieces can neither be cut into chunks nor be computed again, so it cannot be served. One
-        that only takes no flat row is run row by row.
+        A model that answers otherwise in pieces can neither be cut into chunks nor be computed again, so it
+        cannot be served. One that only takes no flat row is run row by row.
         """
-        vocabulary = int(self.model.config.get_text_config(decoder=True).vocab_size)  # type: ignore[union-attr,operator]
+        config: Any = self.model.config
+        vocabulary = int(config.get_text_config(decoder=True).vocab_size)
         longer = LONGER.get(self.device.type, 1) if (longest(self.model) or LONGEST) >= LONGEST else 1
         lengths = [longer * length for length in TRIAL]
         cuts = [[longer * length for length in CUT], lengths]
-        rows = [[(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate(lengths)]
+        rows = [
+            [(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate(lengths)
+        ]
         self.pools.lend(max(lengths))
         name = type(self.model).__name__
         with tried(f"{name} fails by itself, without any cache; mend its forward"):
@@ -302,7 +348,11 @@ class Runner:
             if is_out_of_memory(error):
                 raise
             return f"{name} fails with embeddings instead of token ids ({type(error).__name__}: {error})"
-        return None if far is None else f"{name} answers otherwise to its own embeddings than to their ids (by {far:.1e} of its logits)"
+        return (
+            None
+            if far is None
+            else f"{name} answers its own embeddings otherwise than their ids (by {far:.1e} of its logits)"
+        )
 
     def _why_not_flat(self, rows: list[list[int]], right: torch.Tensor, cuts: list[list[int]]) -> str | None:
         try:
@@ -314,25 +364,36 @@ class Runner:
         if self.cache.paths != {"paged"}:
             return "its attention does not read the pages"
         far = self._apart(rows, right, together)
-        return None if far is None else f"in one row with others its sequences get other logits (by {far:.1e} of their size)"
+        return (
+            None
+            if far is None
+            else f"in one row with others its sequences get other logits (by {far:.1e} of their size)"
+        )
 
     def _without_cache(self, rows: list[list[int]], embedded: bool = False) -> torch.Tensor:
-        """The logits [rows, vocabulary] after each row, by the model as it is, from ids or from its own embeddings of them."""
+        """The logits [rows, vocabulary] after each row, by the model as it is, from ids or from its own
+        embeddings of them.
+        """
         last = []
         for row in rows:
             with torch.no_grad():
                 ids = torch.tensor([row], device=self.device)
-                arguments: dict[str, Any] = {"inputs_embeds": self.embedded(ids)} if embedded else {"input_ids": ids}
+                arguments: dict[str, Any] = (
+                    {"inputs_embeds": self.embedded(ids)} if embedded else {"input_ids": ids}
+                )
                 if self.encoder is not None and self._trial_source is not None:
                     source = self._trial_source
                     arguments = {self.encoder.input_name: source.inputs, "decoder_input_ids": ids}
                 if self._takes_positions:
                     arguments["position_ids"] = torch.arange(len(row), device=self.device)[None]
-                last.append(self.model(**arguments, use_cache=False, return_dict=True).logits[0, -1].to(torch.float32))
+                last.append(
+                    self.model(**arguments, use_cache=False, return_dict=True).logits[0, -1].to(torch.float32)
+                )
         return torch.stack(last)
 
     def logits_of(self, embeds: torch.Tensor, count: int, where: torch.Tensor | None) -> torch.Tensor:
-        """The logits [count, vocabulary] after the last of these embeddings [1, tokens, hidden], by the model as it is.
+        """The logits [count, vocabulary] after the last of these embeddings [1, tokens, hidden], by the model
+        as it is.
 
         where [axes, tokens]: where they stand, if not one behind the other.
         """
@@ -351,7 +412,9 @@ class Runner:
         return self.far(right, found, lambda: self._moved(rows, right))
 
     def far(self, right: torch.Tensor, found: torch.Tensor, moved: Callable[[], float]) -> float | None:
-        """How far logits are from the right ones, if that is more than rounding; `moved` finds out what rounding does to them."""
+        """How far logits are from the right ones, if that is more than rounding; `moved` finds out what
+        rounding does to them.
+        """
         dtype, far = next(self.model.parameters()).dtype, distance(right, found)
         if far <= CLOSE.get(dtype, CLOSE_IN_HALF):
             return None
@@ -359,10 +422,11 @@ class Runner:
         return None if rounding else far
 
     def _moved(self, rows: list[list[int]], right: torch.Tensor) -> float:
-        """How far the logits after `rows` are from the right ones if every embedding is off by what rounding may do to it.
+        """How far the logits after `rows` are from the right ones if every embedding is off by what rounding
+        may do to it.
 
-        All layers round in this way; on models of 4 to 80 of them one time more at the beginning moves the logits by 1.0 to 1.5 times
-        as much as they are off anyway.
+        All layers round in this way; on models of 4 to 80 of them one time more at the beginning moves the
+        logits by 1.0 to 1.5 times as much as they are off anyway.
         """
         chance = torch.Generator(self.device).manual_seed(0)
 
@@ -377,10 +441,15 @@ class Runner:
 
     def moved(self, right: torch.Tensor, embeds: torch.Tensor, where: torch.Tensor | None) -> float:
         """The same for logits after embeddings [1, tokens, hidden]."""
-        return distance(right, self.logits_of(shaken(embeds, torch.Generator(self.device).manual_seed(0)), len(right), where))
+        return distance(
+            right,
+            self.logits_of(shaken(embeds, torch.Generator(self.device).manual_seed(0)), len(right), where),
+        )
 
     def _trial(self, rows: list[list[int]], form: Form, cuts: list[list[int]]) -> torch.Tensor:
-        """The logits [rows, vocabulary] after the last of the steps that take row i up to cuts[step][i] tokens."""
+        """The logits [rows, vocabulary] after the last of the steps that take row i up to cuts[step][i]
+        tokens.
+        """
         if self._warming is not None and (form == "flat" or self.pools.config.kernels != "auto"):
             self._warming.wait()  # here the first kernel is launched
         tables = [tuple(Table(group.pool) for group in self.pools.groups.values()) for _ in rows]
@@ -394,7 +463,11 @@ class Runner:
                     for group, table in zip(self.pools.groups.values(), of_row, strict=True):
                         if group.kind.window is not None:
                             table.release_before(table.length - group.kind.window + 1)
-                        cross = 0 if first or source is None or self.encoder is None else self.encoder.length(source)
+                        cross = (
+                            0
+                            if first or source is None or self.encoder is None
+                            else self.encoder.length(source)
+                        )
                         append([table], [cross if group.kind == CROSS else end - first])
                     pieces.append(Piece(row[first:end], first, of_row, True, source=source))
                 logits = self.run(pieces).logits

@@ -17,22 +17,29 @@ CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
 class Settings:
-    """What the modules of a model were set to when this was made, to see whether somebody has changed it since.
+    """What the modules of a model were set to when this was made, to see whether somebody has changed it
+    since.
 
-    The very objects are compared, so a look costs little; only where they are others they are asked what they say. Left out are modules
-    with buffers, which may note in a forward how long it was (rotary positions), and whose code runs: hooks, and a `forward` that was set.
+    The very objects are compared, so a look costs little; only where they are others they are asked what they
+    say. Left out are modules with buffers, which may note in a forward how long it was (rotary positions),
+    and whose code runs: hooks, and a `forward` that was set.
     """
 
     def __init__(self, model: nn.Module, restless: Collection[tuple[type, str]] = ()) -> None:
         """restless: the settings of kinds of modules that a forward sets itself."""
         self.model, self.restless = model, frozenset(restless)
-        modules = [model, *(module for module in modules_of(model) if module is not model and not module._buffers)]
+        modules = [
+            model,
+            *(module for module in modules_of(model) if module is not model and not module._buffers),
+        ]
         self._owns = [(type(module), module.__dict__) for module in modules]
         self._parts = [own["_modules"] for _, own in self._owns if own["_modules"]]
         self._note()
 
     def after_forwards(self) -> Settings:
-        """The settings of now, where nothing but forwards has happened: what these have set is not looked at."""
+        """The settings of now, where nothing but forwards has happened: what these have set is not looked
+        at.
+        """
         before = dict(zip(map(id, map(itemgetter(1), self._owns)), map(dict, self._noted[0]), strict=True))
         after = Settings(self.model, self.restless)
         found = {
@@ -64,7 +71,8 @@ class Settings:
         inside = [value for value in settings if isinstance(value, CONTAINERS)]
         # Two at least, so that a getter answers with a tuple.
         self._kinds = [
-            (itemgetter(*names) if len(names) > 1 else itemgetter("training", "training"), owns) for names, owns in alike.items()
+            (itemgetter(*names) if len(names) > 1 else itemgetter("training", "training"), owns)
+            for names, owns in alike.items()
         ]
         self._dicts = [value for value in inside if isinstance(value, dict)] + self._parts
         self._others = [value for value in inside if not isinstance(value, dict)]
@@ -73,7 +81,13 @@ class Settings:
     def _names(self, kind: type, own: dict[str, Any]) -> tuple[str, ...]:
         """What is looked at of a module's own dict."""
         # All names at once: a generate() in another thread may set a forward this very moment.
-        return tuple([name for name in list(own) if name not in INTERNAL and name != "forward" and (kind, name) not in self.restless])
+        return tuple(
+            [
+                name
+                for name in list(own)
+                if name not in INTERNAL and name != "forward" and (kind, name) not in self.restless
+            ]
+        )
 
     def _same(self) -> bool:
         return self._sizes == self._counts() and all(map(is_, self._objects(), self._kept))
@@ -84,7 +98,9 @@ class Settings:
     def _objects(self) -> Iterator[Any]:
         """Every setting, every part of a module, and what stands in lists and dicts of settings."""
         settings = [chain.from_iterable(map(get, owns)) for get, owns in self._kinds]
-        return chain(*settings, chain.from_iterable(map(dict.values, self._dicts)), chain.from_iterable(self._others))
+        return chain(
+            *settings, chain.from_iterable(map(dict.values, self._dicts)), chain.from_iterable(self._others)
+        )
 
     def _facts(self) -> tuple[list[list[tuple[str, Any]]], list[list[int]]]:
         """What the settings of each module say, and which its parts are."""
@@ -93,8 +109,14 @@ class Settings:
 
 
 def _fact_of(value: Any) -> Any:
-    """What a setting says; of a config not which attention it has while a step runs, perhaps in another thread."""
+    """What a setting says; of a config not which attention it has while a step runs, perhaps in another
+    thread.
+    """
     own = getattr(value, "__dict__", None)
     if not own or OURS.isdisjoint(own):
         return fact_of(value)
-    return Same(value), original_implementation(value), fact_of({name: part for name, part in own.copy().items() if name not in OURS})
+    return (
+        Same(value),
+        original_implementation(value),
+        fact_of({name: part for name, part in own.copy().items() if name not in OURS}),
+    )

@@ -30,7 +30,8 @@ from .weights import Weights
 
 
 class _Computed(NamedTuple):
-    """What came of a plan: who failed and why, the answer for the rows that somebody waits for, and these rows.
+    """What came of a plan: who failed and why, the answer for the rows that somebody waits for, and these
+    rows.
 
     With a roster the first of it is for its sequences, which are not among the rows.
     """
@@ -44,9 +45,10 @@ class _Computed(NamedTuple):
 class Steps:
     """Carries out what the scheduler plans, and lets every job know.
 
-    With `ahead` a step is launched before the host has heard of the last one's tokens: the device never waits. Who turns out to have ended
-    has then computed one token too many, which nobody sees. A job that needs the host for its next token (beams, processors) is heard
-    at once, and the device waits for its tokens only: what there is to do about everybody else's is done while it computes.
+    With `ahead` a step is launched before the host has heard of the last one's tokens: the device never
+    waits. Who turns out to have ended has then computed one token too many, which nobody sees. A job that
+    needs the host for its next token (beams, processors) is heard at once, and the device waits for its
+    tokens only: what there is to do about everybody else's is done while it computes.
     """
 
     def __init__(
@@ -88,7 +90,9 @@ class Steps:
         self.pools.swap(plan.swaps)  # whoever had to go is on the way, even if nobody is left who has a row
         if not plan:
             if self.jobs and self.flight is None:
-                raise RuntimeError(f"none of {self.scheduler.unfinished} requests can run: the engine's books are broken")
+                raise RuntimeError(
+                    f"none of {self.scheduler.unfinished} requests can run: the engine's books are broken"
+                )
             return ended + self.land()
         if self.recorder is not None:
             self.recorder.planned(plan)
@@ -108,7 +112,9 @@ class Steps:
         if picks:
             self.look()
             self.runner.custody.lend()  # to their processors and criteria
-        trouble = choice.land(self.scheduler) | {self.jobs[group]: error for group, error in failed.items() if group in self.jobs}
+        trouble = choice.land(self.scheduler) | {
+            self.jobs[group]: error for group, error in failed.items() if group in self.jobs
+        }
         ended += [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(pick.job) for pick in picks if _is_over(pick.job)]
 
@@ -129,16 +135,19 @@ class Steps:
         return ended + [self.end(job) for job in flight.jobs if _is_over(job)]
 
     def look(self) -> None:
-        """Before anybody ends, or somebody else's code runs: see whether the model is what it was, if this step has not seen it."""
+        """Before anybody ends, or somebody else's code runs: see whether the model is what it was, if this
+        step has not seen it.
+        """
         if self.runner.custody.unseen:
             self.weights.require_untouched(len(self.scheduler.running))
             self.runner.look()
 
     def start_over(self, error: BaseException) -> None:
-        """Something broke into the middle of a step. What was computed is not known, so nobody holds anything any more.
+        """Something broke into the middle of a step. What was computed is not known, so nobody holds anything
+        any more.
 
-        Who is whole is computed again; of whose sequences only some have their token, ends here, and so does everybody whose tokens may
-        be of two models.
+        Who is whole is computed again; of whose sequences only some have their token, ends here, and so does
+        everybody whose tokens may be of two models.
         """
         self.flight = self._roster = None
         self.forget()
@@ -159,8 +168,14 @@ class Steps:
                 self._drop(group, job)
             elif job.said:
                 self.end(job)
-            elif group.status is Status.FINISHED or job.torn or (spoiled and group.status is Status.PREEMPTED):
-                self.end(job, "error", error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"))
+            elif (
+                group.status is Status.FINISHED or job.torn or (spoiled and group.status is Status.PREEMPTED)
+            ):
+                self.end(
+                    job,
+                    "error",
+                    error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"),
+                )
 
     def _compute(self, plan: Plan) -> _Computed:
         """Carry out a plan behind its swaps."""
@@ -173,7 +188,9 @@ class Steps:
             # One of them broke the forward of all: each is tried by itself, on the same blocks.
             return self._compute_apart(plan)
         roster = None if plan.stride is None else self._roster_of(plan.stride)
-        return _Computed({}, answer, [row for row in (plan.rows if roster is None else plan.others) if row.samples], roster)
+        return _Computed(
+            {}, answer, [row for row in (plan.rows if roster is None else plan.others) if row.samples], roster
+        )
 
     def _compute_apart(self, plan: Plan) -> _Computed:
         failed: dict[Group, Exception] = {}
@@ -204,7 +221,9 @@ class Steps:
         return logits
 
     def _show(self, plan: Plan) -> list[Media]:
-        """Have the model look at the pictures of prompts whose turn it is; the answer is those with which it is done after this step."""
+        """Have the model look at the pictures of prompts whose turn it is; the answer is those with which it
+        is done after this step.
+        """
         done = []
         for sequence, start, count, _ in plan.others:
             asked = self._given.get(sequence.group)
@@ -228,7 +247,9 @@ class Steps:
                 asked.media.forget()
 
     def _picks(self, rows: Rows[Row], first: int = 0) -> list[Pick]:
-        """The jobs that are due, with the places of their sequences' logits, which begin with number `first`."""
+        """The jobs that are due, with the places of their sequences' logits, which begin with number
+        `first`.
+        """
         picks: dict[Group, list[int]] = {}
         for place, row in enumerate(rows, first):
             picks.setdefault(row.sequence.group, []).extend([place] * len(row.samples))

@@ -20,14 +20,21 @@ class Unservable(ValueError):
 
 
 def check_servable(model: Any, outer: Any) -> None:
-    """Raise unless the model is one whose sequences can run side by side. `outer` is what the user holds, perhaps peft's wrapper."""
+    """Raise unless the model is one whose sequences can run side by side. `outer` is what the user holds,
+    perhaps peft's wrapper.
+    """
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
-        raise Unservable("this is what torch.compile() makes of a model; give the engine the model itself, and compile=True")
+        raise Unservable(
+            "this is what torch.compile() makes of a model; give the engine the model itself, and "
+            "compile=True"
+        )
     if not issubclass(type(model), GenerationMixin):
         raise Unservable(f"{name} cannot generate; the engine needs a model with a language modeling head")
     if getattr(model, "_is_stateful", False):
-        raise Unservable(f"{name} keeps a state of its own, which the engine cannot take back or fork; use generate()")
+        raise Unservable(
+            f"{name} keeps a state of its own, which the engine cannot take back or fork; use generate()"
+        )
     if model.generation_config.use_cache is False:
         raise Unservable("model.generation_config.use_cache=False and the engine is a cache; set it to True")
     try:
@@ -43,23 +50,36 @@ def check_servable(model: Any, outer: Any) -> None:
             f'{len(absent)} parameters of {name} are on "meta" ({some}) and no accelerate hook loads them; '
             "load the weights first, or offload them with accelerate"
         )
-    if any(looks_around(module, weight) for module in model.modules() for weight in module._parameters.values() if weight is not None):
+    if any(
+        looks_around(module, weight)
+        for module in model.modules()
+        for weight in module._parameters.values()
+        if weight is not None
+    ):
         raise Unservable(
-            f"{name} has quantized layers that round a token by all that is computed with it, so its neighbours would change its tokens; "
+            f"{name} has quantized layers that round a token by all that is computed with it, so its "
+            "neighbours would change its tokens; "
             "use generate(), or layers with a scale for each row (threshold 0 in bitsandbytes' int8)"
         )
     if any(getattr(each, "is_prompt_learning", False) for each in getattr(outer, "peft_config", {}).values()):
-        raise Unservable("prompt and prefix tuning change what the model is given, which the engine does not know yet; use generate()")
+        raise Unservable(
+            "prompt and prefix tuning change what the model is given, which the engine does not know yet; "
+            "use generate()"
+        )
 
 
 def check_routers(model: Any, tokens: int) -> None:
-    """Raise if a token may become something else beside others: steps of up to `tokens` are not what generate() computes together."""
+    """Raise if a token may become something else beside others: steps of up to `tokens` are not what
+    generate() computes together.
+    """
     routers = routers_of(model)
     most = max(tokens, longest(model) or UNBOUNDED)
     if routers.modules and not (routers.known and routers.keep_tokens_apart(most)):
         raise Unservable(
-            f"{type(model).__name__} has routers that drop tokens beyond an expert's capacity; the engine cuts and joins "
-            f"up to {most} tokens otherwise than generate() does, which would change which are dropped; use generate(), or "
+            f"{type(model).__name__} has routers that drop tokens beyond an expert's capacity; the engine "
+            "cuts and joins "
+            f"up to {most} tokens otherwise than generate() does, which would change which are dropped; use "
+            "generate(), or "
             "raise the capacity"
         )
 
@@ -67,11 +87,16 @@ def check_routers(model: Any, tokens: int) -> None:
 def longest(model: Any) -> int | None:
     """The most tokens of a sequence, or None if the model does not say.
 
-    Where positions turn differently beyond some length, that length: one long sequence would change its neighbours' positions.
+    Where positions turn differently beyond some length, that length: one long sequence would change its
+        neighbours' positions.
     """
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions")]
-    limits += [rope.get("original_max_position_embeddings") for rope in ropes_of(model) if rope.get("rope_type") == "longrope"]
+    limits += [
+        rope.get("original_max_position_embeddings")
+        for rope in ropes_of(model)
+        if rope.get("rope_type") == "longrope"
+    ]
     return min((int(limit) for limit in limits if limit), default=None)
 
 

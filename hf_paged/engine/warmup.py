@@ -28,9 +28,15 @@ ROWS = bucket_of(1)
 
 @contextmanager
 def warming(runner: Runner) -> Iterator[Warming | None]:
-    """Compile what the runner will launch first; at the end all of it is compiled, and no thread is left. None if nothing is compiled."""
+    """Compile what the runner will launch first; at the end all of it is compiled, and no thread is left.
+    None if nothing is compiled.
+    """
     kernels = runner.pools.config.kernels
-    if runner.device.type not in COMPILED_FOR or kernels == "torch" or (runner.why_rows is not None and kernels == "auto"):
+    if (
+        runner.device.type not in COMPILED_FOR
+        or kernels == "torch"
+        or (runner.why_rows is not None and kernels == "auto")
+    ):
         yield None
         return
     at_work = Warming(runner.device, lambda: TritonOps().first, lambda: jobs(runner))
@@ -41,23 +47,34 @@ def warming(runner: Runner) -> Iterator[Warming | None]:
 
 
 def jobs(runner: Runner) -> Sequence[Job]:
-    """Calls on tensors without data of the kernels of a prompt, of a step behind it and of that step captured, as the config lets expect.
+    """Calls on tensors without data of the kernels of a prompt, of a step behind it and of that step
+    captured, as the config lets expect.
 
-    What is not foreseen (layers that differ among each other, other numbers of rows) is compiled when it is launched.
+    What is not foreseen (layers that differ among each other, other numbers of rows) is compiled when it is
+    launched.
     """
     model: Any = runner.model
     config = model.config.get_text_config(decoder=True)
-    query_heads, dim = config.num_attention_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layout = Layout(runner.device, model.dtype, getattr(config, "num_key_value_heads", None) or query_heads, dim, dim)
+    query_heads, dim = (
+        config.num_attention_heads,
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    )
+    layout = Layout(
+        runner.device, model.dtype, getattr(config, "num_key_value_heads", None) or query_heads, dim, dim
+    )
     ops = choose(runner.pools.config.kernels, layout, captured=True)
     if not isinstance(ops, TritonOps):
         return []
     fusion = Fusion(model, ops.kernels) if runner.decoding is not None else None
     turns = fusion is not None and bool(fusion.rotaries)
-    softcap = None if original_implementation(config) == "sdpa" else getattr(config, "attn_logit_softcapping", None)
+    softcap = (
+        None if original_implementation(config) == "sdpa" else getattr(config, "attn_logit_softcapping", None)
+    )
     found: list[Job] = []
     for kind in runner.pools.groups:
-        attention = Attention(layout, query_heads, runner.pools.config.block_size, kind.window, softcap, turns)
+        attention = Attention(
+            layout, query_heads, runner.pools.config.block_size, kind.window, softcap, turns
+        )
         found += attention.jobs(ops, ROWS, WIDTHS[0], captured=runner.decoding is not None)
     found.append(partial(digest, ops))
     return found if fusion is None else [*found, *fusion.calls(ROWS, layout.dtype)]
@@ -65,9 +82,11 @@ def jobs(runner: Runner) -> Sequence[Job]:
 
 @contextmanager
 def without_plans(device: torch.device) -> Iterator[None]:
-    """On a GPU let torch's attention be anybody's but cuDNN's, which plans for a quarter of a second whenever it meets a new length.
+    """On a GPU let torch's attention be anybody's but cuDNN's, which plans for a quarter of a second whenever
+    it meets a new length.
 
-    A trial meets many and each once. Other threads' forwards meanwhile do without it, too: other kernels, the same answers.
+    A trial meets many and each once. Other threads' forwards meanwhile do without it, too: other kernels, the
+    same answers.
     """
     backends = torch.backends.cuda
     spared = device.type == "cuda" and backends.cudnn_sdp_enabled() and backends.math_sdp_enabled()

@@ -26,7 +26,9 @@ _version_of = attrgetter("_version")
 
 
 class Weights:
-    """What was last seen of a model: which state it is in, as prefixes of `generate()` know it, and how often torch wrote to it."""
+    """What was last seen of a model: which state it is in, as prefixes of `generate()` know it, and how often
+    torch wrote to it.
+    """
 
     def __init__(self, model: nn.Module, custody: Custody, settings: Settings) -> None:
         self._model, self._custody, self._settings = model, custody, settings
@@ -38,32 +40,44 @@ class Weights:
         self._look()
 
     def touched(self) -> bool:
-        """Whether a parameter was written by an optimizer, written or replaced in the way that torch counts, or a setting is another.
-        Cheap, for every step."""
+        """Whether a parameter was written by an optimizer, written or replaced in the way that torch counts,
+        or a setting is another. Cheap, for every step."""
         if self._stepped or self._names != _names(self._holders) or self._kept != self._storage():
             return True
         return self._settings.changed()
 
     def require_untouched(self, running: int) -> None:
-        """Raise if they were, under so many requests: Spoiled if steps were taken meanwhile, else nothing is lost yet."""
+        """Raise if they were, under so many requests: Spoiled if steps were taken meanwhile, else nothing is
+        lost yet.
+        """
         if self.touched():
             if self._custody.unseen:
                 raise Spoiled(
-                    f"the model's weights have changed while {running} requests were computed, and some of their last tokens may be "
-                    "of both; these requests have ended. Call engine.pause() before a change and engine.resume() after it"
+                    f"the model's weights have changed while {running} requests were computed, and some of "
+                    "their last tokens may be "
+                    "of both; these requests have ended. Call engine.pause() before a change and "
+                    "engine.resume() after it"
                 )
             raise RuntimeError(
-                f"the model's weights have changed under {running} running requests; call engine.pause() before the change (or now) "
+                f"the model's weights have changed under {running} running requests; call engine.pause() "
+                "before the change (or now) "
                 "and engine.resume() after it"
             )
         self._custody.seen()
 
     def memory(self) -> list[object]:
-        """Whatever holds the memory of the model's tensors: while somebody has it, that is not given to anybody else."""
-        return [_memory_of(tensor) for tensor in chain.from_iterable([*self._holders, *self._buffers]) if tensor is not None]
+        """Whatever holds the memory of the model's tensors: while somebody has it, that is not given to
+        anybody else.
+        """
+        return [
+            _memory_of(tensor)
+            for tensor in chain.from_iterable([*self._holders, *self._buffers])
+            if tensor is not None
+        ]
 
     def changed(self) -> bool:
-        """Whether anything is different since the last look, content, settings and adapters included; this is a look.
+        """Whether anything is different since the last look, content, settings and adapters included; this is
+        a look.
 
         Where nobody can look everything may be different.
         """
@@ -75,7 +89,9 @@ class Weights:
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has taken a step, on whatever."""
         own = set(self._names[0])
-        self._stepped |= any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        self._stepped |= any(
+            id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]
+        )
 
     def _look(self) -> None:
         # Modules' own dicts: a parameter that is replaced is seen, and nothing is walked in every step.
@@ -92,8 +108,11 @@ class Weights:
         identity = identity_of(self._model)
         try:
             glance = identity.begin(self._model, self._model.forward)
-            # Torch numbers hooks, and gives no number twice. Transformers' own, which collect hidden states, come with the first picture.
-            named = chain.from_iterable(vars(module)[kind].items() for module in glance.survey.hooked for kind in KINDS)
+            # Torch numbers hooks, and gives no number twice. Transformers' own, which collect hidden states,
+            # come with the first picture.
+            named = chain.from_iterable(
+                vars(module)[kind].items() for module in glance.survey.hooked for kind in KINDS
+            )
             hooks = [number for number, hook in named if not only_looks_on(hook)]
             self._state: Any = identity.number(glance), hooks
         except Unreadable as reason:
@@ -103,7 +122,9 @@ class Weights:
             self._unreadable = True
 
     def _storage(self) -> Any:
-        """The identity of every offloaded weight: of its tensor or its file. None where that cannot be known."""
+        """The identity of every offloaded weight: of its tensor or its file. None where that cannot be
+        known.
+        """
         if not self._offloaded:
             return None
         try:
@@ -120,11 +141,19 @@ def _note_step(whose: weakref.ref[Weights], optimizer: torch.optim.Optimizer, *_
 
 
 def _names(holders: Iterable[Iterable[torch.Tensor | None]]) -> tuple[list[int], ...]:
-    """Of every parameter which one it is, where it lies, and how often it was written. All at once: this is asked in every step."""
+    """Of every parameter which one it is, where it lies, and how often it was written. All at once: this is
+    asked in every step.
+    """
     parameters = [parameter for parameter in chain.from_iterable(holders) if parameter is not None]
-    return list(map(id, parameters)), list(map(torch.Tensor.data_ptr, parameters)), list(map(_version_of, parameters))
+    return (
+        list(map(id, parameters)),
+        list(map(torch.Tensor.data_ptr, parameters)),
+        list(map(_version_of, parameters)),
+    )
 
 
 def _memory_of(tensor: torch.Tensor) -> object:
-    """The memory that a tensor has now; it may be given another. A tensor that is made of others is its own."""
+    """The memory that a tensor has now; it may be given another. A tensor that is made of others is its
+    own.
+    """
     return tensor.untyped_storage() if type(tensor) in PLAIN_TENSORS else tensor

@@ -27,17 +27,20 @@ class Mark(NamedTuple):
 
 
 class PagedCache(DynamicCache):
-    """A key-value cache in blocks, for `model.generate(..., past_key_values=PagedCache(model))` and for plain forwards.
+    """A key-value cache in blocks, for `model.generate(..., past_key_values=PagedCache(model))` and for plain
+    forwards.
 
-    Layers that attend to everything or to a window are paged; any other layer (linear attention, ...) stays as stock
-    makes it. Rows share blocks after a fork and copy a block only when one of them writes to it: `reorder_cache`,
-    `copy.deepcopy` and `batch_*` change tables and move no tensor.
+    Layers that attend to everything or to a window are paged; any other layer (linear attention, ...) stays
+    as stock makes it. Rows share blocks after a fork and copy a block only when one of them writes to it:
+    `reorder_cache`, `copy.deepcopy` and `batch_*` change tables and move no tensor.
     """
 
     reuse: Reuse | None
     """What the cache takes from its model's prefixes and leaves to others, if it does."""
     cross: PagedCache | None
-    """The layers that attend to another sequence than the text (a picture's tokens), with tables of their own; None if none does."""
+    """The layers that attend to another sequence than the text (a picture's tokens), with tables of their
+    own; None if none does.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,9 @@ class PagedCache(DynamicCache):
         salt: str = "",
         verify: str | None = None,
     ) -> None:
-        config = CacheConfig(block_size, num_blocks, memory_fraction, kernels, graphs, prefix_caching, salt, verify)
+        config = CacheConfig(
+            block_size, num_blocks, memory_fraction, kernels, graphs, prefix_caching, salt, verify
+        )
         self._open(base_model(model), config, cross=False)
 
     @classmethod
@@ -85,9 +90,14 @@ class PagedCache(DynamicCache):
         config: CacheConfig,
         cross: PagedCache | None = None,
     ) -> None:
-        """Take `sequences` as this cache's own: they are freed when the cache is gone. Layers that attend across are those of `cross`."""
+        """Take `sequences` as this cache's own: they are freed when the cache is gone. Layers that attend
+        across are those of `cross`.
+        """
         across = iter(() if cross is None else cross.layers)
-        layers = [next(across) if cross is not None and slot.kind == CROSS else slot.open(i, sequences) for i, slot in enumerate(slots)]
+        layers = [
+            next(across) if cross is not None and slot.kind == CROSS else slot.open(i, sequences)
+            for i, slot in enumerate(slots)
+        ]
         Cache.__init__(self, layers=layers)
         self.sequences, self.config, self.cross, self._model = sequences, config, cross, model
         self.reuse = None
@@ -120,7 +130,9 @@ class PagedCache(DynamicCache):
 
     @property
     def paths(self) -> list[Path | str]:
-        """How attention last read each layer: "paged", "dense" (through a dense copy), "unused", or "stock"."""
+        """How attention last read each layer: "paged", "dense" (through a dense copy), "unused", or
+        "stock".
+        """
         return [layer.path if isinstance(layer, PagedLayer) else "stock" for layer in self.layers]
 
     def tables(self, layer: int = 0) -> list[list[int]]:
@@ -131,7 +143,8 @@ class PagedCache(DynamicCache):
 
     def __repr__(self) -> str:
         rows, tokens = self.sequences.count, self.sequences.columns
-        return f"PagedCache(rows={rows}, tokens={tokens}, block_size={self.config.block_size}, layers={len(self)})"
+        size = self.config.block_size
+        return f"PagedCache(rows={rows}, tokens={tokens}, block_size={size}, layers={len(self)})"
 
     # ---- rows
 
@@ -159,7 +172,9 @@ class PagedCache(DynamicCache):
             return
         picked = rows[indices.cpu() if isinstance(indices, torch.Tensor) else indices, ...]
         if picked.ndim != 1:
-            raise IndexError(f"batch_select_indices got {indices!r}, expected a list of rows; a single row i is [i]")
+            raise IndexError(
+                f"batch_select_indices got {indices!r}, expected a list of rows; a single row i is [i]"
+            )
         self._select(picked)
 
     def _select(self, index: torch.Tensor) -> None:
@@ -225,7 +240,11 @@ class PagedCache(DynamicCache):
 
     def _layers_of_rows(self) -> list[Any]:
         """All layers but those that attend across, whose rows are those of `cross`."""
-        return [layer for layer in self.layers if not isinstance(layer, PagedLayer) or layer.sequences is self.sequences]
+        return [
+            layer
+            for layer in self.layers
+            if not isinstance(layer, PagedLayer) or layer.sequences is self.sequences
+        ]
 
     def _follow_rows(self) -> None:
         for layer in self.own_layers:
@@ -238,7 +257,9 @@ class PagedCache(DynamicCache):
         return Mark(columns, [layer.is_initialized for layer in self.own_layers] if begins else None)
 
     def roll_back(self, mark: Mark) -> None:
-        """Undo a step that failed halfway: every group back to where it was. What layers keep outside the pages stays."""
+        """Undo a step that failed halfway: every group back to where it was. What layers keep outside the
+        pages stays.
+        """
         for kind, rows in self.sequences.rows.items():
             if rows.columns > mark.columns[kind] and not rows.torn:
                 rows.crop(rows.columns - mark.columns[kind])
@@ -253,12 +274,15 @@ class PagedCache(DynamicCache):
             layer.columns = columns
 
     def require_even(self) -> None:
-        """Raise if a step has passed by a layer that holds earlier tokens: its table counts tokens that were never written."""
+        """Raise if a step has passed by a layer that holds earlier tokens: its table counts tokens that were
+        never written.
+        """
         for layer in self.own_layers:
             rows = self.sequences.rows[layer.kind]
             if layer.columns and layer.columns != rows.columns:
                 raise RuntimeError(
-                    f"layer {layer.number} holds {layer.columns} tokens and was given none of a step, after which the other layers hold "
+                    f"layer {layer.number} holds {layer.columns} tokens and was given none of a step, after "
+                    "which the other layers hold "
                     f"{rows.columns}; {DIFFER}"
                 )
 
@@ -283,7 +307,9 @@ class PagedCache(DynamicCache):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a PagedCache lives in its model's pools and cannot be pickled; save cache.to_dynamic() instead")
+        raise TypeError(
+            "a PagedCache lives in its model's pools and cannot be pickled; save cache.to_dynamic() instead"
+        )
 
     def to_dynamic(self) -> DynamicCache:
         """A stock cache with the same content, in tensors of its own."""
@@ -297,7 +323,9 @@ class PagedCache(DynamicCache):
 
 
 def paged_parts(cache: object) -> list[PagedCache]:
-    """The paged caches in what a model calls its cache: the decoder's own first, then the cross attention's."""
+    """The paged caches in what a model calls its cache: the decoder's own first, then the cross
+    attention's.
+    """
     if isinstance(cache, EncoderDecoderCache):
         return [*paged_parts(cache.self_attention_cache), *paged_parts(cache.cross_attention_cache)]
     if not isinstance(cache, PagedCache):

@@ -54,12 +54,16 @@ class _Plug:
 
 _plugs: weakref.WeakKeyDictionary[nn.Module, _Plug] = weakref.WeakKeyDictionary()
 _running: set[Call] = set()
-"""The calls whose generate() has not ended. A call leaves it in one operation of the interpreter, which no interrupt divides."""
+"""The calls whose generate() has not ended. A call leaves it in one operation of the interpreter, which no
+interrupt divides.
+"""
 _lock = fork_safe_lock()
 
 
 def _settle(model: nn.Module) -> None:
-    """Have a model plugged in while one of its calls runs, and as before when none does. An interrupted one may be repeated."""
+    """Have a model plugged in while one of its calls runs, and as before when none does. An interrupted one
+    may be repeated.
+    """
     with _lock:
         plug = _plugs.get(model)
         if plug is None:
@@ -73,7 +77,9 @@ def _settle(model: nn.Module) -> None:
 
 
 def settle_models() -> None:
-    """Leave every model as it was that no call runs on: an interrupt may have kept its last call from doing so."""
+    """Leave every model as it was that no call runs on: an interrupt may have kept its last call from doing
+    so.
+    """
     for model in list(_plugs):
         _settle(model)
 
@@ -82,8 +88,8 @@ def settle_models() -> None:
 class Call:
     """A running generate(). `asked` is the word as a keyword; a config may ask as well.
 
-    Everything that a call takes it gives back in `close`, which may be repeated: an interrupt in the middle of it leaves what it has
-    not reached to the next time.
+    Everything that a call takes it gives back in `close`, which may be repeated: an interrupt in the middle
+    of it leaves what it has not reached to the next time.
     """
 
     asked: bool
@@ -121,7 +127,9 @@ class Call:
             _settle(model)
 
     def close(self, answer: Any) -> None:
-        """Leave everything as it was; `answer` is None if the call failed, and its own caches' blocks are back at once. Twice is once."""
+        """Leave everything as it was; `answer` is None if the call failed, and its own caches' blocks are
+        back at once. Twice is once.
+        """
         _running.discard(self)
         current.set(self.outer)
         watching.set(self.outer_watch)
@@ -142,7 +150,8 @@ class Call:
             self._give_back(model, answer is not None)
         if answer is not None and left_behind(self.used[0], answer):
             warn(why_left(model))
-        memory.suspect |= broken  # tables of the operation that broke off live as long as its traceback: count again without them
+        # Tables of the operation that broke off live as long as its traceback: count again without them.
+        memory.suspect |= broken
         self.model = None
 
     def _leave_prefixes(self, model: nn.Module, succeeded: bool) -> None:
@@ -189,7 +198,11 @@ in_forked_process(_leave_threads_behind)
 def left_behind(cache: PagedCache, answer: Any) -> bool:
     """Whether the tokens of `answer` went through another cache than the one that was prepared."""
     sequences = answer if isinstance(answer, torch.Tensor) else getattr(answer, "sequences", None)
-    return isinstance(sequences, torch.Tensor) and sequences.ndim == 2 and cache.get_seq_length() < sequences.shape[1] - 1
+    return (
+        isinstance(sequences, torch.Tensor)
+        and sequences.ndim == 2
+        and cache.get_seq_length() < sequences.shape[1] - 1
+    )
 
 
 current: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)

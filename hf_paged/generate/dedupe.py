@@ -21,13 +21,19 @@ SCALARS = (bool, int, float, str, torch.dtype, type(None), Cache)
 
 @cache
 def keeps_another_cache(cls: Any) -> bool:
-    """Whether the forward of a model class takes a second cache from step to step, whose rows nobody could repeat."""
+    """Whether the forward of a model class takes a second cache from step to step, whose rows nobody could
+    repeat.
+    """
     names = inspect.signature(cls.forward).parameters
-    return any(name.endswith(("_past_key_values", "_cache")) and not name.startswith("use_") for name in names)
+    return any(
+        name.endswith(("_past_key_values", "_cache")) and not name.startswith("use_") for name in names
+    )
 
 
 def unique_rows(arguments: Mapping[str, Any], rows: int, copies: int) -> dict[str, Any] | None:
-    """The forward's arguments for every `copies`-th row; None if the rows in between are not, or may not be, the same."""
+    """The forward's arguments for every `copies`-th row; None if the rows in between are not, or may not be,
+    the same.
+    """
     kept = {}
     for name, value in arguments.items():
         if isinstance(value, SCALARS):
@@ -43,7 +49,9 @@ def unique_rows(arguments: Mapping[str, Any], rows: int, copies: int) -> dict[st
 
 
 class Draws:
-    """Whether a forward draws random numbers, as codecs of recordings do: then rows of equal inputs are not equal rows."""
+    """Whether a forward draws random numbers, as codecs of recordings do: then rows of equal inputs are not
+    equal rows.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,7 +89,8 @@ def _equal(value: Any, rows: int, copies: int) -> bool:
 def repeat_rows(value: Any, rows: int, copies: int, layout: Any = ROWS_FIRST) -> Any:
     """What a forward over `rows` rows answered, as if each had stood there `copies` times.
 
-    A model may have put the cache beside one of its own, for what it sees of a picture: that has as many rows as were computed.
+    A model may have put the cache beside one of its own, for what it sees of a picture: that has as many rows
+        as were computed.
     """
     both = value.get("past_key_values") if isinstance(value, ModelOutput) else None
     if isinstance(both, EncoderDecoderCache) and not isinstance(both.cross_attention_cache, PagedCache):

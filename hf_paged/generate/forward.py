@@ -16,7 +16,14 @@ from ..model.capture.pool import graphs_of
 from ..model.outputs import asked_fields, layouts_of
 from ..model.routers import routers_of
 from .cache import Mark, PagedCache, paged_parts
-from .dedupe import Draws, adapters_agree, adapters_of_unique_rows, keeps_another_cache, repeat_rows, unique_rows
+from .dedupe import (
+    Draws,
+    adapters_agree,
+    adapters_of_unique_rows,
+    keeps_another_cache,
+    repeat_rows,
+    unique_rows,
+)
 
 DENSE_OUTPUTS = ("output_attentions", "output_hidden_states")
 """Outputs that only the model's own attention makes as stock does: at padded columns too."""
@@ -28,8 +35,8 @@ INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_emb
 def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = True) -> Callable[..., Any]:
     """`original` with the pages known to attention and masks; forwards on any other cache pass through.
 
-    masks_known: whether the model's masks are made by our function. A model that makes its own may show what is padding
-    to others, so its padding is stored.
+    masks_known: whether the model's masks are made by our function. A model that makes its own may show what
+    is padding to others, so its padding is stored.
     """
     names = list(inspect.signature(original).parameters)
 
@@ -51,7 +58,9 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
                 try:
                     _roll_back(parts, before)
                 finally:
-                    _roll_back(parts, before)  # again, if an interrupt has broken it off; else there is nothing left to do
+                    _roll_back(
+                        parts, before
+                    )  # again, if an interrupt has broken it off; else there is nothing left to do
                 raise
 
     return forward
@@ -63,7 +72,9 @@ def _roll_back(parts: list[PagedCache], before: list[Mark]) -> None:
 
 
 def _without_pages(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A forward on another cache, or on none, in the middle of a paged call: guidance, an encoder, prefix tuning."""
+    """A forward on another cache, or on none, in the middle of a paged call: guidance, an encoder, prefix
+    tuning.
+    """
     outer = running.get()
     try:
         running.set(None)
@@ -72,7 +83,13 @@ def _without_pages(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         running.set(outer)
 
 
-def _run(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache], masks_known: bool) -> Any:
+def _run(
+    model: nn.Module,
+    original: Callable[..., Any],
+    arguments: dict[str, Any],
+    parts: list[PagedCache],
+    masks_known: bool,
+) -> Any:
     copies = parts[0].sequences.unforked
     if copies == 1:
         return _paged(model, original, arguments, parts, masks_known)
@@ -117,7 +134,9 @@ def _without_cache(original: Callable[..., Any], arguments: dict[str, Any]) -> A
 
 
 def _take_back(draws: Draws, parts: list[PagedCache], before: list[Mark]) -> None:
-    """Forget the unique rows of a forward that draws random numbers: every row gets its own, as with stock."""
+    """Forget the unique rows of a forward that draws random numbers: every row gets its own, as with
+    stock.
+    """
     draws.take_back()
     for part, mark in zip(parts, before, strict=True):
         part.roll_back(mark)
@@ -126,7 +145,9 @@ def _take_back(draws: Draws, parts: list[PagedCache], before: list[Mark]) -> Non
 
 
 def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, rows: int) -> bool:
-    """Whether equal rows may be computed once: not under dropout, and only in the prompt (in chunks: while they are equal)."""
+    """Whether equal rows may be computed once: not under dropout, and only in the prompt (in chunks: while
+    they are equal).
+    """
     copies = cache.sequences.unforked
     in_prompt = cache.sequences.columns == 0 or cache.prompt_in_chunks
     # A recurrent state may live in the modules, where nobody could fork it.
@@ -138,10 +159,19 @@ def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache
     return routers.known and routers.keep_rows_apart(rows // copies, copies, _new(arguments))
 
 
-def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache], masks_known: bool) -> Any:
+def _paged(
+    model: nn.Module,
+    original: Callable[..., Any],
+    arguments: dict[str, Any],
+    parts: list[PagedCache],
+    masks_known: bool,
+) -> Any:
     dense = any(_asks_for(model, arguments, name) for name in DENSE_OUTPUTS)
-    # A prompt in one piece has its padded columns at hand; in pieces, later ones look at what earlier ones stored.
-    _note_padding(model, arguments, parts[0], store_all=(dense and parts[0].prompt_in_chunks) or not masks_known)
+    # A prompt in one piece has its padded columns at hand; in pieces, later ones look at what earlier ones
+    # stored.
+    _note_padding(
+        model, arguments, parts[0], store_all=(dense and parts[0].prompt_in_chunks) or not masks_known
+    )
 
     def run(given: dict[str, Any]) -> Any:
         captured = parts[0].sequences.static is not None
@@ -160,15 +190,23 @@ def _paged(model: nn.Module, original: Callable[..., Any], arguments: dict[str, 
         return run(given) if step is None else graphs_of(model).run(model, step, run)
 
     reuse = parts[0].reuse
-    return compute(arguments, True) if reuse is None else reuse.run(parts[0], model, original, arguments, dense, compute)
+    return (
+        compute(arguments, True)
+        if reuse is None
+        else reuse.run(parts[0], model, original, arguments, dense, compute)
+    )
 
 
 def _asks_for(model: nn.Module, arguments: Mapping[str, Any], name: str) -> bool:
     return bool(arguments.get(name) or getattr(model.config, name, False))
 
 
-def _step(model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache]) -> Step | None:
-    """The forward as one that may be replayed, or None: a prompt, one that keeps gradients, one whose mask the tables do not know."""
+def _step(
+    model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache]
+) -> Step | None:
+    """The forward as one that may be replayed, or None: a prompt, one that keeps gradients, one whose mask
+    the tables do not know.
+    """
     cache, sequences = parts[0], parts[0].sequences
     inputs = next((arguments[name] for name in INPUTS[::-1] if arguments.get(name) is not None), None)
     if not cache.config.graphs or not sequences.columns or not sequences.padding_known or inputs is None:
@@ -177,19 +215,37 @@ def _step(model: nn.Module, original: Callable[..., Any], arguments: dict[str, A
         return None  # a captured step has rows beyond the call's, which routers would count
     rows, new = inputs.shape[:2]
     starts = sequences.starts
-    prompt = new > MOST_NEW or (cache.prompt_in_chunks and new > 1) or (starts is not None and max(starts) > sequences.columns)
+    prompt = (
+        new > MOST_NEW
+        or (cache.prompt_in_chunks and new > 1)
+        or (starts is not None and max(starts) > sequences.columns)
+    )
     if prompt or rows != sequences.count or any(part.sequences.unforked > 1 for part in parts):
         return None
-    if torch.is_grad_enabled() or torch.is_autocast_enabled() or _asks_for(model, arguments, "output_attentions"):
+    if (
+        torch.is_grad_enabled()
+        or torch.is_autocast_enabled()
+        or _asks_for(model, arguments, "output_attentions")
+    ):
         return None
     name = _mask_name(model)
     told = "none" if arguments.get(name) is None else "whole" if starts is None else "padded"
-    return Step(arguments, {**arguments, name: None} if told != "none" else arguments, told, parts, rows, new, original)
+    return Step(
+        arguments,
+        {**arguments, name: None} if told != "none" else arguments,
+        told,
+        parts,
+        rows,
+        new,
+        original,
+    )
 
 
 def _mask_name(model: nn.Module) -> str:
     """The argument that says what is padding in the rows of the cache."""
-    return "decoder_attention_mask" if getattr(model.config, "is_encoder_decoder", False) else "attention_mask"
+    return (
+        "decoder_attention_mask" if getattr(model.config, "is_encoder_decoder", False) else "attention_mask"
+    )
 
 
 def _rows(arguments: Mapping[str, Any]) -> int:
@@ -205,7 +261,11 @@ def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCa
     sequences = cache.sequences
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
     mask = arguments.get(_mask_name(model))
-    inputs = [arguments[name] for name in (INPUTS[2:] if encoder_decoder else INPUTS[:2]) if arguments.get(name) is not None]
+    inputs = [
+        arguments[name]
+        for name in (INPUTS[2:] if encoder_decoder else INPUTS[:2])
+        if arguments.get(name) is not None
+    ]
     columns = sequences.columns + inputs[0].shape[1] if inputs else -1
     if mask is None:
         sequences.padding_known = True
@@ -218,7 +278,9 @@ def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCa
 
 
 def _read_mask(mask: torch.Tensor, cache: PagedCache, store_all: bool) -> None:
-    """Take mask [rows, columns] apart into where rows begin; with `store_all` padding is stored like anything else."""
+    """Take mask [rows, columns] apart into where rows begin; with `store_all` padding is stored like anything
+    else.
+    """
     sequences = cache.sequences
     sequences.flush()  # the mask's rows are in the order that a reorder owes
     known = sequences.starts
@@ -238,5 +300,7 @@ def _read_mask(mask: torch.Tensor, cache: PagedCache, store_all: bool) -> None:
     grown = [new if old >= sequences.columns else old for new, old in zip(starts, known, strict=True)]
     sequences.padding_known = plain and grown == starts
     if (mask & (column < torch.tensor(grown, device=mask.device)[:, None])).any():
-        raise ValueError("the attention_mask shows tokens that were padding when this cache was begun; use a new cache")
+        raise ValueError(
+            "the attention_mask shows tokens that were padding when this cache was begun; use a new cache"
+        )
     sequences.begin_at(grown)

@@ -1,4 +1,6 @@
-"""The plug: three methods of GenerationMixin, two registry entries. `import hf_paged` installs it, `uninstall()` takes it out."""
+"""The plug: three methods of GenerationMixin, two registry entries. `import hf_paged` installs it,
+`uninstall()` takes it out.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ WORD = "paged"
 EXPECTED = {
     "generate": ["inputs", "generation_config", "logits_processor", "stopping_criteria"],
     "_prepare_generation_config": ["generation_config"],
-    "_prepare_cache_for_generation": ["generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"],
+    "_prepare_cache_for_generation": [
+        "generation_config",
+        "model_kwargs",
+        "generation_mode",
+        "batch_size",
+        "max_cache_length",
+    ],
 }
 PATCH = "_hf_paged_patch"
 
@@ -50,7 +58,9 @@ class Patch:
     def complete(self) -> bool:
         """Whether every method is wrapped: an interrupt may have kept some from it."""
         methods = {name: getattr(GenerationMixin, name) for name in self.originals}
-        return len(methods) == len(EXPECTED) and not any(methods[name] is own for name, own in self.originals.items())
+        return len(methods) == len(EXPECTED) and not any(
+            methods[name] is own for name, own in self.originals.items()
+        )
 
     def put_in(self) -> None:
         """Wrap the methods. What an interrupt has left out is done by doing it again."""
@@ -91,13 +101,17 @@ def install() -> None:
         found = [] if method is None else list(inspect.signature(method).parameters)[1:]
         if found[: len(expected)] != expected:
             raise ImportError(
-                f"hf_paged plugs into GenerationMixin.{name}{tuple(expected)} and found {tuple(found)} in transformers "
-                f"{transformers.__version__}; use a transformers release from 5.14 on that hf_paged was tested with"
+                f"hf_paged plugs into GenerationMixin.{name}{tuple(expected)} and found {tuple(found)} in "
+                "transformers "
+                f"{transformers.__version__}; use a transformers release from 5.14 on that hf_paged was "
+                "tested with"
             )
     AttentionInterface.register(NAME, paged_attention)
     AttentionMaskInterface.register(NAME, paged_mask)
     patch = _patch()
-    if patch is not None and not installed():  # of a module that was imported before this one, under the same name
+    if (
+        patch is not None and not installed()
+    ):  # of a module that was imported before this one, under the same name
         patch.take_out()
         patch = None
     AttentionInterface.register(NAME, paged_attention)
@@ -130,7 +144,9 @@ def _wrap_generate(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any
         if not patch.active:
             return stock(self, *args, **kwargs)
         # A recipe from a hub replaces generate() altogether: the word is its own business.
-        asked = kwargs.get("cache_implementation") == WORD and not isinstance(kwargs.get("custom_generate"), str)
+        asked = kwargs.get("cache_implementation") == WORD and not isinstance(
+            kwargs.get("custom_generate"), str
+        )
         if asked:
             del kwargs["cache_implementation"]
         call = Call(asked)
@@ -144,7 +160,9 @@ def _wrap_generate(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any
             try:
                 call.close(answer)
             finally:
-                call.close(answer)  # again, if an interrupt has broken it off; else there is nothing left to do
+                call.close(
+                    answer
+                )  # again, if an interrupt has broken it off; else there is nothing left to do
 
     return generate
 
@@ -164,7 +182,12 @@ def _wrap_prepare_config(stock: Callable[..., Any], patch: Patch) -> Callable[..
 def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any]:
     @functools.wraps(stock)
     def _prepare_cache_for_generation(
-        self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
+        self: Any,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> Any:
         call = current.get()
         if call is None and patch.active and generation_config.cache_implementation == WORD:
@@ -193,7 +216,8 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> 
         # A cache and the name of another: stock has its own error for that, here and below.
         return asked or generation_config.cache_implementation is None
     if asked and given is not None and generation_config.is_assistant:
-        # The main model's config brought the word. Whisper's generate() and decoder make caches of their own in the first round.
+        # The main model's config brought the word. Whisper's generate() and decoder make caches of their own
+        # in the first round.
         warn(f"the assistant {type(model).__name__} continues on a cache that it made itself")
         generation_config.cache_implementation = generation_config.cache_config = None
     if not asked or given is not None:
@@ -206,7 +230,9 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> 
 
 
 def _options(generation_config: Any) -> CacheConfig:
-    """The options of a cache for this call. An assistant's calls are rounds of another's, and leave nothing to others."""
+    """The options of a cache for this call. An assistant's calls are rounds of another's, and leave nothing
+    to others.
+    """
     options = CacheConfig.of(generation_config.cache_config)
     return replace(options, prefix_caching=False) if generation_config.is_assistant else options
 
@@ -216,7 +242,9 @@ def _made(model: Any, options: CacheConfig) -> Any:
 
 
 def _with_cross(model: Any, cache: PagedCache) -> Any:
-    """The cache as the model wants it: an encoder-decoder's has a second half for what the decoder sees of the encoder."""
+    """The cache as the model wants it: an encoder-decoder's has a second half for what the decoder sees of
+    the encoder.
+    """
     if not model.config.is_encoder_decoder:
         return cache
     prepare = inspect.unwrap(type(model)._prepare_cache_for_generation)
@@ -227,10 +255,15 @@ def _with_cross(model: Any, cache: PagedCache) -> Any:
 
 
 def _given(model: Any, given: Any, asked: CacheConfig | None) -> Any:
-    """A cache that the user passed: check whose it is and what `asked` for, and complete it for an encoder-decoder."""
+    """A cache that the user passed: check whose it is and what `asked` for, and complete it for an
+    encoder-decoder.
+    """
     own = paged_parts(given)[0]
     if asked is not None and asdict(asked) != asdict(own.config):
-        raise ValueError(f"cache_config={asked} does not fit the PagedCache that was passed, made with {own.config}; give one of them")
+        raise ValueError(
+            f"cache_config={asked} does not fit the PagedCache that was passed, made with {own.config}; give "
+            "one of them"
+        )
     if id(own.model) != id(model):
         owner = "a model that is gone" if own.model is None else f"another model ({type(own.model).__name__})"
         raise ValueError(

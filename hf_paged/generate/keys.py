@@ -1,4 +1,6 @@
-"""What a prompt is to the cache: its tokens, and everything else that decides the keys and values of a row (contract C24)."""
+"""What a prompt is to the cache: its tokens, and everything else that decides the keys and values of a row
+(contract C24).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ if TYPE_CHECKING:
 
 PLACES = ("input_ids", "inputs_embeds", "position_ids")
 """The arguments that go on from token to token."""
-NO_MATTER = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"})
+NO_MATTER = frozenset(
+    {
+        "use_cache",
+        "return_dict",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+    }
+)
 """Settings of a forward that change what it answers and not what it stores."""
 
 
@@ -44,7 +55,9 @@ class Origin(NamedTuple):
     hooked: Sequence[nn.Module]
 
     def read(self, arguments: Mapping[str, Any], starts: Sequence[int] | None, before: int) -> Fed:
-        """What a forward behind `before` columns is given; raises Private if something in it has no place in a key."""
+        """What a forward behind `before` columns is given; raises Private if something in it has no place in
+        a key.
+        """
         tokens = _tokens(arguments, self.secret)
         rows, new = tokens.shape
         begins = starts or [0] * rows
@@ -59,7 +72,10 @@ class Origin(NamedTuple):
         adapters = adapters_of_rows(self.hooked, rows) or [""] * rows
         # Without positions a model may count columns, padding and all.
         places = begins if positions is None else [0] * rows
-        return Fed(tokens, [extra_key(*common, adapter, place) for adapter, place in zip(adapters, places, strict=True)])
+        return Fed(
+            tokens,
+            [extra_key(*common, adapter, place) for adapter, place in zip(adapters, places, strict=True)],
+        )
 
 
 def _settings(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -83,10 +99,11 @@ def _tokens(arguments: Mapping[str, Any], secret: bytes) -> torch.Tensor:
 
 
 def fold(embeddings: torch.Tensor, secret: bytes) -> torch.Tensor:
-    """Boil embeddings [rows, new, dim] down to a negative number of 63 bits each, [rows, new]: no token id is negative.
+    """Boil embeddings [rows, new, dim] down to a negative number of 63 bits each, [rows, new]: no token id is
+    negative.
 
-    Every 16 bits are multiplied with a random odd number that only this process knows: two embeddings that differ come out equal
-    once in 2^47 times, whoever made them.
+    Every 16 bits are multiplied with a random odd number that only this process knows: two embeddings that
+    differ come out equal once in 2^47 times, whoever made them.
     """
     words = embeddings.detach().contiguous().view(torch.int16)
     random = torch.Generator().manual_seed(int.from_bytes(secret[:8], "little", signed=True))

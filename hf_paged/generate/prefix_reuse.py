@@ -1,4 +1,6 @@
-"""Prompts that begin like earlier ones: what is cached of them is not computed again (contract C17 to C25)."""
+"""Prompts that begin like earlier ones: what is cached of them is not computed again (contract C17 to
+C25).
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class Reuse:
         self.state = 0
         """The state of the model that the rows come from."""
         self._keys: list[bytes] = []
-        """What decides the keys and values of each row beside its tokens; rows as they were in the beginning."""
+        """What decides the keys and values of each row beside its tokens; rows as they were in the beginning.
+        """
         self._tokens: list[list[int]] | None = None
         """The tokens [rows][columns] so far, padding included, as long as the host knows all of them."""
         self._forward: Forward | None = None
@@ -52,9 +55,13 @@ class Reuse:
         self._moves = 0
         """How often the model's state had moved when the running call looked at it."""
         self._closely = False
-        """Whether somebody's code runs between the forwards of the running call, which may change the model and change it back."""
+        """Whether somebody's code runs between the forwards of the running call, which may change the model
+        and change it back.
+        """
         self._seen = 0
-        """How many columns there were when the model was looked at behind the call's last forward, as far as that was known to be it."""
+        """How many columns there were when the model was looked at behind the call's last forward, as far as
+        that was known to be it.
+        """
 
     def fork(self, sequences: Sequences) -> Reuse:
         """The same for a second cache that goes on from here."""
@@ -88,9 +95,13 @@ class Reuse:
             self._name(model, self.history.read(), self._keys_now())
 
     def _see_that_nothing_changed(self, model: nn.Module, forward: Forward) -> None:
-        """Spoil what the rows hold if the model is not what it was when the call looked at it, or was not all the time."""
+        """Spoil what the rows hold if the model is not what it was when the call looked at it, or was not all
+        the time.
+        """
         survey = Survey.of(model, forward)
-        if not self._onlookers.know(survey.hooked) or not identity_of(model).still(survey, self.state, self._moves):
+        if not self._onlookers.know(survey.hooked) or not identity_of(model).still(
+            survey, self.state, self._moves
+        ):
             self.spoil("the model changed while it was used")
 
     def _is_sound(self) -> bool:
@@ -99,7 +110,9 @@ class Reuse:
             self.spoil("a hook changes what layers compute")
         if not self.sequences.padding_known:
             self.spoil("the attention mask is not left padding")
-        whole = all(rows.columns == self.history.columns and not rows.torn for rows in self.sequences.rows.values())
+        whole = all(
+            rows.columns == self.history.columns and not rows.torn for rows in self.sequences.rows.values()
+        )
         return self.spoiled is None and whole and self.history.columns > 0
 
     def _keys_now(self) -> list[bytes]:
@@ -113,7 +126,15 @@ class Reuse:
 
     # ---- a forward
 
-    def run(self, cache: PagedCache, model: nn.Module, forward: Forward, arguments: dict[str, Any], dense: bool, compute: Compute) -> Any:
+    def run(
+        self,
+        cache: PagedCache,
+        model: nn.Module,
+        forward: Forward,
+        arguments: dict[str, Any],
+        dense: bool,
+        compute: Compute,
+    ) -> Any:
         """Compute a forward, less what is cached of it. With `dense` it is asked for more than logits."""
         fed = None
         if self.spoiled is None:
@@ -165,7 +186,11 @@ class Reuse:
         """What a prompt, or a part of one, is made of; None for a step that goes on behind it."""
         ids, before, first = arguments.get("input_ids"), self.history.columns, self._origin is None
         self._origin = origin
-        if not first and before and (self._tokens is None or not cache.prompt_in_chunks or ids is None or ids.shape[1] == 1):
+        if (
+            not first
+            and before
+            and (self._tokens is None or not cache.prompt_in_chunks or ids is None or ids.shape[1] == 1)
+        ):
             if ids is None:
                 raise Private("a step was fed something else than token ids")
             return None
@@ -176,16 +201,30 @@ class Reuse:
             raise Private("what follows was computed differently from what the cache holds")
         return None if first and before else fed
 
-    def _prompt(self, cache: PagedCache, model: nn.Module, arguments: dict[str, Any], fed: Fed, dense: bool, compute: Compute) -> Any:
+    def _prompt(
+        self,
+        cache: PagedCache,
+        model: nn.Module,
+        arguments: dict[str, Any],
+        fed: Fed,
+        dense: bool,
+        compute: Compute,
+    ) -> Any:
         """Compute a prompt, or a part of one, less what is cached of all that is known so far."""
         sequences, before, new = self.sequences, self.history.columns, fed.tokens.tolist()
-        tokens = new if self._tokens is None else [old + more for old, more in zip(self._tokens, new, strict=True)]
+        tokens = (
+            new if self._tokens is None else [old + more for old, more in zip(self._tokens, new, strict=True)]
+        )
         starts, columns = sequences.starts or [0] * len(tokens), before + fed.tokens.shape[1]
-        prompts = [Prompt(row[start:], self.config.block_size, key) for row, start, key in zip(tokens, starts, fed.keys, strict=True)]
+        prompts = [
+            Prompt(row[start:], self.config.block_size, key)
+            for row, start, key in zip(tokens, starts, fed.keys, strict=True)
+        ]
         trust = identity_of(model).trust.get(self.state)
         prefix, reason = None, self._why_whole(model, arguments, dense)
         if reason is None:
-            # One token alone is a step to many a model: only where masks say all is it computed as the end of a prompt.
+            # One token alone is a step to many a model: only where masks say all is it computed as the end of
+            # a prompt.
             most = columns - max(arguments["logits_to_keep"], 1 if trust == "masks" else 2)
             prefix = longest(sequences, prompts, most, verify=self.config.verify == "tokens")
             prefix = prefix if prefix is not None and prefix.columns > before else None
@@ -205,18 +244,33 @@ class Reuse:
         return answer
 
     def _whole(
-        self, cache: PagedCache, model: nn.Module, arguments: dict[str, Any], prefix: Prefix | None, columns: int, compute: Compute
+        self,
+        cache: PagedCache,
+        model: nn.Module,
+        arguments: dict[str, Any],
+        prefix: Prefix | None,
+        columns: int,
+        compute: Compute,
     ) -> Any:
         """Compute all of a prompt, and learn whether its beginning could have been left out.
 
-        Attention that reads pages under masks of ours says by itself that a token's keys and values depend on what stands before it
-        and on nothing else. A model with any other is tried once: a prefix that was found is computed again, before another end than
-        it had, and so is what follows it, with and without it.
+        Attention that reads pages under masks of ours says by itself that a token's keys and values depend on
+        what stands before it and on nothing else. A model with any other is tried once: a prefix that was
+        found is computed again, before another end than it had, and so is what follows it, with and without
+        it.
         """
         trust, state = identity_of(model).trust, self.state
-        if prefix is None or state in trust or prefix.columns >= columns - max(arguments["logits_to_keep"], 2):
+        if (
+            prefix is None
+            or state in trust
+            or prefix.columns >= columns - max(arguments["logits_to_keep"], 2)
+        ):
             answer = compute(arguments, True)
-            if state not in trust and self.spoiled is None and all(layer.path == "paged" for layer in cache.own_layers):
+            if (
+                state not in trust
+                and self.spoiled is None
+                and all(layer.path == "paged" for layer in cache.own_layers)
+            ):
                 trust[state] = "masks"
             return answer
         mark, starts = cache.mark(), self.sequences.starts
@@ -252,8 +306,18 @@ class Reuse:
             return "a prompt in chunks under a window"
         return None
 
-    def _rest(self, cache: PagedCache, model: nn.Module, arguments: dict[str, Any], prefix: Prefix, columns: int, compute: Compute) -> Any:
-        """Let the rows begin with the prefix and compute the rest; None if that does not stand for the whole."""
+    def _rest(
+        self,
+        cache: PagedCache,
+        model: nn.Module,
+        arguments: dict[str, Any],
+        prefix: Prefix,
+        columns: int,
+        compute: Compute,
+    ) -> Any:
+        """Let the rows begin with the prefix and compute the rest; None if that does not stand for the
+        whole.
+        """
         sequences, before, starts = self.sequences, self.history.columns, self.sequences.starts
         mark = cache.mark()
         given = {name: arguments[name] for name in PLACES if arguments.get(name) is not None}
@@ -261,10 +325,13 @@ class Reuse:
         begin_with(sequences, prefix, columns - prefix.columns)
         cache.begin_at(prefix.columns)
         answer = compute({**arguments, **cut}, False)
-        short = not isinstance(answer, ModelOutput) or not ANSWERS.issuperset(name for name in answer if answer[name] is not None)
+        short = not isinstance(answer, ModelOutput) or not ANSWERS.issuperset(
+            name for name in answer if answer[name] is not None
+        )
         if not short and not self._onlookers.changed:
             return answer
-        # The answer ought to be longer, or the cached part was computed without the hook: all of it, as if nothing had been found.
+        # The answer ought to be longer, or the cached part was computed without the hook: all of it, as if
+        # nothing had been found.
         identity_of(model).answers_in_part &= not short
         self._take_back(cache, mark, starts)
         return None
@@ -282,4 +349,6 @@ def _note(memory: Memory, reason: str) -> None:
     """Count a prompt that no other call shares; the log names each reason once a model."""
     memory.reasons[reason] += 1
     if memory.reasons[reason] == 1:
-        logger.warning("prefix_caching does not share this prompt: %s; hf_paged.stats(model) counts these", reason)
+        logger.warning(
+            "prefix_caching does not share this prompt: %s; hf_paged.stats(model) counts these", reason
+        )

@@ -43,7 +43,9 @@ class PoolStats:
         pool, counts = group.pool, group.pool.counts
         kind = group.kind.name if group.kind.window is None else f"{group.kind.name} {group.kind.window}"
         sizes = pool.block_size, pool.total, pool.held, pool.cached, pool.free
-        return cls(kind, *sizes, counts["hits"], counts["misses"], counts["copies"], counts["evictions"], group.bytes)
+        return cls(
+            kind, *sizes, counts["hits"], counts["misses"], counts["copies"], counts["evictions"], group.bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class Stats:
 
     model: str
     layers: tuple[str, ...]
-    """How attention read each layer in the last call: from its pages ("paged"), through a dense copy, by stock, or not at all."""
+    """How attention read each layer in the last call: from its pages ("paged"), through a dense copy, by
+    stock, or not at all.
+    """
     pools: tuple[PoolStats, ...]
     reused: int
     """Tokens of prompts that were found, in calls with prefix caching."""
@@ -99,7 +103,10 @@ class Stats:
 
     def __str__(self) -> str:
         runs = [(path, len(list(run))) for path, run in groupby(self.layers)]
-        lines = [self.model, "layers   " + (", ".join(f"{count} {path}" for path, count in runs) or "no call yet")]
+        lines = [
+            self.model,
+            "layers   " + (", ".join(f"{count} {path}" for path, count in runs) or "no call yet"),
+        ]
         if self.pools:
             lines += _table(self.pools)
         lines.append(f"prompts  {self.reused:,} tokens reused, {self.computed:,} computed")
@@ -111,17 +118,23 @@ def _table(pools: tuple[PoolStats, ...]) -> list[str]:
     """Pools as columns under headings."""
     names = [field.name for field in fields(PoolStats)]
     rows = [[name.replace("_", " ") for name in names]]
-    rows += [[f"{cell:,}" if isinstance(cell, int) else cell for cell in (getattr(pool, name) for name in names)] for pool in pools]
+    rows += [
+        [f"{cell:,}" if isinstance(cell, int) else cell for cell in (getattr(pool, name) for name in names)]
+        for pool in pools
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
     titles = ["pools", *[""] * len(pools)]
     return [
-        f"{title:<9}{row[0]:<{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        f"{title:<9}{row[0]:<{widths[0]}}"
+        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
         for title, row in zip(titles, rows, strict=True)
     ]
 
 
 def stats(model: nn.Module) -> Stats:
-    """Blocks held, cached and free, hits, misses, copies, evictions, and the path of each layer; it prints well."""
+    """Blocks held, cached and free, hits, misses, copies, evictions, and the path of each layer; it prints
+    well.
+    """
     base: Any = base_model(model)
     memory = known_memory(base)
     if memory is None:
@@ -130,4 +143,6 @@ def stats(model: nn.Module) -> Stats:
         memory.drain()
         pools = tuple(PoolStats.of(group) for group in memory.groups.values())
         counts, reasons = memory.counts, MappingProxyType(dict(memory.reasons))
-        return Stats(type(base).__name__, tuple(memory.paths), pools, counts["reused"], counts["computed"], reasons)
+        return Stats(
+            type(base).__name__, tuple(memory.paths), pools, counts["reused"], counts["computed"], reasons
+        )

@@ -1,4 +1,6 @@
-"""The tensors: pools of keys and values, and the index tensors of a step. No policy beyond the size of a pool."""
+"""The tensors: pools of keys and values, and the index tensors of a step. No policy beyond the size of a
+pool.
+"""
 
 from .batch import Batch
 from .flat import FlatBatch

@@ -12,11 +12,15 @@ from ..blocks import Table
 from .upload import upload
 
 WIDTHS = 16
-"""Tables are as wide as some multiple of this: for Triton such numbers are one kind, so a kernel is compiled once for all of them."""
+"""Tables are as wide as some multiple of this: for Triton such numbers are one kind, so a kernel is compiled
+once for all of them.
+"""
 
 
 class Lane(NamedTuple):
-    """Rows that lie side by side: token t of row i is in slot first + i * stride + t, so the batch is one strided view."""
+    """Rows that lie side by side: token t of row i is in slot first + i * stride + t, so the batch is one
+    strided view.
+    """
 
     first: int
     stride: int
@@ -25,8 +29,9 @@ class Lane(NamedTuple):
 class Batch:
     """Where the tokens of every row lie, after the step that made it.
 
-    Columns count as transformers does, left padding included: row i begins at column starts[i], and column c of it is
-    token c - starts[i] of its table. The batch reads tables that others may change later; it refuses to answer then.
+    Columns count as transformers does, left padding included: row i begins at column starts[i], and column c
+    of it is token c - starts[i] of its table. The batch reads tables that others may change later; it refuses
+    to answer then.
     """
 
     def __init__(
@@ -42,7 +47,8 @@ class Batch:
         self.tables, self.starts, self.columns, self.new, self.lane = tables, starts, columns, new, lane
         self._is_current = is_current
         self.workspace: dict[str, Any] = {} if workspace is None else workspace
-        """What outlives a step: plans of kernels, and the device's copy of the tables until a block changes."""
+        """What outlives a step: plans of kernels, and the device's copy of the tables until a block changes.
+        """
         self._written: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._blocks: dict[tuple[torch.device, int], torch.Tensor] = {}
         self._slots: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -79,10 +85,15 @@ class Batch:
     def check(self) -> None:
         """Raise if the tables have changed since."""
         if not self._is_current():
-            raise RuntimeError("the cache has changed since these keys and values were handed out; read them from the cache again")
+            raise RuntimeError(
+                "the cache has changed since these keys and values were handed out; read them from the cache "
+                "again"
+            )
 
     def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Slots [n] that take the new tokens, and which of the rows * new tokens those are (None: all of them)."""
+        """Slots [n] that take the new tokens, and which of the rows * new tokens those are (None: all of
+        them).
+        """
         if device not in self._written:
             self.check()
             slots: list[int] = []
@@ -106,7 +117,8 @@ class Batch:
         return torch.full((self.rows * self.new,), -1, device=device).index_copy_(0, sources, slots)
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """Block ids [rows, most blocks of a row or some more], int32: token t of row i lies in block t // block_size of row i.
+        """Block ids [rows, most blocks of a row or some more], int32: token t of row i lies in block t //
+        block_size of row i.
 
         Places that hold nothing (behind a window, after a shorter row's end) name some block that exists.
         """
@@ -136,12 +148,19 @@ class Batch:
         return self._blocks[device, first]
 
     def slots(self, first: int, device: torch.device) -> torch.Tensor:
-        """Slots [rows, columns - first], padding included: it points at the row's first token, so it is finite and masked."""
+        """Slots [rows, columns - first], padding included: it points at the row's first token, so it is
+        finite and masked.
+        """
         if (device, first) not in self._slots:
             self.check()
-            size, filler = self.block_size, next((table.blocks[0] for table in self.tables if table.blocks), 0)
+            size, filler = (
+                self.block_size,
+                next((table.blocks[0] for table in self.tables if table.blocks), 0),
+            )
             width = max(len(table.blocks) for table in self.tables) or 1
-            ids = torch.tensor([table.blocks + [filler] * (width - len(table.blocks)) for table in self.tables], device="cpu")
+            ids = torch.tensor(
+                [table.blocks + [filler] * (width - len(table.blocks)) for table in self.tables], device="cpu"
+            )
             released = torch.tensor([table.released for table in self.tables], device="cpu")[:, None]
             lengths = torch.tensor([table.length for table in self.tables], device="cpu")[:, None]
             starts = torch.tensor(self.starts or [0] * self.rows, device="cpu")[:, None]
@@ -152,7 +171,9 @@ class Batch:
         return self._slots[device, first]
 
     def visible(self, first: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Which columns from `first` on each new token sees, [rows or 1, 1, new, columns - first]; None: all of them."""
+        """Which columns from `first` on each new token sees, [rows or 1, 1, new, columns - first]; None: all
+        of them.
+        """
         key = (device, first, window)
         if key not in self._visible:
             self._visible[key] = self._make_visible(first, window, device)

@@ -18,8 +18,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 def require_room_for_books(blocks: int) -> int:
-    """The number of blocks, if the host has memory to keep books of so many; else asking for them would be the process's end."""
+    """The number of blocks, if the host has memory to keep books of so many; else asking for them would be
+    the process's end.
+    """
     free = free_bytes(torch.device("cpu"))
     if blocks * BYTES_OF_BOOKS > free:
-        raise OutOfBlocks(f"the books of {blocks} blocks do not fit into the host's memory ({free} bytes are free); lower num_blocks")
+        raise OutOfBlocks(
+            f"the books of {blocks} blocks do not fit into the host's memory ({free} bytes are free); lower "
+            "num_blocks"
+        )
     return blocks

@@ -40,14 +40,17 @@ class _Span(NamedTuple):
 
 
 class FlatBatch(Batch):
-    """Sequence i brings counts[i] new tokens, the last ones of its table, and they lie one behind the other in one row.
+    """Sequence i brings counts[i] new tokens, the last ones of its table, and they lie one behind the other
+    in one row.
 
-    A model sees one row of `new` tokens; which belong together only the attention knows. Whoever made the batch sees to it that
-    the tables stay as they are until the step is over.
+    A model sees one row of `new` tokens; which belong together only the attention knows. Whoever made the
+    batch sees to it that the tables stay as they are until the step is over.
     """
 
     def __init__(self, tables: Sequence[Table], counts: Sequence[int]) -> None:
-        super().__init__(list(tables), None, max(table.length for table in tables), sum(counts), None, lambda: True)
+        super().__init__(
+            list(tables), None, max(table.length for table in tables), sum(counts), None, lambda: True
+        )
         self.counts = list(counts)
         self.borders = [0, *accumulate(counts)]
         """Sequence i's new tokens are those from borders[i] to borders[i + 1]."""
@@ -80,7 +83,9 @@ class FlatBatch(Batch):
         return self._borders[device]
 
     def parts(self, window: int | None, device: torch.device) -> tuple[_Singles | None, list[_Span]]:
-        """What plain torch reads: rows of one token together, each longer row by itself. All layers of a step share it."""
+        """What plain torch reads: rows of one token together, each longer row by itself. All layers of a step
+        share it.
+        """
         if (device, window) not in self._parts:
             single = [i for i, count in enumerate(self.counts) if count == 1]
             longer = [i for i, count in enumerate(self.counts) if count > 1]
@@ -97,7 +102,8 @@ class FlatBatch(Batch):
         held = [table.blocks[start - table.released :] for table, start in zip(tables, starts, strict=True)]
         width = max(map(len, held))
         blocks = upload([row + row[-1:] * (width - len(row)) for row in held], device)
-        # Of every row where it begins and ends, counted from its first block's first slot, and the slot of its last token.
+        # Of every row where it begins and ends, counted from its first block's first slot, and the slot of
+        # its last token.
         edges = [
             (begin - start * size, table.length - start * size, row[-1] * size + (table.length - 1) % size)
             for table, begin, start, row in zip(tables, begins, starts, held, strict=True)
@@ -146,7 +152,8 @@ def attend_flat(
     value_dim: int | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Attention of query [1, query_heads, tokens, key_dim], each token over its own sequence: [1, tokens, query_heads, value_dim].
+    """Attention of query [1, query_heads, tokens, key_dim], each token over its own sequence: [1, tokens,
+    query_heads, value_dim].
 
     new: the step's own keys and values [1, heads, tokens, dim], if the caller still has them.
     attention: computes it for some sequences of one length, with the arguments of `reference.attend`.
@@ -155,7 +162,9 @@ def attend_flat(
     batch = pages.batch
     assert isinstance(batch, FlatBatch)
     singles, spans = batch.parts(window, query.device)
-    if singles is not None and singles.tokens is None:  # everybody decodes: the tokens are in their rows' order
+    if (
+        singles is not None and singles.tokens is None
+    ):  # everybody decodes: the tokens are in their rows' order
         return _attend_singles(query[0].transpose(0, 1), pages, singles, attention, options)[None]
     out = query.new_empty(query.shape[2], query.shape[1], value_dim or pages.values.shape[2])
     if singles is not None and singles.tokens is not None:
@@ -182,7 +191,9 @@ def _attend_singles(
     attention: Callable[..., torch.Tensor],
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of tokens [rows, query_heads, key_dim], each over its own row: [rows, query_heads, value_dim]."""
+    """Attention of tokens [rows, query_heads, key_dim], each over its own row: [rows, query_heads,
+    value_dim].
+    """
     keys, values = (_gather(data, singles.slots, tokens.shape[0]) for data in (pages.keys, pages.values))
     return attention(tokens.unsqueeze(2), keys, values, singles.mask, **options)[:, 0]
 

@@ -1,4 +1,6 @@
-"""Locks that a forked process finds free: a fork copies a lock that another thread holds, and leaves that thread behind."""
+"""Locks that a forked process finds free: a fork copies a lock that another thread holds, and leaves that
+thread behind.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ _repairs: list[Callable[[], None]] = []
 def fork_safe_lock() -> threading.RLock:
     """A lock for this package.
 
-    It is reentrant, so a signal handler may take it on top of the code that it has interrupted. In a forked process it is free unless
-    the forking thread itself holds it.
+    It is reentrant, so a signal handler may take it on top of the code that it has interrupted. In a forked
+    process it is free unless the forking thread itself holds it.
     """
     lock = threading.RLock()
     _locks.add(lock)

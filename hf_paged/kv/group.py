@@ -27,7 +27,9 @@ AFFORDABLE = 0.5
 
 
 class Holder(Protocol):
-    """Something that holds blocks or pools and can give them back: the rows of a cache, the pools of an engine."""
+    """Something that holds blocks or pools and can give them back: the rows of a cache, the pools of an
+    engine.
+    """
 
     def free(self) -> None: ...
 
@@ -59,7 +61,9 @@ class Group:
     # ---- layers and their stores
 
     def look_at(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Note what layer number `layer` looks like by its tensors of a step; in most steps it looks as before."""
+        """Note what layer number `layer` looks like by its tensors of a step; in most steps it looks as
+        before.
+        """
         known = self._place.get(layer)
         if known is None or not self.pool.held or not known[0].describes(keys, values):
             self.place(layer, Layout.of(keys, values))
@@ -70,7 +74,10 @@ class Group:
         if known is not None and known[0] == layout and (self.pool.held or self.pool.cached):
             return
         if known is not None and self.pool.held:
-            raise ValueError(f"layer {layer} holds keys and values like {known[0]} and cannot take {layout}; drop the caches you keep")
+            raise ValueError(
+                f"layer {layer} holds keys and values like {known[0]} and cannot take {layout}; drop the "
+                "caches you keep"
+            )
         if known is not None:
             # Nobody holds anything: whatever the layers looked like before, they may look otherwise now.
             if known[0] != layout:
@@ -81,7 +88,9 @@ class Group:
         self._count[layout] += 1
 
     def look_anew(self) -> None:
-        """Whatever the layers looked like, they may look otherwise from now on; only while nobody holds any blocks."""
+        """Whatever the layers looked like, they may look otherwise from now on; only while nobody holds any
+        blocks.
+        """
         if self.pool.held:
             raise ValueError(f"{self.pool.held} blocks are held; their layers cannot look otherwise")
         self.give_back()
@@ -171,12 +180,15 @@ class Group:
     # ---- size
 
     def refuse_hopeless(self, tokens: int, blocks: int) -> None:
-        """Raise at once if a fixed pool cannot hold even one sequence of `tokens` tokens, which takes `blocks` (C11)."""
+        """Raise at once if a fixed pool cannot hold even one sequence of `tokens` tokens, which takes
+        `blocks` (C11).
+        """
         if self.config.memory_fraction is not None and not self.pool.total:
             self._grow_to(self._fraction_blocks())
         if self.config.fixed and blocks > self.pool.total:
             raise OutOfBlocks(
-                f"{self._sized} cannot hold one sequence of {tokens} tokens (the {self.kind.name} layers need {blocks} blocks of "
+                f"{self._sized} cannot hold one sequence of {tokens} tokens (the {self.kind.name} layers "
+                f"need {blocks} blocks of "
                 f"{self.pool.block_size}, the pool has {self.pool.total}); raise it or lower max_length"
             )
 
@@ -184,7 +196,11 @@ class Group:
     def _sized(self) -> str:
         """The option that fixed the pool's size, as the user gave it."""
         config = self.config
-        return f"num_blocks={config.num_blocks}" if config.num_blocks else f"memory_fraction={config.memory_fraction}"
+        return (
+            f"num_blocks={config.num_blocks}"
+            if config.num_blocks
+            else f"memory_fraction={config.memory_fraction}"
+        )
 
     def make_room(self, need: int, hint: int) -> None:
         """See to it that `need` blocks are available; `hint` is what a call that begins may come to need."""
@@ -202,7 +218,9 @@ class Group:
         self._grow_to(max(pool.held + need, min(2 * pool.total, self._affordable())))
 
     def resize(self, total: int) -> None:
-        """Have exactly `total` blocks from now on, for whoever plans with a fixed number; only while nobody holds any."""
+        """Have exactly `total` blocks from now on, for whoever plans with a fixed number; only while nobody
+        holds any.
+        """
         if self.pool.held:
             raise ValueError(f"{self.pool.held} blocks are held; a pool in use cannot be resized")
         self.give_back()
@@ -224,7 +242,9 @@ class Group:
 
     def _back(self, blocks: int) -> None:
         """Move the stores to memory for `blocks` blocks; all that they hold comes along."""
-        logger.info("the %s layers have memory for %d of %d blocks now", self.kind.name, blocks, self.pool.total)
+        logger.info(
+            "the %s layers have memory for %d of %d blocks now", self.kind.name, blocks, self.pool.total
+        )
         self.memory.captured.clear()
         for store in self._stores.values():
             if store.blocks < blocks:
@@ -232,20 +252,27 @@ class Group:
         self.reserved = blocks
 
     def _grow_ahead(self, need: int, hint: int) -> None:
-        """Grow beyond the need of the moment; while there is memory for it, rather than to give up what is cached."""
+        """Grow beyond the need of the moment; while there is memory for it, rather than to give up what is
+        cached.
+        """
         pool = self.pool
-        # A pool that grows takes more than it was asked for: whoever generates on and on must not move it every time.
+        # A pool that grows takes more than it was asked for: whoever generates on and on must not move it
+        # every time.
         wanted, affordable = max(pool.held + pool.cached + hint, 2 * pool.total), self._affordable()
         if hint > pool.available or wanted <= affordable:
             self._grow_to(max(pool.held + need, min(wanted, affordable)))
 
     def _grow_to(self, total: int) -> None:
-        """Grow the books and the tensors. An idle group lets go of its tensors first; if it must, also of what it caches."""
+        """Grow the books and the tensors. An idle group lets go of its tensors first; if it must, also of
+        what it caches.
+        """
         pool = self.pool
         if total <= pool.total:
             return
         if pool.total:
-            logger.info("the pool of the %s layers grows from %d to %d blocks", self.kind.name, pool.total, total)
+            logger.info(
+                "the pool of the %s layers grows from %d to %d blocks", self.kind.name, pool.total, total
+            )
         if not pool.held and not pool.cached:
             self.give_back()
         try:
@@ -269,7 +296,8 @@ class Group:
         blocks = int(self.config.memory_fraction * self.share * free_bytes(device)) // self.block_bytes
         if blocks < 1:
             raise OutOfBlocks(
-                f"memory_fraction={self.config.memory_fraction} of the free memory on {device} is less than one block of "
+                f"memory_fraction={self.config.memory_fraction} of the free memory on {device} is less than "
+                "one block of "
                 f"{self.block_bytes} bytes; raise it or lower block_size={self.pool.block_size}"
             )
         return blocks
@@ -277,8 +305,10 @@ class Group:
     def _explain(self, need: int) -> str:
         pool = self.pool
         return (
-            f"{need} more blocks of {pool.block_size} tokens are needed for the {self.kind.name} layers, {pool.available} of "
-            f"{pool.total} are free ({self._sized}, {self.block_bytes} bytes a block); raise it, lower the batch size, num_beams "
+            f"{need} more blocks of {pool.block_size} tokens are needed for the {self.kind.name} layers, "
+            f"{pool.available} of "
+            f"{pool.total} are free ({self._sized}, {self.block_bytes} bytes a block); raise it, lower the "
+            "batch size, num_beams "
             "or max_length, or drop caches that you keep"
         )
 
@@ -288,7 +318,8 @@ class Group:
             return error
         blocks = total or self.pool.total
         return OutOfBlocks(
-            f"no memory for a pool of {blocks} blocks of {self.block_bytes} bytes for the {self.kind.name} layers ({error}); lower "
+            f"no memory for a pool of {blocks} blocks of {self.block_bytes} bytes for the {self.kind.name} "
+            f"layers ({error}); lower "
             "the batch size, num_beams or max_length, drop caches that you keep, or fix a smaller num_blocks"
         )
 
@@ -308,7 +339,9 @@ class Memory:
         self.lock = fork_safe_lock()
         self.groups: dict[tuple[Kind, CacheConfig], Group] = {}
         self.captured: OrderedDict[Hashable, Any] = OrderedDict()
-        """Steps captured over the addresses of the stores, least recently used first; dropped as soon as a store moves."""
+        """Steps captured over the addresses of the stores, least recently used first; dropped as soon as a
+        store moves.
+        """
         self.suspect = False
         """Whether a call failed since the books were last known to agree with the tables."""
         self._abandoned: deque[Holder] = deque()
@@ -322,30 +355,45 @@ class Memory:
         """How attention read each layer in the last call."""
 
     def group(self, kind: Kind, config: CacheConfig, layers: int, share: float) -> Group:
-        """The group of `kind` under `config`: other options mean another pool, so nobody's choice changes a pool in use."""
+        """The group of `kind` under `config`: other options mean another pool, so nobody's choice changes a
+        pool in use.
+        """
         with self.lock:
             self.drain()
             for other in self.groups.values():
-                if other.kind == kind and other.config != config and not other.pool.held and not other.pool.cached:
+                if (
+                    other.kind == kind
+                    and other.config != config
+                    and not other.pool.held
+                    and not other.pool.cached
+                ):
                     other.give_back()
             if (kind, config) not in self.groups:
                 self.groups[kind, config] = Group(self, kind, config, layers, share)
             return self.groups[kind, config]
 
     def queue(self) -> None:
-        """Let this step wait, on the device, for what another stream was given to do with the pools before."""
-        for device in {device for group in self.groups.values() for device in group.devices if device.type == "cuda"}:
+        """Let this step wait, on the device, for what another stream was given to do with the pools
+        before.
+        """
+        for device in {
+            device for group in self.groups.values() for device in group.devices if device.type == "cuda"
+        }:
             stream, last = torch.cuda.current_stream(device), self._streams.get(device)
             if last is not None and last != stream:
                 stream.wait_stream(last)
             self._streams[device] = stream
 
     def abandon(self, holder: Holder) -> None:
-        """Note what a cache held that is gone. Finalizers call it, in any thread, in the middle of anything: it only notes."""
+        """Note what a cache held that is gone. Finalizers call it, in any thread, in the middle of anything:
+        it only notes.
+        """
         self._abandoned.append(holder)
 
     def drain(self) -> None:
-        """Free what finalizers have noted. If something broke into a change of the books, make them whole first."""
+        """Free what finalizers have noted. If something broke into a change of the books, make them whole
+        first.
+        """
         with self.lock:
             if self.suspect:
                 for group in self.groups.values():
@@ -375,10 +423,16 @@ class Memory:
         return sum(group.bytes for group in self.groups.values())
 
     def release(self, training: bool = False) -> int:
-        """Give back the tensors of every idle group and answer with the number of their bytes. If it is for training, some stay."""
+        """Give back the tensors of every idle group and answer with the number of their bytes. If it is for
+        training, some stay.
+        """
         with self.lock:
             self.drain()
-            idle = [group for group in self.groups.values() if not group.pool.held and not (training and group.kept)]
+            idle = [
+                group
+                for group in self.groups.values()
+                if not group.pool.held and not (training and group.kept)
+            ]
             freed = sum(group.bytes for group in idle)
             for group in idle:
                 group.give_back()

@@ -9,7 +9,8 @@ import torch
 
 
 class History:
-    """Everything that happened to the rows of a cache, in order: tokens fed, rows that changed places, columns taken back.
+    """Everything that happened to the rows of a cache, in order: tokens fed, rows that changed places,
+    columns taken back.
 
     A step costs a reference to its tokens, wherever these are; nobody waits for a device before `read`.
     """
@@ -17,7 +18,9 @@ class History:
     def __init__(self) -> None:
         self._events: list[torch.Tensor | list[int] | int] = []
         self.columns = 0
-        """The columns that are noted; a cache that holds another number was used by somebody who notes nothing."""
+        """The columns that are noted; a cache that holds another number was used by somebody who notes
+        nothing.
+        """
 
     def feed(self, tokens: torch.Tensor) -> None:
         """Every row got its tokens of [rows, new]."""
@@ -55,7 +58,9 @@ class History:
         return rows
 
     def read(self) -> list[list[int]]:
-        """The tokens [rows][columns] of every row as it is now, padding included; all come from the device at once."""
+        """The tokens [rows][columns] of every row as it is now, padding included; all come from the device at
+        once.
+        """
         fed = [event for event in self._events if isinstance(event, torch.Tensor)]
         if not fed:
             return []

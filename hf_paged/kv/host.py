@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hf_paged")
 
 SLAB_BYTES = 1 << 27
-"""The host's memory is taken in pieces of so much: pinning it takes time, some 0.3 s for a GB, and a small load needs little."""
+"""The host's memory is taken in pieces of so much: pinning it takes time, some 0.3 s for a GB, and a small
+load needs little.
+"""
 STAGING_BYTES = 1 << 25
 """Each of the two buffers on the device through which blocks travel."""
 
@@ -39,8 +41,9 @@ class Trip(NamedTuple):
 class HostBlocks:
     """Room on the host for the blocks of one layer group: its books, and memory that grows with them.
 
-    Block h lies in slab h // slab_blocks of every store's way. Whatever the books say is done in the order of the plans: all that
-    goes out is gathered on the stream of the steps before the next step writes anything, so its blocks are free at once.
+    Block h lies in slab h // slab_blocks of every store's way. Whatever the books say is done in the order of
+    the plans: all that goes out is gathered on the stream of the steps before the next step writes anything,
+    so its blocks are free at once.
     """
 
     def __init__(self, group: Group, most: int) -> None:
@@ -55,7 +58,9 @@ class HostBlocks:
         return sum(way.bytes for way in self._ways.values())
 
     def reserve(self, blocks: int) -> bool:
-        """Whether there is room for so many blocks more; memory for it is taken now, as far as it is allowed and there is any."""
+        """Whether there is room for so many blocks more; memory for it is taken now, as far as it is allowed
+        and there is any.
+        """
         try:
             self._settle()
             while self.pool.available < blocks and self.pool.total < self.most:
@@ -63,14 +68,19 @@ class HostBlocks:
         except (MemoryError, RuntimeError) as error:
             self.most = self.pool.total
             logger.warning(
-                "the host has no memory for more than %d swapped blocks of the %s layers (%s); who finds no room is computed again",
+                "the host has no memory for more than %d swapped blocks of the %s layers (%s); who finds no "
+                "room is computed again",
                 self.most, self.group.kind.name, error,
             )  # fmt: skip
         return self.pool.available >= blocks
 
     def _settle(self) -> None:
-        """Have a way for every store as it is now. What waited for another layout is stale, and nobody brings it back."""
-        kinds = [(store.layout, store.layers) for store in self.group.stores] or list(self.group.layouts.items())
+        """Have a way for every store as it is now. What waited for another layout is stale, and nobody brings
+        it back.
+        """
+        kinds = [(store.layout, store.layers) for store in self.group.stores] or list(
+            self.group.layouts.items()
+        )
         for kind in self._ways.keys() - set(kinds):
             self._ways.pop(kind).leave()
         for kind in kinds:
@@ -83,7 +93,12 @@ class HostBlocks:
         for way in self._ways.values():
             way.have(slabs)
         self.pool.grow(min(self.most, slabs * self.slab_blocks))
-        logger.info("%d blocks of the %s layers may wait on the host now, %.1f MB", self.pool.total, self.group.kind.name, self.bytes / 1e6)
+        logger.info(
+            "%d blocks of the %s layers may wait on the host now, %.1f MB",
+            self.pool.total,
+            self.group.kind.name,
+            self.bytes / 1e6,
+        )
 
     def out(self, copies: Sequence[Copy]) -> None:
         """Carry blocks of the device to the host."""
@@ -118,8 +133,9 @@ class _Staging(NamedTuple):
 class _Way:
     """The way of one store's blocks to the host and back, two buffers taking turns.
 
-    On a CUDA device copies run on a stream of their own, one for both directions: what goes to a place on the host and what leaves
-    it keep their order. The stream of the steps waits for what comes back, and for a buffer only if both are on their way.
+    On a CUDA device copies run on a stream of their own, one for both directions: what goes to a place on the
+    host and what leaves it keep their order. The stream of the steps waits for what comes back, and for a
+    buffer only if both are on their way.
     """
 
     def __init__(self, layout: Layout, layers: int, block_size: int, slab_blocks: int) -> None:
@@ -144,7 +160,13 @@ class _Way:
                 data = torch.empty(self.batch, self.elements, dtype=self.dtype, device=self.device)
                 self._staging.append(_Staging(data, _Moment(self.device), _Moment(self.device)))
             while len(self.slabs) < slabs:
-                slab = torch.empty(self.slab_blocks, self.elements, dtype=self.dtype, device="cpu", pin_memory=self._side is not None)
+                slab = torch.empty(
+                    self.slab_blocks,
+                    self.elements,
+                    dtype=self.dtype,
+                    device="cpu",
+                    pin_memory=self._side is not None,
+                )
                 if self._side is None:
                     slab.zero_()  # memory that nobody has touched is not there yet; what is pinned is
                 self.slabs.append(slab)
@@ -157,7 +179,9 @@ class _Way:
     # ---- journeys
 
     def out(self, store: Store, copies: Sequence[Copy]) -> None:
-        """Gather blocks copies[i].source of the store, and copy them to the host's blocks copies[i].target."""
+        """Gather blocks copies[i].source of the store, and copy them to the host's blocks
+        copies[i].target.
+        """
         for part in self._parts(sorted(copies, key=lambda copy: copy.target)):
             watch = _Measured(self, out=True, blocks=len(part))
             buffer = self._next()
@@ -178,7 +202,9 @@ class _Way:
             self._measured.append(watch)
 
     def back(self, store: Store, copies: Sequence[Copy]) -> None:
-        """Copy the host's blocks copies[i].source to the device, and put them into blocks copies[i].target of the store."""
+        """Copy the host's blocks copies[i].source to the device, and put them into blocks copies[i].target of
+        the store.
+        """
         for part in self._parts(sorted(copies, key=lambda copy: copy.source)):
             watch = _Measured(self, out=False, blocks=len(part))
             buffer = self._next()
@@ -221,12 +247,18 @@ class _Way:
         return keys, rows[:, border:].unflatten(1, (store.layers, tokens * value_dim))
 
     def _runs(self, blocks: list[int]) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Ascending blocks of the host as stretches that lie in one piece: from place to place in the list, and the memory."""
+        """Ascending blocks of the host as stretches that lie in one piece: from place to place in the list,
+        and the memory.
+        """
         begin = 0
         for place in range(1, len(blocks) + 1):
             first = blocks[begin]
             length = place - begin
-            if place < len(blocks) and blocks[place] == first + length and blocks[place] // self.slab_blocks == first // self.slab_blocks:
+            if (
+                place < len(blocks)
+                and blocks[place] == first + length
+                and blocks[place] // self.slab_blocks == first // self.slab_blocks
+            ):
                 continue
             row = first % self.slab_blocks
             yield begin, place, self.slabs[first // self.slab_blocks][row : row + length]
@@ -237,7 +269,9 @@ class _Way:
 
 
 class _Moment:
-    """A point in the work of one stream that another can wait for; on a CPU everything is done in order anyway."""
+    """A point in the work of one stream that another can wait for; on a CPU everything is done in order
+    anyway.
+    """
 
     def __init__(self, device: torch.device, timed: bool = False) -> None:
         self.device = device
@@ -252,7 +286,9 @@ class _Moment:
             self._event.record(torch.cuda.current_stream(self.device))
 
     def wait(self) -> None:
-        """What the current stream does next comes behind it; the host goes on. Before it was ever noted nothing waits."""
+        """What the current stream does next comes behind it; the host goes on. Before it was ever noted
+        nothing waits.
+        """
         if self._event is not None:
             torch.cuda.current_stream(self.device).wait_event(self._event)
 
@@ -299,11 +335,16 @@ class _Measured:
     def trip(self) -> Trip:
         # On a CPU nothing runs beside the steps: all of it is exposed.
         first = self.exposed.first
-        exposed = max(self.exposed.seconds, self.copied.last.since(first) if first.device.type == "cpu" else 0.0)
+        exposed = max(
+            self.exposed.seconds, self.copied.last.since(first) if first.device.type == "cpu" else 0.0
+        )
         return Trip(self.is_out, self.bytes, exposed, self.copied.seconds)
 
 
 def _by_block(store: Store) -> list[torch.Tensor]:
     """The store's keys [layers, blocks, elements] and values."""
     size, (heads, key_dim, value_dim) = store.block_size, store.layout[2:]
-    return [data.view(store.layers, store.blocks, size * heads * dim) for data, dim in ((store.keys, key_dim), (store.values, value_dim))]
+    return [
+        data.view(store.layers, store.blocks, size * heads * dim)
+        for data, dim in ((store.keys, key_dim), (store.values, value_dim))
+    ]

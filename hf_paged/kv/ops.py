@@ -1,4 +1,6 @@
-"""What is done to pages, behind one interface: plain torch, Triton or C++. Chosen once, when the pages are allocated."""
+"""What is done to pages, behind one interface: plain torch, Triton or C++. Chosen once, when the pages are
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class NoKernels(ValueError):
 
 
 class TritonOps(Ops):
-    """Kernels that read the pages in place. What they have no words for (masks, biases, whole prompts) stays with torch."""
+    """Kernels that read the pages in place. What they have no words for (masks, biases, whole prompts) stays
+    with torch.
+    """
 
     def __init__(self) -> None:
         import hf_paged_kernels
@@ -57,12 +61,22 @@ class TritonOps(Ops):
             self.kernels.write(keys, values, *blocks, pages.batch.targets(keys.device))
 
     def rotary_write(
-        self, pages: Pages, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, value: torch.Tensor
+        self,
+        pages: Pages,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        value: torch.Tensor,
     ) -> torch.Tensor:
-        """Give query and key [rows, heads, new, dim] their positions; the key goes to its slots with the value, the query comes back."""
+        """Give query and key [rows, heads, new, dim] their positions; the key goes to its slots with the
+        value, the query comes back.
+        """
         blocks = [_by_block(data, pages.batch.block_size) for data in (pages.keys, pages.values)]
         with on(key.device):
-            turned: torch.Tensor = self.kernels.rotary_write(query, key, value, cos, sin, *blocks, pages.batch.targets(key.device))
+            turned: torch.Tensor = self.kernels.rotary_write(
+                query, key, value, cos, sin, *blocks, pages.batch.targets(key.device)
+            )
             return turned
 
     def gather(self, data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.Tensor:
@@ -73,7 +87,9 @@ class TritonOps(Ops):
         starts = None if batch.starts is None else upload(batch.starts, device, torch.int32)
         with on(device):
             pages = _by_block(data, batch.block_size)
-            found: torch.Tensor = self.kernels.gather(pages, batch.table(device), starts, first, batch.columns)
+            found: torch.Tensor = self.kernels.gather(
+                pages, batch.table(device), starts, first, batch.columns
+            )
             return found
 
     def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -92,7 +108,8 @@ class TritonOps(Ops):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         batch = pages.batch
-        # A whole prompt has its keys at hand, and rows of several lengths would have to be packed: both are torch's.
+        # A whole prompt has its keys at hand, and rows of several lengths would have to be packed: both are
+        # torch's.
         whole = query.shape[2] > 1 and (not seen.causal or batch.fresh or batch.starts is not None)
         # What an encoder said is seen whole, under no mask if none of its rows is shorter.
         masked = not seen.causal and (seen.mask is not None or not isinstance(batch, StaticBatch))
@@ -108,19 +125,26 @@ class TritonOps(Ops):
                 return self._decode(query, pages, seen.window, options)
             return self._prefill(query, pages, seen.window, options)
 
-    def _decode(self, query: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]) -> torch.Tensor:
+    def _decode(
+        self, query: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]
+    ) -> torch.Tensor:
         batch = pages.batch
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
         tokens = query[:, :, 0]
         plan = self._plan(tokens, keys, values, window, batch, batch.lengths(query.device))
-        out: torch.Tensor = self.kernels.decode(tokens, keys, values, batch.table(query.device), plan, **options)
+        out: torch.Tensor = self.kernels.decode(
+            tokens, keys, values, batch.table(query.device), plan, **options
+        )
         return out.unsqueeze(1)
 
     def _plan(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, batch: Batch | StaticBatch,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None,
+        batch: Batch | StaticBatch,
         lengths: torch.Tensor,
     ) -> Any:  # fmt: skip
-        """The step's plan for layers of one shape and window: kept from step to step, updated once in each."""
+        """The step's plan for layers of one shape and window: kept from step to step, updated once in
+        each.
+        """
         key = (query.shape, query.dtype, query.device, values.shape[2:], window, batch.columns.bit_length())
         plans = batch.workspace.setdefault("plans", {})
         plan, planned = plans.get(key, (None, None))
@@ -131,19 +155,31 @@ class TritonOps(Ops):
             plans[key] = (plan, batch.step)
         return plan
 
-    def _prefill(self, query: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]) -> torch.Tensor:
+    def _prefill(
+        self, query: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]
+    ) -> torch.Tensor:
         rows, heads, new, dim = query.shape
         batch, device = pages.batch, query.device
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
         borders = torch.arange(0, (rows + 1) * new, new, dtype=torch.int32, device=device)
         packed = query.transpose(1, 2).reshape(rows * new, heads, dim)
         out: torch.Tensor = self.kernels.prefill(
-            packed, keys, values, batch.table(device), borders, batch.lengths(device), new, window=window, **options
+            packed,
+            keys,
+            values,
+            batch.table(device),
+            borders,
+            batch.lengths(device),
+            new,
+            window=window,
+            **options,
         )
         by_row: torch.Tensor = out.unflatten(0, (rows, new))
         return by_row
 
-    def _flat(self, query: torch.Tensor, pages: Pages, batch: FlatBatch, window: int | None, options: dict[str, Any]) -> torch.Tensor:
+    def _flat(
+        self, query: torch.Tensor, pages: Pages, batch: FlatBatch, window: int | None, options: dict[str, Any]
+    ) -> torch.Tensor:
         """Sequences of any lengths in one row of tokens: one launch for all of them."""
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
         table, lengths = batch.table(query.device), batch.lengths(query.device)
@@ -152,10 +188,27 @@ class TritonOps(Ops):
             plan = self._plan(packed, keys, values, window, batch, lengths)
             out: torch.Tensor = self.kernels.decode(packed, keys, values, table, plan, **options)
         else:
-            out = self.kernels.prefill(packed, keys, values, table, batch.borders_on(query.device), lengths, most, window=window, **options)
+            out = self.kernels.prefill(
+                packed,
+                keys,
+                values,
+                table,
+                batch.borders_on(query.device),
+                lengths,
+                most,
+                window=window,
+                **options,
+            )
         return out[None]
 
-    def _spans(self, query: torch.Tensor, pages: Pages, batch: StaticSpans, window: int | None, options: dict[str, Any]) -> torch.Tensor:
+    def _spans(
+        self,
+        query: torch.Tensor,
+        pages: Pages,
+        batch: StaticSpans,
+        window: int | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
         """Rows of one token by the kernel of decoding steps, the chunks behind them by that of prompts."""
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
         packed, few = query[:, :, 0], min(batch.most, batch.rows)
@@ -171,7 +224,17 @@ class TritonOps(Ops):
             spans.update(batch.borders)
             known[key] = (spans, batch.step)
         self.kernels.prefill(
-            packed, keys, values, batch.blocks, batch.borders, batch.totals, batch.rows, window=window, out=out, spans=spans, **options
+            packed,
+            keys,
+            values,
+            batch.blocks,
+            batch.borders,
+            batch.totals,
+            batch.rows,
+            window=window,
+            out=out,
+            spans=spans,
+            **options,
         )
         return out.unsqueeze(1)
 
@@ -181,7 +244,9 @@ FEW = 16
 
 
 class NativeOps(Ops):
-    """The C++ op of CPUs, which reads the pages in place. What it has no words for (masks, biases, prompts) stays with torch."""
+    """The C++ op of CPUs, which reads the pages in place. What it has no words for (masks, biases, prompts)
+    stays with torch.
+    """
 
     def __init__(self, library: Any) -> None:
         import hf_paged_native
@@ -222,11 +287,22 @@ class NativeOps(Ops):
         batch.check()
         window = seen.window if seen.causal else None
         key = (query.shape, query.stride(), pages.values.shape[1:], query.dtype, window, seen.causal)
-        plan = self._planned(batch, key, self.native.Attend, query, pages.keys, pages.values, window=window, causal=seen.causal)
-        out: torch.Tensor = plan.run(query, pages.keys, pages.values, scale, softcap, None if sinks is None else sinks.float().contiguous())
+        plan = self._planned(
+            batch, key, self.native.Attend, query, pages.keys, pages.values, window=window, causal=seen.causal
+        )
+        out: torch.Tensor = plan.run(
+            query,
+            pages.keys,
+            pages.values,
+            scale,
+            softcap,
+            None if sinks is None else sinks.float().contiguous(),
+        )
         return out
 
-    def _planned(self, batch: Batch | StaticBatch, key: object, make: Any, *tensors: torch.Tensor, **options: Any) -> Any:
+    def _planned(
+        self, batch: Batch | StaticBatch, key: object, make: Any, *tensors: torch.Tensor, **options: Any
+    ) -> Any:
         """The step's plan for layers of one shape: kept from step to step, updated once in each."""
         plans = batch.workspace.setdefault("native", {})
         plan, planned = plans.get(key, (None, None))
@@ -239,7 +315,9 @@ class NativeOps(Ops):
 
     @staticmethod
     def _table(batch: Batch | StaticBatch) -> torch.Tensor:
-        """The batch's table; where rows lie side by side it is counted out instead of being put together from lists."""
+        """The batch's table; where rows lie side by side it is counted out instead of being put together from
+        lists.
+        """
         device = torch.device("cpu")
         if not isinstance(batch, Batch) or batch.lane is None:
             return batch.table(device)
@@ -247,7 +325,10 @@ class NativeOps(Ops):
         known, table = batch.workspace.get("lane", (None, None))
         if known != key:
             (first, stride), rows, width = key
-            begins = torch.arange(first, first + rows * stride, stride, dtype=torch.int32, device=device)[:, None] // batch.block_size
+            begins = (
+                torch.arange(first, first + rows * stride, stride, dtype=torch.int32, device=device)[:, None]
+                // batch.block_size
+            )
             table = begins + torch.arange(max(width, 1), dtype=torch.int32, device=device)
             batch.workspace["lane"] = (key, table)
         counted: torch.Tensor = table
@@ -267,8 +348,9 @@ def _by_block(data: torch.Tensor, block_size: int) -> torch.Tensor:
 def choose(wanted: str, layout: Layout, captured: bool) -> Ops:
     """The ops for pages of `layout`, in steps that are `captured` or launched one operation at a time.
 
-    "auto" is the Triton kernels where they can run and steps are captured: launched one by one from Python, they cost the host
-    more than they save the device. On a CPU it is the C++ op where somebody has built it; asking for "native" builds it.
+    "auto" is the Triton kernels where they can run and steps are captured: launched one by one from Python,
+    they cost the host more than they save the device. On a CPU it is the C++ op where somebody has built it;
+    asking for "native" builds it.
     """
     if wanted == "native":
         return Ops() if captured else _native(layout)
@@ -305,7 +387,10 @@ def _native_if_built() -> Ops:
         except hf_paged_native.Unavailable as error:
             _tell(f"plain torch reads the pages: {error}")
     elif hf_paged_native.compiler() is not None:
-        _tell("plain torch reads the pages; `python -m hf_paged_native` builds a C++ op for CPUs, once, in some seconds")
+        _tell(
+            "plain torch reads the pages; `python -m hf_paged_native` builds a C++ op for CPUs, once, in "
+            "some seconds"
+        )
     return Ops()
 
 
@@ -331,7 +416,11 @@ def why_not_built() -> str | None:
     file = hf_paged_native.find()
     if file is None:
         found = hf_paged_native.compiler()
-        return "not built, `python -m hf_paged_native` builds it" if found else "not built, and there is no C++ compiler"
+        return (
+            "not built, `python -m hf_paged_native` builds it"
+            if found
+            else "not built, and there is no C++ compiler"
+        )
     try:
         hf_paged_native.load(file)
     except hf_paged_native.Unavailable as error:
@@ -363,7 +452,8 @@ def why_no_kernels(layout: Layout) -> str | None:
     if layout.dtype not in KERNEL_DTYPES:
         return f"the kernels know {', '.join(map(str, KERNEL_DTYPES))}, the keys are {layout.dtype}"
     if max(layout.key_dim, layout.value_dim) > WIDEST_HEAD:
-        return f"the kernels know heads up to {WIDEST_HEAD} wide, these are {layout.key_dim} and {layout.value_dim}"
+        widths = f"{layout.key_dim} and {layout.value_dim}"
+        return f"the kernels know heads up to {WIDEST_HEAD} wide, these are {widths}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return None

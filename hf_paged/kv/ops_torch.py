@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class Seen(NamedTuple):
     """What the new tokens of a layer look at: the columns from `first` on.
 
-    mask: [rows or 1, query_heads or 1, new, columns - first], boolean or added. Without one, everything from `first` on, or
-    if `causal` each token what is at or before it and, with a window, not further back than that.
+    mask: [rows or 1, query_heads or 1, new, columns - first], boolean or added. Without one, everything from
+    `first` on, or if `causal` each token what is at or before it and, with a window, not further back than
+    that.
     """
 
     first: int
@@ -63,12 +64,16 @@ class Ops:
         reference.write(pages, keys, values)
 
     def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """pool[:, targets[i]] = pool[:, sources[i]] for every pool [layers, blocks, ...]; no target is a source."""
+        """pool[:, targets[i]] = pool[:, sources[i]] for every pool [layers, blocks, ...]; no target is a
+        source.
+        """
         for pool in pools:
             pool.index_copy_(1, targets.long(), pool.index_select(1, sources))
 
     def gather(self, data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.Tensor:
-        """Columns from `first` on of data [slots, heads, dim], as [rows, heads, columns - first, dim]; those of padding mean nothing."""
+        """Columns from `first` on of data [slots, heads, dim], as [rows, heads, columns - first, dim]; those
+        of padding mean nothing.
+        """
         return reference.gather(data, batch, first)
 
     def attend(
@@ -82,19 +87,29 @@ class Ops:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of query [rows, query_heads, new, key_dim] over what it sees: [rows, new, query_heads, value_dim].
+        """Attention of query [rows, query_heads, new, key_dim] over what it sees: [rows, new, query_heads,
+        value_dim].
 
-        `new` are the step's own keys and values, if the caller still has them: where they are all there is, they are read.
+        `new` are the step's own keys and values, if the caller still has them: where they are all there is,
+        they are read.
         """
         batch = pages.batch
         if isinstance(batch, FlatBatch):
             return attend_flat(query, pages, seen.window, new, scale=scale, softcap=softcap, sinks=sinks)
         fresh = new is not None and batch.fresh and seen.first == 0
-        keys, values = new if fresh and new else [self.gather(data, batch, seen.first) for data in (pages.keys, pages.values)]
+        keys, values = (
+            new
+            if fresh and new
+            else [self.gather(data, batch, seen.first) for data in (pages.keys, pages.values)]
+        )
         narrow = seen.window is not None and batch.columns > seen.window
         simply = seen.causal and batch.fresh and batch.new > 1 and batch.starts is None and not narrow
-        mask = batch.visible(seen.first, seen.window, query.device) if seen.causal and not simply else seen.mask
-        return reference.attend(query, keys, values, mask, causal=simply, scale=scale, softcap=softcap, sinks=sinks)
+        mask = (
+            batch.visible(seen.first, seen.window, query.device) if seen.causal and not simply else seen.mask
+        )
+        return reference.attend(
+            query, keys, values, mask, causal=simply, scale=scale, softcap=softcap, sinks=sinks
+        )
 
     def attend_latents(
         self,
@@ -107,10 +122,11 @@ class Ops:
         *,
         scale: float,
     ) -> torch.Tensor:
-        """Attention of query [rows, query_heads, new, key_dim] over latents: [rows, new, query_heads, value_dim].
+        """Attention of query [rows, query_heads, new, key_dim] over latents: [rows, new, query_heads,
+        value_dim].
 
-        The pages hold one head of latents [rank] as keys and of rotary parts [rope] as values. `attention` computes
-        with these, gathered, and has the arguments of `reference.attend`.
+        The pages hold one head of latents [rank] as keys and of rotary parts [rope] as values. `attention`
+        computes with these, gathered, and has the arguments of `reference.attend`.
         """
         batch = pages.batch
         if isinstance(batch, FlatBatch):

@@ -11,19 +11,26 @@ from .sequences import Sequences
 
 
 class Prefix(NamedTuple):
-    """What the rows of a cache can begin with: `columns` columns, padding included, and each row's blocks by kind of layer."""
+    """What the rows of a cache can begin with: `columns` columns, padding included, and each row's blocks by
+    kind of layer.
+    """
 
     columns: int
     found: Mapping[Kind, list[Match]]
 
 
-def longest(sequences: Sequences, prompts: Sequence[Prompt], most: int, verify: bool = False) -> Prefix | None:
+def longest(
+    sequences: Sequences, prompts: Sequence[Prompt], most: int, verify: bool = False
+) -> Prefix | None:
     """The most columns, up to `most`, that every row can begin with in every group; None if that is nothing.
 
     Rows end together, so a row that begins later than others has fewer tokens in as many columns.
     """
     starts = sequences.starts or [0] * len(prompts)
-    trails = {kind: [Trail(rows.group.pool, prompt, kind.window, verify) for prompt in prompts] for kind, rows in sequences.rows.items()}
+    trails = {
+        kind: [Trail(rows.group.pool, prompt, kind.window, verify) for prompt in prompts]
+        for kind, rows in sequences.rows.items()
+    }
     columns = most
     while True:
         reached = min(
@@ -37,7 +44,11 @@ def longest(sequences: Sequences, prompts: Sequence[Prompt], most: int, verify: 
             break
         columns = reached
     return Prefix(
-        columns, {kind: [trail.take(columns - start) for start, trail in zip(starts, row, strict=True)] for kind, row in trails.items()}
+        columns,
+        {
+            kind: [trail.take(columns - start) for start, trail in zip(starts, row, strict=True)]
+            for kind, row in trails.items()
+        },
     )
 
 
@@ -72,8 +83,14 @@ class Found:
         for kind, rows in self.sequences.rows.items():
             pairs = [
                 pair
-                for table, match, own in zip(self._tables[kind], self.prefix.found[kind], rows.tables, strict=True)
-                for pair in zip(table.blocks[: len(match.blocks)], own.blocks[match.released - own.released :], strict=False)
+                for table, match, own in zip(
+                    self._tables[kind], self.prefix.found[kind], rows.tables, strict=True
+                )
+                for pair in zip(
+                    table.blocks[: len(match.blocks)],
+                    own.blocks[match.released - own.released :],
+                    strict=False,
+                )
             ]
             if pairs and not rows.group.alike(pairs):
                 return False
@@ -83,7 +100,11 @@ class Found:
 def count(sequences: Sequences, prompts: Sequence[Prompt], prefix: Prefix | None) -> None:
     """Enter in the books which of the prompts' blocks were found."""
     for kind, rows in sequences.rows.items():
-        hits = 0 if prefix is None else sum(len(match.blocks) + (match.partial is not None) for match in prefix.found[kind])
+        hits = (
+            0
+            if prefix is None
+            else sum(len(match.blocks) + (match.partial is not None) for match in prefix.found[kind])
+        )
         behind = 0 if prefix is None else sum(match.released for match in prefix.found[kind])
         whole = sum(rows.group.pool.blocks_for(len(prompt.tokens)) for prompt in prompts)
         rows.group.pool.counts["hits"] += hits

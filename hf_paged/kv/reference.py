@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def write(pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Put the new tokens' keys [rows, heads, new, key_dim] and values [rows, heads, new, value_dim] in their slots."""
+    """Put the new tokens' keys [rows, heads, new, key_dim] and values [rows, heads, new, value_dim] in their
+    slots.
+    """
     batch = pages.batch
     for data, tokens in ((pages.keys, keys), (pages.values, values)):
         if isinstance(batch, Batch) and batch.lane is not None:
@@ -42,7 +44,9 @@ def gather(data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.
         blocks = batch.blocks(first, data.device)
         found = data.view(slots // size, size * heads * dim).index_select(0, blocks.flatten())
         begin = first % size
-        found = found.view(batch.rows, blocks.shape[1] * size, heads, dim)[:, begin : begin + batch.columns - first]
+        found = found.view(batch.rows, blocks.shape[1] * size, heads, dim)[
+            :, begin : begin + batch.columns - first
+        ]
     else:
         index = batch.slots(first, data.device)
         found = data.view(slots, heads * dim).index_select(0, index.flatten()).view(*index.shape, heads, dim)
@@ -58,9 +62,11 @@ def advance(
     new: int,
     block_size: int,
 ) -> None:
-    """Where a captured step's tokens go: slots [rows * new] from table [rows, width] and tokens [rows], which are counted.
+    """Where a captured step's tokens go: slots [rows * new] from table [rows, width] and tokens [rows], which
+    are counted.
 
-    A row with -1 tokens is not there: its slots are -1 and it has seen [rows] nothing. columns [2]: before this step, after it.
+    A row with -1 tokens is not there: its slots are -1 and it has seen [rows] nothing. columns [2]: before
+    this step, after it.
     """
     there = tokens >= 0
     position = tokens.clamp(min=0).long()[:, None] + torch.arange(new, device=table.device)
@@ -78,7 +84,9 @@ def _lane_view(data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
     heads, dim = data.shape[1:]
     token = heads * dim
     offset = data.storage_offset() + (batch.lane.first + first) * token
-    return data.as_strided((batch.rows, heads, batch.columns - first, dim), (batch.lane.stride * token, dim, token, 1), offset)
+    return data.as_strided(
+        (batch.rows, heads, batch.columns - first, dim), (batch.lane.stride * token, dim, token, 1), offset
+    )
 
 
 def attend(
@@ -92,18 +100,21 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(softcap(query keys^T * scale) + mask) values, with an optional sink per head that only takes weight.
+    """softmax(softcap(query keys^T * scale) + mask) values, with an optional sink per head that only takes
+    weight.
 
     query [rows, query_heads, new, key_dim]; keys and values [rows, heads, columns, dim], each head serving
-    query_heads / heads of the query's; mask [rows or 1, query_heads or 1, new, columns], boolean (True is seen) or added; causal: the
-    new tokens are all the columns, each sees itself and what is before. The answer is [rows, new, query_heads, value_dim].
-    A token that sees nothing gives 0.
+    query_heads / heads of the query's; mask [rows or 1, query_heads or 1, new, columns], boolean (True is
+    seen) or added; causal: the new tokens are all the columns, each sees itself and what is before. The
+    answer is [rows, new, query_heads, value_dim]. A token that sees nothing gives 0.
     """
     rows, query_heads, new, _ = query.shape
     heads = keys.shape[1]
     repeats = query_heads // heads
     if causal and softcap is None and sinks is None:
-        out = scaled_dot_product_attention(query, _repeat(keys, repeats), _repeat(values, repeats), is_causal=True, scale=scale)
+        out = scaled_dot_product_attention(
+            query, _repeat(keys, repeats), _repeat(values, repeats), is_causal=True, scale=scale
+        )
         return out.transpose(1, 2).contiguous()
     if causal:
         mask = torch.ones(new, new, dtype=torch.bool, device=query.device).tril()[None, None]
@@ -119,7 +130,11 @@ def attend(
             # In half precision a CUDA device answers with an average where nothing is seen.
             out = out.masked_fill(~mask.any(-1, keepdim=True), 0)
     else:
-        sink = None if sinks is None else sinks.reshape(1, heads, repeats, 1).expand(rows, -1, -1, new).reshape(rows, heads, -1, 1)
+        sink = (
+            None
+            if sinks is None
+            else sinks.reshape(1, heads, repeats, 1).expand(rows, -1, -1, new).reshape(rows, heads, -1, 1)
+        )
         out = _attend_by_hand(folded, keys, values, mask, scale, softcap, sink)
     if new == 1:
         return out.reshape(rows, 1, query_heads, values.shape[3])
@@ -127,15 +142,23 @@ def attend(
 
 
 def attend_latents(
-    query: torch.Tensor, turned: torch.Tensor, latents: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, scale: float
+    query: torch.Tensor,
+    turned: torch.Tensor,
+    latents: torch.Tensor,
+    positions: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
 ) -> torch.Tensor:
     """softmax((query latents^T + turned positions^T) * scale + mask) latents.
 
-    query [rows, query_heads, new, rank], turned [rows, query_heads, new, rope], latents [rows, 1, columns, rank], positions
-    [rows, 1, columns, rope], mask as in `attend`. The answer is like the query; a token that sees nothing gives 0.
+    query [rows, query_heads, new, rank], turned [rows, query_heads, new, rope], latents [rows, 1, columns,
+    rank], positions [rows, 1, columns, rope], mask as in `attend`. The answer is like the query; a token that
+    sees nothing gives 0.
     """
     # All heads look at the same latents: they become tokens of one head.
-    scores = query.flatten(1, 2)[:, None] @ latents.transpose(2, 3) + turned.flatten(1, 2)[:, None] @ positions.transpose(2, 3)
+    scores = query.flatten(1, 2)[:, None] @ latents.transpose(2, 3) + turned.flatten(1, 2)[
+        :, None
+    ] @ positions.transpose(2, 3)
     scores = (scores.float() * scale).unflatten(2, query.shape[1:3])[:, 0]
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
@@ -159,7 +182,9 @@ def _attend_by_hand(
     softcap: float | None,
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with what scaled_dot_product_attention has no words for; `sink` is [rows, heads, tokens, 1]."""
+    """Attention with what scaled_dot_product_attention has no words for; `sink` is [rows, heads, tokens,
+    1].
+    """
     scores = (query @ keys.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

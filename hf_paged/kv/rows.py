@@ -7,14 +7,27 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from ..blocks import Copy, Match, Table, adopt, append, blocks_needed, check_sources, commit, commit_tail, detach, reorder
+from ..blocks import (
+    Copy,
+    Match,
+    Table,
+    adopt,
+    append,
+    blocks_needed,
+    check_sources,
+    commit,
+    commit_tail,
+    detach,
+    reorder,
+)
 from .batch import Batch, Lane
 from .group import ROOM_FOR, Group
 from .static import StaticBatch
 
 
 class Rows:
-    """One table per row, all at the same column. Rows may begin at different columns: left padding is not stored.
+    """One table per row, all at the same column. Rows may begin at different columns: left padding is not
+    stored.
 
     The cache is an engine without a scheduler: this is its list of running sequences.
     """
@@ -33,16 +46,21 @@ class Rows:
         self._cut = 0
         """The column at which a window last gave back what lies behind it, while it keeps its past."""
         self.keeps_prefixes = False
-        """Whether other rows may begin with what these hold: a new pool then gets room for more than one call."""
+        """Whether other rows may begin with what these hold: a new pool then gets room for more than one
+        call.
+        """
         self._lane: Lane | None = None
         self.torn = False
-        """Whether a step broke off between the books and the tensors: what the rows hold is not known any more."""
+        """Whether a step broke off between the books and the tensors: what the rows hold is not known any
+        more.
+        """
         self.stamp = object()
         """Another one after every change: whoever noted it knows whether he is still up to date."""
         self._counted = 0
         """Tokens of every row that are counted in `columns` and not yet entered in the tables."""
         self._room = 0
-        """How many more tokens may be counted only: every row's last block is its own and has that much room."""
+        """How many more tokens may be counted only: every row's last block is its own and has that much room.
+        """
         self._batch: Batch | None = None
         self._workspace: dict[str, Any] = {}
 
@@ -85,7 +103,9 @@ class Rows:
     # ---- a step
 
     def extend(self, rows: int, new: int) -> Batch:
-        """Make room for `new` columns in every row and copy what must be copied; on failure nothing has changed."""
+        """Make room for `new` columns in every row and copy what must be copied; on failure nothing has
+        changed.
+        """
         with self.group.memory.lock:
             need = self._make_room(rows, new)
             with self._whole():
@@ -97,7 +117,8 @@ class Rows:
     def advance(self, new: int, static: StaticBatch) -> None:
         """A step of `new` columns of a captured forward, whose index tensors are `static`'s.
 
-        Where only lengths change the device advances by itself and the step is merely counted here; else all is uploaded.
+        Where only lengths change the device advances by itself and the step is merely counted here; else all
+        is uploaded.
         """
         with self.group.memory.lock:
             if self._room >= new and static.stamp is self.stamp:
@@ -114,7 +135,8 @@ class Rows:
                 self.stage(new, static, copies)
                 if copies:
                     self.group.copy_pairs(*static.copies(len(copies)))
-            # A block that was written is nobody else's; whoever shares it again changes the stamp or empties the room.
+            # A block that was written is nobody else's; whoever shares it again changes the stamp or empties
+            # the room.
             self._room = min(-table.length % table.pool.block_size for table in self._tables)
 
     def stage(self, new: int, static: StaticBatch, copies: Sequence[Copy] = ()) -> None:
@@ -135,7 +157,9 @@ class Rows:
         if first_step:
             self._open(rows)
         elif rows != self.count:
-            raise ValueError(f"this cache holds {self.count} rows and was given {rows}; use a new cache for another batch")
+            raise ValueError(
+                f"this cache holds {self.count} rows and was given {rows}; use a new cache for another batch"
+            )
         if self.window is not None and not self.keep_past:
             self._release_behind_window()
         need = blocks_needed(self.tables, self._new_tokens(new))
@@ -152,7 +176,9 @@ class Rows:
         return need
 
     def _append(self, new: int) -> list[Copy]:
-        """Enter a step of `new` columns in the tables; the answer is what must be copied before it is written."""
+        """Enter a step of `new` columns in the tables; the answer is what must be copied before it is
+        written.
+        """
         first_step = self.columns == 0
         copies = append(self.tables, self._new_tokens(new))
         self.columns += new
@@ -161,7 +187,9 @@ class Rows:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Change the rows. What breaks it off (an interrupt, a device error) leaves them torn, so they are not read again."""
+        """Change the rows. What breaks it off (an interrupt, a device error) leaves them torn, so they are
+        not read again.
+        """
         self.require_whole()
         if self._counted:
             self._enter()
@@ -175,7 +203,9 @@ class Rows:
     def require_whole(self) -> None:
         """Raise if a step broke off: what the blocks hold is not known then."""
         if self.torn:
-            raise RuntimeError("a step of this cache broke off in the middle, so its content is not known; use a new cache")
+            raise RuntimeError(
+                "a step of this cache broke off in the middle, so its content is not known; use a new cache"
+            )
 
     def _open(self, rows: int) -> None:
         if self.starts is not None and len(self.starts) != rows:
@@ -195,11 +225,18 @@ class Rows:
         blocks = self.group.pool.blocks_for(max(self.expected_columns, self.columns + new))
         if self.window is None:
             return blocks
-        return min(blocks, self.group.pool.blocks_for(self.window - 1 + max(new, self.group.pool.block_size)) + 1)
+        return min(
+            blocks, self.group.pool.blocks_for(self.window - 1 + max(new, self.group.pool.block_size)) + 1
+        )
 
     def _hint(self, rows: int, new: int) -> int:
-        """The blocks that these rows may come to hold, a prompt's counted once for all rows that are forked from it."""
-        whole, calls = self._row_blocks(new), ROOM_FOR if self.keeps_prefixes and not self.group.pool.total else 1
+        """The blocks that these rows may come to hold, a prompt's counted once for all rows that are forked
+        from it.
+        """
+        whole, calls = (
+            self._row_blocks(new),
+            ROOM_FOR if self.keeps_prefixes and not self.group.pool.total else 1,
+        )
         if self.expected_fork == 1:
             return calls * rows * whole
         prompt = self.group.pool.blocks_for(self.columns + new)
@@ -209,21 +246,29 @@ class Rows:
         """Ask for blocks that keep each row in one run and all rows at one distance."""
         pool = self.group.pool
         stride = pool.blocks_for(max(self.expected_columns, 1))
-        first = pool.find_run(stride * len(self.tables)) if self.expected_columns and self.starts is None else None
+        first = (
+            pool.find_run(stride * len(self.tables))
+            if self.expected_columns and self.starts is None
+            else None
+        )
         if first is not None:
             self._lane = Lane(first * pool.block_size, stride * pool.block_size)
             for i, table in enumerate(self.tables):
                 table.near = first + i * stride
 
     def _keep_lane(self, look_closely: bool) -> None:
-        """Forget the lane as soon as a block lies elsewhere; after one more token only the last blocks can."""
+        """Forget the lane as soon as a block lies elsewhere; after one more token only the last blocks
+        can.
+        """
         if self._lane is None:
             return
         size = self.group.pool.block_size
         for i, table in enumerate(self.tables):
             home = (self._lane.first + i * self._lane.stride) // size
             last_in_place = not table.blocks or table.blocks[-1] == home + table.end - 1
-            if not last_in_place or (look_closely and table.blocks != list(range(home + table.released, home + table.end))):
+            if not last_in_place or (
+                look_closely and table.blocks != list(range(home + table.released, home + table.end))
+            ):
                 self._lane = None
                 return
 
@@ -237,7 +282,15 @@ class Rows:
         self._room = 0
         if not same_blocks:
             self._workspace.pop("tables", None)
-        self._batch = Batch(self.tables, self.starts, self.columns, new, self._lane, lambda: stamp is self.stamp, self._workspace)
+        self._batch = Batch(
+            self.tables,
+            self.starts,
+            self.columns,
+            new,
+            self._lane,
+            lambda: stamp is self.stamp,
+            self._workspace,
+        )
         return self._batch
 
     @property
@@ -263,7 +316,10 @@ class Rows:
                 held = sum(len(table.blocks) for table in self._tables)
                 hint = max(0, self._hint(len(found), columns + more) - held)
                 self.group.make_room(sum(match.partial is not None for match in found), hint)
-                if all(len(table.blocks) <= (match.partial is not None) for table, match in zip(self._tables, found, strict=True)):
+                if all(
+                    len(table.blocks) <= (match.partial is not None)
+                    for table, match in zip(self._tables, found, strict=True)
+                ):
                     self._lay_out()
                 with self._whole():
                     copies = detach(self._tables)
@@ -280,7 +336,8 @@ class Rows:
             self._changed()
 
     def commit(self, tokens: Sequence[Sequence[int]], extras: Sequence[bytes], exchange: bool) -> None:
-        """Let other rows begin with what these hold: tokens [rows][columns], padding included, and what else decided them.
+        """Let other rows begin with what these hold: tokens [rows][columns], padding included, and what else
+        decided them.
 
         With `exchange` blocks that say the same as cached ones are given back for those.
         """
@@ -295,7 +352,10 @@ class Rows:
 
     def _find_lane(self) -> None:
         """See whether rows that were found lie side by side."""
-        size, firsts = self.group.pool.block_size, [table.blocks[0] - table.released for table in self._tables if table.blocks]
+        size, firsts = (
+            self.group.pool.block_size,
+            [table.blocks[0] - table.released for table in self._tables if table.blocks],
+        )
         strides = {after - before for before, after in pairwise(firsts)} or {1}
         stride = strides.pop()
         if len(firsts) == len(self._tables) and not strides and stride > 0:
@@ -322,7 +382,9 @@ class Rows:
         """Forget the last `columns` columns; behind a window, also what no later step can see."""
         with self.group.memory.lock:
             if not 0 <= columns <= self.columns:
-                raise ValueError(f"cannot take {columns} tokens from a cache of {self.columns}; give 0 to {self.columns}")
+                raise ValueError(
+                    f"cannot take {columns} tokens from a cache of {self.columns}; give 0 to {self.columns}"
+                )
             self.check_past(columns)
             with self._whole():
                 for i, table in enumerate(self.tables):
@@ -347,7 +409,8 @@ class Rows:
             length = max(0, table.length - columns)
             if table.released * table.pool.block_size > max(0, length - self.window + 1):
                 raise RuntimeError(
-                    f"cannot go back {columns} tokens: a window of {self.window} tokens was reached and the past was given back; "
+                    f"cannot go back {columns} tokens: a window of {self.window} tokens was reached and the "
+                    "past was given back; "
                     "call activate_past_recording() before generating"
                 )
 

@@ -18,10 +18,10 @@ from .static import StaticBatch
 class Sequences:
     """What a cache and its layers share: one `Rows` per kind of layer, all holding the same rows.
 
-    Two debts are paid late. `unforked`: the rows so far stand for that many equal rows each (beams and samples of one
-    prompt) and are forked when they begin to differ. A pending reorder: its indices are on their way from the device
-    and are applied when the next step is planned. Whoever reads rows settles first (C16): the cache does, which also tells
-    the layers that are not paged.
+    Two debts are paid late. `unforked`: the rows so far stand for that many equal rows each (beams and
+    samples of one prompt) and are forked when they begin to differ. A pending reorder: its indices are on
+    their way from the device and are applied when the next step is planned. Whoever reads rows settles first
+    (C16): the cache does, which also tells the layers that are not paged.
     """
 
     def __init__(self, memory: Memory, groups: Mapping[Kind, Group]) -> None:

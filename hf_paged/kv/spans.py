@@ -1,4 +1,6 @@
-"""The index tensors of a captured step in which sequences bring several tokens: chunks of prompts beside rows that decode."""
+"""The index tensors of a captured step in which sequences bring several tokens: chunks of prompts beside rows
+that decode.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,22 @@ if TYPE_CHECKING:
 
 
 class StaticSpans(StaticBatch):
-    """A `StaticBatch` whose rows are the tokens of at most `most` sequences, a sequence's one behind the other.
+    """A `StaticBatch` whose rows are the tokens of at most `most` sequences, a sequence's one behind the
+    other.
 
-    Sequences of one token come first: sequence i's is row i, which the kernel of decoding steps reads. The chunks behind them have
-    their tables once for all of their tokens.
+    Sequences of one token come first: sequence i's is row i, which the kernel of decoding steps reads. The
+    chunks behind them have their tables once for all of their tokens.
     """
 
     def __init__(
-        self, rows: int, most: int, width: int, block_size: int, columns: int, device: torch.device, window: int | None = None
+        self,
+        rows: int,
+        most: int,
+        width: int,
+        block_size: int,
+        columns: int,
+        device: torch.device,
+        window: int | None = None,
     ) -> None:
         self.most = most
         super().__init__(rows, 1, width, block_size, columns, device, window)
@@ -33,12 +43,16 @@ class StaticSpans(StaticBatch):
     def _take(self, parts: Sequence[torch.Tensor]) -> None:
         _, blocks, self.tokens, self._owners, self.totals, self.borders = parts
         self.blocks = blocks.view(self.most, self.width)
-        """Block ids [most, width] of each sequence. `totals` [most]: its tokens with this step's; `borders` [most + 1]: its rows."""
+        """Block ids [most, width] of each sequence. `totals` [most]: its tokens with this step's; `borders`
+        [most + 1]: its rows.
+        """
         self.alone = self.totals
         """[most]: the same of sequences with one new token, 0 of others; this run's, once it has begun."""
 
     def spread(self, tables: Sequence[Table], counts: Sequence[int], ranks: Ranks | None = None) -> None:
-        """Upload a step in which sequence i has taken counts[i] tokens, behind the ranks; those of one token come first."""
+        """Upload a step in which sequence i has taken counts[i] tokens, behind the ranks; those of one token
+        come first.
+        """
         _, ids, tokens, owners, totals, borders = self._stage()
         blocks, row = ids.reshape(self.most, self.width), 0
         if ranks is not None:

@@ -20,7 +20,9 @@ LONGS = 4
 
 
 class Ranks(NamedTuple):
-    """Rows of one token each that stand on a sheet: row i of it has starts[i] + step tokens before this one, none more than `most`."""
+    """Rows of one token each that stand on a sheet: row i of it has starts[i] + step tokens before this one,
+    none more than `most`.
+    """
 
     sheet: Sheet
     starts: array[int]
@@ -28,21 +30,29 @@ class Ranks(NamedTuple):
     most: int
 
     def enter(self, tokens: Any, blocks: Any, block_size: int) -> int:
-        """Write into numpy's arrays the tokens before this one [rows or more] and the blocks [rows or more, width]; how many rows it is."""
+        """Write into numpy's arrays the tokens before this one [rows or more] and the blocks [rows or more,
+        width]; how many rows it is.
+        """
         rows = len(self.starts)
         tokens[:rows] = torch.frombuffer(self.starts, dtype=torch.int32).numpy() + self.step
-        standing = torch.frombuffer(self.sheet.ids, dtype=torch.int32).numpy().reshape(self.sheet.height, self.sheet.width)
+        standing = (
+            torch.frombuffer(self.sheet.ids, dtype=torch.int32)
+            .numpy()
+            .reshape(self.sheet.height, self.sheet.width)
+        )
         width = self.most // block_size + 1
         blocks[:rows, :width] = standing[:rows, :width]
         return rows
 
 
 class StaticBatch:
-    """What a `Batch` says, in tensors that stay where they are, for at most `rows` rows of at most `width` blocks.
+    """What a `Batch` says, in tensors that stay where they are, for at most `rows` rows of at most `width`
+    blocks.
 
-    `begin` is the first operation of every run and part of the capture: it works out where the new tokens go and advances the
-    lengths, all on the device. The host uploads a step (`load`) only when it knows more than the device: a new block, a copy,
-    rows that changed places. Rows beyond those that were loaded write nothing and see nothing.
+    `begin` is the first operation of every run and part of the capture: it works out where the new tokens go
+    and advances the lengths, all on the device. The host uploads a step (`load`) only when it knows more than
+    the device: a new block, a copy, rows that changed places. Rows beyond those that were loaded write
+    nothing and see nothing.
     """
 
     fresh = False
@@ -50,13 +60,22 @@ class StaticBatch:
     starts = None
 
     def __init__(
-        self, rows: int, new: int, width: int, block_size: int, columns: int, device: torch.device, window: int | None = None
+        self,
+        rows: int,
+        new: int,
+        width: int,
+        block_size: int,
+        columns: int,
+        device: torch.device,
+        window: int | None = None,
     ) -> None:
         self.rows, self.new, self.width, self.block_size, self.device = rows, new, width, block_size, device
         self.window = window
         """Blocks behind it may have been given back: nothing of them is read, masked or not."""
         self.columns = columns
-        """About how many columns there are, to choose tilings for; exact where no tokens are added (an encoder's)."""
+        """About how many columns there are, to choose tilings for; exact where no tokens are added (an
+        encoder's).
+        """
         self.stamp: object = None
         """The stamp of the rows whose step the device holds."""
         self.step: object = None
@@ -69,7 +88,10 @@ class StaticBatch:
             self.seen = torch.zeros(rows, dtype=torch.int32, device=device)
             self._targets_of_step = torch.full((rows * new,), -1, dtype=torch.long, device=device)
             pinned = device.type == "cuda"
-            self._staging = [torch.zeros(sum(self._sizes), dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(BUFFERS)]
+            self._staging = [
+                torch.zeros(sum(self._sizes), dtype=torch.int32, device="cpu", pin_memory=pinned)
+                for _ in range(BUFFERS)
+            ]
             self._take(self._data.split(self._sizes))
         self._views = [[part.numpy() for part in buffer.split(self._sizes)] for buffer in self._staging]
         self._events: list[torch.cuda.Event | None] = [None] * BUFFERS
@@ -93,19 +115,28 @@ class StaticBatch:
     # ---- the host's part
 
     def load(self, tables: Sequence[Table], new: int, columns: int, copies: Sequence[Copy] = ()) -> None:
-        """Upload a step of `new` tokens that `tables` have taken already, as it was before it, at `columns` columns."""
+        """Upload a step of `new` tokens that `tables` have taken already, as it was before it, at `columns`
+        columns.
+        """
         before, ids, tokens, sources, targets = self._stage()
         for i, table in enumerate(tables):
             begin = i * self.width + table.released
             ids[begin : begin + len(table.blocks)] = table.blocks
             tokens[i] = table.length - new
-        before[:] = (columns, 0, columns, 0)  # two numbers of 64 bits, on a machine that puts the low half first
+        before[:] = (
+            columns,
+            0,
+            columns,
+            0,
+        )  # two numbers of 64 bits, on a machine that puts the low half first
         if copies:
             sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
         self._send()
 
     def spread(self, tables: Sequence[Table], counts: Sequence[int], ranks: Ranks | None = None) -> None:
-        """Upload a step in which table i has taken counts[i] tokens, each of them a row of its own, behind a row for each of the ranks."""
+        """Upload a step in which table i has taken counts[i] tokens, each of them a row of its own, behind a
+        row for each of the ranks.
+        """
         _, ids, tokens, _, _ = self._stage()
         blocks, row = ids.reshape(self.rows, self.width), 0
         if ranks is not None:
@@ -150,7 +181,15 @@ class StaticBatch:
         if not self.new:
             self.seen.copy_(self.tokens.clamp(min=0))
             return
-        ops.advance(self._table, self.tokens, self.seen, self._targets_of_step, self._columns, self.new, self.block_size)
+        ops.advance(
+            self._table,
+            self.tokens,
+            self.seen,
+            self._targets_of_step,
+            self._columns,
+            self.new,
+            self.block_size,
+        )
 
     @property
     def before(self) -> torch.Tensor:
@@ -169,7 +208,9 @@ class StaticBatch:
         return self._targets_of_step
 
     def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """For plain torch: slots [rows * new], and the token that each takes. A row that is not there repeats what row 0 writes."""
+        """For plain torch: slots [rows * new], and the token that each takes. A row that is not there repeats
+        what row 0 writes.
+        """
         real = self._targets_of_step >= 0
         tokens = torch.where(real, torch.arange(self.rows * self.new, device=device), 0)
         return self._targets_of_step[tokens], tokens
@@ -183,7 +224,9 @@ class StaticBatch:
         return self.seen
 
     def slots(self, first: int, device: torch.device) -> torch.Tensor:
-        """For plain torch: the slot [rows, positions] of every position, outside what a row sees that of the nearest token inside."""
+        """For plain torch: the slot [rows, positions] of every position, outside what a row sees that of the
+        nearest token inside.
+        """
         length = self.seen.long()[:, None]
         position = torch.arange(self._positions, device=device).expand(self.rows, -1)
         inside = torch.minimum(position, length - 1).clamp(min=0)
@@ -205,5 +248,7 @@ class StaticBatch:
 
     @property
     def _positions(self) -> int:
-        """How many positions plain torch looks at: all there may ever be; of an encoder, whose length stays, just those."""
+        """How many positions plain torch looks at: all there may ever be; of an encoder, whose length stays,
+        just those.
+        """
         return self.width * self.block_size if self.new else self.columns

@@ -15,11 +15,15 @@ from .static import StaticBatch
 from .upload import upload
 
 ALIKE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2**-6, torch.bfloat16: 2**-4}
-"""How far numbers may lie apart, relative to the largest, that were computed twice in batches of different shapes."""
+"""How far numbers may lie apart, relative to the largest, that were computed twice in batches of different
+shapes.
+"""
 
 
 class Layout(NamedTuple):
-    """What a layer's keys and values look like, read off the tensors themselves (tensor parallel, MLA, device maps)."""
+    """What a layer's keys and values look like, read off the tensors themselves (tensor parallel, MLA, device
+    maps).
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -29,18 +33,34 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Layout:
-        """Read the layout off keys [rows, heads, tokens, key_dim] and values [rows, heads, tokens, value_dim]."""
+        """Read the layout off keys [rows, heads, tokens, key_dim] and values [rows, heads, tokens,
+        value_dim].
+        """
         if keys.shape[:3] != values.shape[:3]:
             raise ValueError(
-                f"Invalid shape of values: expected [{', '.join(map(str, keys.shape[:3]))}, value_dim], got {list(values.shape)}"
+                f"Invalid shape of values: expected [{', '.join(map(str, keys.shape[:3]))}, value_dim], got "
+                f"{list(values.shape)}"
             )
         # Under autocast the two may differ; the wider one holds both.
-        return cls(keys.device, torch.promote_types(keys.dtype, values.dtype), keys.shape[1], keys.shape[3], values.shape[3])
+        return cls(
+            keys.device,
+            torch.promote_types(keys.dtype, values.dtype),
+            keys.shape[1],
+            keys.shape[3],
+            values.shape[3],
+        )
 
     def describes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether these keys [rows, heads, tokens, key_dim] and values look like this; cheaper than reading another layout."""
+        """Whether these keys [rows, heads, tokens, key_dim] and values look like this; cheaper than reading
+        another layout.
+        """
         _, heads, _, key_dim = keys.shape
-        same = heads == self.heads and key_dim == self.key_dim and values.shape[3] == self.value_dim and values.shape[1] == heads
+        same = (
+            heads == self.heads
+            and key_dim == self.key_dim
+            and values.shape[3] == self.value_dim
+            and values.shape[1] == heads
+        )
         return same and keys.dtype == values.dtype == self.dtype and keys.device == self.device
 
     @property
@@ -66,7 +86,9 @@ class Store:
     Slot s belongs to block s // block_size. Layers lie one behind the other, all keys before all values.
     """
 
-    def __init__(self, layout: Layout, layers: int, blocks: int, block_size: int, kernels: str = "auto") -> None:
+    def __init__(
+        self, layout: Layout, layers: int, blocks: int, block_size: int, kernels: str = "auto"
+    ) -> None:
         self.layout, self.layers, self.block_size = layout, layers, block_size
         self.ops = choose(kernels, layout, captured=False)
         self.captured = choose(kernels, layout, captured=True)
@@ -87,7 +109,9 @@ class Store:
         return self.layers * self.blocks * self.block_size * self.layout.token_bytes
 
     def _allocate(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One buffer, seen as keys [layers, slots, heads, key_dim] and values [layers, slots, heads, value_dim]."""
+        """One buffer, seen as keys [layers, slots, heads, key_dim] and values [layers, slots, heads,
+        value_dim].
+        """
         device, dtype, heads, key_dim, value_dim = self.layout
         slots = blocks * self.block_size
         border = self.layers * slots * heads * key_dim
@@ -110,7 +134,9 @@ class Store:
         self._copy(self.ops, sources, targets)
 
     def copy_pairs(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """The same for a captured step, whose copies were uploaded with it: blocks [copies] to read, blocks [copies] to write."""
+        """The same for a captured step, whose copies were uploaded with it: blocks [copies] to read, blocks
+        [copies] to write.
+        """
         self._copy(self.captured, sources, targets)
 
     def alike(self, pairs: Sequence[tuple[int, int]]) -> bool:
@@ -120,7 +146,9 @@ class Store:
         return all(alike(blocks[one], blocks[other]) for blocks in layers)
 
     def _copy(self, ops: Ops, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        ops.copy([data.view(self.layers, self.blocks, -1) for data in (self.keys, self.values)], sources, targets)
+        ops.copy(
+            [data.view(self.layers, self.blocks, -1) for data in (self.keys, self.values)], sources, targets
+        )
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:

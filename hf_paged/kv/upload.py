@@ -9,20 +9,27 @@ import torch
 
 
 def upload(numbers: Any, device: torch.device, dtype: torch.dtype = torch.long) -> torch.Tensor:
-    """A tensor of `numbers` on `device`. The host goes on at once; the allocator keeps the staging memory until it is read."""
+    """A tensor of `numbers` on `device`. The host goes on at once; the allocator keeps the staging memory
+    until it is read.
+    """
     pinned = device.type == "cuda"
     return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=pinned)
 
 
 class Download:
-    """Tensors of one device on their way to the host: the copies are launched, and waited for together when somebody wants them."""
+    """Tensors of one device on their way to the host: the copies are launched, and waited for together when
+    somebody wants them.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
         self._tensors = list(tensors)
         if tensors and tensors[0].is_cuda:
             self._tensors = [
-                torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=True).copy_(each, non_blocking=True) for each in tensors
+                torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=True).copy_(
+                    each, non_blocking=True
+                )
+                for each in tensors
             ]
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tensors[0].device))

@@ -25,8 +25,8 @@ logger = logging.getLogger("hf_paged")
 MOST_THREADS = 16
 META = torch.device("meta")
 PROMPT, SHORT, WRITTEN = 133, 3, 385
-"""Tokens of a prompt, of one that has the tiles of short ones, and those behind which a sequence decodes: enough for the tiles of long
-ones, a multiple of nothing."""
+"""Tokens of a prompt, of one that has the tiles of short ones, and those behind which a sequence decodes:
+enough for the tiles of long ones, a multiple of nothing."""
 PIECES = 100
 Job = Callable[[], object]
 
@@ -34,13 +34,15 @@ Job = Callable[[], object]
 class Warming:
     """Jobs that compile kernels, done by threads from when this is made until `wait` returns.
 
-    The threads only compile, which is work of the host: the jobs call kernels on tensors without data, and so nothing is allocated,
-    loaded or launched on a device, and whoever captures a CUDA graph meanwhile does not notice. A kernel that is launched before its
-    job is over is compiled twice, which costs time and no more. Nor does a job that fails: whoever launches that kernel meets the
-    same error and says so.
+    The threads only compile, which is work of the host: the jobs call kernels on tensors without data, and so
+    nothing is allocated, loaded or launched on a device, and whoever captures a CUDA graph meanwhile does not
+    notice. A kernel that is launched before its job is over is compiled twice, which costs time and no more.
+    Nor does a job that fails: whoever launches that kernel meets the same error and says so.
     """
 
-    def __init__(self, device: torch.device, first: Callable[[], Sequence[Job]], jobs: Callable[[], Sequence[Job]]) -> None:
+    def __init__(
+        self, device: torch.device, first: Callable[[], Sequence[Job]], jobs: Callable[[], Sequence[Job]]
+    ) -> None:
         """first: makes the jobs that all others need. jobs: makes the others, while those are done."""
         self._device, self._first, self._jobs = device, first, jobs
         self._thread = threading.Thread(target=self._run, name="hf_paged warming", daemon=True)
@@ -79,7 +81,9 @@ class Attention(NamedTuple):
     """Whether the kernel that writes keys in captured steps gives them their positions, too."""
 
     def jobs(self, ops: TritonOps, rows: int, width: int, captured: bool) -> Iterator[Job]:
-        """What prompts and decoding need, and if `captured` steps of `rows` rows with tables of `width` blocks. The longest come first."""
+        """What prompts and decoding need, and if `captured` steps of `rows` rows with tables of `width`
+        blocks. The longest come first.
+        """
         yield partial(self._attend, ops, lambda: self._flat(PROMPT, PROMPT))
         yield partial(self._attend, ops, lambda: self._flat(SHORT, SHORT))
         yield partial(self._decode, ops, rows, width, captured)
@@ -100,7 +104,12 @@ class Attention(NamedTuple):
         flat = isinstance(batch, FlatBatch)
         rows, new = (1, batch.new) if flat else (batch.rows, 1)
         seen = Seen(0, causal=True, window=self.window)
-        ops.attend(self._heads(rows, new, self.query_heads, self.layout.key_dim), self._pages(ops, batch), seen, softcap=self.softcap)
+        ops.attend(
+            self._heads(rows, new, self.query_heads, self.layout.key_dim),
+            self._pages(ops, batch),
+            seen,
+            softcap=self.softcap,
+        )
 
     def _write(self, ops: TritonOps, new: int) -> None:
         ops.write(self._pages(ops, self._flat(WRITTEN, new)), *self._new(1, new))
@@ -108,7 +117,9 @@ class Attention(NamedTuple):
     def _turn(self, ops: TritonOps, rows: int, width: int) -> None:
         key, value = self._new(rows, 1)
         query = self._heads(rows, 1, self.query_heads, self.layout.key_dim)
-        cos, sin = (torch.empty(rows, 1, self.layout.key_dim, dtype=self.layout.dtype, device=META) for _ in range(2))
+        cos, sin = (
+            torch.empty(rows, 1, self.layout.key_dim, dtype=self.layout.dtype, device=META) for _ in range(2)
+        )
         ops.rotary_write(self._pages(ops, self._captured(rows, width)), query, key, cos, sin, value)
 
     # ---- tensors without data
@@ -126,13 +137,16 @@ class Attention(NamedTuple):
     def _pages(self, ops: TritonOps, batch: Batch | StaticBatch) -> Pages:
         layout = self.layout
         keys, values = (
-            torch.empty(self.block_size, layout.heads, dim, dtype=layout.dtype, device=META) for dim in (layout.key_dim, layout.value_dim)
+            torch.empty(self.block_size, layout.heads, dim, dtype=layout.dtype, device=META)
+            for dim in (layout.key_dim, layout.value_dim)
         )
         return Pages(keys, values, batch, ops)
 
     def _new(self, rows: int, new: int) -> tuple[torch.Tensor, torch.Tensor]:
         layout = self.layout
-        return self._heads(rows, new, layout.heads, layout.key_dim), self._heads(rows, new, layout.heads, layout.value_dim)
+        return self._heads(rows, new, layout.heads, layout.key_dim), self._heads(
+            rows, new, layout.heads, layout.value_dim
+        )
 
     def _heads(self, rows: int, new: int, heads: int, dim: int) -> torch.Tensor:
         """[rows, heads, new, dim], token by token as a projection makes them."""

@@ -1,1 +1,3 @@
-"""A foreign model, adapted: its attention reads pages, its state is known, its decoding steps are captured."""
+"""A foreign model, adapted: its attention reads pages, its state is known, its decoding steps are
+captured.
+"""

@@ -53,7 +53,9 @@ running: ContextVar[Forward | None] = ContextVar("hf_paged_forward", default=Non
 
 
 def paged_mask(**arguments: Any) -> torch.Tensor | None:
-    """Make an attention mask: a lazy one where the pages say the same, else what the model's own setting makes."""
+    """Make an attention mask: a lazy one where the pages say the same, else what the model's own setting
+    makes.
+    """
     implementation = _dense_implementation(original_implementation(arguments["config"]))
     stock = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     forward = running.get()
@@ -61,7 +63,9 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
         return _flat_mask(arguments, forward.cache)
     captured = forward is not None and forward.cache.sequences.static is not None
     if captured:
-        arguments["allow_is_bidirectional_skip"] = False  # stock would look whether there is padding, on the host
+        arguments["allow_is_bidirectional_skip"] = (
+            False  # stock would look whether there is padding, on the host
+        )
     plain = forward is not None and _says_no_more(arguments, forward.cache)
     if forward is not None and not plain:
         _keep_to_yourself(forward.cache)
@@ -83,11 +87,15 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
 
     shape = (arguments["batch_size"], 1, arguments["q_length"], 1 if captured else arguments["kv_length"])
     dtype = torch.bool if implementation == "sdpa" else arguments["dtype"]
-    return LazyMask(shape, dtype, torch.device(arguments["device"]), arguments.get("local_size"), build, as_stock)
+    return LazyMask(
+        shape, dtype, torch.device(arguments["device"]), arguments.get("local_size"), build, as_stock
+    )
 
 
 def _keep_to_yourself(cache: OnPages) -> None:
-    """Under such a mask a token may have seen what comes behind it: nobody else shall begin with these keys and values."""
+    """Under such a mask a token may have seen what comes behind it: nobody else shall begin with these keys
+    and values.
+    """
     if cache.reuse is not None:
         cache.reuse.spoil("the attention mask is more than causal or sliding")
 
@@ -107,7 +115,8 @@ def _flat_mask(arguments: dict[str, Any], cache: OnPages) -> torch.Tensor:
 def _says_no_more(arguments: dict[str, Any], cache: OnPages) -> bool:
     """Whether a mask is plainly causal or sliding over rows whose padding the cache knows.
 
-    Overlays and packed sequences forbid stock to skip the mask; chunked attention looks like a window but is none.
+    Overlays and packed sequences forbid stock to skip the mask; chunked attention looks like a window but is
+    none.
     """
     if not arguments.get("allow_is_causal_skip", False) or arguments.get("use_vmap", False):
         return False
@@ -117,14 +126,21 @@ def _says_no_more(arguments: dict[str, Any], cache: OnPages) -> bool:
     padding = arguments.get("attention_mask")
     if padding is None or isinstance(padding, GrowingOnes):
         return cache.sequences.padding_known
-    return cache.sequences.padding_known and bool(padding.shape[-1] == arguments["q_offset"] + arguments["q_length"])
+    return cache.sequences.padding_known and bool(
+        padding.shape[-1] == arguments["q_offset"] + arguments["q_length"]
+    )
 
 
 # ---- attention
 
 
 def paged_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend from the pages; whatever they cannot say is left to the model's own attention on dense tensors.
 
@@ -134,7 +150,8 @@ def paged_attention(
         return attend_traced(query, key, value, kwargs), None
     query = as_dense(query)
     if isinstance(attention_mask, LazyMask) and query.shape[2] > 1 and not getattr(module, "is_causal", True):
-        # Such a layer is causal only under a mask, and stock leaves masks out that are plainly causal: we answer as stock does.
+        # Such a layer is causal only under a mask, and stock leaves masks out that are plainly causal: we
+        # answer as stock does.
         attention_mask = attention_mask.as_stock()
     if isinstance(key, LazyPages) and isinstance(value, LazyPages):
         out = _attend_pages(module, query, key, value, attention_mask, kwargs)
@@ -151,7 +168,12 @@ def paged_attention(
 
 
 def _attend_pages(
-    module: nn.Module, query: torch.Tensor, key: LazyPages, value: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any]
+    module: nn.Module,
+    query: torch.Tensor,
+    key: LazyPages,
+    value: LazyPages,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Attention from the pages, or None if this call wants something else."""
     forward = running.get()
@@ -160,11 +182,15 @@ def _attend_pages(
     seen = _seen(query, key, mask, kwargs, forward)
     if seen is None:
         return None
-    if isinstance(key.pages.batch, FlatBatch) and (not seen.causal or kwargs.get("position_bias") is not None):
+    if isinstance(key.pages.batch, FlatBatch) and (
+        not seen.causal or kwargs.get("position_bias") is not None
+    ):
         raise NotFlat("the attention mask or a bias says which token sees which")
     if kwargs.get("position_bias") is not None and seen.causal and isinstance(key.pages.batch, StaticBatch):
         raise NotCapturable("the attention has a bias for every pair of positions")
-    new = None if key.step_tokens is None or value.step_tokens is None else (key.step_tokens, value.step_tokens)
+    new = (
+        None if key.step_tokens is None or value.step_tokens is None else (key.step_tokens, value.step_tokens)
+    )
     return key.pages.ops.attend(
         query,
         key.pages,
@@ -177,7 +203,11 @@ def _attend_pages(
 
 
 def _attend_latents(
-    module: nn.Module, query: torch.Tensor, key: LazyExpanded, mask: torch.Tensor | None, kwargs: dict[str, Any]
+    module: nn.Module,
+    query: torch.Tensor,
+    key: LazyExpanded,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Attention from the pages of latents, or None if this call wants something else."""
     forward, latents = running.get(), key.expansion.latents
@@ -197,7 +227,9 @@ def _attend_latents(
     return key.expansion.attend(query, seen, scale)
 
 
-def _seen(query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any], forward: Forward) -> Seen | None:
+def _seen(
+    query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any], forward: Forward
+) -> Seen | None:
     """What the mask lets each new token see, or None if the pages have no words for it."""
     cross, window = key.layer.kind.name == "cross", key.layer.kind.window
     if isinstance(mask, LazyMask):
@@ -230,7 +262,9 @@ def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def drops_caps(module: nn.Module) -> bool:
-    """Whether the model's own setting computes without softcap and sinks, whatever the model says: we answer as stock does."""
+    """Whether the model's own setting computes without softcap and sinks, whatever the model says: we answer
+    as stock does.
+    """
     return original_implementation(getattr(module, "config", None)) == "sdpa"
 
 
@@ -249,4 +283,7 @@ def _stock_attention(module: nn.Module) -> Attention:
         eager: Attention | None = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if eager is not None:
             return eager
-    raise RuntimeError(f"{type(module).__name__} has no eager attention to fall back to; load the model with attn_implementation='sdpa'")
+    raise RuntimeError(
+        f"{type(module).__name__} has no eager attention to fall back to; load the model with "
+        "attn_implementation='sdpa'"
+    )

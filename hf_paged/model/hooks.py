@@ -1,4 +1,6 @@
-"""Other people's hooks: one that only looks on does not keep a prompt from being reused, one that changes something does."""
+"""Other people's hooks: one that only looks on does not keep a prompt from being reused, one that changes
+something does.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Onlookers:
         self._places: list[tuple[weakref.ref[nn.Module], str, int]] = []
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
-        """Look at the hooks of these modules until `leave`. An interrupt in here leaves nothing that `leave` does not find."""
+        """Look at the hooks of these modules until `leave`. An interrupt in here leaves nothing that `leave`
+        does not find.
+        """
         for module in modules:
             for kind in KINDS:
                 hooks = module.__dict__[kind]
@@ -43,12 +47,18 @@ class Onlookers:
         return bool(self._places)
 
     def know(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether all hooks of these modules that may change something have been looked at since this was made."""
+        """Whether all hooks of these modules that may change something have been looked at since this was
+        made.
+        """
         hooks = (hook for module in modules for kind in KINDS for hook in module.__dict__[kind].values())
-        return all(self in hook.onlookers if isinstance(hook, Watched) else _is_harmless(hook) for hook in hooks)
+        return all(
+            self in hook.onlookers if isinstance(hook, Watched) else _is_harmless(hook) for hook in hooks
+        )
 
     def leave(self) -> None:
-        """Put the hooks back that no other call looks at, if their owners have not removed them. Twice is once."""
+        """Put the hooks back that no other call looks at, if their owners have not removed them. Twice is
+        once.
+        """
         for module, kind, key in self._places:
             hooks = getattr(module(), kind, {})
             hook = hooks.get(key)
@@ -65,7 +75,9 @@ class Watched:
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
-        self.__module__ = getattr(hook, "__module__", "")  # whoever asks whose hook it is shall not take it for ours
+        self.__module__ = getattr(
+            hook, "__module__", ""
+        )  # whoever asks whose hook it is shall not take it for ours
         self.onlookers: list[Onlookers] = []
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +96,9 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _is_harmless(hook: object) -> bool:
-    """Whether a hook is known to change nothing, or nothing but what it says: peft's tells a layer each row's adapter."""
+    """Whether a hook is known to change nothing, or nothing but what it says: peft's tells a layer each row's
+    adapter.
+    """
     named = isinstance(hook, partial) and set(hook.keywords) == {"adapter_names"}
     return named or only_looks_on(hook)
 

@@ -1,4 +1,6 @@
-"""Which state of a model keys and values come from: a number, and another one as soon as anything changes them (contract C24)."""
+"""Which state of a model keys and values come from: a number, and another one as soon as anything changes
+them (contract C24).
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,21 @@ from .switch import original_implementation
 from .weights_digest import PLAIN_TENSORS, Contents, Reading, Tags
 
 PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
-INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {"generation_config", "_output_capturing_hooks_installed"}
-"""What every module has (its tensors and hooks are looked at by themselves), and what changes nothing that is computed."""
+INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {
+    "generation_config",
+    "_output_capturing_hooks_installed",
+}
+"""What every module has (its tensors and hooks are looked at by themselves), and what changes nothing that is
+computed.
+"""
 BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose angles depend on the longest row."""
 OURS = frozenset({"_attn_implementation_internal"})
 """Settings of a config that a running call changes."""
 Trust = Literal["masks", "trial", "none"]
-"""Why the end of a prompt may be computed behind a cached beginning: all masks are causal, or it was tried; or why not."""
+"""Why the end of a prompt may be computed behind a cached beginning: all masks are causal, or it was tried;
+or why not.
+"""
 STATES = 16
 """So many states of a model are told apart and known again, as when adapters take turns."""
 
@@ -46,7 +55,9 @@ class Survey(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, forward: Callable[..., Any]) -> Survey:
-        """Look at every module, its settings, its config's and its class's; `forward` is what the model itself runs."""
+        """Look at every module, its settings, its config's and its class's; `forward` is what the model
+        itself runs.
+        """
         survey = _Survey()
         facts = tuple(survey.of_model(model, forward))
         # Objects come by number, and whoever keeps the facts keeps an eye on the objects.
@@ -79,9 +90,16 @@ class _Survey:
         for module in modules:
             own = module.__dict__
             kinds[type(module)] = None
-            names, values_of = _told(tuple(own) if module is not model else tuple(name for name in own if name != "forward"))
+            names, values_of = _told(
+                tuple(own) if module is not model else tuple(name for name in own if name != "forward")
+            )
             values = values_of(own)
-            facts += (names, values if PLAIN.issuperset(map(type, values)) else tuple([self._fact(value) for value in values]))
+            facts += (
+                names,
+                values
+                if PLAIN.issuperset(map(type, values))
+                else tuple([self._fact(value) for value in values]),
+            )
             if "config" in own:
                 configs[id(own["config"])] = own["config"]
             if "rope_type" in own:
@@ -102,7 +120,11 @@ class _Survey:
             self._look_inside(modules)
         for config in configs.values():
             facts += (self._object(config), original_implementation(config))
-            facts += [self._fact(value) for name, value in getattr(config, "__dict__", {}).items() if name not in OURS]
+            facts += [
+                self._fact(value)
+                for name, value in getattr(config, "__dict__", {}).items()
+                if name not in OURS
+            ]
         for kind in kinds:
             facts += (self._object(kind), self._object(getattr(kind, "forward", None)))
         return facts
@@ -139,7 +161,9 @@ class _Survey:
 
 @lru_cache(maxsize=4096)
 def _told(names: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]]]:
-    """Those of a module's attributes that are neither every module's nor its config, and how to get them: many modules have the same."""
+    """Those of a module's attributes that are neither every module's nor its config, and how to get them:
+    many modules have the same.
+    """
     told = tuple(name for name in names if name not in INTERNAL and name != "config")
     return told, itemgetter(*told) if len(told) > 1 else lambda own: tuple(own[name] for name in told)
 
@@ -168,8 +192,9 @@ class Glance(NamedTuple):
 class Identity:
     """Numbers for the states of one model. A number is never used for two contents of its weights.
 
-    Settings (which adapters are on, their scales, a config's entries) may come back and have their number again. Weights that
-    changed, in whatever way, never do. Several threads may look at once: engines on one model, calls of generate().
+    Settings (which adapters are on, their scales, a config's entries) may come back and have their number
+    again. Weights that changed, in whatever way, never do. Several threads may look at once: engines on one
+    model, calls of generate().
     """
 
     def __init__(self) -> None:
@@ -222,11 +247,16 @@ class Identity:
         self._numbers += 1
         self.moves += 1
         self.trust.pop(self._numbers - 2 * STATES, None)
-        self._states = [*self._states[1 - STATES :], (glance.survey._replace(tensors=[], hooked=[]), self.changes, self._numbers)]
+        self._states = [
+            *self._states[1 - STATES :],
+            (glance.survey._replace(tensors=[], hooked=[]), self.changes, self._numbers),
+        ]
         return self._numbers
 
     def still(self, survey: Survey, number: int, moves: int) -> bool:
-        """Whether the host sees no change since the model was found in the state `number`, nor has seen one since `moves`."""
+        """Whether the host sees no change since the model was found in the state `number`, nor has seen one
+        since `moves`.
+        """
         with self._lock:
             last, changes, known = self._states[-1]
             return (

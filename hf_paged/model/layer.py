@@ -13,17 +13,19 @@ from .lengths import DeviceNumber
 
 Path = Literal["unused", "paged", "dense"]
 DIFFER = (
-    "a forward failed halfway (use a new cache), or the layer attends to another sequence than the text, which the config says in "
+    "a forward failed halfway (use a new cache), or the layer attends to another sequence than the text, "
+    "which the config says in "
     "cross_attention_layers (use transformers' own cache)"
 )
 """Why layers of one kind may hold different tokens, and what to do."""
 
 
 class PagedLayer(DynamicLayer):
-    """Keys and values of one layer in pages: `update` writes the new tokens and answers with a view of the pages.
+    """Keys and values of one layer in pages: `update` writes the new tokens and answers with a view of the
+    pages.
 
-    The tables belong to the cache's sequences and are shared by all layers of one kind: the first layer of a step
-    plans it, the others follow.
+    The tables belong to the cache's sequences and are shared by all layers of one kind: the first layer of a
+    step plans it, the others follow.
     """
 
     is_compileable = False
@@ -55,16 +57,25 @@ class PagedLayer(DynamicLayer):
     # ---- a step
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Note the shape of keys [rows, heads, new, key_dim] and values; memory is taken with the first token."""
+        """Note the shape of keys [rows, heads, new, key_dim] and values; memory is taken with the first
+        token.
+        """
         self.dtype, self.device = key_states.dtype, key_states.device
         heads = key_states.shape[1]
         self.widths = {"keys": (heads, key_states.shape[3]), "values": (heads, value_states.shape[3])}
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys [rows, heads, new, key_dim] and values, and answer with all that the new tokens may look at."""
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys [rows, heads, new, key_dim] and values, and answer with all that the new tokens may
+        look at.
+        """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise RuntimeError("a paged cache keeps no gradients; call the model under torch.no_grad(), or train without a cache")
+            raise RuntimeError(
+                "a paged cache keeps no gradients; call the model under torch.no_grad(), or train without a "
+                "cache"
+            )
         if self.sequences.static is not None:
             return self._captured(key_states, value_states)
         rows = self.sequences.rows[self.kind]
@@ -72,10 +83,13 @@ class PagedLayer(DynamicLayer):
             rows.group.look_at(self.number, key_states, value_states)
             new = key_states.shape[2]
             first_of_step = self.columns == rows.columns
-            batch = self.sequences.extend(self.kind, key_states.shape[0], new) if first_of_step else rows.batch
+            batch = (
+                self.sequences.extend(self.kind, key_states.shape[0], new) if first_of_step else rows.batch
+            )
             if batch.rows != key_states.shape[0] or batch.new != new or self.columns + new != rows.columns:
                 raise RuntimeError(
-                    f"layer {self.number} holds {self.columns} tokens and was given {new} more for {key_states.shape[0]} rows, while the "
+                    f"layer {self.number} holds {self.columns} tokens and was given {new} more for "
+                    f"{key_states.shape[0]} rows, while the "
                     f"other layers hold {rows.columns} for {batch.rows}; {DIFFER}"
                 )
             pages = self._pages()
@@ -85,7 +99,9 @@ class PagedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
 
-    def _captured(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _captured(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same in a step that is being captured: the books are done by whoever replays it."""
         batch = (self.sequences.static or {}).get(self.kind)
         if batch is None or not batch.new:
@@ -143,14 +159,18 @@ class PagedLayer(DynamicLayer):
             return self._lazy(pages, getattr(pages, which), None)
 
     def _nothing(self, which: Literal["keys", "values"]) -> torch.Tensor:
-        """Keys or values of an empty layer: [rows, heads, 0, dim] after a crop, [0] before the first token."""
+        """Keys or values of an empty layer: [rows, heads, 0, dim] after a crop, [0] before the first
+        token.
+        """
         rows = self.rows.count
         heads, dim = self.widths[which]
         return torch.empty((rows, heads, 0, dim) if rows else 0, dtype=self.dtype, device=self.device)
 
     @property
     def length(self) -> Any:
-        """The visible columns in a step that is being captured, where only the device knows them and they grow; None elsewhere."""
+        """The visible columns in a step that is being captured, where only the device knows them and they
+        grow; None elsewhere.
+        """
         static = self.sequences.static
         if static is None or not static[self.kind].new:
             return None
@@ -203,7 +223,8 @@ class PagedLayer(DynamicLayer):
         """Raise unless the cache changes all layers: one layer has no rows of its own to change."""
         if not self.sequences.changes_all:
             raise RuntimeError(
-                f"layers[{self.number}].{method}() cannot change one layer of a paged cache, whose layers share their rows; "
+                f"layers[{self.number}].{method}() cannot change one layer of a paged cache, whose layers "
+                "share their rows; "
                 f"call {method}() of the cache"
             )
 
@@ -251,4 +272,6 @@ class WindowLayer(PagedLayer, DynamicSlidingWindowLayer):
 
 def _only_none(value: object) -> None:
     if value is not None:
-        raise AttributeError("keys and values live in the pool's pages and cannot be assigned; feed them to update()")
+        raise AttributeError(
+            "keys and values live in the pool's pages and cannot be assigned; feed them to update()"
+        )

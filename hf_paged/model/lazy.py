@@ -1,7 +1,9 @@
-"""Tensors that exist only if somebody looks: keys and values in their pages, and masks that the pages make needless.
+"""Tensors that exist only if somebody looks: keys and values in their pages, and masks that the pages make
+needless.
 
-A model hands what the cache returned straight to its attention function, so a view of the pages can travel in the
-tensors' place. Whoever computes with it instead (a model with an attention of its own) gets the dense tensor.
+A model hands what the cache returned straight to its attention function, so a view of the pages can travel in
+the tensors' place. Whoever computes with it instead (a model with an attention of its own) gets the dense
+tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class NotCapturable(RuntimeError):
 
 
 class NotFlat(RuntimeError):
-    """A forward over several sequences in one row wants keys, values or a mask as if they were one sequence."""
+    """A forward over several sequences in one row wants keys, values or a mask as if they were one
+    sequence.
+    """
 
 
 class LazyTensor(torch.Tensor):
@@ -33,15 +37,20 @@ class LazyTensor(torch.Tensor):
     _dense: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *args: Any) -> LazyTensor:
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *args: Any
+    ) -> LazyTensor:
         lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         lazy._dense = None
         return lazy
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what torch documents for wrappers
+    # What torch documents for wrappers.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # Torch hands kwargs as None where there are none.
         return func(*tree_map(as_dense, args), **tree_map(as_dense, kwargs or {}))
 
@@ -81,8 +90,9 @@ def as_dense(value: Any) -> Any:
 class LazyPages(LazyTensor):
     """Keys or values [rows, heads, visible columns, dim] of one layer, in their pages.
 
-    `step_tokens` are those of the step that handed it out: where they are all there is, nobody needs to gather them. In a captured
-    step the visible columns grow from replay to replay, so there the shape tells them as a number on the device.
+    `step_tokens` are those of the step that handed it out: where they are all there is, nobody needs to
+    gather them. In a captured step the visible columns grow from replay to replay, so there the shape tells
+    them as a number on the device.
     """
 
     def __init__(
@@ -122,7 +132,9 @@ class LazyPages(LazyTensor):
 
     def _make(self) -> torch.Tensor:
         if isinstance(self.pages.batch, StaticBatch):
-            raise NotCapturable("the model computes with keys or values itself, and there are more of them at every step")
+            raise NotCapturable(
+                "the model computes with keys or values itself, and there are more of them at every step"
+            )
         if isinstance(self.pages.batch, FlatBatch):
             raise NotFlat("the model computes with keys or values itself")
         if self.step_tokens is not None:  # else somebody reads the cache, which is no attention
@@ -133,7 +145,8 @@ class LazyPages(LazyTensor):
 class LazyMask(LazyTensor):
     """A causal or sliding mask [rows, 1, new, columns] that says no more than the pages do.
 
-    `window` is how far back a token sees, None for all the way. `build` makes the mask, `as_stock` what stock hands its layers in its
+    `window` is how far back a token sees, None for all the way. `build` makes the mask, `as_stock` what stock
+    hands its layers in its
     place: often nothing.
     """
 
@@ -153,7 +166,9 @@ class LazyMask(LazyTensor):
 
 
 class Rotation:
-    """Queries and keys on their way to their positions: a layer that stores the keys turns both in one launch."""
+    """Queries and keys on their way to their positions: a layer that stores the keys turns both in one
+    launch.
+    """
 
     def __init__(self, kernels: Any, *inputs: torch.Tensor) -> None:
         self.kernels, self.inputs = kernels, inputs
@@ -166,7 +181,11 @@ class Rotation:
 
     def fits(self, pages: Pages, value: torch.Tensor) -> bool:
         """Whether the keys can be written into these pages as they are."""
-        return isinstance(pages.ops, TritonOps) and self.inputs[1].dtype == pages.keys.dtype == value.dtype and value.stride(3) == 1
+        return (
+            isinstance(pages.ops, TritonOps)
+            and self.inputs[1].dtype == pages.keys.dtype == value.dtype
+            and value.stride(3) == 1
+        )
 
     def write(self, pages: Pages, value: torch.Tensor) -> None:
         """Turn both, and store the key with the step's value."""

@@ -1,4 +1,6 @@
-"""How long a cache is, in a step that is captured: only the device knows, and it is another number at every replay."""
+"""How long a cache is, in a step that is captured: only the device knows, and it is another number at every
+replay.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from .lazy import LazyTensor, NotCapturable
 
 HOST_READS = frozenset(
     getattr(torch.Tensor, name)
-    for name in ("__bool__", "__int__", "__index__", "__float__", "item", "tolist", "numpy", "__len__", "__format__")
+    for name in (
+        "__bool__",
+        "__int__",
+        "__index__",
+        "__float__",
+        "item",
+        "tolist",
+        "numpy",
+        "__len__",
+        "__format__",
+    )
 )
 PLUS = frozenset(getattr(torch.Tensor, name) for name in ("__add__", "__radd__", "add"))
 READING_DUNDERS = frozenset({"__int__", "__index__", "__invert__", "__iter__", "__init__"})
@@ -25,7 +37,9 @@ WARNING = "warn_if_padding_and_no_attention_mask"
 
 
 class DeviceNumber(torch.Tensor):
-    """A number that only the device knows: whatever is computed from it changes from replay to replay, nothing can ask for it."""
+    """A number that only the device knows: whatever is computed from it changes from replay to replay,
+    nothing can ask for it.
+    """
 
     base: torch.Tensor
     """The number that this one was made from, by adding `more`."""
@@ -41,12 +55,20 @@ class DeviceNumber(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in HOST_READS:
-            raise NotCapturable(f"the model asks for the cache's length on the host ({getattr(func, '__name__', func)})")
+            raise NotCapturable(
+                f"the model asks for the cache's length on the host ({getattr(func, '__name__', func)})"
+            )
         if _writes(func) and args and isinstance(args[0], cls):
             raise NotCapturable("the model changes the cache's length in place")
         # What is computed is an ordinary tensor; only with plain numbers added it is still a length.
         plain: Any = func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
-        if func in PLUS and not kwargs and len(args) == 2 and isinstance(args[0], cls) and isinstance(args[1], int):
+        if (
+            func in PLUS
+            and not kwargs
+            and len(args) == 2
+            and isinstance(args[0], cls)
+            and isinstance(args[1], int)
+        ):
             return cls.of(plain, args[0].base, args[0].more + args[1])
         return plain
 
@@ -54,7 +76,9 @@ class DeviceNumber(torch.Tensor):
 def _writes(func: Any) -> bool:
     """Whether a method of tensors changes its tensor: `add_`, `+=`."""
     name = str(getattr(func, "__name__", ""))
-    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in READING_DUNDERS)
+    return (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i") and name not in READING_DUNDERS
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -62,20 +86,26 @@ def _plain(value: Any) -> Any:
 
 
 class GrowingOnes(LazyTensor):
-    """A mask of ones over all that the cache holds: it says nothing, and it has no length that would stay right."""
+    """A mask of ones over all that the cache holds: it says nothing, and it has no length that would stay
+    right.
+    """
 
     def _make(self) -> torch.Tensor:
         raise NotCapturable("the model computes with an attention mask that grows from step to step")
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.overloadpacket is torch.ops.aten._to_copy:
             return args[0]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class LengthsOnDevice(TorchFunctionMode):
-    """Let a model count from, and make masks up to, a length that the device knows. Every call of torch passes through here."""
+    """Let a model count from, and make masks up to, a length that the device knows. Every call of torch
+    passes through here.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +127,11 @@ class LengthsOnDevice(TorchFunctionMode):
 def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """torch.arange from one length to another that is a fixed number further."""
     begin, end = args if len(args) == 2 else (None, None)
-    if not isinstance(begin, DeviceNumber) or not isinstance(end, DeviceNumber) or begin.base.data_ptr() != end.base.data_ptr():
+    if (
+        not isinstance(begin, DeviceNumber)
+        or not isinstance(end, DeviceNumber)
+        or begin.base.data_ptr() != end.base.data_ptr()
+    ):
         raise NotCapturable("the model counts up to the cache's length, which grows from step to step")
     counted: torch.Tensor = torch.arange(end.more - begin.more, **kwargs) + _plain(begin)
     return counted
@@ -105,8 +139,12 @@ def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 @contextmanager
 def lengths_on_device(model: nn.Module, mode: LengthsOnDevice | None) -> Iterator[None]:
-    """Run a forward of the model whose cache answers with device numbers. Without a mode it does nothing with them that needs one."""
-    warners = [module for module in model.modules() if hasattr(module, WARNING) and WARNING not in module.__dict__]
+    """Run a forward of the model whose cache answers with device numbers. Without a mode it does nothing with
+    them that needs one.
+    """
+    warners = [
+        module for module in model.modules() if hasattr(module, WARNING) and WARNING not in module.__dict__
+    ]
     for module in warners:
         module.__dict__[WARNING] = lambda *args, **kwargs: None
     try:

@@ -1,4 +1,6 @@
-"""Whether a model is still what was read of it, asked in every step: what was there is compared with what is, and nothing is read anew."""
+"""Whether a model is still what was read of it, asked in every step: what was there is compared with what is,
+and nothing is read anew.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ _parts_of = itemgetter(*PARTS)
 class Lookout:
     """A model's state, and the very objects it was read from.
 
-    While these stand where they stood, and say what they said, a state that is read again would be equal. Where they do not, it may be
-    equal all the same: then it is read. Objects are told apart by what they are, never asked whether they are equal, for a tensor
-    would answer with a tensor.
+    While these stand where they stood, and say what they said, a state that is read again would be equal.
+    Where they do not, it may be equal all the same: then it is read. Objects are told apart by what they are,
+    never asked whether they are equal, for a tensor would answer with a tensor.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
@@ -57,10 +59,15 @@ class Lookout:
         self._held = list(chain.from_iterable(self._holders))
         self._configs = list({id(own["config"]): own["config"] for own in owns if "config" in own}.values())
         self._settings = _settings(self._configs)
-        # What has contents of its own that are part of the state; of anything else it is enough that it is there.
+        # What has contents of its own that are part of the state; of anything else it is enough that it is
+        # there.
         facts = {id(value): (value, fact_of(value)) for value in self._values if type(value) not in PLAIN}
         told = [(value, fact) for value, fact in facts.values() if type(fact) is not Same]
-        objects = [value for value, _ in told if hasattr(value, "__dict__") and not isinstance(value, (*CONTAINERS, torch.Tensor))]
+        objects = [
+            value
+            for value, _ in told
+            if hasattr(value, "__dict__") and not isinstance(value, (*CONTAINERS, torch.Tensor))
+        ]
         inside = list(_containers([value for value, _ in told]))
         kept = {id(each) for each in (*objects, *inside)}
         self._facts = [(value, fact) for value, fact in told if id(value) not in kept]
@@ -71,22 +78,36 @@ class Lookout:
         self._views_within = [each.values() for each in self._insides]
         self._within = list(chain.from_iterable(self._views_within))
         self._sizes_within = list(map(len, chain(self._insides, self._lists)))
-        self._facts += [(each, fact_of(each)) for each in (*self._within, *self._listed) if isinstance(each, torch.Tensor)]
+        self._facts += [
+            (each, fact_of(each)) for each in (*self._within, *self._listed) if isinstance(each, torch.Tensor)
+        ]
         self._code = _Code(dict.fromkeys(self._types))
 
     def _names(self, module: nn.Module) -> tuple[str, ...]:
-        """Whose values in a module's own dict are looked at: two at least, so that a getter answers with a tuple."""
-        own = [name for name in module.__dict__ if name not in INTERNAL and (module is not self._model or name != "forward")]
+        """Whose values in a module's own dict are looked at: two at least, so that a getter answers with a
+        tuple.
+        """
+        own = [
+            name
+            for name in module.__dict__
+            if name not in INTERNAL and (module is not self._model or name != "forward")
+        ]
         return tuple(own) if len(own) > 1 else ("training", "training")
 
     def _of_modules(self) -> Iterator[Any]:
-        return chain.from_iterable([value for get, alike in self._kinds for value in map(get, map(_dict_of, alike))])
+        return chain.from_iterable(
+            [value for get, alike in self._kinds for value in map(get, map(_dict_of, alike))]
+        )
 
     def unchanged(self, forward: Callable[..., Any]) -> bool:
         """Whether the model is surely as its state says."""
         try:
             return self._unchanged(forward)
-        except (KeyError, AttributeError, RuntimeError):  # something that was there is not, or changes this very moment
+        except (
+            KeyError,
+            AttributeError,
+            RuntimeError,
+        ):  # something that was there is not, or changes this very moment
             return False
 
     def _unchanged(self, forward: Callable[..., Any]) -> bool:
@@ -112,7 +133,9 @@ class Lookout:
 
 
 class _Code:
-    """The code of classes of modules, with what it names in its file: what `in_own_code` finds, by the places where it was found."""
+    """The code of classes of modules, with what it names in its file: what `in_own_code` finds, by the places
+    where it was found.
+    """
 
     def __init__(self, kinds: Iterable[type]) -> None:
         self._bases = list(dict.fromkeys(base for kind in kinds for base in in_own_code(kind)))
@@ -167,11 +190,19 @@ def _around(forward: Callable[..., Any]) -> tuple[Any, ...]:
     """What is no module's: how torch multiplies, everybody's hooks, and the forward that is called."""
     everywhere = nn.modules.module
     hooks = bool(everywhere._global_forward_hooks), bool(everywhere._global_forward_pre_hooks)
-    return *hooks, torch.are_deterministic_algorithms_enabled(), getattr(forward, "__func__", forward), states._products()
+    return (
+        *hooks,
+        torch.are_deterministic_algorithms_enabled(),
+        getattr(forward, "__func__", forward),
+        states._products(),
+    )
 
 
 def _settings(configs: Iterable[Any]) -> list[Any]:
-    return [(original_implementation(each), [fact_of(value) for value in getattr(each, "__dict__", {}).values()]) for each in configs]
+    return [
+        (original_implementation(each), [fact_of(value) for value in getattr(each, "__dict__", {}).values()])
+        for each in configs
+    ]
 
 
 def _content(cell: CellType) -> Any:

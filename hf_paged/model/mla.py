@@ -1,7 +1,8 @@
-"""Keys and values that a model keeps as latents (MLA): steps of few tokens read them as they are, and expand nothing of the past.
+"""Keys and values that a model keeps as latents (MLA): steps of few tokens read them as they are, and expand
+nothing of the past.
 
-Such a model expands what its cache hands out before it asks for attention. Here the expansion waits; when attention is asked for,
-the queries go to the latents instead: q (W c) = (q W) c.
+Such a model expands what its cache hands out before it asks for attention. Here the expansion waits; when
+attention is asked for, the queries go to the latents instead: q (W c) = (q W) c.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _lock = fork_safe_lock()
 class Expansion:
     """What a layer's latents stand for: its heads' keys and values, made once and only if somebody looks."""
 
-    def __init__(self, module: Any, latents: LazyPages, turned: LazyPages, expand: Callable[..., Any]) -> None:
+    def __init__(
+        self, module: Any, latents: LazyPages, turned: LazyPages, expand: Callable[..., Any]
+    ) -> None:
         self.module, self.latents, self.turned, self._expand = module, latents, turned, expand
         self._made: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -35,11 +38,16 @@ class Expansion:
         """Keys and values as they will be: [rows, heads, columns, dim]."""
         rows, columns = self.latents.shape[0], self.latents.columns
         widths = self.module.qk_nope_head_dim + self.turned.shape[3], self.module.v_head_dim
-        return tuple(LazyExpanded.of(self, which, (rows, self.heads, columns, width)) for which, width in enumerate(widths))  # type: ignore[return-value]
+        return tuple(
+            LazyExpanded.of(self, which, (rows, self.heads, columns, width))
+            for which, width in enumerate(widths)
+        )  # type: ignore[return-value]
 
     @property
     def heads(self) -> int:
-        heads: int = self.module.kv_b_proj.weight.shape[0] // (self.module.qk_nope_head_dim + self.module.v_head_dim)
+        heads: int = self.module.kv_b_proj.weight.shape[0] // (
+            self.module.qk_nope_head_dim + self.module.v_head_dim
+        )
         return heads
 
     def made(self, which: int) -> torch.Tensor:
@@ -49,11 +57,15 @@ class Expansion:
         return self._made[which]
 
     def attend(self, query: torch.Tensor, seen: Seen, scale: float) -> torch.Tensor:
-        """Attention of query [rows, heads, new, key_dim] over the latents in the pages: [rows, new, heads, value_dim]."""
+        """Attention of query [rows, heads, new, key_dim] over the latents in the pages: [rows, new, heads,
+        value_dim].
+        """
         new = (self.latents.step_tokens, self.turned.step_tokens)
         known = None if new[0] is None or new[1] is None else (new[0], new[1])
         pages = self.latents.pages
-        return pages.ops.attend_latents(query, pages, seen, self._attend, self.module.v_head_dim, known, scale=scale)
+        return pages.ops.attend_latents(
+            query, pages, seen, self._attend, self.module.v_head_dim, known, scale=scale
+        )
 
     def _attend(
         self,
@@ -82,13 +94,18 @@ class Expansion:
         return (out @ of_values.transpose(1, 2)).transpose(1, 2).contiguous()
 
     def weights(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What makes keys [heads, nope, rank] and values [heads, value_dim, rank] of latents, where that may go to the queries.
+        """What makes keys [heads, nope, rank] and values [heads, value_dim, rank] of latents, where that may
+        go to the queries.
 
-        None if the projection is more than a matrix (adapters, hooks, quantized or sharded weights), or if the step has so many
-        new tokens that expanding is less work.
+        None if the projection is more than a matrix (adapters, hooks, quantized or sharded weights), or if
+        the step has so many new tokens that expanding is less work.
         """
         module, projection = self.module, self.module.kv_b_proj
-        if type(projection) is not nn.Linear or projection.bias is not None or type(projection.weight) is not nn.Parameter:
+        if (
+            type(projection) is not nn.Linear
+            or projection.bias is not None
+            or type(projection.weight) is not nn.Parameter
+        ):
             return None
         if "forward" in projection.__dict__ or projection._forward_hooks or projection._forward_pre_hooks:
             return None
@@ -137,7 +154,9 @@ def defer_expansion(classes: Sequence[Any]) -> None:
         for cls in classes:
             method = getattr(cls, METHOD)
             if cls not in _stocks:
-                _stocks[cls] = getattr(method, STANDS_FOR, method)  # a module that was reloaded has left its wrapper
+                _stocks[cls] = getattr(
+                    method, STANDS_FOR, method
+                )  # a module that was reloaded has left its wrapper
             elif method is not _stocks[cls]:
                 continue
             setattr(cls, METHOD, _deferring(_stocks[cls]))
@@ -168,5 +187,7 @@ def _is_known(cls: Any) -> bool:
     method = getattr(cls, METHOD, None)
     if method is None:
         return False
-    known = importlib.import_module("transformers.models.deepseek_v3.modeling_deepseek_v3").DeepseekV3Attention
+    known = importlib.import_module(
+        "transformers.models.deepseek_v3.modeling_deepseek_v3"
+    ).DeepseekV3Attention
     return METHOD in vars(cls) and reads_like(method, getattr(known, METHOD))

@@ -1,4 +1,6 @@
-"""Offloaded weights: accelerate keeps them in host memory or in files, and hooks load them for each forward."""
+"""Offloaded weights: accelerate keeps them in host memory or in files, and hooks load them for each
+forward.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ class Unlike(RuntimeError):
 class Layouts:
     """What is known of the fields of one model's answers, by what its forward is asked for.
 
-    A layout has the shape of an answer, with the dimension of the rows in the place of each tensor, None for a tensor without rows.
+    A layout has the shape of an answer, with the dimension of the rows in the place of each tensor, None for
+    a tensor without rows.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,9 @@ def layouts_of(model: nn.Module) -> Layouts:
 
 
 def asked_fields(model: nn.Module, arguments: Mapping[str, Any]) -> Hashable | None:
-    """What a forward is asked for beside logits, with all that may decide its fields; None if it is asked for nothing else."""
+    """What a forward is asked for beside logits, with all that may decide its fields; None if it is asked for
+    nothing else.
+    """
     asked = {name for name, value in arguments.items() if name.startswith("output_") and value}
     asked |= {name for name in IN_CONFIGS if getattr(model.config, name, False)}
     given = frozenset(name for name, value in arguments.items() if value is not None)
@@ -110,7 +113,9 @@ def _close(expected: torch.Tensor, found: torch.Tensor) -> bool:
 
 
 def repeated(x: torch.Tensor, dimension: int, rows: int, copies: int) -> torch.Tensor:
-    """x with each of the `rows` rows along a dimension `copies` times; routers flatten [rows, tokens] into one."""
+    """x with each of the `rows` rows along a dimension `copies` times; routers flatten [rows, tokens] into
+    one.
+    """
     if x.shape[dimension] % rows:
         raise Unlike
     per_row: torch.Tensor = x.unflatten(dimension, (rows, -1))
@@ -118,16 +123,22 @@ def repeated(x: torch.Tensor, dimension: int, rows: int, copies: int) -> torch.T
 
 
 def repeat_fields(answer: Any, layout: Any, rows: int, copies: int) -> Any:
-    """An answer over `rows` rows as if each had stood there `copies` times; raises `Unlike` if it has another layout."""
+    """An answer over `rows` rows as if each had stood there `copies` times; raises `Unlike` if it has another
+    layout.
+    """
     if isinstance(answer, torch.Tensor):
         return _repeat(answer, layout, rows, copies)
     if isinstance(answer, ModelOutput):
-        parts = {name: repeat_fields(part, _part(layout, name), rows, copies) for name, part in answer.items()}
+        parts = {
+            name: repeat_fields(part, _part(layout, name), rows, copies) for name, part in answer.items()
+        }
         return type(answer)(**parts)
     if isinstance(answer, (tuple, list)):
         if isinstance(layout, list) and len(layout) != len(answer):
             raise Unlike(f"expected {len(layout)} tensors, got {len(answer)}")
-        return type(answer)(repeat_fields(part, _part(layout, i), rows, copies) for i, part in enumerate(answer))
+        return type(answer)(
+            repeat_fields(part, _part(layout, i), rows, copies) for i, part in enumerate(answer)
+        )
     return answer
 
 
@@ -143,4 +154,7 @@ def _repeat(x: torch.Tensor, layout: Any, rows: int, copies: int) -> torch.Tenso
         return x if x.ndim == 0 or x.shape[0] % rows else repeated(x, 0, rows, copies)
     if layout is None or isinstance(layout, int):
         return x if layout is None else repeated(x, layout, rows, copies)
-    raise Unlike(f"a model answered a tensor {list(x.shape)} that it did not answer when its outputs were looked at; please report it")
+    raise Unlike(
+        f"a model answered a tensor {list(x.shape)} that it did not answer when its outputs were looked at; "
+        "please report it"
+    )

@@ -1,4 +1,6 @@
-"""What quantized layers keep beside their weights, and which of them round a token by what else is computed with it."""
+"""What quantized layers keep beside their weights, and which of them round a token by what else is computed
+with it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ NESTED = 2
 
 
 def scales_of(module: nn.Module, weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors without which a quantized weight of a module says nothing, where no parameter and no buffer names them.
+    """The tensors without which a quantized weight of a module says nothing, where no parameter and no buffer
+    names them.
 
     Types that say themselves what they consist of (torchao's) need nothing here.
     """
@@ -29,15 +32,21 @@ def _inside(value: Any, depth: int) -> Iterator[torch.Tensor]:
     for part in vars(value).values():
         if isinstance(part, torch.Tensor):
             yield part
-        elif depth and hasattr(part, "__dict__") and not isinstance(part, (nn.Module, type)) and not callable(part):
+        elif (
+            depth
+            and hasattr(part, "__dict__")
+            and not isinstance(part, (nn.Module, type))
+            and not callable(part)
+        ):
             yield from _inside(part, depth - 1)
 
 
 def looks_around(module: nn.Module, weight: torch.Tensor) -> bool:
-    """Whether the layer rounds a token by the others of its batch: then what it makes of a token is nobody else's.
+    """Whether the layer rounds a token by the others of its batch: then what it makes of a token is nobody
+    else's.
 
-    bitsandbytes' int8 layers keep those columns exact in which any token is an outlier; a scale for a whole tensor of
-    activations (torchao's PerTensor) is the largest token's.
+    bitsandbytes' int8 layers keep those columns exact in which any token is an outlier; a scale for a whole
+    tensor of activations (torchao's PerTensor) is the largest token's.
     """
     if getattr(_int8_state(module), "threshold", 0):
         return True

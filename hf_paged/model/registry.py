@@ -75,9 +75,11 @@ def release(model: nn.Module) -> int:
 
 
 def invalidate(model: nn.Module) -> None:
-    """Let no prompt begin with anything that is cached now: say so when a model was changed in a way that nobody can see.
+    """Let no prompt begin with anything that is cached now: say so when a model was changed in a way that
+    nobody can see.
 
-    Caches that are kept go on as they are; what they hold, and what is computed behind it, is not found either.
+    Caches that are kept go on as they are; what they hold, and what is computed behind it, is not found
+    either.
     """
     memory = _memories.get(base_model(model))
     if memory is not None:
@@ -95,4 +97,6 @@ def before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             memory.release(training=True)
     sequences = getattr(kwargs.get("past_key_values"), "sequences", None)
     if sequences is not None and sequences.starts is not None and kwargs.get("attention_mask") is None:
-        raise ValueError("this cache holds rows of different lengths; pass the attention_mask that it was begun with")
+        raise ValueError(
+            "this cache holds rows of different lengths; pass the attention_mask that it was begun with"
+        )

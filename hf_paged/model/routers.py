@@ -1,4 +1,6 @@
-"""Routers that drop tokens beyond an expert's capacity: what is computed beside a token may decide what it becomes."""
+"""Routers that drop tokens beyond an expert's capacity: what is computed beside a token may decide what it
+becomes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ CROWD = 0.7
 
 
 class Seen(NamedTuple):
-    """What a module was called with: some tokens' hidden states, how tokens were laid out, and the arguments beside them."""
+    """What a module was called with: some tokens' hidden states, how tokens were laid out, and the arguments
+    beside them.
+    """
 
     kinds: torch.Tensor
     """[kinds, hidden]"""
@@ -52,7 +56,11 @@ class Routers:
     """The modules of a model's decoder that know a capacity, and what they were last called with."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = [module for module in _decoder(model).modules() if _has_capacity(cast(Any, type(module))) and _weighs(module)]
+        self.modules = [
+            module
+            for module in _decoder(model).modules()
+            if _has_capacity(cast(Any, type(module))) and _weighs(module)
+        ]
         self.seen: dict[nn.Module, Seen] = {}
 
     @contextmanager
@@ -76,7 +84,9 @@ class Routers:
         return all(module in self.seen for module in self.modules)
 
     def keep_rows_apart(self, rows: int, copies: int, tokens: int) -> bool:
-        """Whether `tokens` tokens of `rows` rows, and the step behind them, come out the same if each row stands there `copies` times."""
+        """Whether `tokens` tokens of `rows` rows, and the step behind them, come out the same if each row
+        stands there `copies` times.
+        """
         for module in self.modules:
             for pattern in range(PATTERNS):
                 few = [self.seen[module].content(rows, count, pattern) for count in (tokens, 1)]
@@ -126,7 +136,10 @@ def _has_capacity(kind: Any) -> bool:
         tree = ast.parse(textwrap.dedent(source))
     except (OSError, TypeError, SyntaxError):
         return False
-    names = (getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None) for node in ast.walk(tree))
+    names = (
+        getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None)
+        for node in ast.walk(tree)
+    )
     return any("capacity" in name.lower() for name in names if isinstance(name, str))
 
 
@@ -142,10 +155,14 @@ def _seen(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Seen:
     return Seen(torch.cat([kinds, -kinds]), hidden.ndim == 2, beside, named)
 
 
-def _alike(module: nn.Module, seen: Seen, few: list[torch.Tensor], many: list[torch.Tensor], rows: int, copies: int) -> bool:
-    """Whether a module answers one series of calls as another in which everything stands there `copies` times.
+def _alike(
+    module: nn.Module, seen: Seen, few: list[torch.Tensor], many: list[torch.Tensor], rows: int, copies: int
+) -> bool:
+    """Whether a module answers one series of calls as another in which everything stands there `copies`
+    times.
 
-    A series, because a router may keep the capacity of its first call. A module that cannot be tried is not trusted.
+    A series, because a router may keep the capacity of its first call. A module that cannot be tried is not
+    trusted.
     """
     try:
         answers = zip(_answers(module, seen, few), _answers(module, seen, many), strict=True)
@@ -159,7 +176,9 @@ def _alike(module: nn.Module, seen: Seen, few: list[torch.Tensor], many: list[to
 
 
 def _answers(module: nn.Module, seen: Seen, calls: list[torch.Tensor]) -> list[Any]:
-    """What a module answers to a series of calls, beginning as it is now, and unchanged by it; `Unlike` if it draws at random."""
+    """What a module answers to a series of calls, beginning as it is now, and unchanged by it; `Unlike` if it
+    draws at random.
+    """
     twin = copy.copy(module)
     forward: Any = type(module).forward
     devices = [seen.kinds.device] if seen.kinds.device.type == "cuda" else []

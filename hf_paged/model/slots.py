@@ -1,4 +1,6 @@
-"""What each layer of a cache keeps: keys and values in pages, something else in tensors of its own, or both."""
+"""What each layer of a cache keeps: keys and values in pages, something else in tensors of its own, or
+both.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 from transformers import cache_utils
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from ..kv import Kind, Sequences
 from .layer import PagedLayer, WindowLayer
@@ -26,7 +33,9 @@ KEPT_FROM_STOCK = ("update", "get_seq_length", "get_mask_sizes", "lazy_initializ
 
 
 class Slot(NamedTuple):
-    """A layer's place in a cache: the pages it gets, the class of the layer that uses them, and what else it keeps."""
+    """A layer's place in a cache: the pages it gets, the class of the layer that uses them, and what else it
+    keeps.
+    """
 
     kind: Kind | None
     paged: Any
@@ -56,13 +65,19 @@ class Slot(NamedTuple):
     @classmethod
     def like(cls, layer: Any, memo: dict[int, Any]) -> Slot:
         """The place for a copy of a cache's layer."""
-        return cls(layer.kind, type(layer), layer) if isinstance(layer, PagedLayer) else cls(None, None, deepcopy(layer, memo))
+        return (
+            cls(layer.kind, type(layer), layer)
+            if isinstance(layer, PagedLayer)
+            else cls(None, None, deepcopy(layer, memo))
+        )
 
 
 def slots_of(model: Any, cross: bool) -> list[Slot]:
-    """The places of a model's cache, as its config lays them out; `cross` for the cache of what an encoder made.
+    """The places of a model's cache, as its config lays them out; `cross` for the cache of what an encoder
+    made.
 
-    A decoder's own cache may have layers that attend across, too: to a picture's tokens (Mllama), which are none of the text.
+    A decoder's own cache may have layers that attend across, too: to a picture's tokens (Mllama), which are
+    none of the text.
     """
     config = model.config.get_text_config(decoder=True)
     stock = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
@@ -71,7 +86,8 @@ def slots_of(model: Any, cross: bool) -> list[Slot]:
 
 
 class StatefulLayer(PagedLayer):
-    """Attention in pages and a recurrent state in stock's tensors, side by side in one layer (Zamba, Falcon-H1, ...).
+    """Attention in pages and a recurrent state in stock's tensors, side by side in one layer (Zamba,
+    Falcon-H1, ...).
 
     The other base is stock's layer, which comes after this one.
     """
@@ -138,10 +154,12 @@ def paged_class(stock: Any) -> Any:
         return _class_beside(stock, (StatefulLayer, stock), {})
     if stock is STATE_AND_WINDOW and stock is not None:
         return _class_beside(stock, (StatefulLayer, WindowLayer, stock), {})
-    if not issubclass(stock, DynamicLayer) or any(getattr(stock, name) is not getattr(DynamicLayer, name) for name in KEPT_FROM_STOCK):
+    if not issubclass(stock, DynamicLayer) or any(
+        getattr(stock, name) is not getattr(DynamicLayer, name) for name in KEPT_FROM_STOCK
+    ):
         return None
-    # Plain keys and values with something beside them (an indexer's keys): its methods end in ours instead of DynamicLayer's.
-    # Without a layer type of its own, or transformers would take it for stock's.
+    # Plain keys and values with something beside them (an indexer's keys): its methods end in ours instead of
+    # DynamicLayer's. Without a layer type of its own, or transformers would take it for stock's.
     return _class_beside(stock, (stock, BesideLayer), {"_layer_type": None, "__init__": PagedLayer.__init__})
 
 

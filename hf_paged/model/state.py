@@ -1,4 +1,6 @@
-"""What a captured step takes for granted about its model: everything that Python decided while it was captured."""
+"""What a captured step takes for granted about its model: everything that Python decided while it was
+captured.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ from .switch import original_implementation
 
 PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {"generation_config"}
-"""What every module has (parameters, buffers and hooks are looked at by themselves), and what no forward reads."""
+"""What every module has (parameters, buffers and hooks are looked at by themselves), and what no forward
+reads.
+"""
 HARMLESS_HOOKS = ("hf_paged.", "transformers.utils.output_capturing")
 """Whose hooks a replay may leave out: they do nothing in a decoding step."""
 
 
 class Same:
-    """An object as part of a key: equal only to itself, and not kept alive by the key if that can be helped."""
+    """An object as part of a key: equal only to itself, and not kept alive by the key if that can be
+    helped.
+    """
 
     __slots__ = ("_hash", "_of")
 
@@ -49,9 +55,10 @@ class Same:
 class ModelState:
     """A model as it is now: two are equal if a step captured over one may be replayed over the other.
 
-    Weights may change where they lie, a replay reads them anew. Whatever else is set, on any module or its config, adapters and
-    their scales included, is part of the state, and so is the code of the modules with the globals that it names. What only a
-    function called by that code looks up, or an object inside an object, is not.
+    Weights may change where they lie, a replay reads them anew. Whatever else is set, on any module or its
+    config, adapters and their scales included, is part of the state, and so is the code of the modules with
+    the globals that it names. What only a function called by that code looks up, or an object inside an
+    object, is not.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
@@ -67,7 +74,11 @@ class ModelState:
         return self is other or (isinstance(other, ModelState) and self._facts == other._facts)
 
     def _of_model(self, model: nn.Module, forward: Callable[..., Any]) -> Iterator[Any]:
-        yield _products(), torch.are_deterministic_algorithms_enabled(), Same(getattr(forward, "__func__", forward))
+        yield (
+            _products(),
+            torch.are_deterministic_algorithms_enabled(),
+            Same(getattr(forward, "__func__", forward)),
+        )
         everywhere = nn.modules.module
         self.steady &= not everywhere._global_forward_hooks and not everywhere._global_forward_pre_hooks
         configs: dict[int, Any] = {}
@@ -182,11 +193,15 @@ watching: ContextVar[Watch | None] = ContextVar("hf_paged_watch", default=None)
 
 
 def runs_foreign_code(arguments: dict[str, Any]) -> bool:
-    """Whether code that is not transformers' own runs between the steps of a generate() with these arguments."""
+    """Whether code that is not transformers' own runs between the steps of a generate() with these
+    arguments.
+    """
     several = [*(arguments.get("logits_processor") or ()), *(arguments.get("stopping_criteria") or ())]
     if any(not type(one).__module__.startswith("transformers.") for one in several if one is not None):
         return True
     streamer = arguments.get("streamer")
     if streamer is not None and not type(streamer).__module__.startswith("transformers."):
         return True
-    return arguments.get("prefix_allowed_tokens_fn") is not None or arguments.get("custom_generate") is not None
+    return (
+        arguments.get("prefix_allowed_tokens_fn") is not None or arguments.get("custom_generate") is not None
+    )

@@ -31,13 +31,20 @@ def why_not(model: Any, generation_config: Any) -> str | None:
 
 
 def why_dropped(model: Any) -> str | None:
-    """Why layers drop the cache that they are given, or None if they keep it: transformers takes it from checkpointed ones."""
+    """Why layers drop the cache that they are given, or None if they keep it: transformers takes it from
+    checkpointed ones.
+    """
     if not model.training:
         return None
     for module in model.get_decoder().modules():
-        if getattr(module, "gradient_checkpointing", False) and module.training and not getattr(module, READS, False):
+        if (
+            getattr(module, "gradient_checkpointing", False)
+            and module.training
+            and not getattr(module, READS, False)
+        ):
             return (
-                f"{type(model).__name__} trains with gradient checkpointing, under which its layers drop any cache, transformers' "
+                f"{type(model).__name__} trains with gradient checkpointing, under which its layers drop any "
+                "cache, transformers' "
                 "too; call model.eval() or model.gradient_checkpointing_disable() first"
             )
     return None
@@ -55,7 +62,10 @@ def why_left(model: Any) -> str:
     if any(getattr(each, "is_prompt_learning", False) for each in getattr(adapters, "values", tuple)()):
         return f"peft's prefix tuning gave {name} another cache, with its keys and values in it"
     if any(rope.get("rope_type") == "longrope" for rope in ropes_of(model)):
-        return f"{name} went on with another cache, in which its long rope computes everything anew beyond its original length"
+        return (
+            f"{name} went on with another cache, in which its long rope computes everything anew "
+            "beyond its original length"
+        )
     return f"{name} went on with another cache, which its forward or its prepare_inputs_for_generation made"
 
 
@@ -69,4 +79,8 @@ def ropes_of(model: Any) -> list[dict[str, Any]]:
 
 def warn(reason: str) -> None:
     """Say once per place and reason that stock takes over."""
-    warnings.warn(f"cache_implementation='paged': {reason}; transformers' own cache is used", FallbackWarning, stacklevel=5)
+    warnings.warn(
+        f"cache_implementation='paged': {reason}; transformers' own cache is used",
+        FallbackWarning,
+        stacklevel=5,
+    )

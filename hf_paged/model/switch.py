@@ -30,11 +30,15 @@ def original_implementation(config: Any) -> str:
     """The attention setting that the user chose for the models of `config`."""
     with _lock:  # another thread may switch it between the two questions
         entry = _switched.get(id(config))
-        return str(entry.original if entry is not None else getattr(config, "_attn_implementation", None) or "eager")
+        return str(
+            entry.original if entry is not None else getattr(config, "_attn_implementation", None) or "eager"
+        )
 
 
 def switch(configs: list[Any], name: str, owner: object) -> None:
-    """Set the attention of `configs` to `name` until `restore`. A second switch by the same owner changes nothing."""
+    """Set the attention of `configs` to `name` until `restore`. A second switch by the same owner changes
+    nothing.
+    """
     with _lock:
         for config in configs:
             entry = _switched.setdefault(id(config), _Switched(config))
@@ -43,7 +47,9 @@ def switch(configs: list[Any], name: str, owner: object) -> None:
 
 
 def restore(configs: list[Any], owner: object) -> None:
-    """Undo the `switch` of an owner, or what an interrupt has left of it; the last owner puts the user's setting back."""
+    """Undo the `switch` of an owner, or what an interrupt has left of it; the last owner puts the user's
+    setting back.
+    """
     with _lock:
         for config in configs:
             entry = _switched.get(id(config))
@@ -56,10 +62,11 @@ def restore(configs: list[Any], owner: object) -> None:
 
 
 def decoder_configs(model: nn.Module) -> list[Any]:
-    """The configs of the attention modules that read a cache and look their function up in transformers' registry.
+    """The configs of the attention modules that read a cache and look their function up in transformers'
+    registry.
 
-    A config that some other attention reads too stays as it is: that module would not know our name. So does one whose
-    attention is the user's own: it is called as ever, on dense copies.
+    A config that some other attention reads too stays as it is: that module would not know our name. So does
+    one whose attention is the user's own: it is called as ever, on dense copies.
     """
     ours: dict[int, Any] = {}
     others: set[int] = set()
@@ -85,7 +92,9 @@ def is_stock(setting: str) -> bool:
 
 @cache
 def is_told_its_layer(cls: Any) -> bool:
-    """Whether a module serves several layers and learns with every call which one it is (Zamba's attention)."""
+    """Whether a module serves several layers and learns with every call which one it is (Zamba's
+    attention).
+    """
     return "layer_idx" in inspect.signature(cls.forward).parameters
 
 
@@ -102,6 +111,9 @@ def uses_registry(cls: Any) -> bool:
         source = inspect.getsource(cls)
     except (OSError, TypeError):
         return False
-    # A class that asks whether its function is one of stock's would take ours for something else. One that makes a mask of its own
-    # asks whether it was given one, and stock gives none where a mask would be plainly causal.
-    return "ALL_ATTENTION_FUNCTIONS" in source and not re.search(r"_attn_implementation (not )?in |attention_mask=attn_mask\b", source)
+    # A class that asks whether its function is one of stock's would take ours for something else. One that
+    # makes a mask of its own asks whether it was given one, and stock gives none where a mask would be
+    # plainly causal.
+    return "ALL_ATTENTION_FUNCTIONS" in source and not re.search(
+        r"_attn_implementation (not )?in |attention_mask=attn_mask\b", source
+    )

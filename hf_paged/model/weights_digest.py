@@ -1,4 +1,6 @@
-"""Whether a model's tensors still hold what they held: some words of each at every look, and in turns all of them."""
+"""Whether a model's tensors still hold what they held: some words of each at every look, and in turns all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Unreadable(Exception):
 
 
 class Tags:
-    """What the host sees of tensors without asking a device: which they are, where they lie, how often torch wrote to them."""
+    """What the host sees of tensors without asking a device: which they are, where they lie, how often torch
+    wrote to them.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
@@ -44,12 +48,15 @@ class Tags:
         if len(tensors) != len(self._tensors):
             return False
         same = all(known() is tensor for known, tensor in zip(self._tensors, tensors, strict=True))
-        return same and all(known == _facts(tensor) for known, tensor in zip(self._facts, tensors, strict=True))
+        return same and all(
+            known == _facts(tensor) for known, tensor in zip(self._facts, tensors, strict=True)
+        )
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     if _wraps(tensor):
-        return tuple(_facts(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+        names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        return tuple(_facts(getattr(tensor, name)) for name in names)
     version = 0 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -79,14 +86,20 @@ class Reading(NamedTuple):
 
 
 class Contents:
-    """What tensors hold, boiled down to a number for each piece when this is made; later looks read some pieces again.
+    """What tensors hold, boiled down to a number for each piece when this is made; later looks read some
+    pieces again.
 
-    A look costs a launch or two. It sees every change of a small tensor and of a word that is sampled, hence whatever changes
-    a tensor everywhere, and it sees any other change when its turn comes: after `turns` looks at the latest.
+    A look costs a launch or two. It sees every change of a small tensor and of a word that is sampled, hence
+    whatever changes a tensor everywhere, and it sees any other change when its turn comes: after `turns`
+    looks at the latest.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._by_hand = [i for i, tensor in enumerate(tensors) if any(not by_address for _, by_address in _by_place([tensor]))]
+        self._by_hand = [
+            i
+            for i, tensor in enumerate(tensors)
+            if any(not by_address for _, by_address in _by_place([tensor]))
+        ]
         self._shelves = {place: Shelf(parts, place) for place, parts in _by_place(tensors).items()}
         self._baseline = self._read([[(0, len(shelf.pieces))] for shelf in self._shelves.values()])
         self._known: dict[Shelf, list[int]] = {}
@@ -98,7 +111,9 @@ class Contents:
         return max((len(shelf.turns) for shelf in self._shelves.values()), default=1)
 
     def look(self, tensors: Sequence[torch.Tensor]) -> list[Reading]:
-        """Begin to read some of it again. The tensors must be those that this was made for, where they were."""
+        """Begin to read some of it again. The tensors must be those that this was made for, where they
+        were.
+        """
         self._looks += 1
         for place, parts in _by_place([tensors[i] for i in self._by_hand]).items():
             self._shelves[place].parts = parts
@@ -122,25 +137,35 @@ class Contents:
 
 
 class Shelf:
-    """The parts that lie in one place, cut into pieces: first a sample of each, then all of the large ones."""
+    """The parts that lie in one place, cut into pieces: first a sample of each, then all of the large
+    ones.
+    """
 
     def __init__(self, parts: list[torch.Tensor], place: Place) -> None:
         self.device, by_address = place
         self.parts = parts
-        lengths = [part.nbytes // 4 for part in parts] if by_address else [_words(part).numel() for part in parts]
+        lengths = (
+            [part.nbytes // 4 for part in parts] if by_address else [_words(part).numel() for part in parts]
+        )
         steps = [1 if words <= SMALL else words // SAMPLES for words in lengths]
         self.pieces = [
-            Piece(i, 0, words if step == 1 else SAMPLES, step) for i, (words, step) in enumerate(zip(lengths, steps, strict=True))
+            Piece(i, 0, words if step == 1 else SAMPLES, step)
+            for i, (words, step) in enumerate(zip(lengths, steps, strict=True))
         ]
         self.samples = len(self.pieces)
         self.turns: list[tuple[int, int]] = []
-        self._cut([(i, words) for i, (words, step) in enumerate(zip(lengths, steps, strict=True)) if step > 1])
+        self._cut(
+            [(i, words) for i, (words, step) in enumerate(zip(lengths, steps, strict=True)) if step > 1]
+        )
         self._kernel = digester(self.device) if by_address else None
         self._table: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
         if self._kernel is not None:
             firsts = [parts[piece.part].data_ptr() + 4 * piece.first for piece in self.pieces]
-            self._table = upload([firsts, [piece.words for piece in self.pieces], [piece.step for piece in self.pieces]], self.device)
+            self._table = upload(
+                [firsts, [piece.words for piece in self.pieces], [piece.step for piece in self.pieces]],
+                self.device,
+            )
 
     def _cut(self, large: list[tuple[int, int]]) -> None:
         """Cut large parts (number, words) into pieces, and these into turns."""
@@ -184,7 +209,9 @@ class Shelf:
         return (self._read(piece).long() * self._weights[: piece.words]).sum()
 
     def _hash(self, piece: Piece) -> int:
-        return int.from_bytes(blake2b(self._read(piece).contiguous().numpy().data, digest_size=8).digest(), "little")
+        return int.from_bytes(
+            blake2b(self._read(piece).contiguous().numpy().data, digest_size=8).digest(), "little"
+        )
 
     def _read(self, piece: Piece) -> torch.Tensor:
         return _words(self.parts[piece.part])[piece.first :: piece.step][: piece.words]
@@ -199,7 +226,12 @@ def _by_place(tensors: Sequence[torch.Tensor]) -> dict[Place, list[torch.Tensor]
     places: dict[Place, list[torch.Tensor]] = {}
     for tensor in tensors:
         for part, moved in _parts(tensor.detach()):
-            by_address = not moved and digester(part.device) is not None and part.nbytes % 4 == 0 and part.data_ptr() % 4 == 0
+            by_address = (
+                not moved
+                and digester(part.device) is not None
+                and part.nbytes % 4 == 0
+                and part.data_ptr() % 4 == 0
+            )
             places.setdefault((part.device, by_address), []).append(part)
     return places
 
@@ -210,7 +242,9 @@ def _wraps(tensor: torch.Tensor) -> bool:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
-    """The plain tensors that a tensor consists of, in the order of their memory, and whether they had to be copied for it."""
+    """The plain tensors that a tensor consists of, in the order of their memory, and whether they had to be
+    copied for it.
+    """
     if _wraps(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from _parts(getattr(tensor, name).detach())

@@ -19,11 +19,13 @@ class Verdict(Enum):
     NEVER = "never"
 
 
-def judge(total: int, available: int, need: int, *, hits: int = 0, cached_hits: int = 0, reserve: int = 0) -> Verdict:
+def judge(
+    total: int, available: int, need: int, *, hits: int = 0, cached_hits: int = 0, reserve: int = 0
+) -> Verdict:
     """Whether a pool has room for `need` blocks and `reserve` more (C8, C9).
 
-    hits: blocks of the need that are there already; cached_hits: those of them that nobody holds, which count as available now
-    and would not any more.
+    hits: blocks of the need that are there already; cached_hits: those of them that nobody holds, which count
+    as available now and would not any more.
     """
     if total - need < reserve:
         return Verdict.NEVER
@@ -44,7 +46,8 @@ def why_infeasible(request: Request, shelves: Rows[Shelf], limits: Limits) -> st
             need, most = shelf.pool.blocks_for(request.source), shelf.pool.total - limits.reserve(shelf)
             if need > most:
                 return (
-                    f"an encoder's {request.source} tokens need {need} blocks of {shelf.pool.block_size} and {most} can be had; "
+                    f"an encoder's {request.source} tokens need {need} blocks of {shelf.pool.block_size} and "
+                    f"{most} can be had; "
                     "shorten the input or raise num_blocks"
                 )
             continue
@@ -52,29 +55,40 @@ def why_infeasible(request: Request, shelves: Rows[Shelf], limits: Limits) -> st
         most = shelf.pool.total - limits.reserve(shelf)
         if need > most:
             return (
-                f"{request.width} sequence(s) of up to {request.most_tokens} tokens (prompt {len(request.prompt)}) need {need} blocks of "
+                f"{request.width} sequence(s) of up to {request.most_tokens} tokens (prompt "
+                f"{len(request.prompt)}) need {need} blocks of "
                 f"{shelf.pool.block_size} and {most} can be had; lower max_new_tokens or raise num_blocks"
             )
     return None
 
 
 def headroom(group: Group, need: int, running: Rows[Group], shelf: int, chunk: int) -> int:
-    """The blocks that a group to which preemption happens again and again leaves available when it comes back with `need` blocks.
+    """The blocks that a group to which preemption happens again and again leaves available when it comes back
+    with `need` blocks.
 
-    For every sequence that runs, and its own, twice as many with each time that blocks ran out for it, up to all they can come to
+    For every sequence that runs, and its own, twice as many with each time that blocks ran out for it, up to
+    all they can come to
     need: then nobody older can push it out any more, so it goes only so often.
     """
     each = 1 << (group.setbacks - 1)
     # Alone it finds all of the pool, and must never wait for more.
-    own = min(each * len(group.sequences), max(0, min(group.most(shelf, chunk), group.shelves[shelf].pool.total) - need))
-    return own + sum(min(each * len(other.sequences), max(0, other.most(shelf, chunk) - other.held(shelf))) for other in running)
+    own = min(
+        each * len(group.sequences),
+        max(0, min(group.most(shelf, chunk), group.shelves[shelf].pool.total) - need),
+    )
+    return own + sum(
+        min(each * len(other.sequences), max(0, other.most(shelf, chunk) - other.held(shelf)))
+        for other in running
+    )
 
 
 class Bid(NamedTuple):
     """A group that asks to be let in.
 
-    blocks: for every pool the full blocks of its beginning that are there. needs: for every pool what all its tokens need.
-    sources: for every pool a block of which it copies a part, if there is one. cached: the tokens that it does not compute.
+    blocks: for every pool the full blocks of its beginning that are there. needs: for every pool what all its
+        tokens need.
+    sources: for every pool a block of which it copies a part, if there is one. cached: the tokens that it
+        does not compute.
     """
 
     group: Group
@@ -85,7 +99,9 @@ class Bid(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """When somebody asks to be let in: the number of the step, the tokens left in it, who runs, and how many sequences that is."""
+    """When somebody asks to be let in: the number of the step, the tokens left in it, who runs, and how many
+    sequences that is.
+    """
 
     step: int
     room: int
@@ -94,7 +110,8 @@ class Moment(NamedTuple):
 
 
 class Watermark:
-    """Lets in whoever finds room for the tokens it has so far and leaves the watermark free: answers grow into that (C8, C9).
+    """Lets in whoever finds room for the tokens it has so far and leaves the watermark free: answers grow
+    into that (C8, C9).
 
     The scheduler says who comes and goes; other routers build on this one and listen to it.
     """
@@ -102,20 +119,28 @@ class Watermark:
     def __init__(self, shelves: Rows[Shelf], limits: Limits) -> None:
         self.shelves, self.limits = tuple(shelves), limits
         self._behind: dict[Group, None] = {}
-        """Who runs and has still to compute more than a token: few, so that a verdict does not ask everybody."""
+        """Who runs and has still to compute more than a token: few, so that a verdict does not ask everybody.
+        """
 
     def verdict(self, bid: Bid, moment: Moment) -> Verdict:
-        """Whether every pool has room for all tokens of the group, beside what those that run have still to compute."""
+        """Whether every pool has room for all tokens of the group, beside what those that run have still to
+        compute.
+        """
         self._behind = {other: None for other in self._behind if not other.decoding}
         fits = all(self._judge(i, bid, moment) is Verdict.OK for i in range(len(self.shelves)))
         return Verdict.OK if fits else Verdict.LATER
 
     def _judge(self, i: int, bid: Bid, moment: Moment) -> Verdict:
-        shelf, chunk, (group, blocks, need) = self.shelves[i], self.limits.tokens, (bid.group, bid.blocks[i], bid.needs[i])
+        shelf, chunk, (group, blocks, need) = (
+            self.shelves[i],
+            self.limits.tokens,
+            (bid.group, bid.blocks[i], bid.needs[i]),
+        )
         outstanding = sum(max(0, other.need(i, chunk) - other.held(i)) for other in self._behind)
         reserve = self.limits.reserve(shelf)
         if group.status is Status.PREEMPTED:
-            # No watermark; but it must not take the next block of those who run, or it would be the next to go (C9).
+            # No watermark; but it must not take the next block of those who run, or it would be the next to
+            # go (C9).
             reserve = moment.taken if group.setbacks < 2 else headroom(group, need, moment.running, i, chunk)
         return judge(
             shelf.pool.total,
@@ -150,5 +175,8 @@ class Watermark:
     def check(self, moment: Moment) -> None:
         """Raise AssertionError on the first thing that does not add up."""
         for group in moment.running:
-            expect(group.decoding or group.complete or group in self._behind, f"{group!r} is behind and admission does not know")
+            expect(
+                group.decoding or group.complete or group in self._behind,
+                f"{group!r} is behind and admission does not know",
+            )
         expect(self._behind.keys() <= set(moment.running), "admission counts somebody who does not run")

@@ -19,7 +19,9 @@ def check_shelves(shelves: Iterable[Shelf]) -> None:
 
 
 def check_groups(by_status: Mapping[Status, Sequence[Group]], key: Key) -> None:
-    """Every group stands where its status says, in order, and its tables hold what is computed, here or on the host (C30)."""
+    """Every group stands where its status says, in order, and its tables hold what is computed, here or on
+    the host (C30).
+    """
     for status, groups in by_status.items():
         keys = [key(group) for group in groups]
         expect(keys == sorted(keys), f"the {status.value} groups are out of order")
@@ -31,8 +33,14 @@ def check_groups(by_status: Mapping[Status, Sequence[Group]], key: Key) -> None:
                 lengths = {table.length for shelf, table in tables if not shelf.cross}
                 expect(lengths == {sequence.computed}, f"{sequence!r} has tables of {lengths} tokens")
                 encoded = {table.length for shelf, table in tables if shelf.cross}
-                expect(encoded <= {group.request.source if sequence.computed else 0}, f"{sequence!r} has {encoded} tokens of an encoder")
+                expect(
+                    encoded <= {group.request.source if sequence.computed else 0},
+                    f"{sequence!r} has {encoded} tokens of an encoder",
+                )
                 here = any(table.blocks for table in sequence.tables)
                 expect(status is Status.RUNNING or not here, f"{sequence!r} does not run and holds blocks")
                 expect(bool(sequence.parked) == group.swapped, f"{sequence!r} is not where its group is")
-                expect(group.swapped or status is Status.RUNNING or not sequence.computed, f"{sequence!r} has lost what it computed")
+                expect(
+                    group.swapped or status is Status.RUNNING or not sequence.computed,
+                    f"{sequence!r} has lost what it computed",
+                )

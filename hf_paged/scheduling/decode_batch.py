@@ -1,4 +1,6 @@
-"""Those who do nothing but decode: a step of all of them costs what happens in it, and next to nothing for each."""
+"""Those who do nothing but decode: a step of all of them costs what happens in it, and next to nothing for
+each.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from .request import Group, Sequence
 class Stride(NamedTuple):
     """A step of the crew: one token of each, whose slots are in the tables already.
 
-    sequences: the crew by places, the same object as long as nobody joins or leaves. starts: where each had come to before the crew's
-    first step, none of them further than `most`. step: how many steps it has taken; member i computes its token number
-    starts[i] + step. sheets: for every shelf the crew's tables, as they are until the next step is planned. filled: whose block is full
-    after it, and at how many tokens. last: the places of those who may get one more token and no other.
+    sequences: the crew by places, the same object as long as nobody joins or leaves. starts: where each had
+    come to before the crew's first step, none of them further than `most`. step: how many steps it has taken;
+    member i computes its token number starts[i] + step. sheets: for every shelf the crew's tables, as they
+    are until the next step is planned. filled: whose block is full after it, and at how many tokens. last:
+    the places of those who may get one more token and no other.
     """
 
     sequences: tuple[Sequence, ...]
@@ -38,9 +41,10 @@ class Stride(NamedTuple):
 class Crew:
     """The running groups of one sequence that take one token in every step, each at its place.
 
-    What they do alike is counted once. A block is needed when the one before it is full, which is known beforehand for each of them:
-    the rest of the step adds a token to every table. Places stay until somebody leaves: then the last one moves there. The
-    scheduler says who joins and who leaves; who is not in the crew is planned by itself.
+    What they do alike is counted once. A block is needed when the one before it is full, which is known
+    beforehand for each of them: the rest of the step adds a token to every table. Places stay until somebody
+    leaves: then the last one moves there. The scheduler says who joins and who leaves; who is not in the crew
+    is planned by itself.
     """
 
     def __init__(self, shelves: tuple[Shelf, ...]) -> None:
@@ -75,9 +79,17 @@ class Crew:
 
     def takes(self, group: Group) -> bool:
         """Whether a group may join: nobody else names the block that it would write in next."""
-        if group.request.width > 1 or not group.request.steady or not group.decoding or any(shelf.cross for shelf in self.shelves):
+        if (
+            group.request.width > 1
+            or not group.request.steady
+            or not group.decoding
+            or any(shelf.cross for shelf in self.shelves)
+        ):
             return False
-        return all(not table.length % self._size or table.pool.references(table.blocks[-1]) == 1 for table in group.leader.tables)
+        return all(
+            not table.length % self._size or table.pool.references(table.blocks[-1]) == 1
+            for table in group.leader.tables
+        )
 
     def join(self, sequence: Sequence) -> None:
         """Take a sequence in, which is one token behind."""
@@ -87,7 +99,9 @@ class Crew:
         self._starts.append(start)
         self._full[-start % self._size][sequence] = None
         self._ends.setdefault(self._end_of(sequence), {})[sequence] = None
-        for shelf, sheet, tables, table in zip(self.shelves, self.sheets, self._tables, sequence.tables, strict=True):
+        for shelf, sheet, tables, table in zip(
+            self.shelves, self.sheets, self._tables, sequence.tables, strict=True
+        ):
             if table.length % self._size:
                 shelf.pool.withdraw(table.blocks[-1])  # a name from before something was taken back would lie
             if shelf.window is not None:
@@ -127,14 +141,18 @@ class Crew:
         return self._as_it_is is not None and self._as_it_is[0] is stride.sequences
 
     def _end_of(self, sequence: Sequence) -> int:
-        """The number of the step that a member does not take any more: with the one before it gets its last token."""
+        """The number of the step that a member does not take any more: with the one before it gets its last
+        token.
+        """
         assert sequence.place is not None
         return sequence.group.request.most_tokens - 1 - self._starts[sequence.place]
 
     # ---- a step
 
     def need(self) -> int:
-        """The blocks of every pool that the next step takes; what lies behind a window goes back first (C10)."""
+        """The blocks of every pool that the next step takes; what lies behind a window goes back first
+        (C10).
+        """
         growing = self._full[self.steps % self._size]
         for i, shelf in enumerate(self.shelves):
             if shelf.window is not None:
@@ -181,12 +199,23 @@ class Crew:
     def check(self) -> None:
         """Raise AssertionError on the first thing that does not add up."""
         for place, sequence in enumerate(self.sequences):
-            expect(sequence.place == place, f"{sequence!r} is in place {place} of the crew and takes {sequence.place} for it")
-            expect(self._starts[place] + self.steps == sequence.computed, f"{sequence!r} is out of step with the crew")
-            expect(sequence in self._full[-self._starts[place] % self._size], f"nobody knows when {sequence!r} needs a block")
+            expect(
+                sequence.place == place,
+                f"{sequence!r} is in place {place} of the crew and takes {sequence.place} for it",
+            )
+            expect(
+                self._starts[place] + self.steps == sequence.computed,
+                f"{sequence!r} is out of step with the crew",
+            )
+            expect(
+                sequence in self._full[-self._starts[place] % self._size],
+                f"nobody knows when {sequence!r} needs a block",
+            )
             for sheet, tables, table in zip(self.sheets, self._tables, sequence.tables, strict=True):
                 expect(tables[place] is table, f"{sequence!r} has other tables than the crew")
                 expect(sheet.of(place, table), f"{sequence!r} has other blocks than the crew's sheet")
-            expect(sequence in self._ends.get(self._end_of(sequence), ()), f"nobody knows when {sequence!r} ends")
+            expect(
+                sequence in self._ends.get(self._end_of(sequence), ()), f"nobody knows when {sequence!r} ends"
+            )
         for what in (self._full, self._ends.values()):
             expect(sum(map(len, what)) == len(self.sequences), "the crew waits for somebody who left")

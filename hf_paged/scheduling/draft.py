@@ -28,7 +28,9 @@ class Draft:
         self._sources: list[tuple[BlockPool, int, int]] = []
 
     def detach(self, i: int, table: Table) -> None:
-        """Give a table of shelf `i` its own copy of a last block that it shares. The source stays held until the step is planned."""
+        """Give a table of shelf `i` its own copy of a last block that it shares. The source stays held until
+        the step is planned.
+        """
         for copy in detach([table], drop=False):
             self.copies[i].append(copy)
             self._sources.append((table.pool, copy.source, table.stamp))
@@ -42,14 +44,18 @@ class Draft:
 
 
 def samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
-    """Whose next token is known after this row: nobody's if tokens are left, and all of the group's before it is forked."""
+    """Whose next token is known after this row: nobody's if tokens are left, and all of the group's before it
+    is forked.
+    """
     if sequence.computed + count < len(sequence.tokens):
         return ()
     return (sequence,) if sequence.group.forked else tuple(sequence.group.sequences)
 
 
 def share(groups: Sequences[Group], room: int) -> list[Steps]:
-    """Who takes how many of so many tokens: whoever decodes has its token, who computes a prompt gets what that leaves."""
+    """Who takes how many of so many tokens: whoever decodes has its token, who computes a prompt gets what
+    that leaves.
+    """
     found, decoding = [], [group.decoding for group in groups]
     owed = sum([len(group.sequences) for group, each in zip(groups, decoding, strict=True) if each])
     for group, each in zip(groups, decoding, strict=True):
@@ -65,7 +71,9 @@ def share(groups: Sequences[Group], room: int) -> list[Steps]:
 
 
 def fit(shelves: Iterable[Shelf], several: Sequences[Steps], beside: int = 0) -> bool:
-    """Whether every pool has the blocks for these steps and `beside` more; what lies behind a window goes back first (C10)."""
+    """Whether every pool has the blocks for these steps and `beside` more; what lies behind a window goes
+    back first (C10).
+    """
     for i, shelf in enumerate(shelves):
         every = [([sequence.tables[i] for sequence, _ in steps], steps) for steps in several]
         if shelf.window is not None:
@@ -75,7 +83,10 @@ def fit(shelves: Iterable[Shelf], several: Sequences[Steps], beside: int = 0) ->
         most = beside + sum([count // shelf.pool.block_size + 2 for steps in several for _, count in steps])
         if not shelf.cross and most <= shelf.pool.available:
             continue  # nobody takes more than that, so nobody has to count
-        need = sum(blocks_needed(tables, [sequence.growth(i, count) for sequence, count in steps]) for tables, steps in every)
+        need = sum(
+            blocks_needed(tables, [sequence.growth(i, count) for sequence, count in steps])
+            for tables, steps in every
+        )
         if beside + need > shelf.pool.available:
             return False
     return True

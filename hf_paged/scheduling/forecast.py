@@ -22,14 +22,20 @@ FAR = 1 << 60
 LAG = 1
 """Whoever ends is found and freed this many steps later, if the host works ahead."""
 SHORTEST_REVIEW = 16
-"""An estimate is looked at again after so many tokens at the soonest; later after a quarter of the answer so far."""
+"""An estimate is looked at again after so many tokens at the soonest; later after a quarter of the answer so
+far.
+"""
 MARGIN = 0.5
-"""Estimates are wrong by about their own size, and errors add up as squares: this share of their sum stays free."""
+"""Estimates are wrong by about their own size, and errors add up as squares: this share of their sum stays
+free.
+"""
 GOLDEN = 0.6180339887498949
 
 
 class Part(NamedTuple):
-    """The slots of a pool that somebody holds at a step, `start + slope * step`, until the step `end` is over."""
+    """The slots of a pool that somebody holds at a step, `start + slope * step`, until the step `end` is
+    over.
+    """
 
     end: int
     slope: int
@@ -39,7 +45,8 @@ class Part(NamedTuple):
 def peak(parts: Iterable[Part]) -> int:
     """The most slots that are ever held; the parts come in order of their ends, the last to end first.
 
-    While everybody grows the most is held at a moment when somebody ends, and then all those are there that end no sooner.
+    While everybody grows the most is held at a moment when somebody ends, and then all those are there that
+    end no sooner.
     """
     most = slots = slope = 0
     for part in parts:
@@ -50,34 +57,55 @@ def peak(parts: Iterable[Part]) -> int:
 
 
 class _Entry:
-    """What a group that runs, or would like to, is going to hold of every pool. Replaced as a whole whenever that changes.
+    """What a group that runs, or would like to, is going to hold of every pool. Replaced as a whole whenever
+    that changes.
 
-    settled: it takes a token in every step by now. review: the step at which it is estimated anew. spread: the square of what is only
-    estimated. shared: blocks that are counted for several groups, and not in its parts.
+    settled: it takes a token in every step by now. review: the step at which it is estimated anew. spread:
+    the square of what is only estimated. shared: blocks that are counted for several groups, and not in its
+    parts.
     """
 
     __slots__ = ("group", "key", "parts", "review", "settled", "shared", "spread")
 
-    def __init__(self, group: Group, settled: bool, review: int, spread: int, parts: list[Part], shared: list[list[int]]) -> None:
-        self.group, self.settled, self.review, self.spread, self.parts, self.shared = group, settled, review, spread, parts, shared
+    def __init__(
+        self,
+        group: Group,
+        settled: bool,
+        review: int,
+        spread: int,
+        parts: list[Part],
+        shared: list[list[int]],
+    ) -> None:
+        self.group, self.settled, self.review, self.spread, self.parts, self.shared = (
+            group,
+            settled,
+            review,
+            spread,
+            parts,
+            shared,
+        )
         self.key = (-parts[0].end, group.request.number)
 
 
 class Future(Watermark):
-    """Lets in whoever can stay to the end: the future peak of all that run, with the newcomer, must fit every pool.
+    """Lets in whoever can stay to the end: the future peak of all that run, with the newcomer, must fit every
+    pool.
 
-    How long answers become is taken from those that have ended, given what each has said already. Every group stands for a share of
-    the answers, spread evenly over the groups, so that a crowd is as long as the answers were; a margin for the errors stays free. With
-    a history that knows nothing each is taken to become as long as it may, there is no margin, and nobody is ever preempted. An empty
-    engine lets in the first one, whatever is estimated.
+    How long answers become is taken from those that have ended, given what each has said already. Every group
+    stands for a share of the answers, spread evenly over the groups, so that a crowd is as long as the
+    answers were; a margin for the errors stays free. With a history that knows nothing each is taken to
+    become as long as it may, there is no margin, and nobody is ever preempted. An empty engine lets in the
+    first one, whatever is estimated.
 
-    Slots are counted, not blocks: a sequence of L tokens holds less than L + block_size of them, and half a block more on average, which
-    is what an estimate gets. Full blocks of a beginning that several groups share are counted once, for as long as one of them runs.
-    Behind a window a sequence is taken to hold the most at once. So is one whose prompt takes several steps, and without an end,
-    because nobody knows when it begins to grow.
+    Slots are counted, not blocks: a sequence of L tokens holds less than L + block_size of them, and half a
+    block more on average, which is what an estimate gets. Full blocks of a beginning that several groups
+    share are counted once, for as long as one of them runs. Behind a window a sequence is taken to hold the
+    most at once. So is one whose prompt takes several steps, and without an end, because nobody knows when it
+    begins to grow.
 
-    An event (somebody comes, goes, or is estimated anew) costs O(log n) and the move of n pointers, the verdict on the first one in
-    the queue n additions; whoever decodes as expected costs nothing, because its part is a line.
+    An event (somebody comes, goes, or is estimated anew) costs O(log n) and the move of n pointers, the
+    verdict on the first one in the queue n additions; whoever decodes as expected costs nothing, because its
+    part is a line.
     """
 
     def __init__(self, shelves: Rows[Shelf], limits: Limits, history: History | None = None) -> None:
@@ -115,7 +143,9 @@ class Future(Watermark):
         return Verdict.OK
 
     def _peak(self, i: int, newcomer: _Entry) -> int:
-        """The future peak of a pool, in slots, with the newcomer; what it shares with others is theirs no more."""
+        """The future peak of a pool, in slots, with the newcomer; what it shares with others is theirs no
+        more.
+        """
         size, shared = self.shelves[i].pool.block_size, self._shared[i]
         blocks = newcomer.shared[i]
         given = {entry: len(taken) * size for entry, taken in self._owners(i, blocks)}
@@ -123,13 +153,16 @@ class Future(Watermark):
         entries = chain(self._order[:place], (newcomer,), self._order[place:])
         parts: Iterable[Part] = (entry.parts[i] for entry in entries)
         if given:
-            parts = (entry.parts[i]._replace(start=entry.parts[i].start - given.get(entry, 0)) for entry in entries)
+            parts = (
+                entry.parts[i]._replace(start=entry.parts[i].start - given.get(entry, 0)) for entry in entries
+            )
         return peak(parts) + size * (len(shared) + sum(1 for block in blocks if block not in shared))
 
     def _owners(self, i: int, blocks: list[int]) -> Iterator[tuple[_Entry, list[int]]]:
         """Who counts some of these blocks, the first of a newcomer, as its own only, and which.
 
-        What all of them share with others already comes first. A block that is not found here is counted twice, and never too little.
+        What all of them share with others already comes first. A block that is not found here is counted
+        twice, and never too little.
         """
         shared, size = self._shared[i], self.shelves[i].pool.block_size
         first = next((place for place, block in enumerate(blocks) if block not in shared), len(blocks))
@@ -138,7 +171,9 @@ class Future(Watermark):
             return
         for entry in self._order:
             own = entry.group.leader.tables[i].blocks[first : entry.group.common // size]
-            taken = [block for block, _ in takewhile(lambda pair: pair[0] == pair[1], zip(new, own, strict=False))]
+            taken = [
+                block for block, _ in takewhile(lambda pair: pair[0] == pair[1], zip(new, own, strict=False))
+            ]
             if taken:
                 yield entry, taken
 
@@ -158,13 +193,17 @@ class Future(Watermark):
         """What a group holds from `step` on; settled: from then on it grows in every step."""
         width, prompt = len(group.sequences), len(group.request.prompt)
         said, most = group.length - prompt, group.request.most_tokens - prompt
-        # Of n answers the longest counts, which stays within a length as often as one does, to the power of n.
+        # Of n answers the longest counts, which stays within a length as often as one does, to the power of
+        # n.
         share = (group.request.number * GOLDEN % 1.0) ** (1 / width)
         length = max(said, self.history.expected(said, most, share))
         end = step + length - said - 1 + LAG if settled else FAR
         parts = []
         for i in range(len(self.shelves)):
-            slots = self._slots(i, group, prompt + length + LAG, length < most) - len(shared[i]) * self.shelves[i].pool.block_size
+            slots = (
+                self._slots(i, group, prompt + length + LAG, length < most)
+                - len(shared[i]) * self.shelves[i].pool.block_size
+            )
             slope = width if settled and self.shelves[i].window is None and not self.shelves[i].cross else 0
             parts.append(Part(end, slope, slots - slope * end))
         review = step + min(max(1, length - said), max(SHORTEST_REVIEW, said // 4))
@@ -172,9 +211,11 @@ class Future(Watermark):
         return _Entry(group, settled, review, spread, parts, shared)
 
     def _slots(self, i: int, group: Group, length: int, estimated: bool) -> int:
-        """The most slots of a pool that a group holds whose sequences are to have `length` tokens, the last of which is not stored.
+        """The most slots of a pool that a group holds whose sequences are to have `length` tokens, the last
+        of which is not stored.
 
-        Where that is an estimate, the slots that a last block leaves unused are, too: half of it, as for lengths at random.
+        Where that is an estimate, the slots that a last block leaves unused are, too: half of it, as for
+            lengths at random.
         """
         shelf, width = self.shelves[i], len(group.sequences)
         size = shelf.pool.block_size
@@ -242,7 +283,9 @@ class Future(Watermark):
 
     def finish(self, sequence: Sequence) -> None:
         group = sequence.group
-        length = len(sequence.tokens) - (sequence.tokens[-1] == UNKNOWN)  # a token after the last one, if the host worked ahead
+        length = len(sequence.tokens) - (
+            sequence.tokens[-1] == UNKNOWN
+        )  # a token after the last one, if the host worked ahead
         self.history.add(length - len(group.request.prompt), limited=length >= group.request.most_tokens)
         if len(group.sequences) > 1 and group in self._entries:
             self._changed[group] = None
@@ -252,19 +295,33 @@ class Future(Watermark):
     def check(self, moment: Moment) -> None:
         super().check(moment)
         expect(set(self._entries) == set(moment.running), "the future knows others than those who run")
-        expect(self._order == sorted(self._entries.values(), key=lambda entry: entry.key), "the future is out of order")
+        expect(
+            self._order == sorted(self._entries.values(), key=lambda entry: entry.key),
+            "the future is out of order",
+        )
         for i, shelf in enumerate(self.shelves):
-            expect(self._shared[i] == Counter(b for entry in self._order for b in entry.shared[i]), "shared blocks do not add up")
+            expect(
+                self._shared[i] == Counter(b for entry in self._order for b in entry.shared[i]),
+                "shared blocks do not add up",
+            )
             if shelf.window is not None:
                 continue
-            held = {b for group in moment.running for sequence in group.sequences for b in sequence.tables[i].blocks}
+            held = {
+                b
+                for group in moment.running
+                for sequence in group.sequences
+                for b in sequence.tables[i].blocks
+            }
             slots = shelf.pool.block_size * len(self._shared[i])
             for entry in self._order:
                 if not entry.settled:  # it may decode by now, and longer than was estimated
                     entry = self._entry(entry.group, moment.step, entry.group.decoding, entry.shared)
                 slots += entry.parts[i].start + entry.parts[i].slope * (moment.step - 1)
                 slots += len(entry.group.sequences) * shelf.pool.block_size if entry.spread else 0
-            expect(len(held) * shelf.pool.block_size <= slots, f"{len(held)} blocks are held, the future has {slots} slots for them")
+            expect(
+                len(held) * shelf.pool.block_size <= slots,
+                f"{len(held)} blocks are held, the future has {slots} slots for them",
+            )
 
 
 ADMISSIONS: dict[str, type[Watermark]] = {"watermark": Watermark, "future": Future}

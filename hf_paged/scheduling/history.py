@@ -9,10 +9,12 @@ ENDLESS = 0
 
 
 class History:
-    """The lengths of the last `keep` answers, counted so that adding one and asking for one take O(log of the longest).
+    """The lengths of the last `keep` answers, counted so that adding one and asking for one take O(log of the
+    longest).
 
-    A Fenwick tree: `_tree[i]` counts the answers whose length lies in (i - (i & -i), i]. Answers that reached their limit are longer
-    than all others. The first to end are the short ones: `doubt` more endless ones count from the beginning, so that few prove little.
+    A Fenwick tree: `_tree[i]` counts the answers whose length lies in (i - (i & -i), i]. Answers that reached
+    their limit are longer than all others. The first to end are the short ones: `doubt` more endless ones
+    count from the beginning, so that few prove little.
     """
 
     def __init__(self, keep: int = 1024, doubt: int = 1) -> None:
@@ -38,7 +40,8 @@ class History:
             self._count(self._lengths.popleft(), -1)
 
     def expected(self, said: int, most: int, share: float) -> int:
-        """The length that `share` of the answers stay within that were longer than `said` tokens; never above `most`.
+        """The length that `share` of the answers stay within that were longer than `said` tokens; never above
+        `most`.
 
         `most` if nobody knows, because none was longer or there is none at all.
         """

@@ -9,9 +9,11 @@ from ..blocks import BlockPool
 
 
 class Shelf(NamedTuple):
-    """The pool of one kind of layer, how far back those layers look, and the pool on the host that its blocks are swapped to.
+    """The pool of one kind of layer, how far back those layers look, and the pool on the host that its blocks
+    are swapped to.
 
-    cross: whether they look at what an encoder made of a request's input: as long as that from the request's first step on.
+    cross: whether they look at what an encoder made of a request's input: as long as that from the request's
+        first step on.
     """
 
     pool: BlockPool
@@ -20,7 +22,9 @@ class Shelf(NamedTuple):
     cross: bool = False
 
     def row_blocks(self, tokens: int, chunk: int) -> int:
-        """The most blocks that a sequence of `tokens` tokens holds when it grows by up to `chunk` at a time (C10)."""
+        """The most blocks that a sequence of `tokens` tokens holds when it grows by up to `chunk` at a time
+        (C10).
+        """
         blocks = self.pool.blocks_for(tokens)
         if self.window is None:
             return blocks
@@ -31,7 +35,8 @@ class Shelf(NamedTuple):
 class Limits:
     """The budgets of a step and of the whole batch.
 
-    tokens: the most tokens of one step. sequences: the most that run at once; a step must be able to hold one token of each.
+    tokens: the most tokens of one step. sequences: the most that run at once; a step must be able to hold one
+        token of each.
     watermark: the share of every pool that admission leaves free for those who run already.
     """
 
@@ -44,7 +49,8 @@ class Limits:
             raise ValueError(f"a batch of {self.sequences} sequences can run nothing; give 1 or more")
         if self.tokens < self.sequences:
             raise ValueError(
-                f"a step of {self.tokens} tokens cannot hold one token of each of {self.sequences} sequences; "
+                f"a step of {self.tokens} tokens cannot hold one token of each of {self.sequences} "
+                "sequences; "
                 "raise the token budget or lower the sequence budget"
             )
         if not 0 <= self.watermark < 1:

@@ -14,8 +14,8 @@ from .request import Group, Sequence
 class Row(NamedTuple):
     """`count` tokens of a sequence from `start` on. Their slots are in its tables already.
 
-    samples: the sequences whose next token is chosen from what follows this row's last one. None if the row ends before its
-    sequence does (C32); several if a prompt's row stands for all of its group.
+    samples: the sequences whose next token is chosen from what follows this row's last one. None if the row
+    ends before its sequence does (C32); several if a prompt's row stands for all of its group.
     """
 
     sequence: Sequence
@@ -33,8 +33,8 @@ class Row(NamedTuple):
 class Swaps:
     """Blocks that go to the host and that come back, for every shelf.
 
-    out: from a block of the device's pool to one of the host's. back: the other way. All that goes out goes first: what comes back
-    may be written where that was, and may be among it.
+    out: from a block of the device's pool to one of the host's. back: the other way. All that goes out goes
+    first: what comes back may be written where that was, and may be among it.
     """
 
     out: tuple[tuple[Copy, ...], ...] = ()
@@ -48,8 +48,9 @@ class Swaps:
 class Plan:
     """What a step does, in this order: swaps, copies, rows.
 
-    stride: the step of those who do nothing but decode, if there are any. others: the rows of everybody else. copies: for every shelf the
-    copies on write. swaps: the blocks of preempted groups on their way to the host and back. admitted, preempted: who came and who went.
+    stride: the step of those who do nothing but decode, if there are any. others: the rows of everybody else.
+    copies: for every shelf the copies on write. swaps: the blocks of preempted groups on their way to the
+    host and back. admitted, preempted: who came and who went.
     """
 
     others: tuple[Row, ...] = ()
@@ -65,11 +66,15 @@ class Plan:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """All rows, the stride's first. Made when somebody asks for them: most steps are carried out without."""
+        """All rows, the stride's first. Made when somebody asks for them: most steps are carried out
+        without.
+        """
         if self.stride is None:
             return self.others
         sequences, starts, step = self.stride.sequences, self.stride.starts, self.stride.step
-        return *(Row(each, start + step, 1, (each,)) for each, start in zip(sequences, starts, strict=True)), *self.others
+        return *(
+            Row(each, start + step, 1, (each,)) for each, start in zip(sequences, starts, strict=True)
+        ), *self.others
 
     @property
     def samples(self) -> bool:
@@ -79,7 +84,9 @@ class Plan:
     @property
     def tokens(self) -> int:
         """The tokens of the step."""
-        return sum(row.count for row in self.others) + (0 if self.stride is None else len(self.stride.sequences))
+        return sum(row.count for row in self.others) + (
+            0 if self.stride is None else len(self.stride.sequences)
+        )
 
     @property
     def groups(self) -> list[Group]:

@@ -17,7 +17,8 @@ def first_come(group: Group) -> tuple[int, ...]:
 
 
 def priority(group: Group) -> tuple[int, ...]:
-    """Higher priorities first, and by arrival among equals. A running group is not stopped for one that waits.
+    """Higher priorities first, and by arrival among equals. A running group is not stopped for one that
+    waits.
 
     There is no ageing: a group waits as long as higher ones keep the budgets full.
     """

@@ -8,7 +8,9 @@ from .request import Group
 
 
 class Promises(Counter[bytes]):
-    """Digests of the blocks that running groups are about to compute: twins wait for them instead of computing them too."""
+    """Digests of the blocks that running groups are about to compute: twins wait for them instead of
+    computing them too.
+    """
 
     def make(self, group: Group, names: list[bytes]) -> None:
         """The group will compute these blocks."""

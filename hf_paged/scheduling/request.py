@@ -27,10 +27,12 @@ class Status(Enum):
 class Request:
     """What was asked, as far as memory and time go.
 
-    number: its place in the order of arrival. prompt: token ids. most_tokens: how long a sequence may become, prompt included.
-    width: how many sequences it becomes after its prompt (samples or beams). priority: higher is sooner, if the policy asks for it.
-    extra: what changes keys and values for the same tokens (C24). source: how many tokens its encoder makes, if it has one. steady: whether
-    its sequence, if it is one, may run in the crew while it decodes.
+    number: its place in the order of arrival. prompt: token ids. most_tokens: how long a sequence may become,
+        prompt included.
+    width: how many sequences it becomes after its prompt (samples or beams). priority: higher is sooner, if
+        the policy asks for it.
+    extra: what changes keys and values for the same tokens (C24). source: how many tokens its encoder makes,
+    if it has one. steady: whether its sequence, if it is one, may run in the crew while it decodes.
     """
 
     number: int
@@ -48,10 +50,11 @@ class Request:
 
 
 class Sequence:
-    """Tokens, and how many of them have keys and values: `computed` catches up with `tokens`, whatever the reason it is behind.
+    """Tokens, and how many of them have keys and values: `computed` catches up with `tokens`, whatever the
+    reason it is behind.
 
-    A prefix hit begins further on, a chunk goes part of the way, decoding is one behind, a preempted sequence starts again at 0 or,
-    if it was swapped, where it was.
+    A prefix hit begins further on, a chunk goes part of the way, decoding is one behind, a preempted sequence
+    starts again at 0 or, if it was swapped, where it was.
     """
 
     __slots__ = ("computed", "group", "index", "parked", "place", "tables", "tokens")
@@ -65,7 +68,8 @@ class Sequence:
         """Where it is in the crew, if it is."""
 
     def __repr__(self) -> str:
-        return f"Sequence({self.group.request.number}.{self.index}, computed={self.computed} of {len(self.tokens)})"
+        name = f"{self.group.request.number}.{self.index}"
+        return f"Sequence({name}, computed={self.computed} of {len(self.tokens)})"
 
     @property
     def behind(self) -> int:
@@ -73,8 +77,14 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     def growth(self, shelf: int, count: int) -> int:
-        """By how many tokens a table grows in a step of `count`: by so many, or in a first step by all that its encoder made (C36)."""
-        return self.group.request.source - self.tables[shelf].length if self.group.shelves[shelf].cross else count
+        """By how many tokens a table grows in a step of `count`: by so many, or in a first step by all that
+        its encoder made (C36).
+        """
+        return (
+            self.group.request.source - self.tables[shelf].length
+            if self.group.shelves[shelf].cross
+            else count
+        )
 
     def free(self) -> None:
         """Give back every block, wherever it is (C30, C34)."""
@@ -87,15 +97,16 @@ class Sequence:
 class Group:
     """The sequences of one request: admitted, preempted and resumed as one. All that live are equally long.
 
-    Until it is forked only the first sequence has blocks: it computes the `common` tokens for all of them, which are the prompt,
-    or after a preemption whatever they still have in common (C30).
+    Until it is forked only the first sequence has blocks: it computes the `common` tokens for all of them,
+    which are the prompt, or after a preemption whatever they still have in common (C30).
     """
 
     def __init__(self, request: Request, shelves: tuple[Shelf, ...]) -> None:
         self.request, self.shelves = request, shelves
         self.status = Status.WAITING
         self.sequences = [
-            Sequence(self, i, list(request.prompt), tuple(Table(shelf.pool) for shelf in shelves)) for i in range(request.width)
+            Sequence(self, i, list(request.prompt), tuple(Table(shelf.pool) for shelf in shelves))
+            for i in range(request.width)
         ]
         self.preemptions = 0
         self.setbacks = 0
@@ -135,14 +146,17 @@ class Group:
         """Whether the next step takes exactly one token of every sequence."""
         if not self.forked or self.complete:
             return False
-        for sequence in self.sequences:  # noqa: SIM110 - a generator costs more than what it asks, for everybody in every step
+        # A generator costs more than what it asks, for everybody in every step.
+        for sequence in self.sequences:  # noqa: SIM110
             if len(sequence.tokens) - sequence.computed != 1:
                 return False
         return True
 
     @property
     def complete(self) -> bool:
-        """Whether its sequences are as long as they may become: the host has only to hear of their last tokens."""
+        """Whether its sequences are as long as they may become: the host has only to hear of their last
+        tokens.
+        """
         return len(self.sequences[0].tokens) >= self.request.most_tokens
 
     def gather(self) -> None:
@@ -159,7 +173,9 @@ class Group:
             sequence.computed = self.leader.computed
 
     def seek_runs(self) -> None:
-        """With blocks of one token a prompt goes where all of it can lie side by side, if there is such a place (C38)."""
+        """With blocks of one token a prompt goes where all of it can lie side by side, if there is such a
+        place (C38).
+        """
         for table in self.leader.tables:
             if not table.blocks:
                 run = table.pool.find_run(self.common)
@@ -168,7 +184,8 @@ class Group:
     def advance(self, room: int) -> list[tuple[Sequence, int]]:
         """Who takes how many tokens of a step that has `room` for so many.
 
-        The sequences of a group take their last token together, so that beams can be compared and samples stay equally long.
+        The sequences of a group take their last token together, so that beams can be compared and samples
+        stay equally long.
         """
         if self.complete:
             return []
@@ -186,7 +203,9 @@ class Group:
         return steps
 
     def need(self, shelf: int, chunk: int) -> int:
-        """The blocks that the tokens so far fill, what is in common counted once; behind a window what can be seen."""
+        """The blocks that the tokens so far fill, what is in common counted once; behind a window what can be
+        seen.
+        """
         if self.shelves[shelf].cross:
             return self.shelves[shelf].pool.blocks_for(self.request.source)
         return blocks_of_group(self.shelves[shelf], len(self.sequences), self.common, self.length, chunk)
@@ -195,7 +214,9 @@ class Group:
         """The blocks that it may come to need to its end."""
         if self.shelves[shelf].cross:
             return self.need(shelf, chunk)
-        return blocks_of_group(self.shelves[shelf], len(self.sequences), self.common, self.request.most_tokens, chunk)
+        return blocks_of_group(
+            self.shelves[shelf], len(self.sequences), self.common, self.request.most_tokens, chunk
+        )
 
     def held(self, shelf: int) -> int:
         """The blocks that the group's tables name, each counted once."""
@@ -220,8 +241,8 @@ class Group:
 def blocks_of_group(shelf: Shelf, width: int, common: int, length: int, chunk: int) -> int:
     """The most blocks of `width` sequences of `length` tokens whose first `common` are the same (C11).
 
-    The blocks that are full of common tokens are there once, the rest once for each. Behind a window every sequence keeps what it
-    sees, and one step's tokens come on top.
+    The blocks that are full of common tokens are there once, the rest once for each. Behind a window every
+    sequence keeps what it sees, and one step's tokens come on top.
     """
     size = shelf.pool.block_size
     shared = common // size
@@ -231,7 +252,9 @@ def blocks_of_group(shelf: Shelf, width: int, common: int, length: int, chunk: i
         return whole
     if width == 1:
         return min(whole, shelf.row_blocks(length, chunk))
-    return min(whole, width * (shelf.pool.blocks_for(shelf.window) + 2) + shelf.pool.blocks_for(min(chunk, length)))
+    return min(
+        whole, width * (shelf.pool.blocks_for(shelf.window) + 2) + shelf.pool.blocks_for(min(chunk, length))
+    )
 
 
 def _common(rows: list[list[int]]) -> int:

@@ -26,7 +26,9 @@ Count = Literal[
     "steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses",
     "swapped_out", "swapped_in", "recomputed", "blocks_out", "blocks_in",
 ]  # fmt: skip
-"""What is counted. The groups that went to the host, came back from it, and had to begin again; the blocks that travelled."""
+"""What is counted. The groups that went to the host, came back from it, and had to begin again; the blocks
+that travelled.
+"""
 
 
 class Infeasible(ValueError):
@@ -36,10 +38,11 @@ class Infeasible(ValueError):
 class Scheduler:
     """Requests in order, and the books of their blocks.
 
-    There is one idea: every sequence has `computed` catching up with its tokens. A prompt, a chunk of it, what a prefix hit left
-    over, a decoding step and a recomputation are one case. Whoever runs comes first, in the order of the policy; for lack of
-    blocks the last one goes, to the host if `swap` says so and there is room, else to be computed again later; nobody new is admitted
-    while anybody preempted waits (C26 to C31).
+    There is one idea: every sequence has `computed` catching up with its tokens. A prompt, a chunk of it,
+    what a prefix hit left over, a decoding step and a recomputation are one case. Whoever runs comes first,
+    in the order of the policy; for lack of blocks the last one goes, to the host if `swap` says so and there
+    is room, else to be computed again later; nobody new is admitted while anybody preempted waits (C26 to
+    C31).
     """
 
     def __init__(
@@ -59,7 +62,8 @@ class Scheduler:
             raise ValueError(f"admission={admission!r} is not one of {sorted(ADMISSIONS)}")
         self.shelves, self.limits, self.verify = tuple(shelves), limits, verify
         self._cross = any(shelf.cross for shelf in self.shelves)
-        # Behind an encoder equal tokens are not equal keys and values, and what they look at lies in a table of its own.
+        # Behind an encoder equal tokens are not equal keys and values, and what they look at lies in a table
+        # of its own.
         self.prefix_caching = prefix_caching and not self._cross
         if len({shelf.pool.block_size for shelf in self.shelves}) != 1:
             raise ValueError("the pools of one scheduler must have blocks of one size")
@@ -112,15 +116,17 @@ class Scheduler:
     def _leave(self, group: Group) -> None:
         self._promised.withdraw(group)
         self.admission.leave(group)
-        {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}[group.status].remove(group)
+        {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}[
+            group.status
+        ].remove(group)
         if group.status is Status.RUNNING:
             self._others.remove(group)
         group.status = Status.FINISHED
         self.counts["finished"] += 1
 
     def preempt(self, group: Group, swap: bool = True) -> None:
-        """Take all blocks of a running group. They wait for it on the host, or it is computed again, from the prefix cache where it can
-        (C29 to C31); without `swap` that is not asked."""
+        """Take all blocks of a running group. They wait for it on the host, or it is computed again, from the
+        prefix cache where it can (C29 to C31); without `swap` that is not asked."""
         self._dismiss(group)
         self._promised.withdraw(group)
         self.admission.leave(group)
@@ -145,7 +151,9 @@ class Scheduler:
         self.counts["recomputed"] += 1
 
     def start_over(self, groups: Iterable[Group]) -> None:
-        """Something broke into the middle of a step: nobody holds anything, and all that are not finished are computed again."""
+        """Something broke into the middle of a step: nobody holds anything, and all that are not finished are
+        computed again.
+        """
         self.waiting, self.preempted, self.running, self._others = [], [], [], []
         self.crew.clear()
         self._promised.clear()
@@ -200,7 +208,9 @@ class Scheduler:
         self.confirm(plan, without)
 
     def launch(self, plan: Plan, without: Collection[Group] = ()) -> None:
-        """The rows of the plan are on their way, but for those of groups `without`: the next step may build on them."""
+        """The rows of the plan are on their way, but for those of groups `without`: the next step may build
+        on them.
+        """
         if plan.stride is not None:
             for sequence in plan.stride.sequences:
                 if not without or sequence.group not in without:
@@ -214,7 +224,9 @@ class Scheduler:
                 group.fork()
 
     def confirm(self, plan: Plan, without: Collection[Group] = ()) -> None:
-        """The rows of the plan are there, and so are their tokens: their blocks may be named now, and no sooner (C22)."""
+        """The rows of the plan are there, and so are their tokens: their blocks may be named now, and no
+        sooner (C22).
+        """
         size = self.shelves[0].pool.block_size
         if plan.stride is not None:
             for sequence, end in plan.stride.filled:
@@ -241,12 +253,18 @@ class Scheduler:
             group.gather()  # what they have in common was not known when it had to go
 
     def reorder(self, group: Group, sources: Rows[int], tokens: Rows[int]) -> None:
-        """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6, C16)."""
+        """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6,
+        C16).
+        """
         sequences = group.sequences
-        for i in range(len(self.shelves) if any(place != source for place, source in enumerate(sources)) else 0):
+        for i in range(
+            len(self.shelves) if any(place != source for place, source in enumerate(sources)) else 0
+        ):
             reorder([sequence.tables[i] for sequence in sequences], sources)
         rows = [sequences[source].tokens for source in sources]
-        rows = [list(row) if sources[i] in sources[:i] else row for i, row in enumerate(rows)]  # its first heir goes on with each
+        rows = [
+            list(row) if sources[i] in sources[:i] else row for i, row in enumerate(rows)
+        ]  # its first heir goes on with each
         for sequence, row, token in zip(sequences, rows, tokens, strict=True):
             row.append(token)
             sequence.tokens = row
@@ -254,7 +272,10 @@ class Scheduler:
     @property
     def may_admit(self) -> bool:
         """Whether the next step may let anybody in, or look for what he begins with."""
-        return bool(self.preempted or self.waiting) and self._taken - len(self.crew.complete()) < self.limits.sequences
+        return (
+            bool(self.preempted or self.waiting)
+            and self._taken - len(self.crew.complete()) < self.limits.sequences
+        )
 
     # ---- the parts of a step
 
@@ -280,7 +301,9 @@ class Scheduler:
             tables = [sequence.tables[i] for sequence, _ in steps]
             if ones and not shelf.cross:
                 now = shelf.pool.tick()
-                draft.copies[i] += [copy for copy in [table.step(now) for table in tables] if copy is not None]
+                draft.copies[i] += [
+                    copy for copy in [table.step(now) for table in tables] if copy is not None
+                ]
             else:
                 draft.copies[i] += append(tables, [sequence.growth(i, count) for sequence, count in steps])
         for sequence, count in steps:
@@ -288,7 +311,9 @@ class Scheduler:
             draft.room -= count
 
     def _admit(self, draft: Draft) -> None:
-        """Let in whom there is room for: first those that were preempted, and only when they all run, new ones (C28)."""
+        """Let in whom there is room for: first those that were preempted, and only when they all run, new
+        ones (C28).
+        """
         passed = 0
         while draft.room > 0 and self._taken < self.limits.sequences:
             queue = self.preempted or self.waiting
@@ -299,10 +324,15 @@ class Scheduler:
                 self.begin_again(group)
             found = self._find(group)
             if found is None:
-                passed += 1  # a twin computes its prompt: it keeps its place, and nobody behind it waits for that
+                passed += (
+                    1  # a twin computes its prompt: it keeps its place, and nobody behind it waits for that
+                )
                 continue
             moment, bid = self._moment(draft.room), self._bid(group, found)
-            if moment.taken + len(group.sequences) > self.limits.sequences or self.admission.verdict(bid, moment) is not Verdict.OK:
+            if (
+                moment.taken + len(group.sequences) > self.limits.sequences
+                or self.admission.verdict(bid, moment) is not Verdict.OK
+            ):
                 return
             del queue[passed]
             self.admission.enter(bid, moment)
@@ -316,12 +346,15 @@ class Scheduler:
             self._take(draft, steps)
 
     def _find(self, group: Group) -> list[Match] | None:
-        """What every pool has of the group's beginning, to the token; None if a twin is computing the next block right now.
+        """What every pool has of the group's beginning, to the token; None if a twin is computing the next
+        block right now.
 
         Of a group on the host, those of its blocks that are on the device as well.
         """
         if group.swapped:
-            return [Match(list(set(self.swapping.there(group, i).values())), []) for i in range(len(self.shelves))]
+            return [
+                Match(list(set(self.swapping.there(group, i).values())), []) for i in range(len(self.shelves))
+            ]
         if not self.prefix_caching:
             return [Match([], []) for _ in self.shelves]
         prompt, names = group.prompt, group.names()
@@ -344,7 +377,13 @@ class Scheduler:
         chunk, many = self.limits.tokens, range(len(self.shelves))
         needs = [self.swapping.need(group, i, chunk) if group.swapped else group.need(i, chunk) for i in many]
         sources = [None if each.partial is None else each.partial.block for each in found]
-        return Bid(group, [each.blocks for each in found], needs, sources, found[0].tokens(self.shelves[0].pool.block_size))
+        return Bid(
+            group,
+            [each.blocks for each in found],
+            needs,
+            sources,
+            found[0].tokens(self.shelves[0].pool.block_size),
+        )
 
     def _start(self, draft: Draft, group: Group, found: list[Match]) -> None:
         if group.swapped:
@@ -383,13 +422,17 @@ class Scheduler:
         exchanged = full = end // self.shelves[0].pool.block_size
         for table in sequence.tables if self.prefix_caching else ():
             named = len(table.digests)
-            if named < full and commit(table, sequence.tokens, sequence.group.request.extra, keep_tokens=True, until=end):
+            if named < full and commit(
+                table, sequence.tokens, sequence.group.request.extra, keep_tokens=True, until=end
+            ):
                 exchanged = min(exchanged, named)
         if exchanged < full:
             self.crew.renamed(sequence, exchanged)
 
     def _name_tail(self, sequence: Sequence) -> None:
-        """Let others find the last, partly filled block of a sequence that ends (C17). Its last token was never computed."""
+        """Let others find the last, partly filled block of a sequence that ends (C17). Its last token was
+        never computed.
+        """
         if not self.prefix_caching:
             return
         tokens = sequence.tokens
@@ -404,11 +447,23 @@ class Scheduler:
     def check(self) -> None:
         """Recount everything; between two steps every table holds what is computed, and nothing else."""
         check_shelves(self.shelves)
-        check_groups({Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}, self._key)
+        check_groups(
+            {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running},
+            self._key,
+        )
         moment = self._moment(self.limits.tokens)
         self.admission.check(moment)
         self.crew.check()
         apart = [group for group in self.running if group.leader.place is None]
-        expect(moment.taken == sum(len(group.sequences) for group in self.running), "somebody runs and is not counted")
-        expect(self._others == apart and len(self.crew) == len(self.running) - len(apart), "somebody runs twice, or not at all")
-        expect(moment.taken <= self.limits.sequences, f"{moment.taken} sequences run, {self.limits.sequences} may")
+        expect(
+            moment.taken == sum(len(group.sequences) for group in self.running),
+            "somebody runs and is not counted",
+        )
+        expect(
+            self._others == apart and len(self.crew) == len(self.running) - len(apart),
+            "somebody runs twice, or not at all",
+        )
+        expect(
+            moment.taken <= self.limits.sequences,
+            f"{moment.taken} sequences run, {self.limits.sequences} may",
+        )

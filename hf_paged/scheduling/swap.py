@@ -1,4 +1,6 @@
-"""The books of the host's memory: who waits there, what is on its way, and what is not worth bringing back."""
+"""The books of the host's memory: who waits there, what is on its way, and what is not worth bringing
+back.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Victim(NamedTuple):
 
 
 Decide = Callable[[Victim], bool]
-"""Whether a victim is swapped, asked before the books are looked at; it may see to it that the host has room."""
+"""Whether a victim is swapped, asked before the books are looked at; it may see to it that the host has room.
+"""
 
 
 def never(victim: Victim) -> bool:
@@ -32,10 +35,10 @@ def never(victim: Victim) -> bool:
 class Swapping:
     """Moves whole groups between the pools of the shelves and those of the host.
 
-    While a group waits on the host its sequences' `parked` tables name its blocks there; `computed` and the fork stay as they were.
-    Every block goes out, since a name on the device lasts only until somebody needs the room; a block whose content the device still
-    has under its name is not copied back. What rests on names that were forgotten since (other weights, a pool given back) is
-    never brought back.
+    While a group waits on the host its sequences' `parked` tables name its blocks there; `computed` and the
+    fork stay as they were. Every block goes out, since a name on the device lasts only until somebody needs
+    the room; a block whose content the device still has under its name is not copied back. What rests on
+    names that were forgotten since (other weights, a pool given back) is never brought back.
     """
 
     def __init__(self, shelves: tuple[Shelf, ...], decide: Decide, verify: bool) -> None:
@@ -45,7 +48,9 @@ class Swapping:
     def clear(self) -> None:
         """Nothing is on its way any more."""
         self._out: list[dict[int, int]] = [{} for _ in self.shelves]
-        """For every shelf the host's blocks that are to be filled, and from which of the device's: by whoever got the block last."""
+        """For every shelf the host's blocks that are to be filled, and from which of the device's: by whoever
+        got the block last.
+        """
         self._back: list[list[Copy]] = [[] for _ in self.shelves]
 
     def plan(self) -> Swaps:
@@ -60,8 +65,15 @@ class Swapping:
     # ---- out
 
     def park(self, group: Group) -> int | None:
-        """Move a running group to the host, if that is wanted and there is room: the blocks that travel, None if it stays."""
-        if not group.leader.computed or group.complete or any(shelf.host is None for shelf in self.shelves) or self.stale(group):
+        """Move a running group to the host, if that is wanted and there is room: the blocks that travel, None
+        if it stays.
+        """
+        if (
+            not group.leader.computed
+            or group.complete
+            or any(shelf.host is None for shelf in self.shelves)
+            or self.stale(group)
+        ):
             return None
         for i, shelf in enumerate(self.shelves):
             if shelf.window is not None:
@@ -102,7 +114,8 @@ class Swapping:
             for place in range(table.released, len(table.digests)):
                 block = pool.lookup(table.digests[place])
                 if block is not None and (
-                    not self.verify or pool.published_tokens(block) == _content(sequence.tokens, place, pool.block_size)
+                    not self.verify
+                    or pool.published_tokens(block) == _content(sequence.tokens, place, pool.block_size)
                 ):
                     found[table.blocks[place - table.released]] = block
         return found
@@ -113,7 +126,9 @@ class Swapping:
         if not group.forked:
             return most
         tables = [sequence.parked[i] for sequence in group.sequences]
-        return min(most, distinct(tables) + blocks_needed(tables, [sequence.behind for sequence in group.sequences]))
+        return min(
+            most, distinct(tables) + blocks_needed(tables, [sequence.behind for sequence in group.sequences])
+        )
 
     def bring_back(self, group: Group) -> int:
         """Move a group from the host to the shelves, which have room: the blocks that travel."""

@@ -1,7 +1,8 @@
 """Triton kernels over a paged key-value cache. Plain tensors in, plain tensors out; torch and triton only.
 
-Keys and values of one layer come as [blocks, block_size, heads, dim] with any strides (the last must be 1), so a pool may lie
-token by token or head by head. Every length is read from device memory: a launch can be captured in a CUDA graph.
+Keys and values of one layer come as [blocks, block_size, heads, dim] with any strides (the last must be 1),
+so a pool may lie token by token or head by head. Every length is read from device memory: a launch can be
+captured in a CUDA graph.
 """
 
 from .advance import advance

@@ -12,15 +12,22 @@ CHUNK_BYTES = 16 * 1024
 
 
 def copy(pools: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """pool[:, targets[i]] = pool[:, sources[i]] for every pool and pair; a pair with a negative id copies nothing.
+    """pool[:, targets[i]] = pool[:, sources[i]] for every pool and pair; a pair with a negative id copies
+    nothing.
 
-    pools: one or two of [layers, blocks, ...], each block contiguous (keys and values, or one pool that holds both); sources and
-    targets [pairs], int32 or int64 on the device. No block may be a target twice, or a target and a source.
+    pools: one or two of [layers, blocks, ...], each block contiguous (keys and values, or one pool that holds
+    both); sources and targets [pairs], int32 or int64 on the device. No block may be a target twice, or a
+    target and a source.
     """
     if not 1 <= len(pools) <= 2 or any(pool.shape[:2] != pools[0].shape[:2] for pool in pools):
-        raise ValueError(f"Invalid pools: expected one or two of [layers, blocks, ...], got {[list(pool.shape) for pool in pools]}")
+        raise ValueError(
+            "Invalid pools: expected one or two of [layers, blocks, ...], got "
+            f"{[list(pool.shape) for pool in pools]}"
+        )
     if sources.shape != targets.shape or sources.ndim != 1:
-        raise ValueError(f"Invalid shape of targets: expected {list(sources.shape)}, got {list(targets.shape)}")
+        raise ValueError(
+            f"Invalid shape of targets: expected {list(sources.shape)}, got {list(targets.shape)}"
+        )
     if sources.shape[0] == 0:
         return
     flat = [_words(pool) for pool in pools]
@@ -41,7 +48,13 @@ def _words(pool: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"Invalid strides of a pool: its blocks must be contiguous, got {pool.stride()}")
     flat = pool.as_strided((*pool.shape[:2], elements), (pool.stride(0), pool.stride(1), 1))
     size = pool.element_size()
-    places = (elements * size, pool.stride(0) * size, pool.stride(1) * size, pool.data_ptr(), pool.storage_offset() * size)
+    places = (
+        elements * size,
+        pool.stride(0) * size,
+        pool.stride(1) * size,
+        pool.data_ptr(),
+        pool.storage_offset() * size,
+    )
     for word in (torch.int64, torch.int32, torch.int16):
         if word.itemsize >= size and all(place % word.itemsize == 0 for place in places):
             return flat.view(word)
@@ -50,10 +63,12 @@ def _words(pool: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _copy(
-    FIRST, SECOND, SOURCES, TARGETS, first_layer, first_block, second_layer, second_block, first_words, second_words,
+    FIRST, SECOND, SOURCES, TARGETS, first_layer, first_block, second_layer, second_block, first_words,
+    second_words,
     FIRST_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """POOL[layer, TARGETS[i]] = POOL[layer, SOURCES[i]], a program for each CHUNK words of each pool, layer and pair.
+    """POOL[layer, TARGETS[i]] = POOL[layer, SOURCES[i]], a program for each CHUNK words of each pool, layer
+    and pair.
 
     FIRST, SECOND [layers, blocks, words]; SOURCES, TARGETS [pairs].
     """
@@ -64,9 +79,18 @@ def _copy(
     if (source < 0) | (target < 0):
         return
     if chunk < FIRST_CHUNKS:
-        _move(FIRST + layer * first_layer, source * first_block, target * first_block, chunk, first_words, CHUNK)
+        _move(
+            FIRST + layer * first_layer, source * first_block, target * first_block, chunk, first_words, CHUNK
+        )
     else:
-        _move(SECOND + layer * second_layer, source * second_block, target * second_block, chunk - FIRST_CHUNKS, second_words, CHUNK)
+        _move(
+            SECOND + layer * second_layer,
+            source * second_block,
+            target * second_block,
+            chunk - FIRST_CHUNKS,
+            second_words,
+            CHUNK,
+        )
 
 
 @triton.jit

@@ -16,11 +16,13 @@ _RECORD = tl.constexpr(RECORD)
 
 
 class Plan:
-    """Who reads what in a decode step: `update` writes it on the GPU once a step, every layer of one window reads it.
+    """Who reads what in a decode step: `update` writes it on the GPU once a step, every layer of one window
+    reads it.
 
-    Long rows are cut into pieces of about one size, at most `most` in all; a program works on one piece of one head, and the
-    last to finish a row merges them. The plan owns their workspace, so one plan serves one stream. All of its tensors are
-    static and what depends on lengths is read from device memory: update and decode can be captured in a CUDA graph.
+    Long rows are cut into pieces of about one size, at most `most` in all; a program works on one piece of
+    one head, and the last to finish a row merges them. The plan owns their workspace, so one plan serves one
+    stream. All of its tensors are static and what depends on lengths is read from device memory: update and
+    decode can be captured in a CUDA graph.
     """
 
     def __init__(
@@ -33,12 +35,16 @@ class Plan:
         window: int | None = None,
         tiling: Tiling | None = None,
     ) -> None:
-        """For tensors shaped as decode() takes them; `mean_length` only chooses the tiling, any length is served."""
+        """For tensors shaped as decode() takes them; `mean_length` only chooses the tiling, any length is
+        served.
+        """
         self.rows, self.query_heads, self.key_dim = query.shape
         self.block_size, self.heads, self.value_dim = values.shape[1:]
         self.window = window
         group = self.query_heads // self.heads
-        token_bytes = (triton.next_power_of_2(self.key_dim) + triton.next_power_of_2(self.value_dim)) * keys.element_size()
+        token_bytes = (
+            triton.next_power_of_2(self.key_dim) + triton.next_power_of_2(self.value_dim)
+        ) * keys.element_size()
         if window is not None:
             mean_length = min(mean_length, window)
         self.tiling = tiling or decode_tiling(group, token_bytes, self.rows, self.heads, mean_length)
@@ -46,22 +52,31 @@ class Plan:
         self.most = self.target // self.heads + self.rows
         ints = {"dtype": torch.int32, "device": query.device}
         self.pieces = torch.zeros(self.most, RECORD, **ints)
-        """[most, 8]: row, first token, end, the row's first piece, its number of pieces, its length, unused, unused."""
+        """[most, 8]: row, first token, end, the row's first piece, its number of pieces, its length, unused,
+        unused.
+        """
         self.count = torch.zeros(1, **ints)
         """How many of the pieces count in this step."""
         self.done = torch.zeros(self.rows, self.heads, **ints)
         """Pieces finished of a row and head; 0 again after every launch."""
-        self.partial = torch.empty(self.most, self.query_heads, self.value_dim, dtype=torch.float32, device=query.device)
+        self.partial = torch.empty(
+            self.most, self.query_heads, self.value_dim, dtype=torch.float32, device=query.device
+        )
         self.weight = torch.empty(self.most, self.query_heads, dtype=torch.float32, device=query.device)
         """log2 of the sum of each partial's exponentials."""
 
     def update(self, lengths: torch.Tensor, starts: torch.Tensor | None = None) -> None:
-        """Plan a step over the tokens from starts [rows] (0 if None) to lengths [rows], both int32 on the device."""
+        """Plan a step over the tokens from starts [rows] (0 if None) to lengths [rows], both int32 on the
+        device.
+        """
         if lengths.shape != (self.rows,) or (starts is not None and starts.shape != lengths.shape):
-            raise ValueError(f"Invalid shape of lengths or starts: expected [{self.rows}], got {list(lengths.shape)}")
+            raise ValueError(
+                f"Invalid shape of lengths or starts: expected [{self.rows}], got {list(lengths.shape)}"
+            )
         launch(
             _plan, (self.rows,),
-            lengths, lengths if starts is None else starts, self.pieces, self.count, self.rows, self.heads, self.target,
+            lengths, lengths if starts is None else starts, self.pieces, self.count, self.rows, self.heads,
+            self.target,
             TILE=self.tiling.block_n, WINDOW=self.window or 0, HAS_START=starts is not None,
             ROWS=triton.next_power_of_2(self.rows), num_warps=4,
         )  # fmt: skip
@@ -80,11 +95,13 @@ def decode(
     slopes: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(softcap(query keys^T * scale) + slope * distance) values, over the tokens that `plan` was updated for.
+    """softmax(softcap(query keys^T * scale) + slope * distance) values, over the tokens that `plan` was
+    updated for.
 
-    query [rows, query_heads, key_dim]; keys and values [blocks, block_size, heads, dim] of one layer; table [rows, blocks of a
-    row], int32: token t of row i lies in block table[i, t // block_size]; sinks and slopes [query_heads], fp32: a sink only
-    takes weight, a slope is ALiBi's. The answer is [rows, query_heads, value_dim]; a row without tokens gives 0.
+    query [rows, query_heads, key_dim]; keys and values [blocks, block_size, heads, dim] of one layer; table
+    [rows, blocks of a row], int32: token t of row i lies in block table[i, t // block_size]; sinks and slopes
+    [query_heads], fp32: a sink only takes weight, a slope is ALiBi's. The answer is [rows, query_heads,
+    value_dim]; a row without tokens gives 0.
     """
     check(query, keys, values, table)
     shape = (plan.rows, plan.query_heads, plan.key_dim)
@@ -124,10 +141,12 @@ def _plan(
     LENGTHS, STARTS, PIECES, COUNT, rows, heads, target,
     TILE: tl.constexpr, WINDOW: tl.constexpr, HAS_START: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Cut every row that is two shares long into pieces of at most a share, sum(tiles) * heads / target; longest pieces first.
+    """Cut every row that is two shares long into pieces of at most a share, sum(tiles) * heads / target;
+    longest pieces first.
 
-    LENGTHS, STARTS [rows]; PIECES [most, 8]; COUNT [1]. One program a row: it works out the cut of all rows, then writes its own
-    pieces behind those of the rows whose pieces are longer. Tiles lie at multiples of TILE, whatever the start.
+    LENGTHS, STARTS [rows]; PIECES [most, 8]; COUNT [1]. One program a row: it works out the cut of all rows,
+    then writes its own pieces behind those of the rows whose pieces are longer. Tiles lie at multiples of
+    TILE, whatever the start.
     """
     row = tl.program_id(0)
     every = tl.arange(0, ROWS)
@@ -141,7 +160,9 @@ def _plan(
     tiles = tl.where(length > start, (length + TILE - 1) // TILE - start // TILE, 0)
     share = tl.maximum((tl.sum(tiles) * heads + target - 1) // target, 1)
     size = tl.cdiv(tiles, tl.where(tiles < 2 * share, 1, tl.cdiv(tiles, share)))
-    pieces = tl.where(real, tl.maximum(tl.cdiv(tiles, tl.maximum(size, 1)), 1), 0)  # an empty row is one empty piece
+    pieces = tl.where(
+        real, tl.maximum(tl.cdiv(tiles, tl.maximum(size, 1)), 1), 0
+    )  # an empty row is one empty piece
     mine = every == row
     my_size = tl.sum(tl.where(mine, size, 0))
     my_pieces = tl.sum(tl.where(mine, pieces, 0))
@@ -172,15 +193,18 @@ def _decode(
     VALUE_BLOCK: tl.constexpr, VALUE_TOKEN: tl.constexpr, VALUE_HEAD: tl.constexpr, WIDE: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_SLOPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o = sum_t 2^(s_t - m) v_t / sum_t 2^(s_t - m), s = log2(e) (softcap(q k_t * scale) + slope (t - length + 1)), m = max s.
+    """o = sum_t 2^(s_t - m) v_t / sum_t 2^(s_t - m), s = log2(e) (softcap(q k_t * scale) + slope (t - length
+    + 1)), m = max s.
 
-    Q [rows, HEADS * GROUP, KEY_DIM]; K [blocks, PAGE, HEADS, KEY_DIM]; V [blocks, PAGE, HEADS, VALUE_DIM]; TABLE [rows, blocks of
-    a row]; PIECES [most, 8], COUNT [1], DONE [rows, HEADS], PARTIAL [most, HEADS * GROUP, VALUE_DIM] and WEIGHT [most,
-    HEADS * GROUP] as in Plan; SINKS, SLOPES [HEADS * GROUP]; OUT [rows, HEADS * GROUP, VALUE_DIM].
-    One program reads one piece of one row for the GROUP query heads of one key head.
+    Q [rows, HEADS * GROUP, KEY_DIM]; K [blocks, PAGE, HEADS, KEY_DIM]; V [blocks, PAGE, HEADS, VALUE_DIM];
+    TABLE [rows, blocks of a row]; PIECES [most, 8], COUNT [1], DONE [rows, HEADS], PARTIAL [most, HEADS *
+    GROUP, VALUE_DIM] and WEIGHT [most, HEADS * GROUP] as in Plan; SINKS, SLOPES [HEADS * GROUP]; OUT [rows,
+    HEADS * GROUP, VALUE_DIM]. One program reads one piece of one row for the GROUP query heads of one key
+    head.
     """
     head = tl.program_id(0)
     piece = tl.program_id(1)
@@ -201,7 +225,8 @@ def _decode(
     query_head = head * GROUP + member
     table = TABLE + row.to(tl.int64) * table_row
     start = begin // TILE * TILE
-    # The ids of a tile's blocks are loaded one tile ahead: a load of keys that waits for no load of its own round is buffered.
+    # The ids of a tile's blocks are loaded one tile ahead: a load of keys that waits for no load of its own
+    # round is buffered.
     ids = block_ids(table, start, end, offsets, PAGE, TILE)
     q = load_tile(Q + row.to(tl.int64) * q_row, query_head * q_head, asks, key_dims, KEY_DIM, True)
     keys = K + head.to(tl.int64) * KEY_HEAD
@@ -264,10 +289,11 @@ def _merge(
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """OUT[h] = sum_i 2^WEIGHT[i, h] PARTIAL[i, h] / sum_i 2^WEIGHT[i, h] over one row's pieces, AT_ONCE of them at a time.
+    """OUT[h] = sum_i 2^WEIGHT[i, h] PARTIAL[i, h] / sum_i 2^WEIGHT[i, h] over one row's pieces, AT_ONCE of
+    them at a time.
 
-    PARTIAL [most, HEADS * GROUP, VALUE_DIM], WEIGHT [most, HEADS * GROUP], OUT [HEADS * GROUP, VALUE_DIM] of the row. Other
-    programs have written the partials: read them past the first-level cache.
+    PARTIAL [most, HEADS * GROUP, VALUE_DIM], WEIGHT [most, HEADS * GROUP], OUT [HEADS * GROUP, VALUE_DIM] of
+    the row. Other programs have written the partials: read them past the first-level cache.
     """
     member = tl.arange(0, GROUPS)
     dims = tl.arange(0, VALUE_DIMS)
@@ -282,7 +308,12 @@ def _merge(
         ok = (piece < pieces)[:, None] & asks[None, :]
         weight = tl.load(WEIGHT + at, mask=ok, other=-float("inf"), cache_modifier=".cg")
         kept = ok[:, :, None] & (dims < VALUE_DIM)[None, None, :]
-        part = tl.load(PARTIAL + at[:, :, None] * VALUE_DIM + dims[None, None, :], mask=kept, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            PARTIAL + at[:, :, None] * VALUE_DIM + dims[None, None, :],
+            mask=kept,
+            other=0.0,
+            cache_modifier=".cg",
+        )
         highest = tl.where(asks, tl.maximum(m, tl.max(weight, 0)), 0.0)
         fade = tl.exp2(m - highest)
         share = tl.exp2(weight - highest[None, :])

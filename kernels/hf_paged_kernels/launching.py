@@ -9,9 +9,11 @@ from triton.runtime import driver
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """kernel[grid](*arguments, **constants), whose first argument is a tensor; nothing is computed if that is one without data ("meta").
+    """kernel[grid](*arguments, **constants), whose first argument is a tensor; nothing is computed if that is
+    one without data ("meta").
 
-    Then the kernel is compiled for the current CUDA device, in the specialisation that tensors with data of these shapes would meet.
+    Then the kernel is compiled for the current CUDA device, in the specialisation that tensors with data of
+    these shapes would meet.
     """
     if arguments[0].is_meta:
         _compile(kernel, arguments, constants)
@@ -37,7 +39,11 @@ def find_driver() -> None:
 
 
 def know_triton() -> None:
-    """Have the digest of Triton itself, which every cached kernel is found by; that takes a moment, once in a process."""
+    """Have the digest of Triton itself, which every cached kernel is found by; that takes a moment, once in a
+    process.
+    """
     digest = getattr(triton.runtime.cache, "triton_key", None)
-    if digest is not None:  # elsewhere in other versions, which then takes that moment when the first kernel is compiled
+    if (
+        digest is not None
+    ):  # elsewhere in other versions, which then takes that moment when the first kernel is compiled
         digest()

@@ -28,7 +28,9 @@ class Lines(NamedTuple):
         """In the order in which the first of them lies in memory; None if two distances do not say it."""
         first = tensors[0]
         dims: list[list[int]] = []
-        for d in sorted((d for d in range(first.ndim - 1) if first.shape[d] != 1), key=lambda d: -first.stride(d)):
+        for d in sorted(
+            (d for d in range(first.ndim - 1) if first.shape[d] != 1), key=lambda d: -first.stride(d)
+        ):
             size, strides = first.shape[d], [x.stride(d) for x in tensors]
             if dims and dims[-1][1:] == [size * stride for stride in strides]:
                 dims[-1] = [dims[-1][0] * size, *strides]
@@ -40,11 +42,20 @@ class Lines(NamedTuple):
         return cls(outer * inner, inner, [stride for pair in zip(far, near, strict=True) for stride in pair])
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None, centered: bool = False) -> torch.Tensor:
-    """weight * (h * rsqrt(mean(h^2) + eps)).to(x.dtype) with h = x.float(); centered: (h * rsqrt(...) * (1 + weight)).to(x.dtype).
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    out: torch.Tensor | None = None,
+    centered: bool = False,
+) -> torch.Tensor:
+    """weight * (h * rsqrt(mean(h^2) + eps)).to(x.dtype) with h = x.float(); centered: (h * rsqrt(...) * (1 +
+    weight)).to(x.dtype).
 
-    x [..., n] with the last stride 1 and n up to 16384; weight [n]. The answer lies in memory in the order of x and has x's dtype
-    or, if not centered, the one that torch promotes it and weight's to. `out` of that shape and dtype may be x itself.
+    x [..., n] with the last stride 1 and n up to 16384; weight [n]. The answer lies in memory in the order of
+    x and has x's dtype or, if not centered, the one that torch promotes it and weight's to. `out` of that
+    shape and dtype may be x itself.
     """
     _check(x, weight)
     dtype = x.dtype if centered else torch.promote_types(x.dtype, weight.dtype)
@@ -53,7 +64,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Te
     if out is None:
         out = _like(x, dtype)
     if out.shape != x.shape or out.dtype != dtype:
-        raise ValueError(f"Invalid shape of out: expected {list(x.shape)} of {dtype}, got {list(out.shape)} of {out.dtype}")
+        raise ValueError(
+            f"Invalid shape of out: expected {list(x.shape)} of {dtype}, got {list(out.shape)} of {out.dtype}"
+        )
     _launch(x, None, weight, None, out, eps, centered)
     return out
 
@@ -68,7 +81,8 @@ def add_rms_norm(
     _check(x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype or residual.stride(-1) != 1:
         raise ValueError(
-            f"Invalid shape of residual: expected {list(x.shape)} of {x.dtype}, got {list(residual.shape)} of {residual.dtype}"
+            f"Invalid shape of residual: expected {list(x.shape)} of {x.dtype}, got {list(residual.shape)} "
+            f"of {residual.dtype}"
         )
     if Lines.of(x, residual) is None:
         x, residual = x.contiguous(), residual.contiguous()
@@ -80,7 +94,10 @@ def add_rms_norm(
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     if x.ndim == 0 or not 1 <= x.shape[-1] <= WIDEST or x.stride(-1) != 1:
-        raise ValueError(f"Invalid shape of x: expected [..., 1 to {WIDEST}] with the last stride 1, got {list(x.shape)}, {x.stride()}")
+        raise ValueError(
+            f"Invalid shape of x: expected [..., 1 to {WIDEST}] with the last stride 1, got {list(x.shape)}, "
+            f"{x.stride()}"
+        )
     if weight.shape != x.shape[-1:] or weight.stride(0) != 1:
         raise ValueError(f"Invalid shape of weight: expected [{x.shape[-1]}], got {list(weight.shape)}")
 
@@ -112,8 +129,10 @@ def _launch(
     at_once = max(1, TILE // padded)
     launch(
         _norm, (triton.cdiv(found.count, at_once),),
-        x, residual if add else x, weight, total if add else out, out, eps, found.count, found.inner, *found.strides,
-        N=n, PADDED=padded, AT_ONCE=at_once, ADD=add, CENTERED=centered, num_warps=min(16, at_once * padded // 256),
+        x, residual if add else x, weight, total if add else out, out, eps, found.count, found.inner,
+        *found.strides,
+        N=n, PADDED=padded, AT_ONCE=at_once, ADD=add, CENTERED=centered,
+        num_warps=min(16, at_once * padded // 256),
     )  # fmt: skip
 
 
@@ -123,10 +142,11 @@ def _norm(
     x_outer, x_inner, residual_outer, residual_inner, total_outer, total_inner, out_outer, out_inner,
     N: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, ADD: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """OUT = WEIGHT * round(h * rsqrt(mean(h^2) + eps)), or round(h * rsqrt(mean(h^2) + eps) * (1 + WEIGHT)) if CENTERED.
+    """OUT = WEIGHT * round(h * rsqrt(mean(h^2) + eps)), or round(h * rsqrt(mean(h^2) + eps) * (1 + WEIGHT))
+    if CENTERED.
 
-    h = X, or TOTAL = round(RESIDUAL + X) if ADD. X, RESIDUAL, TOTAL, OUT [outer, inner, N]; WEIGHT [N]. A program takes AT_ONCE
-    of the outer * inner = count lines.
+    h = X, or TOTAL = round(RESIDUAL + X) if ADD. X, RESIDUAL, TOTAL, OUT [outer, inner, N]; WEIGHT [N]. A
+    program takes AT_ONCE of the outer * inner = count lines.
     """
     line = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     column = tl.arange(0, PADDED)

@@ -1,6 +1,6 @@
 """Paged attention for several query tokens a row: prompts, chunks of prompts, and tokens to verify."""
 
-# ruff: noqa: SIM108 - a branch on a constant must stay a plain if: Triton compiles the other side away
+# A branch on a constant must stay a plain if: Triton compiles the other side away.
 from __future__ import annotations
 
 import torch
@@ -13,28 +13,46 @@ from .tuning import Tiling, prefill_tiling
 
 
 class Spans:
-    """Which tiles of which rows a launch works on: `update` writes it on the GPU once a step, every layer reads it.
+    """Which tiles of which rows a launch works on: `update` writes it on the GPU once a step, every layer
+    reads it.
 
-    A launch without it has as many tiles for every row as the longest has, and nobody on the host knows that of a captured step.
-    Rows of fewer than `least` query tokens get no tile: they are somebody else's. What it needs is static, so update and prefill
-    can be captured in a CUDA graph.
+    A launch without it has as many tiles for every row as the longest has, and nobody on the host knows that
+    of a captured step. Rows of fewer than `least` query tokens get no tile: they are somebody else's. What it
+    needs is static, so update and prefill can be captured in a CUDA graph.
     """
 
-    def __init__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: int, *, least: int = 1,
-                 tiling: Tiling | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: int,
+        *,
+        least: int = 1,
+        tiling: Tiling | None = None,
+    ) -> None:
         """For tensors shaped as prefill() takes them, and that many rows."""
         tokens, group = query.shape[0], query.shape[1] // keys.shape[2]
         self.tiling = tiling or _tiling(query, keys, values, tokens)
         self.rows, self.least = rows, least
         self.queries = self.tiling.block_m // triton.next_power_of_2(group)
         """Query tokens of a tile."""
-        self.tiles = torch.full((tokens // self.queries + min(rows, tokens // least), 2), -1, dtype=torch.int32, device=query.device)
+        self.tiles = torch.full(
+            (tokens // self.queries + min(rows, tokens // least), 2),
+            -1,
+            dtype=torch.int32,
+            device=query.device,
+        )
         """[most, 2]: the row, -1 if there is none, and which of its tiles, counted from its end."""
 
     def update(self, borders: torch.Tensor) -> None:
-        """Lay out a step whose row i has the query tokens borders[i] to borders[i + 1]; borders [rows + 1], int32."""
+        """Lay out a step whose row i has the query tokens borders[i] to borders[i + 1]; borders [rows + 1],
+        int32.
+        """
         if borders.shape != (self.rows + 1,):
-            raise ValueError(f"Invalid shape of borders: expected [{self.rows + 1}], got {list(borders.shape)}")
+            raise ValueError(
+                f"Invalid shape of borders: expected [{self.rows + 1}], got {list(borders.shape)}"
+            )
         counts = borders.diff()
         tiles = torch.where(counts >= self.least, (counts + self.queries - 1) // self.queries, 0)
         ends = tiles.cumsum(0)
@@ -72,20 +90,25 @@ def prefill(
     tiling: Tiling | None = None,
     spans: Spans | None = None,
 ) -> torch.Tensor:
-    """softmax(softcap(query keys^T * scale) + slope * distance) values, each query token over what is at or before it.
+    """softmax(softcap(query keys^T * scale) + slope * distance) values, each query token over what is at or
+    before it.
 
-    query [tokens, query_heads, key_dim], the rows' tokens one behind the other; borders [rows + 1]: row i's query tokens are
-    borders[i] to borders[i + 1], and they are the last of its lengths[i] tokens in the cache; most_queries: no row has more.
-    keys and values [blocks, block_size, heads, dim] of one layer; table [rows, blocks of a row]; lengths and starts [rows], all
-    int32 on the device: tokens before starts[i] are not seen, nor those `window` or more behind a query token. With causal False
-    every query token sees what the last one sees. sinks and slopes [query_heads], fp32. The answer is
-    [tokens, query_heads, value_dim]; a query token that sees nothing gives 0. spans: instead of most_queries, which tiles there
-    are, updated for these borders; tokens of no tile are left as they are.
+    query [tokens, query_heads, key_dim], the rows' tokens one behind the other; borders [rows + 1]: row i's
+    query tokens are borders[i] to borders[i + 1], and they are the last of its lengths[i] tokens in the
+    cache; most_queries: no row has more. keys and values [blocks, block_size, heads, dim] of one layer; table
+    [rows, blocks of a row]; lengths and starts [rows], all int32 on the device: tokens before starts[i] are
+    not seen, nor those `window` or more behind a query token. With causal False every query token sees what
+    the last one sees. sinks and slopes [query_heads], fp32. The answer is [tokens, query_heads, value_dim]; a
+    query token that sees nothing gives 0. spans: instead of most_queries, which tiles there are, updated for
+    these borders; tokens of no tile are left as they are.
     """
     check(query, keys, values, table)
     rows, (block_size, heads, key_dim), value_dim = table.shape[0], keys.shape[1:], values.shape[3]
     if borders.shape != (rows + 1,) or lengths.shape != (rows,):
-        raise ValueError(f"Invalid shape of borders or lengths: expected [{rows + 1}] and [{rows}], got {borders.shape}, {lengths.shape}")
+        raise ValueError(
+            f"Invalid shape of borders or lengths: expected [{rows + 1}] and [{rows}], got {borders.shape}, "
+            f"{lengths.shape}"
+        )
     if out is None:
         out = query.new_empty(*query.shape[:2], value_dim)
     strides, group = Strides.of(keys, values), query.shape[1] // heads
@@ -98,38 +121,48 @@ def prefill(
     launch(
         _prefill, grid,
         query, keys, values, table, borders, lengths, lengths if starts is None else starts, out,
-        query if sinks is None else sinks, query if slopes is None else slopes, lengths if spans is None else spans.tiles,
+        query if sinks is None else sinks, query if slopes is None else slopes,
+        lengths if spans is None else spans.tiles,
         (key_dim**-0.5 if scale is None else scale) * LOG2E.value,
         query.stride(0), query.stride(1), out.stride(0), out.stride(1), table.stride(0),
         KEY_BLOCK=strides.key_block, KEY_TOKEN=strides.key_token, KEY_HEAD=strides.key_head,
         VALUE_BLOCK=strides.value_block, VALUE_TOKEN=strides.value_token, VALUE_HEAD=strides.value_head,
-        WIDE=strides.wide, GROUP=group, GROUPS=triton.next_power_of_2(group), KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        KEY_DIMS=key_dims, VALUE_DIMS=value_dims, PAGE=block_size, BLOCK_M=tiling.block_m, TILE=tiling.block_n,
-        STAGES=tiling.stages, WINDOW=window or 0, CAUSAL=causal, HAS_START=starts is not None, SOFTCAP=softcap or 0.0,
+        WIDE=strides.wide, GROUP=group, GROUPS=triton.next_power_of_2(group), KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        KEY_DIMS=key_dims, VALUE_DIMS=value_dims, PAGE=block_size, BLOCK_M=tiling.block_m,
+        TILE=tiling.block_n,
+        STAGES=tiling.stages, WINDOW=window or 0, CAUSAL=causal, HAS_START=starts is not None,
+        SOFTCAP=softcap or 0.0,
         HAS_SINK=sinks is not None, HAS_SLOPE=slopes is not None, HAS_SPANS=spans is not None,
-        PRECISION=precision(query.dtype), num_warps=tiling.warps, num_stages=tiling.stages, maxnreg=tiling.registers,
+        PRECISION=precision(query.dtype), num_warps=tiling.warps, num_stages=tiling.stages,
+        maxnreg=tiling.registers,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _prefill(
-    Q, K, V, TABLE, BORDERS, LENGTHS, STARTS, OUT, SINKS, SLOPES, SPANS, scale_log2, q_token, q_head, out_token, out_head, table_row,
+    Q, K, V, TABLE, BORDERS, LENGTHS, STARTS, OUT, SINKS, SLOPES, SPANS, scale_log2, q_token, q_head,
+    out_token, out_head, table_row,
     KEY_BLOCK: tl.constexpr, KEY_TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, VALUE_TOKEN: tl.constexpr, VALUE_HEAD: tl.constexpr, WIDE: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, HAS_START: tl.constexpr, SOFTCAP: tl.constexpr,
+    KEY_DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, HAS_START: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_SPANS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o_i = sum_t 2^(s_it - m_i) v_t / sum_t 2^(s_it - m_i), s_it = log2(e) (softcap(q_i k_t * scale) + slope (t - at_i)).
+    """o_i = sum_t 2^(s_it - m_i) v_t / sum_t 2^(s_it - m_i), s_it = log2(e) (softcap(q_i k_t * scale) + slope
+    (t - at_i)).
 
-    Over start <= t <= at_i and t > at_i - WINDOW, where at_i is query token i's place: its row's length - queries + i (the last
-    one's for all if not CAUSAL). Q [tokens, heads * GROUP, KEY_DIM]; K [blocks, PAGE, heads, KEY_DIM]; V [blocks, PAGE, heads,
-    VALUE_DIM]; TABLE [rows, blocks of a row]; BORDERS [rows + 1]; LENGTHS, STARTS [rows]; SINKS, SLOPES [heads * GROUP]; OUT
-    [tokens, heads * GROUP, VALUE_DIM]; SPANS [tiles, 2], the row and the tile of each program. One program takes BLOCK_M / GROUPS
-    query tokens in all query heads of one key head, the last tokens of a row first. Only the tiles at the edges of what is seen are
-    masked.
+    Over start <= t <= at_i and t > at_i - WINDOW, where at_i is query token i's place: its row's length -
+    queries + i (the last one's for all if not CAUSAL). Q [tokens, heads * GROUP, KEY_DIM]; K [blocks, PAGE,
+    heads, KEY_DIM]; V [blocks, PAGE, heads, VALUE_DIM]; TABLE [rows, blocks of a row]; BORDERS [rows + 1];
+    LENGTHS, STARTS [rows]; SINKS, SLOPES [heads * GROUP]; OUT [tokens, heads * GROUP, VALUE_DIM]; SPANS
+    [tiles, 2], the row and the tile of each program. One program takes BLOCK_M / GROUPS query tokens in all
+    query heads of one key head, the last tokens of a row first. Only the tiles at the edges of what is seen
+    are masked.
     """
     head = tl.program_id(1)
     if HAS_SPANS:
@@ -174,7 +207,8 @@ def _prefill(
         slope = tl.load(SLOPES + query_head, mask=real, other=0.0).to(tl.float32) * LOG2E
     else:
         slope = tl.zeros([BLOCK_M], tl.float32)
-    # Every query token of the tile sees the tokens from open_from to lowest; none sees one before start or after highest.
+    # Every query token of the tile sees the tokens from open_from to lowest; none sees one before start or
+    # after highest.
     open_from = start
     if WINDOW > 0:
         open_from = tl.maximum(start, highest - WINDOW + 1)
@@ -190,8 +224,10 @@ def _prefill(
         for n in tl.range(begin, opened, TILE, num_stages=1):
             ids = block_ids(table, n, end, offsets, PAGE, TILE)
             m, total, acc = _attend(
-                q, keys, values, ids, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m, total, acc,
-                KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW, SOFTCAP, HAS_SLOPE,
+                q, keys, values, ids, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m,
+                total, acc,
+                KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW,
+                SOFTCAP, HAS_SLOPE,
                 PRECISION, True,
             )  # fmt: skip
     # As in decoding, the ids of a tile's blocks are loaded one tile ahead.
@@ -200,15 +236,19 @@ def _prefill(
         these = ids
         ids = block_ids(table, n + TILE, end, offsets, PAGE, TILE)
         m, total, acc = _attend(
-            q, keys, values, these, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m, total, acc,
-            KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW, SOFTCAP, HAS_SLOPE,
+            q, keys, values, these, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m,
+            total, acc,
+            KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW, SOFTCAP,
+            HAS_SLOPE,
             PRECISION, False,
         )  # fmt: skip
     for n in tl.range(closed, end, TILE, num_stages=1):
         ids = block_ids(table, n, end, offsets, PAGE, TILE)
         m, total, acc = _attend(
-            q, keys, values, ids, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m, total, acc,
-            KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW, SOFTCAP, HAS_SLOPE,
+            q, keys, values, ids, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m,
+            total, acc,
+            KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW, SOFTCAP,
+            HAS_SLOPE,
             PRECISION, True,
         )  # fmt: skip
     if HAS_SINK:
@@ -225,11 +265,15 @@ def _prefill(
 @triton.jit
 def _attend(
     q, keys, values, ids, tokens, at, start, end, slope, scale_log2, key_dims, value_dims, m, total, acc,
-    KEY_BLOCK: tl.constexpr, KEY_TOKEN: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_TOKEN: tl.constexpr, WIDE: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, KEY_TOKEN: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_TOKEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HAS_SLOPE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the running softmax: `tokens` [TILE] of the blocks `ids` for the queries q [BLOCK_M, KEY_DIMS] at `at`."""
+    """One tile of the running softmax: `tokens` [TILE] of the blocks `ids` for the queries q [BLOCK_M,
+    KEY_DIMS] at `at`.
+    """
     key_at = token_offsets(ids, tokens, KEY_BLOCK, KEY_TOKEN, PAGE, WIDE)
     if KEY_BLOCK == VALUE_BLOCK and KEY_TOKEN == VALUE_TOKEN:
         value_at = key_at

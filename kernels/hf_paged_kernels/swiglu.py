@@ -16,16 +16,24 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu") -> torch.Tensor:
-    """activation(gate).to(dtype) * up, the activation in fp32: x / (1 + exp(-x)), or torch's gelu with approximate="tanh".
+    """activation(gate).to(dtype) * up, the activation in fp32: x / (1 + exp(-x)), or torch's gelu with
+    approximate="tanh".
 
-    gate and up [..., n] with the last stride 1: two tensors, or the two halves of one. The answer is [..., n] without gaps.
+    gate and up [..., n] with the last stride 1: two tensors, or the two halves of one. The answer is [..., n]
+    without gaps.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"Invalid activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     if gate.ndim == 0 or gate.stride(-1) != 1:
-        raise ValueError(f"Invalid shape of gate: expected [..., n] with the last stride 1, got {list(gate.shape)}, {gate.stride()}")
+        raise ValueError(
+            f"Invalid shape of gate: expected [..., n] with the last stride 1, got {list(gate.shape)}, "
+            f"{gate.stride()}"
+        )
     if up.shape != gate.shape or up.dtype != gate.dtype or up.stride(-1) != 1:
-        raise ValueError(f"Invalid shape of up: expected {list(gate.shape)} of {gate.dtype}, got {list(up.shape)} of {up.dtype}")
+        raise ValueError(
+            f"Invalid shape of up: expected {list(gate.shape)} of {gate.dtype}, got {list(up.shape)} of "
+            f"{up.dtype}"
+        )
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     found = Lines.of(out, gate, up)
     if found is None:
@@ -47,7 +55,9 @@ def _swiglu(
     OUT, GATE, UP, inner, out_outer, out_inner, gate_outer, gate_inner, up_outer, up_inner,
     N: tl.constexpr, TILE: tl.constexpr, GELU: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """OUT = round(round(activation(GATE)) * UP), all [outer, inner, N]; a program takes TILE columns of one line."""
+    """OUT = round(round(activation(GATE)) * UP), all [outer, inner, N]; a program takes TILE columns of one
+    line.
+    """
     far = (tl.program_id(0) // inner).to(tl.int64)
     near = (tl.program_id(0) % inner).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -1,4 +1,6 @@
-"""What the two attention kernels share: how a tile of tokens is found, loaded and scored; checks of what they are given."""
+"""What the two attention kernels share: how a tile of tokens is found, loaded and scored; checks of what they
+are given.
+"""
 
 # ruff: noqa: RET505 - a branch on a constant must stay a plain if: Triton compiles the other side away
 from __future__ import annotations
@@ -14,7 +16,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def block_ids(TABLE, first, end, offsets, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Ids of the blocks that hold the tokens first + offsets below `end`: one if a tile lies in one block, else one a token."""
+    """Ids of the blocks that hold the tokens first + offsets below `end`: one if a tile lies in one block,
+    else one a token.
+    """
     if PAGE % TILE == 0:
         return tl.load(TABLE + first // PAGE, mask=first < end, other=0)
     else:
@@ -23,7 +27,14 @@ def block_ids(TABLE, first, end, offsets, PAGE: tl.constexpr, TILE: tl.constexpr
 
 
 @triton.jit
-def token_offsets(ids, tokens, BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr):
+def token_offsets(
+    ids,
+    tokens,
+    BLOCK_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Where `tokens` [TILE] of the blocks `ids` begin in one head of one layer, in elements."""
     if WIDE:
         return ids.to(tl.int64) * BLOCK_STRIDE + (tokens & (PAGE - 1)).to(tl.int64) * TOKEN_STRIDE
@@ -33,7 +44,9 @@ def token_offsets(ids, tokens, BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.cons
 
 @triton.jit
 def load_tile(base, offsets, seen, dims, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Rows base + offsets [TILE, dims]; columns past DIM, and rows not seen if MASKED, are 0 and never read."""
+    """Rows base + offsets [TILE, dims]; columns past DIM, and rows not seen if MASKED, are 0 and never
+    read.
+    """
     at = base + offsets[:, None] + dims[None, :]
     PADDED: tl.constexpr = dims.shape[0] != DIM
     if MASKED and PADDED:
@@ -74,23 +87,36 @@ class Strides(NamedTuple):
         distances = []
         for data in (keys, values):
             if data.stride(3) != 1:
-                raise ValueError(f"Invalid strides of keys or values: the last must be 1, got {data.stride()}")
+                raise ValueError(
+                    f"Invalid strides of keys or values: the last must be 1, got {data.stride()}"
+                )
             distances += [data.stride(0), data.stride(1), data.stride(2)]
-        extent = max(sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) for x in (keys, values))
+        extent = max(
+            sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) for x in (keys, values)
+        )
         return cls(*distances, wide=extent >= 2**31)
 
 
 def check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> None:
-    """query [n, query_heads, key_dim], keys and values [blocks, block_size, heads, dim], table [rows, blocks of a row]."""
+    """query [n, query_heads, key_dim], keys and values [blocks, block_size, heads, dim], table [rows, blocks
+    of a row].
+    """
     if keys.ndim != 4 or keys.shape[:3] != values.shape[:3]:
-        raise ValueError(f"Invalid shape of values: expected {[*keys.shape[:3], 'value_dim']}, got {list(values.shape)}")
+        raise ValueError(
+            f"Invalid shape of values: expected {[*keys.shape[:3], 'value_dim']}, got {list(values.shape)}"
+        )
     block_size, heads, key_dim = keys.shape[1:]
     if query.ndim != 3 or query.shape[2] != key_dim or query.shape[1] % heads:
-        raise ValueError(f"Invalid shape of query: expected [n, a multiple of {heads}, {key_dim}], got {list(query.shape)}")
+        raise ValueError(
+            f"Invalid shape of query: expected [n, a multiple of {heads}, {key_dim}], got {list(query.shape)}"
+        )
     if block_size & (block_size - 1):
         raise ValueError(f"Invalid block_size {block_size}: expected a power of two")
     if not query.dtype == keys.dtype == values.dtype:
-        raise ValueError(f"Invalid dtypes: query, keys and values must share one, got {query.dtype}, {keys.dtype}, {values.dtype}")
+        raise ValueError(
+            f"Invalid dtypes: query, keys and values must share one, got {query.dtype}, {keys.dtype}, "
+            f"{values.dtype}"
+        )
     if query.stride(2) != 1 or table.stride(1) != 1:
         raise ValueError("Invalid strides: the last of query and of table must be 1")
 

@@ -1,4 +1,6 @@
-"""Which tile, how many warps, how many buffers: a table made by measurement, read on the host, never tuned at run time."""
+"""Which tile, how many warps, how many buffers: a table made by measurement, read on the host, never tuned at
+run time.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ SHARED_MEMORY = 200 * 1024
 
 
 FOREVER = 2**62
-# Streams (rows times key heads) up to, mean length up to, and the tiling: the first line that fits. Measured on an H200, bf16,
-# head size 128, with scripts/tune_kernels.py; below two pieces a row stays whole, so batches of many equal rows are never cut.
+# Streams (rows times key heads) up to, mean length up to, and the tiling: the first line that fits. Measured
+# on an H200, bf16, head size 128, with scripts/tune_kernels.py; below two pieces a row stays whole, so
+# batches of many equal rows are never cut.
 GROUPED = [
     (16, 1024, Tiling(16, 64, 2, 3, 1)),
     (16, 8192, Tiling(16, 64, 4, 3, 1)),
@@ -47,13 +50,22 @@ PROMPT = Tiling(128, 64, 8, 3)
 
 
 def decode_tiling(group: int, token_bytes: int, rows: int, heads: int, mean_length: int) -> Tiling:
-    """The tiling of a decode step: `token_bytes` are one token's keys and values in one head, padded to powers of two."""
+    """The tiling of a decode step: `token_bytes` are one token's keys and values in one head, padded to
+    powers of two.
+    """
     lines = SINGLE if group == 1 else GROUPED
-    return fit(next(tiling for streams, length, tiling in lines if rows * heads <= streams and mean_length <= length), token_bytes)
+    return fit(
+        next(
+            tiling for streams, length, tiling in lines if rows * heads <= streams and mean_length <= length
+        ),
+        token_bytes,
+    )
 
 
 def prefill_tiling(token_bytes: int, queries: int, exact: bool) -> Tiling:
-    """The tiling of a prefill of at most `queries` query rows a row and key head; `exact` is fp32, multiplied in three passes."""
+    """The tiling of a prefill of at most `queries` query rows a row and key head; `exact` is fp32, multiplied
+    in three passes.
+    """
     if exact:
         choice = Tiling(32, 16, 8, 2)
     elif queries <= 64:

@@ -25,7 +25,9 @@ REGISTERS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"],
     "AVX2": ["-mavx2", "-mfma"],
 }
-"""Flags by what torch found out about the machine; anything else is built for the least that its kind of machine has."""
+"""Flags by what torch found out about the machine; anything else is built for the least that its kind of
+machine has.
+"""
 SECONDS = 300
 """How long a compiler may take."""
 
@@ -35,7 +37,9 @@ class Unavailable(RuntimeError):
 
 
 def capability() -> str:
-    """What this machine's registers can do, in torch's words: libraries are kept by it, so none runs where it cannot."""
+    """What this machine's registers can do, in torch's words: libraries are kept by it, so none runs where it
+    cannot.
+    """
     return torch.backends.cpu.get_cpu_capability()
 
 
@@ -47,7 +51,9 @@ def folder() -> Path:
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
-        raise Unavailable(f"there is no home folder to keep the library in ({error}); set TORCH_EXTENSIONS_DIR") from error
+        raise Unavailable(
+            f"there is no home folder to keep the library in ({error}); set TORCH_EXTENSIONS_DIR"
+        ) from error
     return cache / "torch_extensions" / "hf_paged_native"
 
 
@@ -80,8 +86,8 @@ def compiler() -> list[str] | None:
 def build(registers: str | None = None) -> Path:
     """Compile the library unless it is there, and answer with its file.
 
-    Two processes may do it at once: each compiles into a file of its own and puts it in place whole. Nobody waits for anybody,
-    and one that is killed leaves nothing that is taken for a library.
+    Two processes may do it at once: each compiles into a file of its own and puts it in place whole. Nobody
+    waits for anybody, and one that is killed leaves nothing that is taken for a library.
     """
     target = place(registers)
     if target.exists():
@@ -89,15 +95,25 @@ def build(registers: str | None = None) -> Path:
     command = compiler()
     if command is None:
         wanted = os.environ.get("CXX")
-        looked = f"CXX={wanted!r} is no program here" if wanted else f"none of {', '.join(COMPILERS)} is on the PATH"
+        looked = (
+            f"CXX={wanted!r} is no program here"
+            if wanted
+            else f"none of {', '.join(COMPILERS)} is on the PATH"
+        )
         raise Unavailable(f"there is no C++ compiler ({looked}); install g++ or clang++, or set CXX")
-    logger.warning("building the C++ op for CPUs with %s, once; it takes some seconds and is kept in %s", command[0], target.parent)
+    logger.warning(
+        "building the C++ op for CPUs with %s, once; it takes some seconds and is kept in %s",
+        command[0],
+        target.parent,
+    )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, own = tempfile.mkstemp(suffix=".so", prefix="building-", dir=target.parent)
         os.close(handle)
     except OSError as error:
-        raise Unavailable(f"the library cannot be kept in {target.parent} ({error.strerror}); set TORCH_EXTENSIONS_DIR") from error
+        raise Unavailable(
+            f"the library cannot be kept in {target.parent} ({error.strerror}); set TORCH_EXTENSIONS_DIR"
+        ) from error
     try:
         _compile([*command, *FLAGS, *REGISTERS.get(registers or capability(), []), str(SOURCE), "-o", own])
         ctypes.CDLL(own)  # what cannot be loaded is not put in place

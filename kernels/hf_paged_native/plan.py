@@ -19,7 +19,8 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("table", "lengths", "scratch")),
-        *((name, c_int64) for name in ("rows", "width", "block_size", "tokens", "heads", "group", "key_dim", "value_dim")),
+        *((name, c_int64) for name in ("rows", "width", "block_size", "tokens", "heads", "group")),
+        *((name, c_int64) for name in ("key_dim", "value_dim")),
         *((name, c_int64) for name in ("key_slot", "key_head", "value_slot", "value_head")),
         *((name, c_int64) for name in ("window", "causal", "dtype", "threads")),
     ]  # fmt: skip
@@ -37,7 +38,11 @@ class Library:
     def __init__(self, file: Path) -> None:
         self.file = file
         library = ctypes.CDLL(str(file))
-        self.scratch, self.attend, self.write = library.hf_paged_scratch, library.hf_paged_attend, library.hf_paged_write
+        self.scratch, self.attend, self.write = (
+            library.hf_paged_scratch,
+            library.hf_paged_attend,
+            library.hf_paged_write,
+        )
         self.scratch.restype, self.scratch.argtypes = c_int64, [c_void_p]
         self.attend.restype, self.attend.argtypes = None, [c_void_p] * 7 + [c_float, c_float]
         self.write.restype, self.write.argtypes = None, [c_void_p] * 7
@@ -55,7 +60,9 @@ def load(file: Path) -> Library:
 
 
 def _threads_of_torch() -> tuple[int | None, int | None]:
-    """The entries to the threads that torch works with: its OpenMP runtime's, or its own where a release has it (2.10)."""
+    """The entries to the threads that torch works with: its OpenMP runtime's, or its own where a release has
+    it (2.10).
+    """
     own = Path(torch.__file__).parent / "lib"
     for library in (*own.glob("libtorch_cpu.so"), *own.glob("libtorch_cpu.dylib")):
         found = _address(ctypes.CDLL(str(library)), "torch_parallel_for")
@@ -70,27 +77,34 @@ def _address(library: ctypes.CDLL, name: str) -> int | None:
 
 
 class _Plan:
-    """What the library must know about a step beside the layers' own tensors. It lives as long as its shapes last.
+    """What the library must know about a step beside the layers' own tensors. It lives as long as its shapes
+    last.
 
     keys [slots, heads, key_dim] and values [slots, heads, value_dim] are those of any of the layers.
     """
 
-    def __init__(self, library: Library, keys: torch.Tensor, values: torch.Tensor, block_size: int, tokens: int) -> None:
+    def __init__(
+        self, library: Library, keys: torch.Tensor, values: torch.Tensor, block_size: int, tokens: int
+    ) -> None:
         heads, key_dim = keys.shape[1:]
         for data in (keys, values):
             if data.device.type != "cpu":  # its address means nothing here
                 raise ValueError(f"Invalid device of keys or values: expected cpu, got {data.device}")
         self.library = library
         self.step = _Step(
-            block_size=block_size, tokens=tokens, heads=heads, group=1, key_dim=key_dim, value_dim=values.shape[2],
-            key_slot=keys.stride(0), key_head=keys.stride(1), value_slot=values.stride(0), value_head=values.stride(1),
+            block_size=block_size, tokens=tokens, heads=heads, group=1, key_dim=key_dim,
+            value_dim=values.shape[2],
+            key_slot=keys.stride(0), key_head=keys.stride(1), value_slot=values.stride(0),
+            value_head=values.stride(1),
             dtype=DTYPES[keys.dtype],
         )  # fmt: skip
         self.address = ctypes.addressof(self.step)
         self._kept: tuple[torch.Tensor, ...] = ()
 
     def update(self, table: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Begin a step: block ids table [rows, width] and tokens lengths [rows], this step's included, int32 and dense."""
+        """Begin a step: block ids table [rows, width] and tokens lengths [rows], this step's included, int32
+        and dense.
+        """
         step = self.step
         step.table, step.lengths = table.data_ptr(), lengths.data_ptr()
         step.rows, step.width = table.shape
@@ -99,26 +113,43 @@ class _Plan:
 
 
 class Write(_Plan):
-    """The write of a step's keys [rows, heads, tokens, key_dim] and values [rows, heads, tokens, value_dim]."""
+    """The write of a step's keys [rows, heads, tokens, key_dim] and values [rows, heads, tokens,
+    value_dim].
+    """
 
     def __init__(
-        self, library: Library, keys: torch.Tensor, values: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, block_size: int
+        self,
+        library: Library,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        key_pool: torch.Tensor,
+        value_pool: torch.Tensor,
+        block_size: int,
     ) -> None:
         super().__init__(library, key_pool, value_pool, block_size, keys.shape[2])
         self._strides = _Strides(*keys.stride()[:3]), _Strides(*values.stride()[:3])
         self._of_keys, self._of_values = (ctypes.addressof(strides) for strides in self._strides)
 
-    def run(self, keys: torch.Tensor, values: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor) -> None:
+    def run(
+        self, keys: torch.Tensor, values: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor
+    ) -> None:
         """Put them into their slots. A token before its row's first is padding and has none."""
         self.library.write(
-            self.address, keys.data_ptr(), self._of_keys, values.data_ptr(), self._of_values, key_pool.data_ptr(), value_pool.data_ptr()
+            self.address,
+            keys.data_ptr(),
+            self._of_keys,
+            values.data_ptr(),
+            self._of_values,
+            key_pool.data_ptr(),
+            value_pool.data_ptr(),
         )
 
 
 class Attend(_Plan):
     """Attention of query [rows, query_heads, tokens, key_dim] over pages.
 
-    window: how far back a token sees, itself included. causal: whether it sees only what is at or before it; else all there is.
+    window: how far back a token sees, itself included. causal: whether it sees only what is at or before it;
+        else all there is.
     """
 
     def __init__(
@@ -157,13 +188,16 @@ class Attend(_Plan):
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """softmax(softcap(query keys^T * scale)) values, [rows, tokens, query_heads, value_dim]; sinks [query_heads], float32.
+        """softmax(softcap(query keys^T * scale)) values, [rows, tokens, query_heads, value_dim]; sinks
+        [query_heads], float32.
 
         A token that sees nothing gives 0.
         """
         out = torch.empty(self._shape, dtype=query.dtype, device=query.device)
         self.library.attend(
-            self.address, query.data_ptr(), self._of_query, keys.data_ptr(), values.data_ptr(), out.data_ptr(),
-            None if sinks is None else sinks.data_ptr(), self.scale if scale is None else scale, softcap or 0.0,
+            self.address, query.data_ptr(), self._of_query, keys.data_ptr(), values.data_ptr(),
+            out.data_ptr(),
+            None if sinks is None else sinks.data_ptr(), self.scale if scale is None else scale,
+            softcap or 0.0,
         )  # fmt: skip
         return out

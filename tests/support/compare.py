@@ -19,7 +19,9 @@ def both(model: Any, block_size: int = 4, seed: int = 0, **arguments: Any) -> tu
     torch.manual_seed(seed)
     stock = model.generate(**copy.copy(arguments))
     torch.manual_seed(seed)
-    paged = model.generate(**copy.copy(arguments), cache_implementation="paged", cache_config={"block_size": block_size})
+    paged = model.generate(
+        **copy.copy(arguments), cache_implementation="paged", cache_config={"block_size": block_size}
+    )
     return stock, paged
 
 
@@ -53,7 +55,9 @@ def _assert_tensors(stock: torch.Tensor, paged: torch.Tensor, where: str) -> Non
     assert stock.shape == paged.shape, f"{where}: shape {tuple(paged.shape)}, expected {tuple(stock.shape)}"
     assert stock.dtype == paged.dtype, where
     if stock.is_floating_point():
-        torch.testing.assert_close(paged, stock, atol=TOLERANCE, rtol=TOLERANCE, msg=lambda text: f"{where}: {text}")
+        torch.testing.assert_close(
+            paged, stock, atol=TOLERANCE, rtol=TOLERANCE, msg=lambda text: f"{where}: {text}"
+        )
     else:
         assert torch.equal(stock, paged), f"{where}: {paged.tolist()}, expected {stock.tolist()}"
 
@@ -73,10 +77,14 @@ def _assert_caches(stock: Cache, paged: Cache, where: str) -> None:
         first = stock.get_seq_length() - one.keys.shape[-2]
         for name in ("keys", "values"):
             mine, theirs = getattr(other, name), getattr(one, name)
-            assert mine.shape == theirs.shape, f"{where}.layers[{i}].{name}: {tuple(mine.shape)}, expected {tuple(theirs.shape)}"
+            assert mine.shape == theirs.shape, (
+                f"{where}.layers[{i}].{name}: {tuple(mine.shape)}, expected {tuple(theirs.shape)}"
+            )
             for row in range(mine.shape[0]):
                 begin = max(0, starts[row] - first) if starts else 0
-                torch.testing.assert_close(mine[row, :, begin:], theirs[row, :, begin:], atol=TOLERANCE, rtol=TOLERANCE)
+                torch.testing.assert_close(
+                    mine[row, :, begin:], theirs[row, :, begin:], atol=TOLERANCE, rtol=TOLERANCE
+                )
 
 
 def assert_clean(model: Any, setting: str) -> None:

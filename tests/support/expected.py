@@ -16,7 +16,9 @@ STOCK_LAYERS = {"LinearAttentionLayer": "state"}
 
 
 def path_of(parts: list[PagedCache]) -> str:
-    """Kinds of layers, how many there are of each, and how attention last read them: "1 full paged, 1 window paged; 2 cross paged"."""
+    """Kinds of layers, how many there are of each, and how attention last read them: "1 full paged, 1 window
+    paged; 2 cross paged".
+    """
     return "; ".join(", ".join(_told(part)) for part in parts)
 
 

@@ -9,7 +9,13 @@ import torch
 import transformers as tf
 
 VOCABULARY = 96
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LONG = {"max_position_embeddings": 256}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
@@ -32,7 +38,9 @@ def _decoder(name: str, config: type, model: type, path: str = "paged", **option
 
 
 def _gpt2() -> tf.PreTrainedModel:
-    return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=256, vocab_size=VOCABULARY, **TOKENS))
+    return tf.GPT2LMHeadModel(
+        tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=256, vocab_size=VOCABULARY, **TOKENS)
+    )
 
 
 def _opt() -> tf.PreTrainedModel:
@@ -50,7 +58,9 @@ def _opt() -> tf.PreTrainedModel:
 
 
 def _bloom() -> tf.PreTrainedModel:
-    return tf.BloomForCausalLM(tf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, **TOKENS))
+    return tf.BloomForCausalLM(
+        tf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, **TOKENS)
+    )
 
 
 def _falcon() -> tf.PreTrainedModel:
@@ -96,10 +106,19 @@ FAMILIES = [
     _decoder("llama", tf.LlamaConfig, tf.LlamaForCausalLM, num_key_value_heads=2),
     _decoder("llama-mha", tf.LlamaConfig, tf.LlamaForCausalLM, num_key_value_heads=4),
     _decoder("qwen2", tf.Qwen2Config, tf.Qwen2ForCausalLM, num_key_value_heads=2),
-    _decoder("qwen2-window", tf.Qwen2Config, tf.Qwen2ForCausalLM, num_key_value_heads=2, use_sliding_window=True, **ALTERNATING),
+    _decoder(
+        "qwen2-window",
+        tf.Qwen2Config,
+        tf.Qwen2ForCausalLM,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        **ALTERNATING,
+    ),
     _decoder("qwen3", tf.Qwen3Config, tf.Qwen3ForCausalLM, num_key_value_heads=2, head_dim=8),
     _decoder("mistral", tf.MistralConfig, tf.MistralForCausalLM, num_key_value_heads=2, sliding_window=None),
-    _decoder("mistral-window", tf.MistralConfig, tf.MistralForCausalLM, num_key_value_heads=2, sliding_window=6),
+    _decoder(
+        "mistral-window", tf.MistralConfig, tf.MistralForCausalLM, num_key_value_heads=2, sliding_window=6
+    ),
     _decoder(
         "gemma2",
         tf.Gemma2Config,
@@ -112,7 +131,13 @@ FAMILIES = [
         **ALTERNATING,
     ),
     _decoder(
-        "gemma3", tf.Gemma3TextConfig, tf.Gemma3ForCausalLM, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, **ALTERNATING
+        "gemma3",
+        tf.Gemma3TextConfig,
+        tf.Gemma3ForCausalLM,
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        **ALTERNATING,
     ),
     _decoder("gpt-neox", tf.GPTNeoXConfig, tf.GPTNeoXForCausalLM),
     _decoder("phi3", tf.Phi3Config, tf.Phi3ForCausalLM, num_key_value_heads=2),

@@ -1,4 +1,6 @@
-"""Ctrl-C at the n-th place of a piece of code where the interpreter looks for signals: all of them, one after the other."""
+"""Ctrl-C at the n-th place of a piece of code where the interpreter looks for signals: all of them, one after
+the other.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,16 @@ PACKAGE = str(Path(hf_paged.__file__).parent)
 OUTER = ("/generate/install.py", "/generate/call.py", "/model/switch.py", "/model/hooks.py", "/model/mla.py")
 """The files that change a model for the time of a call."""
 
-DRIVING = tuple(f"/engine/{name}.py" for name in ("turns", "front", "engine", "collector", "background", "handle"))
+DRIVING = tuple(
+    f"/engine/{name}.py" for name in ("turns", "front", "engine", "collector", "background", "handle")
+)
 """The files that take an engine's locks."""
 
 
 class _Signal:
-    """`-signal` is SIGINT. An operator calls it without a line of Python, so the interpreter acts on it where the traced code is."""
+    """`-signal` is SIGINT. An operator calls it without a line of Python, so the interpreter acts on it where
+    the traced code is.
+    """
 
     __neg__ = ctypes.PYFUNCTYPE(None)(("PyErr_SetInterrupt", ctypes.pythonapi))
 
@@ -31,10 +37,12 @@ SIGNAL: Any = _Signal()
 
 
 class Interrupted:
-    """Calls `act` with Ctrl-C at place number `at`, counted over the code of the package (of the files that end with `files`).
+    """Calls `act` with Ctrl-C at place number `at`, counted over the code of the package (of the files that
+    end with `files`).
 
-    The places are those where the interpreter looks for signals: at the beginning of a function, after a call, and where a loop goes
-    back. `count` is how many there were, `where` it came; without `at` nothing is interrupted.
+    The places are those where the interpreter looks for signals: at the beginning of a function, after a
+    call, and where a loop goes back. `count` is how many there were, `where` it came; without `at` nothing is
+    interrupted.
     """
 
     def __init__(self, at: int | None = None, files: tuple[str, ...] = ("",)) -> None:

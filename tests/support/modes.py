@@ -39,14 +39,25 @@ def _lookup(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     return {"input_ids": repeating, "prompt_lookup_num_tokens": 3, **_with()(model, ids)}
 
 
-EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "output_hidden_states": True}
+EVERYTHING = {
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_hidden_states": True,
+}
 
 MODES: dict[str, Mode] = {
     "greedy": _with(),
     "greedy-padded": _padded(),
     "sample": _with(do_sample=True, num_return_sequences=2, temperature=1.3),
     "sample-padded": _padded(do_sample=True, num_return_sequences=3, top_k=20, top_p=0.9),
-    "beams": _with(num_beams=4, num_return_sequences=3, length_penalty=0.7, return_dict_in_generate=True, output_scores=True),
+    "beams": _with(
+        num_beams=4,
+        num_return_sequences=3,
+        length_penalty=0.7,
+        return_dict_in_generate=True,
+        output_scores=True,
+    ),
     "beams-early": _with(num_beams=3, early_stopping=True),
     "beams-padded": _padded(num_beams=4, return_dict_in_generate=True, output_scores=True),
     "beam-sample": _with(num_beams=3, do_sample=True, num_return_sequences=2),
@@ -57,7 +68,9 @@ MODES: dict[str, Mode] = {
     "everything": _with(**EVERYTHING),
     "everything-padded": _padded(**EVERYTHING),
     "everything-beams": _with(num_beams=2, num_return_sequences=2, **EVERYTHING),
-    "penalties": _with(repetition_penalty=1.5, no_repeat_ngram_size=2, min_new_tokens=6, bad_words_ids=[[7], [8, 9]]),
+    "penalties": _with(
+        repetition_penalty=1.5, no_repeat_ngram_size=2, min_new_tokens=6, bad_words_ids=[[7], [8, 9]]
+    ),
     "guidance": _with(guidance_scale=1.8),
 }
 

@@ -1,4 +1,6 @@
-"""One layer on pages beside the same keys and values as plain tensors: what attention over any history must answer."""
+"""One layer on pages beside the same keys and values as plain tensors: what attention over any history must
+answer.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,12 @@ class Paged:
         kept = self.keys.shape[2] - columns
         self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
 
-    def assert_attends(self, pages: Pages, query_heads: int, softcap: float | None, sinks: bool, tolerance: float = 1e-5) -> None:
-        """Attention of random queries agrees with the formula, through a gather and through whatever the ops do."""
+    def assert_attends(
+        self, pages: Pages, query_heads: int, softcap: float | None, sinks: bool, tolerance: float = 1e-5
+    ) -> None:
+        """Attention of random queries agrees with the formula, through a gather and through whatever the ops
+        do.
+        """
         query = torch.randn(self.count, query_heads, pages.batch.new, self.dims[0], **self.make)
         sink = torch.randn(query_heads, **self.make) if sinks else None
         seen = Seen(pages.batch.first_visible(self.window), causal=True, window=self.window)
@@ -68,7 +74,13 @@ class Paged:
 
 
 def formula(
-    query: Any, keys: Any, values: Any, window: int | None, starts: list[int] | None, softcap: float | None, sink: Any
+    query: Any,
+    keys: Any,
+    values: Any,
+    window: int | None,
+    starts: list[int] | None,
+    softcap: float | None,
+    sink: Any,
 ) -> torch.Tensor:
     """softmax(softcap(q k^T / sqrt(d))) v over what each token sees, in float64; nothing seen gives 0."""
     rows, query_heads, new, dim = query.shape

@@ -1,4 +1,6 @@
-"""Prompts with pictures, videos or recordings for any model that takes them: arguments are found by trying, and by the model's errors."""
+"""Prompts with pictures, videos or recordings for any model that takes them: arguments are found by trying,
+and by the model's errors.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from typing import Any
 import torch
 from tiny import PROMPT_IDS
 
-MISMATCH = re.compile(r"tokens:? \[?\d+\]?, (?:\w+ )?features:? \[?(\d+)|value tensor of shape \[(\d+), \d\d+\] cannot be broadcast")
+MISMATCH = re.compile(
+    r"tokens:? \[?\d+\]?, (?:\w+ )?features:? \[?(\d+)|value tensor of shape \[(\d+), \d\d+\] cannot be "
+    r"broadcast"
+)
 OF_ONE = re.compile(r"span_length=\d+, expected (\d+)")
 """How many placeholders a single picture wants."""
 WIDTH = 32
@@ -21,7 +26,9 @@ Inputs = dict[str, torch.Tensor]
 
 
 def with_pictures(model: Any, rows: int = 2, each: int = 1) -> Inputs | None:
-    """Arguments for `rows` prompts, each around `each` pictures of its own; None if no way of showing them is known."""
+    """Arguments for `rows` prompts, each around `each` pictures of its own; None if no way of showing them is
+    known.
+    """
     return _first(model, _pictures(model, rows, each), rows, each, "image")
 
 
@@ -37,7 +44,9 @@ def with_recordings(model: Any, rows: int = 2, each: int = 1) -> Inputs | None:
 
 def _first(model: Any, ways: Iterator[Inputs], rows: int, each: int, what: str) -> Inputs | None:
     """The first way that the model takes."""
-    prompts = (_prompt(model, shown, rows, each, _id_of(model, what), 1 + (what == "video")) for shown in ways)
+    prompts = (
+        _prompt(model, shown, rows, each, _id_of(model, what), 1 + (what == "video")) for shown in ways
+    )
     return next((found for found in prompts if found is not None), None)
 
 
@@ -60,7 +69,9 @@ def pad_left(inputs: Inputs) -> Inputs:
 # ---- the prompt around it
 
 
-def _prompt(model: Any, shown: Inputs, rows: int, each: int, placeholder: int | None, kind: int) -> Inputs | None:
+def _prompt(
+    model: Any, shown: Inputs, rows: int, each: int, placeholder: int | None, kind: int
+) -> Inputs | None:
     """The prompt with as many placeholders as the model wants, if it wants any and looks at what is shown."""
     counts = [0] if placeholder is None else [4, 0, 1, 8, 16]
     for count in counts:  # what the model says adds to the list
@@ -84,7 +95,9 @@ def _text(model: Any, rows: int, each: int, placeholder: int | None, count: int,
     """Prompts of text with `each` runs of placeholders in them, and of what kind each token is."""
     if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
         return {}
-    text = torch.randint(PROMPT_IDS.start, PROMPT_IDS.stop, (rows, 4 + 3 * each), generator=torch.Generator().manual_seed(1))
+    text = torch.randint(
+        PROMPT_IDS.start, PROMPT_IDS.stop, (rows, 4 + 3 * each), generator=torch.Generator().manual_seed(1)
+    )
     middle = torch.full((rows, count), placeholder or 0)
     begin = getattr(model.config, "vision_start_token_id", None)
     if count and isinstance(begin, int):
@@ -98,14 +111,21 @@ def _text(model: Any, rows: int, each: int, placeholder: int | None, count: int,
 
 
 def _matters(model: Any, inputs: Inputs, shown: Inputs) -> bool:
-    """Whether another picture of the last prompt changes its logits: where placeholders are too few a model may take the first's."""
+    """Whether another picture of the last prompt changes its logits: where placeholders are too few a model
+    may take the first's.
+    """
     floating = {name: value for name, value in shown.items() if value.is_floating_point() and value.ndim > 1}
     other = {name: value.clone() for name, value in floating.items()}
     for value in other.values():
         value[len(value) // 2 :] = value[len(value) // 2 :].roll(1, 1) * 1.5 + 0.1
     scores = [
         model.generate(
-            **given, max_new_tokens=1, min_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True
+            **given,
+            max_new_tokens=1,
+            min_new_tokens=1,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
         ).logits[0]
         for given in (inputs, {**inputs, **other})
     ]
@@ -114,7 +134,13 @@ def _matters(model: Any, inputs: Inputs, shown: Inputs) -> bool:
 
 def _id_of(model: Any, what: str) -> int | None:
     """The token that stands for a picture (or a recording) in a prompt."""
-    names = (f"{what}_token_id", f"{what}_token_index", f"{what}_patch_id", "image_token_id", "media_token_id")
+    names = (
+        f"{what}_token_id",
+        f"{what}_token_index",
+        f"{what}_patch_id",
+        "image_token_id",
+        "media_token_id",
+    )
     parts = [part for part in vars(model.config).values() if hasattr(part, "to_dict")]
     found = [getattr(model.config, name, None) for name in names]
     found += [getattr(part, name, None) for name in names for part in parts]
@@ -151,7 +177,13 @@ def _pictures(model: Any, prompts: int, each: int = 1) -> Iterator[Inputs]:
     channels = _number(vision, 3, "in_channels", "in_chans", "num_channels")
     area = channels * patch * patch
     if "image_grid_thw" in taken:
-        yield from _grids(rows, area, _number(vision, 2, "temporal_patch_size"), (channels, patch, patch), "image_merge_sizes" in taken)
+        yield from _grids(
+            rows,
+            area,
+            _number(vision, 2, "temporal_patch_size"),
+            (channels, patch, patch),
+            "image_merge_sizes" in taken,
+        )
     if "flattened_patches" in taken:
         place = torch.arange(1, 17).float()[:, None].expand(rows, 16, 1)
         extra = _extra(taken, prompts, each, size)
@@ -159,7 +191,10 @@ def _pictures(model: Any, prompts: int, each: int = 1) -> Iterator[Inputs]:
         yield {"flattened_patches": torch.cat([place, place, _noise(rows, 16, wide)], 2), **extra}
     yield from _in_patches(taken, prompts, each, channels, patch)
     if "spatial_shapes" in taken:
-        shape = {"spatial_shapes": torch.tensor([[4, 4]] * rows), "pixel_attention_mask": torch.ones(rows, 16, dtype=torch.long)}
+        shape = {
+            "spatial_shapes": torch.tensor([[4, 4]] * rows),
+            "pixel_attention_mask": torch.ones(rows, 16, dtype=torch.long),
+        }
         yield {"pixel_values": _noise(rows, 16, area), **shape}
     if "aspect_ratio_ids" in taken:
         ones = torch.ones(prompts, each, dtype=torch.long)
@@ -180,7 +215,10 @@ def _pictures(model: Any, prompts: int, each: int = 1) -> Iterator[Inputs]:
         yield {"pixel_values": _noise(prompts, each, channels, size, size), "pixel_attention_mask": shown}
     if "high_res_pixel_values" in taken:
         fine = _number(_part(model.config, "high_res_vision_config"), size, "image_size")
-        yield {"pixel_values": _noise(rows, channels, size, size), "high_res_pixel_values": _noise(rows, channels, fine, fine)}
+        yield {
+            "pixel_values": _noise(rows, channels, size, size),
+            "high_res_pixel_values": _noise(rows, channels, fine, fine),
+        }
 
 
 def _in_patches(taken: Any, prompts: int, each: int, channels: int, patch: int) -> Iterator[Inputs]:
@@ -191,7 +229,10 @@ def _in_patches(taken: Any, prompts: int, each: int, channels: int, patch: int) 
         yield {"pixel_values": _noise(rows, 16, area)}
     if "image_position_ids" in taken:
         place = torch.stack([torch.arange(16) % 4, torch.arange(16) // 4], 1)
-        yield {"pixel_values": _noise(rows, 16, area), "image_position_ids": place.expand(rows, 16, 2).contiguous()}
+        yield {
+            "pixel_values": _noise(rows, 16, area),
+            "image_position_ids": place.expand(rows, 16, 2).contiguous(),
+        }
     if "target_sizes" in taken:
         yield {"pixel_values": _noise(1, channels, patch, rows * 16 * patch), "target_sizes": sides}
         yield {"pixel_values": _noise(rows, channels, patch, 16 * patch), "target_sizes": sides}
@@ -216,7 +257,10 @@ def _extra(taken: Any, prompts: int, each: int, size: int) -> Inputs:
         "qformer_input_ids": torch.full((rows, 3), PROMPT_IDS.start),
         "image_attention_mask": torch.ones(prompts, text, each, dtype=torch.long),
         "bbox": torch.full((prompts, text, 4), 0.3),
-        "image_embeds_position_mask": (torch.arange(text) // 4 == 0).long().expand(prompts, text).contiguous(),
+        "image_embeds_position_mask": (torch.arange(text) // 4 == 0)
+        .long()
+        .expand(prompts, text)
+        .contiguous(),
         "width": torch.full((rows,), 4),
         "height": torch.full((rows,), 4),
     }
@@ -231,18 +275,30 @@ def _videos(model: Any, rows: int) -> Iterator[Inputs]:
     taken = inspect.signature(model.forward).parameters
     vision = _part(model.config, "vision_config", "vq_config", "encoder")
     size, patch = _number(vision, 32, "image_size", "resolution"), _number(vision, 8, "patch_size")
-    channels, frames = _number(vision, 3, "in_channels", "in_chans", "num_channels"), _number(vision, 2, "temporal_patch_size")
+    channels, frames = (
+        _number(vision, 3, "in_channels", "in_chans", "num_channels"),
+        _number(vision, 2, "temporal_patch_size"),
+    )
     if "video_grid_thw" in taken:
         for long in (2, 1):
             grid: Inputs = {"video_grid_thw": torch.tensor([[long, 4, 4]] * rows)}
             if "video_merge_sizes" in taken:
                 grid["video_merge_sizes"] = torch.tensor([2] * rows)
-            for shape in ((frames * channels * patch * patch,), (channels * patch * patch,), (channels, patch, patch)):
+            for shape in (
+                (frames * channels * patch * patch,),
+                (channels * patch * patch,),
+                (channels, patch, patch),
+            ):
                 yield {"pixel_values_videos": _noise(rows * long * 16, *shape), **grid}
     elif "target_sizes_videos" in taken:
-        yield {"pixel_values_videos": _noise(1, channels, patch, rows * 16 * patch), "target_sizes_videos": torch.tensor([[4, 4]] * rows)}
+        yield {
+            "pixel_values_videos": _noise(1, channels, patch, rows * 16 * patch),
+            "target_sizes_videos": torch.tensor([[4, 4]] * rows),
+        }
     elif "num_frames_per_video" in taken:
-        place = torch.stack([torch.arange(16) % 4, torch.arange(16) // 4], 1).expand(2 * rows, 16, 2).contiguous()
+        place = (
+            torch.stack([torch.arange(16) % 4, torch.arange(16) // 4], 1).expand(2 * rows, 16, 2).contiguous()
+        )
         said = {"video_position_ids": place, "num_frames_per_video": torch.tensor([2] * rows)}
         yield {"pixel_values_videos": _noise(2 * rows, 16, channels * patch * patch), **said}
     elif "pixel_values_videos" in taken:
@@ -256,7 +312,14 @@ def _videos(model: Any, rows: int) -> Iterator[Inputs]:
 def _recordings(model: Any, rows: int) -> Iterator[Inputs]:
     """Ways of playing a recording per row, the likely ones first."""
     audio = _part(model.config, "audio_config", "encoder_config", "encoder")
-    names = ("num_mel_bins", "input_feat_per_channel", "n_mels", "input_dim", "feature_projection_input_dim", "input_size")
+    names = (
+        "num_mel_bins",
+        "input_feat_per_channel",
+        "n_mels",
+        "input_dim",
+        "feature_projection_input_dim",
+        "input_size",
+    )
     parts = [audio, model.config, *(part for part in vars(audio).values() if hasattr(part, "to_dict"))]
     widths = dict.fromkeys(width for part in parts for name in names if (width := _number(part, 0, name)))
     for bins in widths or [80]:
@@ -267,9 +330,14 @@ def _of_width(model: Any, rows: int, audio: Any, bins: int) -> Iterator[Inputs]:
     """Recordings with so many numbers a frame."""
     taken = inspect.signature(model.forward).parameters
     frames = 2 * _number(audio, 50, "max_source_positions")
-    masks = [name for name in ("feature_attention_mask", "input_features_mask", "attention_mask") if name in taken]
+    masks = [
+        name for name in ("feature_attention_mask", "input_features_mask", "attention_mask") if name in taken
+    ]
     if "audio_input_features" in taken:
-        whole = {"audio_embed_sizes": torch.tensor([4] * rows), "audio_attention_mask": torch.ones(rows, 64, dtype=torch.bool)}
+        whole = {
+            "audio_embed_sizes": torch.tensor([4] * rows),
+            "audio_attention_mask": torch.ones(rows, 64, dtype=torch.bool),
+        }
         yield {"audio_input_features": _noise(rows, 64, bins), **whole}
     for name in ("input_features", "input_values"):
         if name in taken:
@@ -281,5 +349,7 @@ def _of_width(model: Any, rows: int, audio: Any, bins: int) -> Iterator[Inputs]:
                     for mask in masks:
                         yield {
                             name: _noise(*shape),
-                            mask: torch.ones(rows, length if name == "input_features" else shape[-1], dtype=torch.long),
+                            mask: torch.ones(
+                                rows, length if name == "input_features" else shape[-1], dtype=torch.long
+                            ),
                         }

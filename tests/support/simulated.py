@@ -1,7 +1,7 @@
 """A scheduler with a model that is arithmetic: what is stored for a position stands for all tokens up to it.
 
-So a wrong copy, a slot written while others read it, a stale hit, a row run at the wrong place: all are read back as something
-else, and every request has one right answer, whoever else is in the batch.
+So a wrong copy, a slot written while others read it, a stale hit, a row run at the wrong place: all are read
+back as something else, and every request has one right answer, whoever else is in the batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from hf_paged.blocks import BlockPool
-from hf_paged.scheduling import Group, Limits, Plan, Request, Scheduler, Sequence, Shelf, Status, Swaps, Victim
+from hf_paged.scheduling import (
+    Group,
+    Limits,
+    Plan,
+    Request,
+    Scheduler,
+    Sequence,
+    Shelf,
+    Status,
+    Swaps,
+    Victim,
+)
 
 VOCABULARY = 7
 
@@ -92,22 +103,38 @@ class Simulated:
 
     def __post_init__(self) -> None:
         everybody = self.pools if self.encoders is None else [*self.pools, self.encoders]
-        self.hosts = [None if self.host is None else BlockPool(self.host, pool.block_size) for pool in everybody]
+        self.hosts = [
+            None if self.host is None else BlockPool(self.host, pool.block_size) for pool in everybody
+        ]
         shelves = [Shelf(*of_shelf) for of_shelf in zip(self.pools, self.windows, self.hosts, strict=False)]
         if self.encoders is not None:
             shelves.append(Shelf(self.encoders, host=self.hosts[-1], cross=True))
         options = {"admission": self.admission, "prefix_caching": self.prefix_caching, "verify": self.verify}
-        self.scheduler = Scheduler(shelves, self.limits, self.policy, swap=lambda victim: self.swap(victim), **options)
+        self.scheduler = Scheduler(
+            shelves, self.limits, self.policy, swap=lambda victim: self.swap(victim), **options
+        )
         self.stores: list[dict[int, int]] = [{} for _ in everybody]
         self.on_host: list[dict[int, int]] = [{} for _ in everybody]
 
     @classmethod
     def of(
-        cls, total: int, size: int = 4, window: int | None = None, tokens: int = 16, sequences: int = 8, watermark: float = 0.0, **options
+        cls,
+        total: int,
+        size: int = 4,
+        window: int | None = None,
+        tokens: int = 16,
+        sequences: int = 8,
+        watermark: float = 0.0,
+        **options,
     ) -> Simulated:
         """One pool, or one of full and one of windowed layers."""
         windows = [None] if window is None else [None, window]
-        return cls([BlockPool(total, size) for _ in windows], windows, Limits(tokens, sequences, watermark), **options)
+        return cls(
+            [BlockPool(total, size) for _ in windows],
+            windows,
+            Limits(tokens, sequences, watermark),
+            **options,
+        )
 
     def submit(self, request: Request, beams: bool = False) -> Group:
         assert request.number not in self.requests, f"a request number {request.number} has been here before"
@@ -127,7 +154,11 @@ class Simulated:
         self.carry(plan.swaps)
         self.copy(plan)
         failed = [group for group in plan.groups if self.fails(group)]
-        values = {row.sequence: self.compute(row.sequence, row.start, row.count) for row in plan.rows if row.sequence.group not in failed}
+        values = {
+            row.sequence: self.compute(row.sequence, row.start, row.count)
+            for row in plan.rows
+            if row.sequence.group not in failed
+        }
         scheduler.commit(plan, failed)
         for group in failed:
             scheduler.abort(group)
@@ -153,13 +184,20 @@ class Simulated:
 
     def carry(self, swaps: Swaps) -> None:
         """All that goes to the host, then all that comes back; every block goes to one place once."""
-        for ways, here, there in ((swaps.out, self.stores, self.on_host), (swaps.back, self.on_host, self.stores)):
-            for shelf, sources, targets, copies in zip(self.scheduler.shelves, here, there, ways, strict=bool(ways)):
+        for ways, here, there in (
+            (swaps.out, self.stores, self.on_host),
+            (swaps.back, self.on_host, self.stores),
+        ):
+            for shelf, sources, targets, copies in zip(
+                self.scheduler.shelves, here, there, ways, strict=bool(ways)
+            ):
                 pool = shelf.pool
                 assert len({copy.target for copy in copies}) == len(copies)
                 for source, target in copies:
                     for slot in range(pool.block_size):
-                        targets[target * pool.block_size + slot] = sources.get(source * pool.block_size + slot, 0)
+                        targets[target * pool.block_size + slot] = sources.get(
+                            source * pool.block_size + slot, 0
+                        )
 
     def copy(self, plan: Plan) -> None:
         assert self.encoders is None or not plan.copies[-1]
@@ -172,12 +210,16 @@ class Simulated:
                     store[target * pool.block_size + slot] = store.get(source * pool.block_size + slot, 0)
 
     def compute(self, sequence: Sequence, start: int, count: int) -> int:
-        """Write what the row computes in every pool, after reading all that it looks at: the answer is its last value."""
+        """Write what the row computes in every pool, after reading all that it looks at: the answer is its
+        last value.
+        """
         self.computed += count
         right = values_of(sequence.tokens[: start + count], self.salt)
         if self.encoders is not None:
             self.attend_to_encoder(sequence, start)
-        for table, store, window in zip(sequence.tables, self.stores, self.windows, strict=self.encoders is None):
+        for table, store, window in zip(
+            sequence.tables, self.stores, self.windows, strict=self.encoders is None
+        ):
             assert table.length == start + count
             for position in range(start, start + count):
                 store[table.slot(position)] = right[position]
@@ -223,6 +265,9 @@ class Simulated:
 
     def assert_empty(self) -> None:
         assert not self.scheduler.unfinished
-        assert all(shelf.pool.held == 0 and (shelf.host is None or shelf.host.held == 0) for shelf in self.scheduler.shelves)
+        assert all(
+            shelf.pool.held == 0 and (shelf.host is None or shelf.host.held == 0)
+            for shelf in self.scheduler.shelves
+        )
         assert not self.scheduler._promised
         self.scheduler.check()

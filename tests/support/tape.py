@@ -1,6 +1,8 @@
-"""A CUDA graph for CPUs: every operation of a step is noted with its very tensors, and a replay does the same to them.
+"""A CUDA graph for CPUs: every operation of a step is noted with its very tensors, and a replay does the same
+to them.
 
-Like a graph, it knows nothing of Python: a number that the host put in stays in, and tensors are reused from replay to replay.
+Like a graph, it knows nothing of Python: a number that the host put in stays in, and tensors are reused from
+    replay to replay.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         with torch.no_grad():
             for func, args, kwargs, answer in self.noted:
-                places = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+                places = {
+                    x.untyped_storage().data_ptr()
+                    for x in tree_leaves((args, kwargs))
+                    if isinstance(x, torch.Tensor)
+                }
                 made = [x for x in tree_leaves(answer) if isinstance(x, torch.Tensor)]
                 views = any(x.untyped_storage().data_ptr() in places for x in made)
                 if views and not func._schema.is_mutable:
@@ -54,7 +60,9 @@ def record(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Ca
 
 
 def rerun(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
-    """The same for what no tape can note, kernels: a replay runs the step again and puts its answer where the first one was."""
+    """The same for what no tape can note, kernels: a replay runs the step again and puts its answer where the
+    first one was.
+    """
     answer = step()
 
     def replay() -> None:

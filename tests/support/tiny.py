@@ -55,7 +55,9 @@ def mappings() -> dict[str, dict[Any, Any]]:
     images = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     others = getattr(auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING", {})
     audio = {config: speech[config] for config in speech}
-    audio.update({config: others[config] for config in others if config not in images and config not in audio})
+    audio.update(
+        {config: others[config] for config in others if config not in images and config not in audio}
+    )
     return {
         "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING,
         "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -102,7 +104,9 @@ def build_class(model_class: Any, cls: Any, kind: str = "") -> Any:
 
 
 class Ids:
-    """Small ids for a config's special tokens: one for each large one, wherever in the nested configs it stands."""
+    """Small ids for a config's special tokens: one for each large one, wherever in the nested configs it
+    stands.
+    """
 
     def __init__(self) -> None:
         self._free = iter(range(VOCABULARY - 1, PROMPT_IDS.stop - 1, -1))
@@ -119,10 +123,16 @@ class Ids:
 
 
 def tiny(cls: Any, ids: Ids | None = None) -> dict[str, Any]:
-    """The keywords of a shrunken config: small widths, heads, vocabulary, pictures, and few layers, in its nested configs too."""
+    """The keywords of a shrunken config: small widths, heads, vocabulary, pictures, and few layers, in its
+    nested configs too.
+    """
     ids = ids or Ids()
     base = cls()
-    values = {name: value for name, value in base.to_dict().items() if name not in ("transformers_version", "architectures", "dtype")}
+    values = {
+        name: value
+        for name, value in base.to_dict().items()
+        if name not in ("transformers_version", "architectures", "dtype")
+    }
     before = dict(values)
     for name in cls.sub_configs:
         part = getattr(base, name, None)
@@ -130,7 +140,9 @@ def tiny(cls: Any, ids: Ids | None = None) -> dict[str, Any]:
             values[name] = {"model_type": part.model_type, **tiny(type(part), ids)}
     _drop_layers(values, ids)
     values = _all_small(values, ids)
-    if values.get("num_key_value_heads") and before.get("num_key_value_heads") == before.get("num_attention_heads"):
+    if values.get("num_key_value_heads") and before.get("num_key_value_heads") == before.get(
+        "num_attention_heads"
+    ):
         values["num_key_value_heads"] = values["num_attention_heads"]
     for name, small in (("head_dim", 8), ("num_key_value_heads", 2)):
         if name in values and values[name] is None:
@@ -166,7 +178,11 @@ def _is_number(value: object) -> bool:
 
 def _small(name: str, value: Any, ids: Ids) -> Any:
     """The small number that stands for `value`; anything else as it is."""
-    if name.endswith(("token_ids", "token_id")) and isinstance(value, (list, tuple)) and all(map(_is_number, value)):
+    if (
+        name.endswith(("token_ids", "token_id"))
+        and isinstance(value, (list, tuple))
+        and all(map(_is_number, value))
+    ):
         return [ids.small("", entry) for entry in value]
     if not _is_number(value):
         return value
@@ -180,13 +196,19 @@ def _drop_layers(values: dict[str, Any], ids: Ids) -> None:
     """Keep two to four layers, one of every kind that the lists with one entry a layer tell apart."""
     for name in [name for name in values if LAYER_COUNT.match(name) and _is_number(values[name])]:
         total = values[name]
-        lists = {key: value for key, value in values.items() if isinstance(value, (list, tuple)) and len(value) == total > 4}
+        lists = {
+            key: value
+            for key, value in values.items()
+            if isinstance(value, (list, tuple)) and len(value) == total > 4
+        }
         kept = _kept_layers(list(lists.values()), total)
         values[name] = min(total, len(kept))
         values.update({key: [value[i] for i in kept] for key, value in lists.items()})
         if values.get("per_layer_config"):
             old = {int(i): layer for i, layer in values["per_layer_config"].items()}
-            values["per_layer_config"] = {new: _all_small(old[i], ids) for new, i in enumerate(kept) if i in old}
+            values["per_layer_config"] = {
+                new: _all_small(old[i], ids) for new, i in enumerate(kept) if i in old
+            }
 
 
 def _kept_layers(lists: list[Any], total: int) -> list[int]:
@@ -201,7 +223,9 @@ def _kept_layers(lists: list[Any], total: int) -> list[int]:
 
 
 def prompts(kind: str) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """A whole batch of two prompts, and one with padding: on the left of a decoder's, on the right of an encoder's."""
+    """A whole batch of two prompts, and one with padding: on the left of a decoder's, on the right of an
+    encoder's.
+    """
     ids = torch.randint(PROMPT_IDS.start, PROMPT_IDS.stop, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     yield "whole", {"input_ids": ids, "attention_mask": mask}

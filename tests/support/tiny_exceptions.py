@@ -5,9 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 V = 96
-TINY_BERT = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY_BERT = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-SHARED_KV = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+SHARED_KV = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 
 MROPE = {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}
 PINPOINTS = {"image_grid_pinpoints": [[32, 32]]}

@@ -11,31 +11,48 @@ from ...model.offloaded import input_device
 
 
 def checked(model: Any, embeds: object, ids: tuple[int, ...]) -> torch.Tensor:
-    """A prompt's embeddings [tokens, hidden], as the model computes with them; `ids` are what stands beside them, if anything."""
+    """A prompt's embeddings [tokens, hidden], as the model computes with them; `ids` are what stands beside
+    them, if anything.
+    """
     table = model.get_input_embeddings()
-    hidden = table.weight.shape[1] if getattr(table, "weight", None) is not None else model.config.get_text_config(decoder=True).hidden_size
+    hidden = (
+        table.weight.shape[1]
+        if getattr(table, "weight", None) is not None
+        else model.config.get_text_config(decoder=True).hidden_size
+    )
     if not isinstance(embeds, torch.Tensor):
         raise TypeError(f"inputs_embeds must be a tensor [tokens, {hidden}], got {type(embeds).__name__}")
     rows = embeds[0] if embeds.ndim == 3 and embeds.shape[0] == 1 else embeds
     if rows.ndim != 2 or rows.shape[1] != hidden:
         raise ValueError(
-            f"inputs_embeds is {list(embeds.shape)}, expected [tokens, {hidden}] or [1, tokens, {hidden}]: one prompt a request"
+            f"inputs_embeds is {list(embeds.shape)}, expected [tokens, {hidden}] or [1, tokens, {hidden}]: "
+            "one prompt a request"
         )
     if not rows.shape[0]:
         raise ValueError("the prompt is empty; give it at least one token")
     if rows.dtype != model.dtype:
-        raise TypeError(f"inputs_embeds are {rows.dtype} and the model computes in {model.dtype}; convert them with .to({model.dtype})")
+        raise TypeError(
+            f"inputs_embeds are {rows.dtype} and the model computes in {model.dtype}; convert them with "
+            f".to({model.dtype})"
+        )
     if ids and len(ids) != rows.shape[0]:
-        raise ValueError(f"the prompt has {len(ids)} token ids and {rows.shape[0]} embeddings; give as many of both, or no ids")
-    # A copy: what its owner does with the tensor later is no business of a request that may be computed again.
+        raise ValueError(
+            f"the prompt has {len(ids)} token ids and {rows.shape[0]} embeddings; give as many of both, or "
+            "no ids"
+        )
+    # A copy: what its owner does with the tensor later is no business of a request that may be computed
+    # again.
     return rows.detach().to(input_device(model), copy=True)
 
 
 def names_of(embeds: torch.Tensor, key: bytes) -> tuple[int, ...]:
-    """What the books take for the token ids of embeddings [tokens, hidden]: a name by the content of each, below -1 as no id is.
+    """What the books take for the token ids of embeddings [tokens, hidden]: a name by the content of each,
+    below -1 as no id is.
 
-    Equal rows have equal names, so prompts of embeddings share prefixes as others do. Nobody who does not know the key can make two
-    different rows of one name.
+    Equal rows have equal names, so prompts of embeddings share prefixes as others do. Nobody who does not
+    know the key can make two different rows of one name.
     """
     rows = embeds.cpu().contiguous().view(torch.uint8).numpy()
-    return tuple(-2 - (int.from_bytes(blake2b(row, digest_size=8, key=key).digest(), "big") >> 2) for row in rows)
+    return tuple(
+        -2 - (int.from_bytes(blake2b(row, digest_size=8, key=key).digest(), "big") >> 2) for row in rows
+    )

@@ -1,4 +1,6 @@
-"""Encoders: what a request's decoder attends to, made once for each time that the request is computed (C36)."""
+"""Encoders: what a request's decoder attends to, made once for each time that the request is computed
+(C36).
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,31 @@ TRIAL = 13
 
 
 class Source:
-    """One request's input for the encoder, and what the encoder has made of it, as long as the request runs."""
+    """One request's input for the encoder, and what the encoder has made of it, as long as the request
+    runs.
+    """
 
     def __init__(self, inputs: torch.Tensor, ids: tuple[int, ...] = ()) -> None:
         self.inputs, self.ids = inputs, ids
         self.made: Any = None
-        """The encoder's answer; keys and values made of its last_hidden_state [1, tokens, hidden] lie in the pages."""
+        """The encoder's answer; keys and values made of its last_hidden_state [1, tokens, hidden] lie in the
+        pages.
+        """
 
 
 class Encoder:
-    """The encoder of a model. It runs with a request's first decoder tokens, and again if these are computed again."""
+    """The encoder of a model. It runs with a request's first decoder tokens, and again if these are computed
+    again.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         name = type(model).__name__
         self.input_name: str = model.main_input_name
         if self.input_name not in INPUTS:
-            raise Unservable(f"the encoder of {name} takes {self.input_name}, the engine has {INPUTS} only; use generate()")
+            raise Unservable(
+                f"the encoder of {name} takes {self.input_name}, the engine has {INPUTS} only; use generate()"
+            )
         if self.input_name == "input_features" and not all(hasattr(model.config, name) for name in RECORDING):
             raise Unservable(f"{name} does not say how long a recording is; use generate()")
         self._module = model.get_encoder()
@@ -59,7 +69,10 @@ class Encoder:
         if self.input_name == "input_ids":
             return source.inputs.shape[1]
         if tuple(source.inputs.shape) != self._shape:
-            raise ValueError(f"input_features is {list(source.inputs.shape)}, expected {list(self._shape)}: one recording a request")
+            raise ValueError(
+                f"input_features is {list(source.inputs.shape)}, expected {list(self._shape)}: one recording "
+                "a request"
+            )
         return self._length
 
     def run(self, source: Source) -> Any:

@@ -1,4 +1,6 @@
-"""What a decoder is given for some tokens beside their embeddings: features that its first layers add, as Qwen3-VL's do."""
+"""What a decoder is given for some tokens beside their embeddings: features that its first layers add, as
+Qwen3-VL's do.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch import nn
 
 
 class Beside(NamedTuple):
-    """mask [tokens]: the tokens that are given something. features: by argument the lists of what they are given, [those tokens, ...]."""
+    """mask [tokens]: the tokens that are given something. features: by argument the lists of what they are
+    given, [those tokens, ...].
+    """
 
     name: str
     """The mask's argument."""
@@ -23,30 +27,53 @@ class Beside(NamedTuple):
         mask = self.mask[start : start + count]
         first, many = int(self.mask[:start].sum()), int(mask.sum())
         mask = torch.cat([mask, mask.new_zeros(count - len(mask))])
-        return Beside(self.name, mask, {name: tuple(each[first : first + many] for each in parts) for name, parts in self.features.items()})
+        return Beside(
+            self.name,
+            mask,
+            {
+                name: tuple(each[first : first + many] for each in parts)
+                for name, parts in self.features.items()
+            },
+        )
 
 
 def beside_of(given: Mapping[str, Any], tokens: int) -> Beside | None:
-    """The arguments of a decoder's call that are a mask of tokens [1, tokens] and lists of features for these; None if they are not."""
-    masks = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.dtype == torch.bool}
+    """The arguments of a decoder's call that are a mask of tokens [1, tokens] and lists of features for
+    these; None if they are not.
+    """
+    masks = {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, torch.Tensor) and value.dtype == torch.bool
+    }
     lists = {name: value for name, value in given.items() if isinstance(value, (list, tuple))}
     if len(masks) != 1 or not lists or len(masks) + len(lists) != len(given):
         return None
     name, mask = next(iter(masks.items()))
     parts = [each for value in lists.values() for each in value]
-    if mask.shape != (1, tokens) or not all(isinstance(each, torch.Tensor) and each.shape[:1] == (int(mask.sum()),) for each in parts):
+    if mask.shape != (1, tokens) or not all(
+        isinstance(each, torch.Tensor) and each.shape[:1] == (int(mask.sum()),) for each in parts
+    ):
         return None
     return Beside(name, mask[0], {name: tuple(value) for name, value in lists.items()})
 
 
 def joined(parts: Sequence[Beside | None], counts: Sequence[int]) -> dict[str, Any]:
-    """A decoder's arguments for pieces of so many tokens in one row; nothing if none of them is given anything."""
+    """A decoder's arguments for pieces of so many tokens in one row; nothing if none of them is given
+    anything.
+    """
     some = [part for part in parts if part is not None and bool(part.mask.any())]
     if not some:
         return {}
     first = some[0]
-    masks = [first.mask.new_zeros(count) if part is None else part.mask for part, count in zip(parts, counts, strict=True)]
-    features = {name: [torch.cat(each) for each in zip(*(part.features[name] for part in some), strict=True)] for name in first.features}
+    masks = [
+        first.mask.new_zeros(count) if part is None else part.mask
+        for part, count in zip(parts, counts, strict=True)
+    ]
+    features = {
+        name: [torch.cat(each) for each in zip(*(part.features[name] for part in some), strict=True)]
+        for name in first.features
+    }
     return {first.name: torch.cat(masks)[None], **features}
 
 
@@ -57,7 +84,9 @@ def given(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
 
-    def add(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def add(
+        module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {**keywords, **arguments}
 
     with model.get_decoder().register_forward_pre_hook(add, with_kwargs=True):

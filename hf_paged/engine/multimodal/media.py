@@ -1,4 +1,6 @@
-"""Pictures and recordings of a prompt: what the model's own forward puts in the place of some of its tokens."""
+"""Pictures and recordings of a prompt: what the model's own forward puts in the place of some of its
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,22 @@ import torch
 
 from .extras import Beside
 
-SHOWN = re.compile(r"pixel_values|^(audio_)?input_(features|values)$|^image_patches$|^flattened_patches$|^(images?|videos?|audios?)$")
+SHOWN = re.compile(
+    r"pixel_values|^(audio_)?input_(features|values)$|^image_patches$|^flattened_patches$"
+    r"|^(images?|videos?|audios?)$"
+)
 """Keywords that bring pictures or recordings; others of the model's forward say something about them."""
 OURS = frozenset(
-    {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache_position", "labels", "use_cache"}
+    {
+        "input_ids",
+        "inputs_embeds",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "cache_position",
+        "labels",
+        "use_cache",
+    }
     | {"logits_to_keep", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"}
 )
 """Keywords of a forward that are the engine's to give."""
@@ -26,11 +40,14 @@ MARKS = re.compile(r"(image|img|video|vision|visual|audio|speech|media).*token(_
 class Media:
     """One request's pictures, and what the model makes of them while their part of the prompt is computed.
 
-    names: what the books take for the prompt's token ids: a token in whose place something is put is named by the content of all that
-    is shown, below -1 as no id is. place: from the first of these tokens to behind the last one.
+    names: what the books take for the prompt's token ids: a token in whose place something is put is named by
+    the content of all that is shown, below -1 as no id is. place: from the first of these tokens to behind
+    the last one.
     """
 
-    def __init__(self, inputs: dict[str, Any], ids: tuple[int, ...], marks: Collection[int], key: bytes) -> None:
+    def __init__(
+        self, inputs: dict[str, Any], ids: tuple[int, ...], marks: Collection[int], key: bytes
+    ) -> None:
         """marks: tokens in whose place something is put; of a prompt without any it may be any."""
         self.inputs, self.ids = {name: _kept(name, value) for name, value in inputs.items()}, ids
         self.marks = frozenset(marks).intersection(ids) or frozenset(ids)
@@ -44,9 +61,12 @@ class Media:
         self.beside: Beside | None = None
         """What some of its tokens are given beside the embeddings, as long as these are kept."""
         self.positions: torch.Tensor | None = None
-        """[axes, tokens] on the host: where the prompt's tokens stand, if that is not one behind the other."""
+        """[axes, tokens] on the host: where the prompt's tokens stand, if that is not one behind the other.
+        """
         self.shift: tuple[int, ...] | None = None
-        """How far behind their number tokens behind the prompt stand on every axis: nothing if they do not, None while nobody knows."""
+        """How far behind their number tokens behind the prompt stand on every axis: nothing if they do not,
+        None while nobody knows.
+        """
         self.alike = False
         """Whether the last axis says that for all that matter to the model."""
 
@@ -60,10 +80,14 @@ class Media:
         return start < self.place.stop and start + count > self.place.start
 
     def where(self, start: int, count: int) -> torch.Tensor | None:
-        """[axes, count]: where so many tokens of a sequence from `start` on stand; None if that is one behind the other."""
+        """[axes, count]: where so many tokens of a sequence from `start` on stand; None if that is one behind
+        the other.
+        """
         if not self.shift or start + count <= self.place.start:
             return None
-        found = torch.arange(start, start + count, device="cpu") + torch.tensor(self.shift, device="cpu")[:, None]
+        found = (
+            torch.arange(start, start + count, device="cpu") + torch.tensor(self.shift, device="cpu")[:, None]
+        )
         if start < self.place.stop:
             assert self.positions is not None
             own = self.positions[:, start : start + count]
@@ -78,7 +102,9 @@ class Media:
 
     def near(self, start: int, count: int) -> Beside | None:
         """What some of so many tokens of a sequence from `start` on are given beside their embeddings."""
-        return None if self.beside is None or not self.concerns(start, count) else self.beside.part(start, count)
+        return (
+            None if self.beside is None or not self.concerns(start, count) else self.beside.part(start, count)
+        )
 
     def forget(self) -> None:
         """What was made is not needed, or not right, any more."""
@@ -99,7 +125,9 @@ class Media:
 
 
 def taken(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Take out of a request's keywords what it shows and what is said about that, if the model is one to be shown something."""
+    """Take out of a request's keywords what it shows and what is said about that, if the model is one to be
+    shown something.
+    """
     shown = [name for name, value in keywords.items() if value is not None and SHOWN.search(name)]
     if not shown or model.config.is_encoder_decoder:
         return {}
@@ -107,10 +135,15 @@ def taken(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(shown) - known)
     if unknown:
         raise ValueError(
-            f"{type(model).__name__} takes no {unknown}; give what its processor makes of pictures or recordings: "
+            f"{type(model).__name__} takes no {unknown}; give what its processor makes of pictures or "
+            "recordings: "
             "engine.submit(**processor(...)), or chat messages"
         )
-    own = [name for name in keywords if name in known and name not in OURS and not hasattr(model.generation_config, name)]
+    own = [
+        name
+        for name in keywords
+        if name in known and name not in OURS and not hasattr(model.generation_config, name)
+    ]
     return {name: value for name in own if (value := keywords.pop(name)) is not None}
 
 
@@ -122,11 +155,17 @@ def marks_of(config: Any) -> frozenset[int]:
 
 
 def _parameters(method: Any) -> set[str]:
-    return {name for name, each in inspect.signature(method).parameters.items() if each.kind is not each.VAR_KEYWORD}
+    return {
+        name
+        for name, each in inspect.signature(method).parameters.items()
+        if each.kind is not each.VAR_KEYWORD
+    }
 
 
 def _kept(name: str, value: Any) -> Any:
-    """A copy: what its owner does with a tensor later is no business of a request that may be computed again."""
+    """A copy: what its owner does with a tensor later is no business of a request that may be computed
+    again.
+    """
     if isinstance(value, (list, tuple)):
         return type(value)(_kept(name, each) for each in value)
     if type(value).__module__ == "numpy":
@@ -135,7 +174,10 @@ def _kept(name: str, value: Any) -> Any:
         return value.detach().clone()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"{name} is or holds a {type(value).__name__}, expected tensors; give what the model's processor makes of it")
+    raise TypeError(
+        f"{name} is or holds a {type(value).__name__}, expected tensors; give what the model's processor "
+        "makes of it"
+    )
 
 
 def _digest(inputs: dict[str, Any], key: bytes) -> bytes:
@@ -161,6 +203,8 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def _name(content: bytes, mark: int, key: bytes) -> int:
-    """What stands for a token in whose place something of this content is put. Who does not know the key cannot make two of one name."""
+    """What stands for a token in whose place something of this content is put. Who does not know the key
+    cannot make two of one name.
+    """
     digest = blake2b(content + mark.to_bytes(8, "big"), digest_size=8, key=key).digest()
     return -2 - (int.from_bytes(digest, "big") >> 2)

@@ -1,4 +1,6 @@
-"""Prompts with pictures or recordings become embeddings: those that the model's own forward hands its decoder."""
+"""Prompts with pictures or recordings become embeddings: those that the model's own forward hands its
+decoder.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 TOKENS = ("input_ids", "inputs_embeds")
 POSITIONS = "position_ids"
 NEW = 3
-"""So many tokens of the first prompt of a kind are computed by generate(), too, if the model is made for that many."""
+"""So many tokens of the first prompt of a kind are computed by generate(), too, if the model is made for that
+many.
+"""
 MOST = 4096
 """Of so many prompts it is known how far they move what follows."""
 PLAIN = (bool, int, float, str, type(None))
@@ -37,10 +41,11 @@ class _Enough(BaseException):
 class Merger:
     """A model's way from a prompt with pictures to the embeddings of it, of whatever kind the model is.
 
-    generate() is begun on the prompt, and stopped where it calls the decoder. What it would have handed over must be what it hands over
-    for text, except for the embeddings, which are of the prompt's own tokens wherever nothing is put, where tokens stand (`moved`), and
-    features for tokens (`beside_of`); else the model does more with pictures than the engine knows, and the request ends with that word.
-    The first prompt of a kind is also held to the first tokens of generate() itself.
+    generate() is begun on the prompt, and stopped where it calls the decoder. What it would have handed over
+    must be what it hands over for text, except for the embeddings, which are of the prompt's own tokens
+    wherever nothing is put, where tokens stand (`moved`), and features for tokens (`beside_of`); else the
+    model does more with pictures than the engine knows, and the request ends with that word. The first prompt
+    of a kind is also held to the first tokens of generate() itself.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -81,16 +86,28 @@ class Merger:
         others = self._others(media, shown, plain)
         media.beside = beside_of({each: shown.get(each) for each in others}, len(media.ids))
         if others and (media.beside is None or any(plain.get(each) is not None for each in others)):
-            raise Unservable(f"{name} gives its decoder {others} of their own beside {sorted(media.kind)}; use generate()")
+            raise Unservable(
+                f"{name} gives its decoder {others} of their own beside {sorted(media.kind)}; use generate()"
+            )
         merged = shown.get("inputs_embeds")
         if not isinstance(merged, torch.Tensor):
-            raise Unservable(f"{name} gives its decoder no embeddings for {sorted(media.kind)}; use generate()")
+            raise Unservable(
+                f"{name} gives its decoder no embeddings for {sorted(media.kind)}; use generate()"
+            )
         own = self._runner.embedded(torch.tensor([media.plain], device=device))
         if merged.shape != own.shape:
-            raise ValueError(f"{name} made embeddings {list(merged.shape)} of a prompt with {list(own.shape)}; use its processor")
+            raise ValueError(
+                f"{name} made embeddings {list(merged.shape)} of a prompt with {list(own.shape)}; use its "
+                "processor"
+            )
         merged, (first, last) = merged.to(own), (media.place.start, media.place.stop)
-        if not (torch.equal(merged[:, :first], own[:, :first]) and torch.equal(merged[:, last:], own[:, last:])):
-            raise Unservable(f"{name} gives its decoder other embeddings of text beside {sorted(media.kind)}; use generate()")
+        if not (
+            torch.equal(merged[:, :first], own[:, :first]) and torch.equal(merged[:, last:], own[:, last:])
+        ):
+            raise Unservable(
+                f"{name} gives its decoder other embeddings of text beside {sorted(media.kind)}; use "
+                "generate()"
+            )
         if media.kind not in self._held:
             self._hold(media, merged)
             self._held.add(media.kind)
@@ -101,12 +118,21 @@ class Merger:
         return merged[0]
 
     def _generate(self, ids: list[int], inputs: Mapping[str, Any], **options: Any) -> Any:
-        """generate() as it is, on ids [tokens], greedily and with nothing of what the model's own config asks for."""
+        """generate() as it is, on ids [tokens], greedily and with nothing of what the model's own config asks
+        for.
+        """
         model = copy.copy(self._model)  # the same modules
         model.generation_config = GenerationConfig()
         rows = torch.tensor([ids], device=self._runner.device)
         mask = torch.ones_like(rows)
-        return model.generate(input_ids=rows, attention_mask=mask, **inputs, do_sample=False, return_dict_in_generate=True, **options)
+        return model.generate(
+            input_ids=rows,
+            attention_mask=mask,
+            **inputs,
+            do_sample=False,
+            return_dict_in_generate=True,
+            **options,
+        )
 
     def _handed(self, ids: list[int], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments with which generate() calls the decoder first."""
@@ -124,37 +150,59 @@ class Merger:
             return found
         finally:
             hook.remove()
-        raise Unservable(f"{type(self._model).__name__} does not call its decoder, {type(decoder).__name__}; use generate()")
+        raise Unservable(
+            f"{type(self._model).__name__} does not call its decoder, {type(decoder).__name__}; use "
+            "generate()"
+        )
 
     def _others(self, media: Media, shown: Mapping[str, Any], plain: Mapping[str, Any]) -> list[str]:
-        """What else is another for the decoder beside pictures. What is only passed on to it, and it has no name for, is not."""
+        """What else is another for the decoder beside pictures. What is only passed on to it, and it has no
+        name for, is not.
+        """
         known = inspect.signature(self._model.get_decoder().forward).parameters
-        names = [name for name in {**shown, **plain} if name not in TOKENS and (name in known or name not in media.inputs)]
+        names = [
+            name
+            for name in {**shown, **plain}
+            if name not in TOKENS and (name in known or name not in media.inputs)
+        ]
         if media.shift:
             names.remove(POSITIONS)
         return [name for name in names if not same(shown.get(name), plain.get(name))]
 
     def _hold(self, media: Media, merged: torch.Tensor) -> None:
-        """Raise unless the embeddings [1, tokens, hidden] lead to the first logits of generate() on this prompt."""
+        """Raise unless the embeddings [1, tokens, hidden] lead to the first logits of generate() on this
+        prompt.
+        """
         runner = self._runner
         room = (longest(self._model) or len(media.ids) + NEW) - len(media.ids)
         new = max(1, min(NEW, room))
-        answer = self._generate(list(media.ids), _on(media.inputs, runner.device), max_new_tokens=new, output_logits=True)
+        answer = self._generate(
+            list(media.ids), _on(media.inputs, runner.device), max_new_tokens=new, output_logits=True
+        )
         right = torch.cat([logits[:1] for logits in answer.logits]).to(torch.float32)
         embeds = torch.cat([merged, runner.embedded(answer.sequences[:1, -new:-1])], 1)
         count = embeds.shape[1]
         where, beside = media.where(0, count), joined([media.near(0, count)], [count])
         with given(self._model, beside):
-            far = runner.far(right, runner.logits_of(embeds, new, where), lambda: runner.moved(right, embeds, where))
+            far = runner.far(
+                right, runner.logits_of(embeds, new, where), lambda: runner.moved(right, embeds, where)
+            )
             behind = count - media.place.stop
-            if far is None and where is not None and behind and media.shift is not None and len(set(media.shift[1:])) == 1:
+            if (
+                far is None
+                and where is not None
+                and behind
+                and media.shift is not None
+                and len(set(media.shift[1:])) == 1
+            ):
                 where[:, media.place.stop :] = where[-1:, media.place.stop :].clone()
                 if runner.far(right, runner.logits_of(embeds, new, where), lambda: 0.0) is None:
                     self._alike.add(media.kind)
         if far is not None:
             name = type(self._model).__name__
             raise Unservable(
-                f"{name} answers otherwise to {sorted(media.kind)} than to what it makes of them (by {far:.1e}); use generate()"
+                f"{name} answers otherwise to {sorted(media.kind)} than to what it makes of them (by "
+                f"{far:.1e}); use generate()"
             )
 
 
@@ -168,15 +216,22 @@ def _on(inputs: Any, device: torch.device) -> Any:
 
 
 def moved(media: Media, shown: Any, plain: Any) -> tuple[torch.Tensor | None, tuple[int, ...]]:
-    """Where tokens stand on several axes [axes, tokens] beside pictures, and how far those behind the prompt are moved on each.
+    """Where tokens stand on several axes [axes, tokens] beside pictures, and how far those behind the prompt
+    are moved on each.
 
-    Nothing if they stand as in text, or in a way that is none of this: text before the pictures as ever, text behind them one behind
-    the other, moved.
+    Nothing if they stand as in text, or in a way that is none of this: text before the pictures as ever, text
+    behind them one behind the other, moved.
     """
-    if not (isinstance(shown, torch.Tensor) and isinstance(plain, torch.Tensor)) or shown.ndim != 3 or shown.shape != plain.shape:
+    if (
+        not (isinstance(shown, torch.Tensor) and isinstance(plain, torch.Tensor))
+        or shown.ndim != 3
+        or shown.shape != plain.shape
+    ):
         return None, ()
     here, text = shown[:, 0].cpu(), plain[:, 0].cpu()
-    if torch.equal(here, text) or not torch.equal(text, torch.arange(text.shape[1], device="cpu").expand_as(text)):
+    if torch.equal(here, text) or not torch.equal(
+        text, torch.arange(text.shape[1], device="cpu").expand_as(text)
+    ):
         return None, ()
     off = here - text
     if off[:, : media.place.start].any() or not torch.equal(
@@ -207,7 +262,9 @@ def _as_before(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for own, kept in before:
-            for name in [name for name in own if name not in INTERNAL and own[name] is not kept.get(name, before)]:
+            for name in [
+                name for name in own if name not in INTERNAL and own[name] is not kept.get(name, before)
+            ]:
                 if name in kept:
                     own[name] = kept[name]
                 else:

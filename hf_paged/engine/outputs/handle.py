@@ -15,7 +15,9 @@ class Desk(Protocol):
     """Where handles turn to: an engine."""
 
     def _drive_for(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
-        """Bring a job forward, or wait for what the engine's thread makes of it: for its end, or for `each` increment."""
+        """Bring a job forward, or wait for what the engine's thread makes of it: for its end, or for `each`
+        increment.
+        """
 
     async def _arrival(self, job: Job, each: bool = False) -> None:
         """Wait for a job without holding up the event loop."""
@@ -25,17 +27,23 @@ class Desk(Protocol):
 
 
 class Handle:
-    """A request in the engine: wait for its `result()`, iterate over its increments as they come, or `cancel()` it.
+    """A request in the engine: wait for its `result()`, iterate over its increments as they come, or
+    `cancel()` it.
 
-    Whoever waits drives the engine, everybody's requests with his own, unless the engine has a thread that does. In a coroutine
-    `await` it, or iterate with `async for`; a task that is cancelled meanwhile ends the request. Dropping a handle does not.
+    Whoever waits drives the engine, everybody's requests with his own, unless the engine has a thread that
+    does. In a coroutine `await` it, or iterate with `async for`; a task that is cancelled meanwhile ends the
+    request. Dropping a handle does not.
     """
 
     def __init__(self, job: Job, desk: Desk) -> None:
         self._job, self._desk = job, desk
 
     def __repr__(self) -> str:
-        state = "done" if self.done else f"{sum(len(stream.tokens) for stream in self._job.streams)} tokens so far"
+        state = (
+            "done"
+            if self.done
+            else f"{sum(len(stream.tokens) for stream in self._job.streams)} tokens so far"
+        )
         return f"Handle({state})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -52,21 +60,29 @@ class Handle:
         return self._job.output is not None
 
     def result(self, timeout: float | None = None) -> Output:
-        """The output, as soon as it is there; TimeoutError after `timeout` seconds, and the request goes on."""
+        """The output, as soon as it is there; TimeoutError after `timeout` seconds, and the request goes
+        on.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         while self._job.output is None:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
-                raise TimeoutError(f"the request is not done after {timeout} seconds; it goes on, ask again or cancel() it")
+                raise TimeoutError(
+                    f"the request is not done after {timeout} seconds; it goes on, ask again or cancel() it"
+                )
             self._desk._drive_for(self._job, timeout=left)
         return self._job.output
 
     def cancel(self) -> None:
-        """End the request, whatever its state, with finish_reason "abort"; what it has said so far stays. Twice is once."""
+        """End the request, whatever its state, with finish_reason "abort"; what it has said so far stays.
+        Twice is once.
+        """
         self._desk._cancel(self._job)
 
     def read(self) -> list[Increment]:
-        """What is new since the last time somebody looked, without waiting for more: for those who drive the engine by hand."""
+        """What is new since the last time somebody looked, without waiting for more: for those who drive the
+        engine by hand.
+        """
         increments = self._job.news.take()
         self._see_to_trouble()
         return increments
@@ -86,7 +102,9 @@ class Handle:
             raise interrupt
 
     def __iter__(self) -> Iterator[Increment]:
-        """What is new since the last time somebody looked, to the end of the request. Whoever leaves the loop may go on with another."""
+        """What is new since the last time somebody looked, to the end of the request. Whoever leaves the loop
+        may go on with another.
+        """
         while True:
             over = self.done  # looked at first: the last increment comes before the output
             while (increment := self._read_one()) is not None:

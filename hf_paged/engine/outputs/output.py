@@ -11,7 +11,9 @@ TROUBLE: tuple[FinishReason, ...] = ("refused", "error", "abort")
 
 
 class TokenLogprob(NamedTuple):
-    """How likely the model, before any processor, found a token that was chosen, and its favourites at that place."""
+    """How likely the model, before any processor, found a token that was chosen, and its favourites at that
+    place.
+    """
 
     token_id: int
     logprob: float
@@ -22,8 +24,9 @@ class TokenLogprob(NamedTuple):
 class SequenceOutput:
     """One answer: new tokens only.
 
-    finish_reason: "stop" (an end-of-sequence token, a stop string or a stopping criterion), "length" (max_new_tokens, max_length or
-    max_time), "abort", "refused" or "error". score: of a beam, as generate() scores it. logprobs: if asked for.
+    finish_reason: "stop" (an end-of-sequence token, a stop string or a stopping criterion), "length"
+    (max_new_tokens, max_length or max_time), "abort", "refused" or "error". score: of a beam, as generate()
+    scores it. logprobs: if asked for.
     """
 
     token_ids: list[int]
@@ -52,8 +55,9 @@ class Timing:
 class Output:
     """The answer to one request.
 
-    cached_tokens: how many of the prompt's tokens were there already. preemptions: how often it had to go and come back. error: what
-    went wrong, if something did; no Exception where the request's own code raised none (asyncio.CancelledError, SystemExit).
+    cached_tokens: how many of the prompt's tokens were there already. preemptions: how often it had to go and
+    come back. error: what went wrong, if something did; no Exception where the request's own code raised none
+    (asyncio.CancelledError, SystemExit).
     """
 
     prompt_token_ids: list[int]
@@ -80,7 +84,9 @@ class Output:
 
 @dataclass(frozen=True)
 class Increment:
-    """A piece of an answer as it comes: new tokens of sequence `index`, their text, and why it ended if it did."""
+    """A piece of an answer as it comes: new tokens of sequence `index`, their text, and why it ended if it
+    did.
+    """
 
     index: int
     token_ids: list[int]
@@ -89,7 +95,9 @@ class Increment:
 
 
 def with_errors_noticed(outputs: list[Output], strict: bool) -> list[Output]:
-    """The outputs of a list of prompts, with one warning about those that have an error; `strict` raises the first error."""
+    """The outputs of a list of prompts, with one warning about those that have an error; `strict` raises the
+    first error.
+    """
     failed = [(place, output) for place, output in enumerate(outputs) if output.error is not None]
     if failed:
         place, output = failed[0]

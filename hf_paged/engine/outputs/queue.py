@@ -11,11 +11,15 @@ from .output import Increment
 from .stream import Stream
 
 Wake = Callable[[], None]
-"""Tells somebody that there is something new. Called in the middle of a step, by whatever thread: it neither waits nor raises."""
+"""Tells somebody that there is something new. Called in the middle of a step, by whatever thread: it neither
+waits nor raises.
+"""
 
 
 class News:
-    """What is new in a request's answers, on its way from the step that makes it to whoever reads it, perhaps in another thread."""
+    """What is new in a request's answers, on its way from the step that makes it to whoever reads it, perhaps
+    in another thread.
+    """
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
@@ -42,7 +46,9 @@ class News:
             wake()
 
     def take(self) -> list[Increment]:
-        """What nobody has read yet: the first of every answer, then the second of every one, as they were made."""
+        """What nobody has read yet: the first of every answer, then the second of every one, as they were
+        made.
+        """
         with self._reading:
             self._make()
             increments = list(self._made)
@@ -50,7 +56,9 @@ class News:
         return increments
 
     def next(self) -> Increment | None:
-        """The first of what nobody has read yet. Whoever stops after it leaves the others to whoever asks next."""
+        """The first of what nobody has read yet. Whoever stops after it leaves the others to whoever asks
+        next.
+        """
         with self._reading:
             if not self._made:
                 self._make()

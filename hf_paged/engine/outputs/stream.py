@@ -19,10 +19,11 @@ class _End(NamedTuple):
 
 
 class Stream:
-    """An answer. Increments are made when somebody reads them: an answer that is only fetched at its end costs none.
+    """An answer. Increments are made when somebody reads them: an answer that is only fetched at its end
+    costs none.
 
-    `whole`: all tokens are one increment, as beams are known only at their end. The tokenizer is the user's: what it raises stays here
-    as `trouble`, and ends the request.
+    `whole`: all tokens are one increment, as beams are known only at their end. The tokenizer is the user's:
+    what it raises stays here as `trouble`, and ends the request.
     """
 
     def __init__(self, index: int, tokenizer: Any, whole: bool) -> None:
@@ -50,7 +51,9 @@ class Stream:
         """Why it ended, if it did."""
         return None if self._end is None else self._end.reason
 
-    def add(self, tokens: list[int], logprobs: list[TokenLogprob], finish_reason: FinishReason | None) -> None:
+    def add(
+        self, tokens: list[int], logprobs: list[TokenLogprob], finish_reason: FinishReason | None
+    ) -> None:
         """Grow, or end, or both."""
         self.logprobs += logprobs
         if finish_reason is None:
@@ -62,7 +65,9 @@ class Stream:
     def unread(self) -> bool:
         """Whether there is an increment that nobody has read."""
         end = self._end
-        return self._read < len(self.so_far if end is None else end.tokens) or (end is not None and not self._closed)
+        return self._read < len(self.so_far if end is None else end.tokens) or (
+            end is not None and not self._closed
+        )
 
     def take(self) -> list[Increment]:
         """The increments that nobody has read yet: one for each token."""
@@ -72,7 +77,9 @@ class Stream:
         while self._read < there:
             until = there if self.whole else self._read + 1
             last = end is not None and until == there and not end.apart
-            made.append(self._increment(tokens[self._read : until], end.reason if last and end is not None else None))
+            made.append(
+                self._increment(tokens[self._read : until], end.reason if last and end is not None else None)
+            )
             self._read = until
         if end is not None and not self._closed:
             made.append(self._increment([], end.reason))
@@ -81,7 +88,9 @@ class Stream:
     def _increment(self, tokens: list[int], reason: FinishReason | None) -> Increment:
         self._closed = reason is not None
         text = None if self._text is None else self._read_out(self._text, tokens, last=reason is not None)
-        return Increment(self.index, tokens, text, "error" if self._closed and self.trouble is not None else reason)
+        return Increment(
+            self.index, tokens, text, "error" if self._closed and self.trouble is not None else reason
+        )
 
     def _read_out(self, text: Detokeniser, tokens: list[int], last: bool) -> str:
         if self.trouble is None:
@@ -102,4 +111,6 @@ class Stream:
                 self.trouble, text = self.trouble or error, ""
         if self.trouble is not None:
             reason = "error"
-        return SequenceOutput(list(tokens), text, reason, list(self.logprobs) if with_logprobs else None, self.score)
+        return SequenceOutput(
+            list(tokens), text, reason, list(self.logprobs) if with_logprobs else None, self.score
+        )

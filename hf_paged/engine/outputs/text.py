@@ -11,8 +11,8 @@ BROKEN = "\ufffd"
 class Detokeniser:
     """The text of one sequence, token by token. What it answers, joined, is the text of all tokens.
 
-    How a token reads depends on its neighbours, so each is read behind those before it: from `_begin` on, where the text was settled
-    once, to `_read`, up to which it has been handed out.
+    How a token reads depends on its neighbours, so each is read behind those before it: from `_begin` on,
+    where the text was settled once, to `_read`, up to which it has been handed out.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -21,7 +21,9 @@ class Detokeniser:
         self._begin = self._read = 0
 
     def add(self, tokens: list[int], last: bool = False) -> str:
-        """What these tokens add to the text; the beginning of a character waits for the rest of it, at the longest to the `last`."""
+        """What these tokens add to the text; the beginning of a character waits for the rest of it, at the
+        longest to the `last`.
+        """
         known = len(self._tokens)
         self._tokens += tokens
         try:

@@ -15,8 +15,10 @@ ANSWERS = "a bool, an int, or booleans in a tensor [rows]"
 def stops(criterion: Any, ids: torch.Tensor, beams: bool, ends: bool) -> list[bool]:
     """Whether a criterion stops each row of ids [rows, tokens].
 
-    generate() joins the answers of all criteria by `|` and reads the lowest bit; beam search computes with booleans alone.
-    ends: whether the request has ends of sequence. Without them generate() only asks whether all rows have stopped.
+    generate() joins the answers of all criteria by `|` and reads the lowest bit; beam search computes with
+    booleans alone.
+    ends: whether the request has ends of sequence. Without them generate() only asks whether all rows have
+        stopped.
     """
     rows = ids.shape[0]
     with torch.no_grad():
@@ -28,7 +30,9 @@ def stops(criterion: Any, ids: torch.Tensor, beams: bool, ends: bool) -> list[bo
     if beams:
         # numpy's booleans become uint8 here, torch's own stay what they are.
         if done.shape != (rows,) or done.dtype not in (torch.bool, torch.uint8):
-            raise TypeError(f"{_refused(criterion, answer)}; beam search takes a bool, or booleans in a tensor [{rows}]")
+            raise TypeError(
+                f"{_refused(criterion, answer)}; beam search takes a bool, or booleans in a tensor [{rows}]"
+            )
         over = done.bool()
     else:
         over = torch.ones(rows, dtype=torch.long, device=ids.device) & ~done == 0
@@ -48,15 +52,21 @@ def _refused(criterion: Any, answer: object) -> str:
 def scores_of(answer: object, rows: int, vocabulary: int, drawn: bool, single: bool) -> torch.Tensor:
     """Scores [rows, tokens] as logits processors answered them.
 
-    single: whether one row may stand for all. generate() brings the chosen tokens to its rows where there are ends of
-    sequence and no beams. A vocabulary may be cut, and may be longer if no token behind its end is chosen.
+    single: whether one row may stand for all. generate() brings the chosen tokens to its rows where there are
+    ends of sequence and no beams. A vocabulary may be cut, and may be longer if no token behind its end is
+    chosen.
     """
     if not isinstance(answer, torch.Tensor):
-        raise TypeError(f"the logits processors made {short(answer)}, expected a tensor [{rows}, {vocabulary}]")
+        raise TypeError(
+            f"the logits processors made {short(answer)}, expected a tensor [{rows}, {vocabulary}]"
+        )
     leading = tuple(answer.shape[:-1])
     alike = single and (leading == (1,) or (leading == () and answer.ndim == 1 and not drawn))
     if leading != (rows,) and not alike:
-        raise ValueError(f"the logits processors made scores {list(answer.shape)} of {[rows, vocabulary]}; they must keep the shape")
+        raise ValueError(
+            f"the logits processors made scores {list(answer.shape)} of {[rows, vocabulary]}; they must keep "
+            "the shape"
+        )
     return answer.expand(rows, answer.shape[-1])
 
 
@@ -64,7 +74,8 @@ def require_known(tokens: list[int], vocabulary: int, scores: torch.Tensor) -> l
     """Tokens chosen by processed scores, if the model knows all of them."""
     if max(tokens) >= vocabulary:
         raise ValueError(
-            f"the logits processors made scores {list(scores.shape)} in which token {max(tokens)} is the next one, "
+            f"the logits processors made scores {list(scores.shape)} in which token {max(tokens)} is the "
+            "next one, "
             f"and the model has {vocabulary} tokens; they must keep the shape"
         )
     return tokens

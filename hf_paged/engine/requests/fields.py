@@ -7,8 +7,12 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-LENGTHS = frozenset({"max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings"})
-CHOICE = frozenset({"do_sample", "num_beams", "num_return_sequences", "early_stopping", "length_penalty", "temperature"})
+LENGTHS = frozenset(
+    {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings"}
+)
+CHOICE = frozenset(
+    {"do_sample", "num_beams", "num_return_sequences", "early_stopping", "length_penalty", "temperature"}
+)
 PROCESSORS = frozenset(
     {
         "top_k",
@@ -90,7 +94,9 @@ COUNTS = ("max_length", "max_new_tokens", "num_beams", "num_return_sequences")
 
 
 class Written(NamedTuple):
-    """Where the options of a request are written: in its keywords, in its GenerationConfig, or else in the model's."""
+    """Where the options of a request are written: in its keywords, in its GenerationConfig, or else in the
+    model's.
+    """
 
     keywords: Mapping[str, Any]
     config: Any
@@ -99,7 +105,11 @@ class Written(NamedTuple):
         """The place of an option, as errors name it behind the option; nothing for a keyword."""
         if self.keywords.get(name) is not None:
             return ""
-        return " of the generation_config" if getattr(self.config, name, None) is not None else " of model.generation_config"
+        return (
+            " of the generation_config"
+            if getattr(self.config, name, None) is not None
+            else " of model.generation_config"
+        )
 
     def remedy(self, name: str) -> str:
         """What the user does to be without an option."""
@@ -111,7 +121,9 @@ class Written(NamedTuple):
 
 
 def check_counts(config: Any, written: Written) -> None:
-    """Raise unless what is counted is a whole number of at least one: half a token would be counted otherwise here than there."""
+    """Raise unless what is counted is a whole number of at least one: half a token would be counted otherwise
+    here than there.
+    """
     for name in COUNTS:
         if getattr(config, name, None) is not None:
             setattr(config, name, counted(name, getattr(config, name), written.place(name)))
@@ -134,10 +146,15 @@ def check_fields(config: Any, written: Written) -> None:
         remedy = f"{written.remedy(name)}, or use generate()"
         if name in REFUSED:
             harmless, why = REFUSED[name]
-            if not any(value is allowed or (type(value) is type(allowed) and value == allowed) for allowed in harmless):
+            if not any(
+                value is allowed or (type(value) is type(allowed) and value == allowed)
+                for allowed in harmless
+            ):
                 raise ValueError(f"{name}={value!r} is not taken by the engine: {why}; {remedy}")
         elif name not in KNOWN and value is not None:
-            raise ValueError(f"{name}={value!r} is a generation option that the engine does not know; {remedy}")
+            raise ValueError(
+                f"{name}={value!r} is a generation option that the engine does not know; {remedy}"
+            )
 
 
 OTHERS = {

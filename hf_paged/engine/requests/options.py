@@ -14,7 +14,16 @@ from .fields import COUNTS, KNOWN, TOKENS, Written, check_counts, check_fields, 
 from .stops import StopLists
 
 LENGTH = "max_new_tokens"
-BESIDE = ("seed", "logprobs", "priority", "salt", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "inputs_embeds")
+BESIDE = (
+    "seed",
+    "logprobs",
+    "priority",
+    "salt",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "inputs_embeds",
+)
 """Keywords of a request that are no options of generation."""
 PLAIN = frozenset({bool, int, float, str, type(None)})
 
@@ -22,7 +31,8 @@ PLAIN = frozenset({bool, int, float, str, type(None)})
 class Read(NamedTuple):
     """Options, completed from the model's own and checked.
 
-    open: whether the longest and the shortest length are left open. ends: the ends of sequence among the options.
+    open: whether the longest and the shortest length are left open. ends: the ends of sequence among the
+        options.
     """
 
     open: tuple[bool, bool]
@@ -31,7 +41,9 @@ class Read(NamedTuple):
 
 
 class Options:
-    """Reads options, and knows those that it read last: most requests of an engine come with the same, and reading takes a while."""
+    """Reads options, and knows those that it read last: most requests of an engine come with the same, and
+    reading takes a while.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[Any, Read] | None = None
@@ -76,11 +88,15 @@ def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
     own = model.generation_config
     if not isinstance(generation_config, GenerationConfig | None):
         raise TypeError(
-            f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}; give single options by name"
+            f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}; give "
+            "single options by name"
         )
 
     def left_open(name: str) -> bool:
-        return all(value is None for value in (keywords.get(name), getattr(generation_config, name, None), getattr(own, name)))
+        return all(
+            value is None
+            for value in (keywords.get(name), getattr(generation_config, name, None), getattr(own, name))
+        )
 
     defaults = left_open("max_length"), left_open("min_length")
     for name in set(COUNTS) & keywords.keys():
@@ -88,15 +104,22 @@ def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
             counted(name, keywords[name])  # transformers' own checks come with the completion, in other words
     # The engine has its own pages: the word is no news to it.
     if generation_config is None:
-        # As transformers goes about it, but for a look at what the model's own config says about generation (`check_model`).
+        # As transformers goes about it, but for a look at what the model's own config says about generation
+        # (`check_model`).
         config, unknown = model._prepare_generation_config(GenerationConfig())
         unknown |= config.update(**keywords)
     else:
         config, unknown = model._prepare_generation_config(generation_config, **keywords)
-    unknown = {name for name, value in unknown.items() if value is not None} - {"output_attentions", "output_hidden_states"}
+    unknown = {name for name, value in unknown.items() if value is not None} - {
+        "output_attentions",
+        "output_hidden_states",
+    }
     shown = sorted(name for name in unknown if SHOWN.search(name))
     if shown:
-        raise ValueError(f"the engine does not take pictures or recordings ({shown}) for {type(model).__name__}; use generate()")
+        raise ValueError(
+            f"the engine does not take pictures or recordings ({shown}) for {type(model).__name__}; use "
+            "generate()"
+        )
     if unknown:
         raise ValueError(why_unknown(unknown, {*KNOWN, *BESIDE}))
     written = Written(keywords, generation_config)
@@ -106,5 +129,7 @@ def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
         model._prepare_special_tokens(config, True, device=input_device(model))
     except TypeError as error:
         tokens = {name: getattr(config, name) for name in sorted(TOKENS) if getattr(config, name) is not None}
-        raise TypeError(f"a special token is an int, eos_token_id also a list of them, got {tokens}") from error
+        raise TypeError(
+            f"a special token is an int, eos_token_id also a list of them, got {tokens}"
+        ) from error
     return Read(defaults, config, ends_of(config._eos_token_tensor))

@@ -27,10 +27,25 @@ from .prompts import known, opened, prompt_tokens, short, words_of
 EXPECTED = {
     "_prepare_generation_config": ["generation_config"],
     "_prepare_special_tokens": ["generation_config", "kwargs_has_attention_mask", "device"],
-    "_prepare_generated_length": ["generation_config", "has_default_max_length", "has_default_min_length", "model_input_name"],
-    "_get_logits_processor": ["generation_config", "input_ids_seq_length", "encoder_input_ids", "prefix_allowed_tokens_fn"],
+    "_prepare_generated_length": [
+        "generation_config",
+        "has_default_max_length",
+        "has_default_min_length",
+        "model_input_name",
+    ],
+    "_get_logits_processor": [
+        "generation_config",
+        "input_ids_seq_length",
+        "encoder_input_ids",
+        "prefix_allowed_tokens_fn",
+    ],
     "_get_stopping_criteria": ["generation_config", "stopping_criteria", "tokenizer"],
-    "_prepare_decoder_input_ids_for_generation": ["batch_size", "model_input_name", "model_kwargs", "decoder_start_token_id"],
+    "_prepare_decoder_input_ids_for_generation": [
+        "batch_size",
+        "model_input_name",
+        "model_kwargs",
+        "decoder_start_token_id",
+    ],
 }
 """The methods of GenerationMixin that say what its options mean, so that they mean the same here."""
 PASSED_ON = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask")
@@ -46,12 +61,13 @@ KEY = os.urandom(16)
 class Asked:
     """A request, read and checked.
 
-    prompt: what the books know of it, a number for each position. ids: what processors and criteria see of it: the same, or of a
-    prompt of embeddings [tokens, hidden] the ids that were given beside them, if any were. media: what is put in the place of some of the
-    ids. source: what an encoder is given; prompt and ids are then what its decoder begins with. max_length: of a sequence in the books.
-    processors and criteria: what is not done for the whole batch at once; criteria without those about length and ends of sequence.
-    recipe: what the processors do to scores, if that is done for the whole batch at once. slow: the names of the processors
-    that run for this request alone.
+    prompt: what the books know of it, a number for each position. ids: what processors and criteria see of
+    it: the same, or of a prompt of embeddings [tokens, hidden] the ids that were given beside them, if any
+    were. media: what is put in the place of some of the ids. source: what an encoder is given; prompt and ids
+    are then what its decoder begins with. max_length: of a sequence in the books. processors and criteria:
+    what is not done for the whole batch at once; criteria without those about length and ends of sequence.
+    recipe: what the processors do to scores, if that is done for the whole batch at once. slow: the names of
+    the processors that run for this request alone.
     """
 
     prompt: tuple[int, ...]
@@ -96,7 +112,9 @@ class Asked:
 
     @property
     def steady(self) -> bool:
-        """Whether its next token is chosen with everybody's and stands where all would expect it, and may only be the last one."""
+        """Whether its next token is chosen with everybody's and stands where all would expect it, and may
+        only be the last one.
+        """
         moved = self.media is not None and self.media.shift
         return self.recipe is not None and not self.criteria and self.favourites is None and not moved
 
@@ -119,7 +137,9 @@ class Asked:
         return self.embeds is None and self.media is None and self.source is None
 
     def vectors(self, start: int, count: int) -> torch.Tensor | None:
-        """[n, hidden]: what the first n of so many tokens from `start` on are instead of ids; None if they are ids."""
+        """[n, hidden]: what the first n of so many tokens from `start` on are instead of ids; None if they
+        are ids.
+        """
         embeds = self.embeds
         if self.media is not None and self.media.concerns(start, count):
             embeds = self.media.made
@@ -134,15 +154,22 @@ class Asked:
 def check_transformers() -> None:
     """Raise if GenerationMixin's methods are not as they are known here."""
     for name, expected in EXPECTED.items():
-        found = list(inspect.signature(getattr(GenerationMixin, name)).parameters)[1:] if hasattr(GenerationMixin, name) else []
+        found = (
+            list(inspect.signature(getattr(GenerationMixin, name)).parameters)[1:]
+            if hasattr(GenerationMixin, name)
+            else []
+        )
         if found[: len(expected)] != expected:
             raise ImportError(
-                f"the engine asks GenerationMixin.{name}{tuple(expected)} and found {tuple(found)}; use a tested transformers"
+                f"the engine asks GenerationMixin.{name}{tuple(expected)} and found {tuple(found)}; use a "
+                "tested transformers"
             )
 
 
 def check_model(model: Any) -> None:
-    """Raise if the model's config says how to generate, as it did once; that takes longer to find out than to read a request."""
+    """Raise if the model's config says how to generate, as it did once; that takes longer to find out than to
+    read a request.
+    """
     model._prepare_generation_config(None)
 
 
@@ -190,13 +217,23 @@ def read(
     logprobs: int | bool | None,
     options: Options,
 ) -> Asked:
-    """Read a request as generate() would on that prompt alone; what the engine does not do is refused by name."""
+    """Read a request as generate() would on that prompt alone; what the engine does not do is refused by
+    name.
+    """
     prompt, shown = opened(model, tokenizer, prompt, keywords)
     tokenizer, shown = words_of(tokenizer), taken(model, _beside(keywords, shown))
-    parts = {name: keywords.pop(name, None) for name in PROMPTS if name == "inputs_embeds" or model.config.is_encoder_decoder}
-    extras = {name: keywords.pop(name, None) for name in (*PASSED_ON, "logits_processor", "stopping_criteria")}
+    parts = {
+        name: keywords.pop(name, None)
+        for name in PROMPTS
+        if name == "inputs_embeds" or model.config.is_encoder_decoder
+    }
+    extras = {
+        name: keywords.pop(name, None) for name in (*PASSED_ON, "logits_processor", "stopping_criteria")
+    }
     defaults, config, own_ends = options.read(model, generation_config, keywords)
-    given = (_for_encoder if model.config.is_encoder_decoder else _for_decoder)(model, tokenizer, prompt, config, **parts)
+    given = (_for_encoder if model.config.is_encoder_decoder else _for_decoder)(
+        model, tokenizer, prompt, config, **parts
+    )
     given = _showing(model, given, shown)
     _require_function("prefix_allowed_tokens_fn", extras["prefix_allowed_tokens_fn"])
     tokens, names = given.tokens, given.names
@@ -205,7 +242,9 @@ def read(
     criteria = _criteria(model, config, tokenizer, extras["stopping_criteria"], options)
     at_tokens = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
-    others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
+    others = StoppingCriteriaList(
+        each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria)
+    )
     recipe, slow = _recipe(config, processors)
     return Asked(
         names,
@@ -241,13 +280,20 @@ def _processors(model: Any, config: Any, given: Given, extras: Mapping[str, Any]
 
 def _criteria(model: Any, config: Any, tokenizer: Any, given: Any, options: Options) -> StoppingCriteriaList:
     """The stopping criteria as generate() makes them, but for stop strings, whose criterion costs less."""
-    if config.stop_strings is not None and tokenizer is None:  # transformers would name an argument of generate()
+    if (
+        config.stop_strings is not None and tokenizer is None
+    ):  # transformers would name an argument of generate()
         raise ValueError(
-            f"stop_strings={config.stop_strings!r} need the model's tokenizer; make the engine with it, Engine(model, tokenizer)"
+            f"stop_strings={config.stop_strings!r} need the model's tokenizer; make the engine with it, "
+            "Engine(model, tokenizer)"
         )
     brought = StoppingCriteriaList(_callables("stopping_criteria", given))
     stops = config.stop_strings
-    own = stops is not None and tokenizer is not None and not any(type(each) is StopStringCriteria for each in brought)
+    own = (
+        stops is not None
+        and tokenizer is not None
+        and not any(type(each) is StopStringCriteria for each in brought)
+    )
     others = copy.copy(config)
     others.stop_strings = None if own else stops
     criteria: StoppingCriteriaList = model._get_stopping_criteria(others, brought, tokenizer=tokenizer)
@@ -257,7 +303,9 @@ def _criteria(model: Any, config: Any, tokenizer: Any, given: Any, options: Opti
 
 
 def _recipe(config: Any, processors: LogitsProcessorList) -> tuple[Recipe | None, tuple[str, ...]]:
-    """The processors as a recipe, or the names of those that run for the request alone: all of a beam search."""
+    """The processors as a recipe, or the names of those that run for the request alone: all of a beam
+    search.
+    """
     if (config.num_beams or 1) > 1:
         return None, tuple([type(each).__name__ for each in processors])
     recipe, slow = recipe_of(processors, sampled=bool(config.do_sample))
@@ -278,12 +326,16 @@ def _showing(model: Any, given: Given, shown: dict[str, Any]) -> Given:
     if not shown:
         return given
     if given.embeds is not None:
-        raise ValueError(f"{sorted(shown)} are put in the place of token ids, got a prompt of embeddings; give one of them")
+        raise ValueError(
+            f"{sorted(shown)} are put in the place of token ids, got a prompt of embeddings; give one of them"
+        )
     return given._replace(media=Media(shown, given.tokens, marks_of(model.config), KEY))
 
 
 def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_embeds: Any) -> Given:
-    """A prompt's ids, and its embeddings if it is made of those. A tensor of numbers with a point is embeddings, too."""
+    """A prompt's ids, and its embeddings if it is made of those. A tensor of numbers with a point is
+    embeddings, too.
+    """
     if isinstance(prompt, torch.Tensor) and prompt.is_floating_point():
         if inputs_embeds is not None:
             raise ValueError("the prompt and inputs_embeds are both embeddings; give one of them")
@@ -299,12 +351,21 @@ def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_em
 
 
 def _for_encoder(
-    model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_embeds: Any, input_features: Any, decoder_input_ids: Any
+    model: Any,
+    tokenizer: Any,
+    prompt: Any,
+    config: Any,
+    inputs_embeds: Any,
+    input_features: Any,
+    decoder_input_ids: Any,
 ) -> Given:
     """What an encoder is given, and the ids that its decoder begins with."""
     name = model.main_input_name
     if inputs_embeds is not None or (name == "input_ids" and input_features is not None):
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder, of whose prompts the engine takes {name}; or use generate()")
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder, of whose prompts the engine takes {name}; or use "
+            "generate()"
+        )
     if name == "input_ids":
         if prompt is None:
             raise ValueError("a request needs a prompt")
@@ -312,7 +373,10 @@ def _for_encoder(
         inputs = torch.tensor([ids], device=input_device(model))
     else:
         if prompt is not None or not isinstance(input_features, torch.Tensor):
-            raise ValueError(f"{type(model).__name__} takes no text; give {name}=..., and decoder_input_ids if it shall begin with some")
+            raise ValueError(
+                f"{type(model).__name__} takes no text; give {name}=..., and decoder_input_ids if it shall "
+                "begin with some"
+            )
         features = input_features[None] if input_features.ndim == 2 else input_features
         ids, inputs = (), features.detach().to(input_device(model), model.dtype, copy=True)
     begin = (
@@ -332,13 +396,15 @@ def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: G
     if len(given.tokens) >= config.max_length:
         count = len(given.tokens) if given.embeds is None else len(given.embeds)
         raise ValueError(
-            f"the prompt has {count} tokens and max_length={config.max_length} leaves none to generate; give max_new_tokens instead"
+            f"the prompt has {count} tokens and max_length={config.max_length} leaves none to generate; give "
+            "max_new_tokens instead"
         )
     return config
 
 
 def _seed(seed: int | None, drawn: bool) -> int:
-    """The request's seed. Draws without one take it from torch's generator, so that torch.manual_seed settles it.
+    """The request's seed. Draws without one take it from torch's generator, so that torch.manual_seed settles
+    it.
 
     A request that draws nothing leaves the generator as it is, as in generate().
     """
@@ -353,9 +419,14 @@ def _favourites(logprobs: int | bool | None, model: Any) -> int | None:
     """How many favourites are reported beside each token's logprob; None if nobody asked for any of it."""
     if logprobs is None or logprobs is False:
         return None
-    count, vocabulary = 0 if logprobs is True else logprobs, model.config.get_text_config(decoder=True).vocab_size
+    count, vocabulary = (
+        0 if logprobs is True else logprobs,
+        model.config.get_text_config(decoder=True).vocab_size,
+    )
     if not isinstance(count, Integral) or not 0 <= count <= vocabulary:
-        raise ValueError(f"logprobs={logprobs!r} is not True or a number of favourites from 0 to {vocabulary}")
+        raise ValueError(
+            f"logprobs={logprobs!r} is not True or a number of favourites from 0 to {vocabulary}"
+        )
     return int(count)
 
 

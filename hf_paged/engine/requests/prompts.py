@@ -1,4 +1,6 @@
-"""Prompts in all their forms: texts, chat messages, token ids, and what a processor makes of pictures beside them."""
+"""Prompts in all their forms: texts, chat messages, token ids, and what a processor makes of pictures beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,30 +30,44 @@ def words_of(tokenizer: Any) -> Any:
 
 
 def opened(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str, Any]) -> Read:
-    """A prompt whose ids may be among the keywords, as a processor answers, or are the processor's to make."""
+    """A prompt whose ids may be among the keywords, as a processor answers, or are the processor's to
+    make.
+    """
     ids = keywords.pop("input_ids", None)
     if ids is not None:
         if prompt is not None:
             raise ValueError("the prompt and input_ids are both token ids; give one of them")
         prompt, mask = ids, keywords.pop("attention_mask", None)
         if mask is not None and not bool(torch.as_tensor(mask, device="cpu").all()):
-            raise ValueError("the attention_mask hides some of the prompt; give one prompt a request, without padding")
+            raise ValueError(
+                "the attention_mask hides some of the prompt; give one prompt a request, without padding"
+            )
     raw = {name: keywords.pop(name) for name in RAW if keywords.get(name) is not None}
     text, chat = isinstance(prompt, str), _is_chat(prompt)
     if not isinstance(tokenizer, ProcessorMixin):
         if raw or (chat and _shows(prompt)):
             what = sorted(raw) or "messages with pictures or recordings"
-            raise ValueError(f"{what} are for the model's processor; make the engine with it, Engine(model, processor)")
+            raise ValueError(
+                f"{what} are for the model's processor; make the engine with it, Engine(model, processor)"
+            )
         return Read(prompt, {})
     if raw and not text:
-        raise ValueError(f"{sorted(raw)} stand beside a text, got {short(prompt)}; put those of chat messages into them")
+        raise ValueError(
+            f"{sorted(raw)} stand beside a text, got {short(prompt)}; put those of chat messages into them"
+        )
     if not text and not chat:
         return Read(prompt, {})
     if text:
         made = tokenizer(text=[prompt], **raw, return_tensors="pt")
     else:
-        made = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
-    shown = {name: _as_computed(model, value) for name, value in made.items() if name not in ("input_ids", "attention_mask")}
+        made = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+    shown = {
+        name: _as_computed(model, value)
+        for name, value in made.items()
+        if name not in ("input_ids", "attention_mask")
+    }
     return Read(made["input_ids"], shown if raw or (chat and _shows(prompt)) else {})
 
 
@@ -60,12 +76,15 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
     if isinstance(prompt, str) or _is_chat(prompt):
         if tokenizer is None:
             raise ValueError(
-                f"a prompt of {type(prompt).__name__} needs a tokenizer; give one to Engine(model, tokenizer), or pass token ids"
+                f"a prompt of {type(prompt).__name__} needs a tokenizer; give one to Engine(model, "
+                "tokenizer), or pass token ids"
             )
         if isinstance(prompt, str):
             ids = tokenizer(prompt)["input_ids"]
         else:
-            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+            ids = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=True, return_dict=True
+            )["input_ids"]
     elif hasattr(prompt, "tolist"):  # a tensor, or numpy's array
         ids = prompt.tolist()
     else:
@@ -75,22 +94,31 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
     found = _ids_of(ids)
     if found is None:
         hint = '; give its "input_ids"' if isinstance(prompt, Mapping) and "input_ids" in prompt else ""
-        raise TypeError(f"a prompt is a text, chat messages or the token ids of one sequence, got {short(prompt)}{hint}")
+        raise TypeError(
+            f"a prompt is a text, chat messages or the token ids of one sequence, got {short(prompt)}{hint}"
+        )
     if not found:
         raise ValueError("the prompt is empty; give it at least one token")
     return found
 
 
 def known(tokens: tuple[int, ...], module: Any) -> tuple[int, ...]:
-    """Token ids that the module has embeddings for: on a CUDA device any other would be the end of the process's device."""
+    """Token ids that the module has embeddings for: on a CUDA device any other would be the end of the
+    process's device.
+    """
     try:
         table = module.get_input_embeddings()
     except (AttributeError, NotImplementedError):
         return tokens
-    rows = getattr(table, "num_embeddings", None) or getattr(getattr(table, "weight", None), "shape", (None,))[0]
+    rows = (
+        getattr(table, "num_embeddings", None) or getattr(getattr(table, "weight", None), "shape", (None,))[0]
+    )
     if rows is not None and tokens and not 0 <= min(tokens) <= max(tokens) < rows:
         wrong = next(token for token in tokens if not 0 <= token < rows)
-        raise ValueError(f"the prompt has the token id {wrong} and {type(module).__name__} knows those from 0 to {rows - 1}")
+        raise ValueError(
+            f"the prompt has the token id {wrong} and {type(module).__name__} knows those from 0 to "
+            f"{rows - 1}"
+        )
     return tokens
 
 
@@ -107,7 +135,13 @@ def _is_chat(prompt: Any) -> bool:
 def _shows(messages: Any) -> bool:
     """Whether anything in chat messages is more than words."""
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content if isinstance(part, Mapping)]
+    parts = [
+        part
+        for content in contents
+        if isinstance(content, (list, tuple))
+        for part in content
+        if isinstance(part, Mapping)
+    ]
     return any(part.get("type", "text") not in SAID for part in parts)
 
 
@@ -118,9 +152,15 @@ def _ids_of(ids: object) -> tuple[int, ...] | None:
     kinds = set(map(type, ids))
     if kinds <= {int}:
         return tuple(ids)
-    return tuple(map(int, ids)) if all(issubclass(kind, Integral) and not issubclass(kind, bool) for kind in kinds) else None
+    return (
+        tuple(map(int, ids))
+        if all(issubclass(kind, Integral) and not issubclass(kind, bool) for kind in kinds)
+        else None
+    )
 
 
 def _as_computed(model: Any, value: Any) -> Any:
-    """What a processor has made, in the type that the model computes in, as everybody converts it for generate()."""
+    """What a processor has made, in the type that the model computes in, as everybody converts it for
+    generate().
+    """
     return value.to(model.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -19,8 +19,9 @@ Text = str | bytes
 class StopStrings(StoppingCriteria):
     """True for rows in whose last tokens a stop string ends within the very last one.
 
-    StopStringCriteria computes that from a matrix of vocabulary times strings. Here the strings are sorted by their ends,
-    without those that end with another one. Of the others at most one ends at a place of the text: a binary search finds it.
+    StopStringCriteria computes that from a matrix of vocabulary times strings. Here the strings are sorted by
+    their ends, without those that end with another one. Of the others at most one ends at a place of the
+    text: a binary search finds it.
     """
 
     def __init__(self, strings: Sequence[Text], texts: Mapping[int, Text]) -> None:
@@ -76,7 +77,9 @@ class StopLists:
         wrong = [string for string in listed if not isinstance(string, str)]
         if wrong or not listed:
             got = f"{type(wrong[0]).__name__} {wrong[0]!r:.60} in it" if wrong else "an empty list"
-            raise ValueError(f"stop_strings is a string or a list of strings, got {got}; leave it out for none")
+            raise ValueError(
+                f"stop_strings is a string or a list of strings, got {got}; leave it out for none"
+            )
         mode = StopStringCriteria._get_stop_string_matching_mode(tokenizer)
         texts = self._texts(tokenizer, mode)
         key = tuple(StopStringCriteria._get_stop_strings_for_matching(tuple(listed), mode))
@@ -89,7 +92,9 @@ class StopLists:
         return self._made[key]
 
     def _texts(self, tokenizer: Any, mode: str | None) -> dict[int, Text]:
-        """The text of every token as transformers' criterion reads it, kept while the vocabulary is the same."""
+        """The text of every token as transformers' criterion reads it, kept while the vocabulary is the
+        same.
+        """
         # The objects themselves are kept: another one may get the number of one that is gone.
         now = (tokenizer, getattr(tokenizer, "backend_tokenizer", None), len(tokenizer), mode)
         if self._vocabulary is None or not _same(self._vocabulary[0], now):
@@ -111,10 +116,12 @@ def _require_an_end(strings: Sequence[Text], texts: Mapping[int, Text]) -> None:
         return
     for string in strings:
         ends = {string[-count:] for count in range(1, len(string) + 1)}
-        if any(string in text or not ends.isdisjoint(_beginnings(text)) for text in texts.values()):  # type: ignore[operator]
+        known: Any = texts.values()
+        if any(string in text or not ends.isdisjoint(_beginnings(text)) for text in known):
             return
     raise ValueError(
-        f"no token of the vocabulary can end one of the {len(strings)} stop strings; they have characters that the tokenizer "
+        f"no token of the vocabulary can end one of the {len(strings)} stop strings; they have characters "
+        "that the tokenizer "
         "does not know, leave them out"
     )
 

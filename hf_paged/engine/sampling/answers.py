@@ -10,7 +10,8 @@ from .warp import best
 
 
 class Answer(NamedTuple):
-    """The logits that follow the last tokens of some sequences, and the greedy choice among them where a captured step has made it.
+    """The logits that follow the last tokens of some sequences, and the greedy choice among them where a
+    captured step has made it.
 
     Those of a captured step are its own memory: the next step writes over them.
     """
@@ -32,7 +33,9 @@ class Answer(NamedTuple):
 
 
 def place_for(most: int, vocabulary: int, device: torch.device) -> Answer:
-    """Where captured steps answer for at most so many sequences: one runs at a time, and whoever reads it comes before the next."""
+    """Where captured steps answer for at most so many sequences: one runs at a time, and whoever reads it
+    comes before the next.
+    """
     with torch.inference_mode(False):
         logits = torch.empty(most, vocabulary, dtype=torch.float32, device=device)
         return Answer(logits, torch.empty(2, most, dtype=torch.long, device=device))

@@ -1,4 +1,6 @@
-"""Beam search, one step at a time, as generate() does it for that prompt alone; the searches of a step take it together."""
+"""Beam search, one step at a time, as generate() does it for that prompt alone; the searches of a step take
+it together.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ NOT = -1.0e9
 
 
 class Said(NamedTuple):
-    """The last new token of a beam, what was noted about it, and what was said before it: beams share their beginnings."""
+    """The last new token of a beam, what was noted about it, and what was said before it: beams share their
+    beginnings.
+    """
 
     before: Said | None
     token: int
@@ -34,10 +38,11 @@ class Hypothesis(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """A search after `new` tokens: the beams that run with their scores, and the best that have ended with theirs.
+    """A search after `new` tokens: the beams that run with their scores, and the best that have ended with
+    theirs.
 
-    finished: which of these are there at all; the others only hold a place. why: the reasons for which they ended. improvable: whether a
-    beam that runs may still become one of them. Scores are fp32 numbers.
+    finished: which of these are there at all; the others only hold a place. why: the reasons for which they
+    ended. improvable: whether a beam that runs may still become one of them. Scores are fp32 numbers.
     """
 
     new: int
@@ -51,7 +56,9 @@ class Standing(NamedTuple):
 
 
 class Continuations(NamedTuple):
-    """The best continuations of a search, best first: their scores, the beams they continue, with which tokens, what is told of those."""
+    """The best continuations of a search, best first: their scores, the beams they continue, with which
+    tokens, what is told of those.
+    """
 
     scores: list[float]
     beams: list[int]
@@ -60,7 +67,9 @@ class Continuations(NamedTuple):
 
 
 class BeamStep(NamedTuple):
-    """Where each beam goes on from, and with which token; how the search stands then, and whether it is over."""
+    """Where each beam goes on from, and with which token; how the search stands then, and whether it is
+    over.
+    """
 
     sources: list[int]
     tokens: list[int]
@@ -71,8 +80,9 @@ class BeamStep(NamedTuple):
 class BeamSearch:
     """The beam search of one request.
 
-    Among the continuations of all beams the best `keep` are looked at, so many that `count` of them go on even if every end of
-    sequence is among them. Those that end among the first `count` compete with what has ended before, by score over length.
+    Among the continuations of all beams the best `keep` are looked at, so many that `count` of them go on
+    even if every end of sequence is among them. Those that end among the first `count` compete with what has
+    ended before, by score over length.
     """
 
     def __init__(self, asked: Asked) -> None:
@@ -81,7 +91,16 @@ class BeamSearch:
         self.keep = max(2, 1 + _ends(config)) * self.count
         self.length_penalty, self.early_stopping = config.length_penalty, config.early_stopping
         count, nothing = self.count, [NOT] * self.count
-        self.standing = Standing(0, [0.0, *nothing[1:]], [None] * count, nothing, [False] * count, [None] * count, [None] * count, True)
+        self.standing = Standing(
+            0,
+            [0.0, *nothing[1:]],
+            [None] * count,
+            nothing,
+            [False] * count,
+            [None] * count,
+            [None] * count,
+            True,
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -99,11 +118,14 @@ class BeamSearch:
         later = new
         if self.early_stopping == "never" and self.length_penalty > 0:
             later = self.asked.config.max_length - len(self.asked.ids)
-        return Contender(self, found, reasons, float(new**self.length_penalty), float(later**self.length_penalty))
+        return Contender(
+            self, found, reasons, float(new**self.length_penalty), float(later**self.length_penalty)
+        )
 
 
 class Contender(NamedTuple):
-    """A search that is about to take a step, what it chooses from, and why beams would end there, if they would.
+    """A search that is about to take a step, what it chooses from, and why beams would end there, if they
+    would.
 
     now, later: what the score of a beam that ends now is divided by, and that of one that runs on.
     """
@@ -116,15 +138,19 @@ class Contender(NamedTuple):
 
 
 def step(contenders: Sequence[Contender]) -> list[BeamStep]:
-    """Let searches of one shape go on by one token. They change nothing themselves: the answer is how they stand then.
+    """Let searches of one shape go on by one token. They change nothing themselves: the answer is how they
+    stand then.
 
-    A row of every tensor here is a search, and the arithmetic of a row is generate()'s, in fp32 and in its order; so are ties. It is the
-    host's: there are a few dozen numbers, and the blocks that follow from them are the host's, too.
+    A row of every tensor here is a search, and the arithmetic of a row is generate()'s, in fp32 and in its
+    order; so are ties. It is the host's: there are a few dozen numbers, and the blocks that follow from them
+    are the host's, too.
     """
     count, keep = contenders[0].search.shape
     rows = array("f", chain.from_iterable(map(_row, contenders)))
     scores, values, hits, running_on, now, later, full, closed = (
-        torch.frombuffer(rows, dtype=torch.float32).view(len(contenders), -1).split([count, keep, keep, keep, 1, 1, 1, 1], 1)
+        torch.frombuffer(rows, dtype=torch.float32)
+        .view(len(contenders), -1)
+        .split([count, keep, keep, keep, 1, 1, 1, 1], 1)
     )
     running = values + hits
     chosen = running.topk(count)[1]
@@ -133,27 +159,47 @@ def step(contenders: Sequence[Contender]) -> list[BeamStep]:
     merged = torch.cat([scores, values / now + full + closed + running_on], 1)
     best = merged.topk(count)[1]
     scores = merged.gather(1, best)
-    after = (each.tolist() for each in (chosen, running, best, scores, (running[:, 0] / later[:, 0]), scores.amin(1)))
+    after = (
+        each.tolist()
+        for each in (chosen, running, best, scores, (running[:, 0] / later[:, 0]), scores.amin(1))
+    )
     return [_step(*each) for each in zip(contenders, *after, strict=True)]
 
 
 def _row(contender: Contender) -> list[float]:
-    """All that a search brings to a step, as numbers; most of them are taken off the scores of what cannot be chosen."""
+    """All that a search brings to a step, as numbers; most of them are taken off the scores of what cannot be
+    chosen.
+    """
     search, found, reasons, now, later = contender
     standing, count = search.standing, search.count
     hits = [0.0 if reason is None else NOT for reason in reasons]
     running_on = [0.0 if hit and i < count else NOT for i, hit in enumerate(hits)]
     full = NOT if search.early_stopping is True and all(standing.finished) else 0.0
-    return [*standing.scores, *found.scores, *hits, *running_on, now, later, full, 0.0 if standing.improvable else NOT]
+    return [
+        *standing.scores,
+        *found.scores,
+        *hits,
+        *running_on,
+        now,
+        later,
+        full,
+        0.0 if standing.improvable else NOT,
+    ]
 
 
 def _step(
-    contender: Contender, chosen: list[int], running: list[float], best: list[int], scores: list[float], hope: float, least: float
+    contender: Contender,
+    chosen: list[int],
+    running: list[float],
+    best: list[int],
+    scores: list[float],
+    hope: float,
+    least: float,
 ) -> BeamStep:
     """What the numbers of one search mean.
 
-    chosen: places among what was found. best: the same behind the places of what had ended before. hope: what the best beam that runs may
-    still come to; least: the worst score of all that ended.
+    chosen: places among what was found. best: the same behind the places of what had ended before. hope: what
+    the best beam that runs may still come to; least: the worst score of all that ended.
     """
     search, (_, beams, tokens, notes), reasons, _, _ = contender
     before, count = search.standing, search.count
@@ -161,11 +207,15 @@ def _step(
         i: Said(before.said[beams[i]], tokens[i], notes[i] if notes else None)
         for i in {*chosen, *[place - count for place in best if place >= count]}
     }
-    finished = [before.finished[i] if i < count else i < 2 * count and reasons[i - count] is not None for i in best]
+    finished = [
+        before.finished[i] if i < count else i < 2 * count and reasons[i - count] is not None for i in best
+    ]
     ended = [before.ended[i] if i < count else said[i - count] for i in best]
     why = [before.why[i] if i < count else reasons[i - count] for i in best]
     improvable = before.improvable and any(hope > (least if each else NOT) for each in finished)
-    standing = Standing(before.new + 1, running, [said[i] for i in chosen], scores, finished, ended, why, improvable)
+    standing = Standing(
+        before.new + 1, running, [said[i] for i in chosen], scores, finished, ended, why, improvable
+    )
     done = not improvable or None not in reasons or (search.early_stopping is True and all(finished))
     return BeamStep([beams[i] for i in chosen], [tokens[i] for i in chosen], standing, done)
 

@@ -15,14 +15,18 @@ from .beams import BeamSearch, Continuations
 class Contest:
     """Searches of one shape whose scores nobody processes, looked at together on the device.
 
-    The number of operations does not depend on how many there are, and nobody waits: `tensors` are what the host has to hear.
+    The number of operations does not depend on how many there are, and nobody waits: `tensors` are what the
+        host has to hear.
     """
 
     def __init__(self, searches: Sequence[BeamSearch], rows: Sequence[int], logits: torch.Tensor) -> None:
         """rows: of the logits [rows, vocabulary], those that the beams follow, search by search."""
         self.searches = searches
         (count, keep), device = searches[0].shape, logits.device
-        self._most = max((search.asked.favourites for search in searches if search.asked.favourites is not None), default=None)
+        self._most = max(
+            (search.asked.favourites for search in searches if search.asked.favourites is not None),
+            default=None,
+        )
         own = logits if rows == list(range(len(logits))) else logits[upload(rows, device)]
         self._vocabulary = own.shape[1]
         logprobs = own.log_softmax(-1).view(len(searches), count, self._vocabulary)
@@ -45,19 +49,28 @@ class Contest:
             found.append(None if broken[i] else Continuations(scores, beams[i], tokens[i], told))
         return found
 
-    def _notes(self, i: int, beams: list[int], tokens: list[int], heard: Sequence[torch.Tensor]) -> list[TokenLogprob] | None:
+    def _notes(
+        self, i: int, beams: list[int], tokens: list[int], heard: Sequence[torch.Tensor]
+    ) -> list[TokenLogprob] | None:
         wanted = self.searches[i].asked.favourites
         if wanted is None:
             return None
         own, values, indices = (each[i].tolist() for each in heard)
-        pairs = [tuple(zip(ids[:wanted], best[:wanted], strict=True)) for ids, best in zip(indices, values, strict=True)]
-        return [TokenLogprob(token, logprob, pairs[beam]) for beam, token, logprob in zip(beams, tokens, own, strict=True)]
+        pairs = [
+            tuple(zip(ids[:wanted], best[:wanted], strict=True))
+            for ids, best in zip(indices, values, strict=True)
+        ]
+        return [
+            TokenLogprob(token, logprob, pairs[beam])
+            for beam, token, logprob in zip(beams, tokens, own, strict=True)
+        ]
 
 
 def apart(search: BeamSearch, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The scores [keep] of the continuations of one search, and their places among [beams * vocabulary].
 
-    scores: [beams, vocabulary], log probabilities that were processed. They are the best, or drawn if the request says so.
+    scores: [beams, vocabulary], log probabilities that were processed. They are the best, or drawn if the
+        request says so.
     """
     asked, standing = search.asked, search.standing
     flat = (scores + upload(standing.running, scores.device, torch.float32)[:, None]).flatten()

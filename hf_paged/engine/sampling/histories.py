@@ -29,7 +29,9 @@ class Places:
 
     def without(self, owners: Sequence[Owner]) -> list[Owner]:
         """Those whose sequences have no line yet."""
-        return [owner for owner in owners if owner[1].index not in self._places.setdefault(owner[1].group, {})]
+        return [
+            owner for owner in owners if owner[1].index not in self._places.setdefault(owner[1].group, {})
+        ]
 
     def take(self, row: Row) -> int:
         """Give a sequence a free line."""
@@ -49,8 +51,8 @@ class Places:
 class Histories(Places):
     """The ids of sequences as processors see them, a line for each.
 
-    A line begins with the tokens that the host knows at the first choice for the sequence. Later choices are noted on the
-    device.
+    A line begins with the tokens that the host knows at the first choice for the sequence. Later choices are
+    noted on the device.
     """
 
     def __init__(self) -> None:
@@ -74,7 +76,9 @@ class Histories(Places):
         self._ids[upload(places, device), :longest] = filled
 
     def read(self, owners: Sequence[Owner], lengths: Sequence[int], width: int, pad: int) -> torch.Tensor:
-        """The last `width` ids of sequences of these lengths: [rows, width], with `pad` before the first one."""
+        """The last `width` ids of sequences of these lengths: [rows, width], with `pad` before the first
+        one.
+        """
         lines = [self.place(row) for _, row in owners]
         places, starts = upload([lines, [length - width for length in lengths]], self._ids.device)
         columns = starts[:, None] + torch.arange(width, device=self._ids.device)

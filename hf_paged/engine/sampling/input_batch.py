@@ -1,4 +1,6 @@
-"""The jobs of the crew: what is asked for each of them in every step, found once for as long as nobody joins or leaves."""
+"""The jobs of the crew: what is asked for each of them in every step, found once for as long as nobody joins
+or leaves.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from .selection import Selection
 
 
 class Roster:
-    """The jobs of a crew by its places. Each has one sequence, whose next token needs nothing but a cut and a draw, and which ends by a
-    token or by its length."""
+    """The jobs of a crew by its places. Each has one sequence, whose next token needs nothing but a cut and a
+    draw, and which ends by a token or by its length."""
 
     def __init__(self, sequences: tuple[Sequence, ...], jobs: Mapping[Group, Job], repeats: Repeats) -> None:
         self.sequences = sequences
@@ -30,8 +32,8 @@ class Roster:
         self._selection = Selection(list(zip(self.jobs, sequences, strict=True)), repeats)
 
     def choose(self, answer: Answer, stride: Stride) -> torch.Tensor:
-        """The crew's next tokens, whose logits come first in an answer, and what the host is told of them: [2, crew], as `best` says it.
-        Nobody waits for the device."""
+        """The crew's next tokens, whose logits come first in an answer, and what the host is told of them:
+        [2, crew], as `best` says it. Nobody waits for the device."""
         crew = len(self.jobs)
         positions = [start + stride.step + 1 for start in stride.starts]
         known = None if answer.best is None else answer.best[:, :crew]
@@ -46,8 +48,9 @@ class Roster:
         return bool(stride.last) or bool(self._who_stopped(tokens))
 
     def hear(self, stride: Stride, tokens: list[int], whole: bool) -> list[int]:
-        """Give everybody who goes on the token that he got in a stride. The answer is the places of all others: who ends with it, has no
-        token, or has left the crew since. whole: whether surely nobody has."""
+        """Give everybody who goes on the token that he got in a stride. The answer is the places of all
+        others: who ends with it, has no token, or has left the crew since. whole: whether surely nobody has.
+        """
         odd = {*stride.last, *self._who_stopped(tokens)}
         if not whole:
             odd.update([place for place, sequence in enumerate(self.sequences) if sequence.place is None])
@@ -69,7 +72,11 @@ class Roster:
     def _who_stopped(self, tokens: list[int]) -> list[int]:
         if self._any_end.isdisjoint(tokens):
             return []
-        return [place for place, (token, ends) in enumerate(zip(tokens, self._ends, strict=True)) if token == UNKNOWN or token in ends]
+        return [
+            place
+            for place, (token, ends) in enumerate(zip(tokens, self._ends, strict=True))
+            if token == UNKNOWN or token in ends
+        ]
 
 
 def _exhaust(calls: Iterable[None]) -> None:

@@ -1,4 +1,6 @@
-"""What repeating a token costs, for all rows of a step at once: which tokens each sequence has in it, kept on the device."""
+"""What repeating a token costs, for all rows of a step at once: which tokens each sequence has in it, kept on
+the device.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,11 @@ class Fined(NamedTuple):
 
 
 class Repeats(Places):
-    """The tokens that sequences have in them already, a line [vocabulary] of flags for each whose job pays for repeating one.
+    """The tokens that sequences have in them already, a line [vocabulary] of flags for each whose job pays
+    for repeating one.
 
-    A line is made of the tokens that the host knows when the sequence's next one is chosen for the first time. From then on what is
-    chosen is noted on the device: the host may not have heard of it yet.
+    A line is made of the tokens that the host knows when the sequence's next one is chosen for the first
+    time. From then on what is chosen is noted on the device: the host may not have heard of it yet.
     """
 
     def __init__(self) -> None:
@@ -45,7 +48,9 @@ class Repeats(Places):
         """[places, vocabulary]"""
 
     def fined(self, scores: torch.Tensor, rows: Sequence[int], whose: Iterable[tuple[Job, Row]]) -> Fined:
-        """The given rows of scores [all rows, vocabulary], which belong to these, under each job's penalty."""
+        """The given rows of scores [all rows, vocabulary], which belong to these, under each job's
+        penalty.
+        """
         owners = list(whose)
         self._fit(scores)
         self._enter(self.without(owners), scores.shape[1])
@@ -85,7 +90,9 @@ class Repeats(Places):
         for job, row in owners:
             place = self.take(row)
             # Whoever asks for ids beyond the scores has asked for nothing that could be repeated.
-            lines.append((place, [token for token in set(job.asked.seen(row.tokens)) if 0 <= token < vocabulary]))
+            lines.append(
+                (place, [token for token in set(job.asked.seen(row.tokens)) if 0 <= token < vocabulary])
+            )
         places = list(chain.from_iterable(repeat(place, len(tokens)) for place, tokens in lines))
         tokens = list(chain.from_iterable(tokens for _, tokens in lines))
         self._seen[upload([place for place, _ in lines], self._seen.device)] = False

@@ -1,7 +1,7 @@
 """Logits processors of many requests at once: functions of a row's scores, length and ids.
 
-Such processors are transformers' own and are called as they are. Rows with the same processor and parameters go through one
-call, whatever requests they belong to.
+Such processors are transformers' own and are called as they are. Rows with the same processor and parameters
+go through one call, whatever requests they belong to.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Rule(NamedTuple):
 
     alike: equal for processors that do the same to equal rows in the same phase.
     phase: what the length of a row means to it; None where it does nothing.
-    window: how many of the last ids of a row of some length it reads; None if it reads none. Rows of one phase have windows
-    of one length, or the processor ignores numbers in front of them that are no ids.
+    window: how many of the last ids of a row of some length it reads; None if it reads none. Rows of one
+    phase have windows of one length, or the processor ignores numbers in front of them that are no ids.
     """
 
     processor: Any
@@ -185,7 +185,8 @@ def processed(
 ) -> torch.Tensor:
     """Scores [rows, vocabulary] after each row's rules; lengths: of the rows as processors see them.
 
-    Where a processor raises for a row, that row becomes NaN and `fail` is called for it. Other rows are processed.
+    Where a processor raises for a row, that row becomes NaN and `fail` is called for it. Other rows are
+    processed.
     """
     for place in range(max(map(len, rules), default=0)):
         alike: dict[Hashable, list[int]] = {}
@@ -219,7 +220,9 @@ def _one_by_one(
     return scores
 
 
-def _with_rows(scores: torch.Tensor, rows: list[int], rule: Rule, lengths: Sequence[int], read: Ids | None) -> torch.Tensor:
+def _with_rows(
+    scores: torch.Tensor, rows: list[int], rule: Rule, lengths: Sequence[int], read: Ids | None
+) -> torch.Tensor:
     """Scores of which some rows were processed."""
     places = None if len(rows) == scores.shape[0] else upload(rows, scores.device)
     part = scores if places is None else scores[places]
@@ -227,7 +230,9 @@ def _with_rows(scores: torch.Tensor, rows: list[int], rule: Rule, lengths: Seque
     return part if places is None else scores.index_copy(0, places, part)
 
 
-def _ids(scores: torch.Tensor, rows: list[int], rule: Rule, lengths: Sequence[int], read: Ids | None) -> torch.Tensor:
+def _ids(
+    scores: torch.Tensor, rows: list[int], rule: Rule, lengths: Sequence[int], read: Ids | None
+) -> torch.Tensor:
     """The ids of rows as far as a rule reads them; a tensor of the right shape if it reads nothing else."""
     if rule.window is None or read is None:
         return torch.zeros((), dtype=torch.long, device=scores.device).expand(len(rows), lengths[rows[0]])

@@ -1,4 +1,6 @@
-"""What comes after the logits: a token for every sequence that is due, each request by its own rules, none by another's fault."""
+"""What comes after the logits: a token for every sequence that is due, each request by its own rules, none by
+another's fault.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from .warp import draw
 
 
 class Pick(NamedTuple):
-    """A job that is due, and the rows of the step's logits that its running sequences follow, in their order."""
+    """A job that is due, and the rows of the step's logits that its running sequences follow, in their
+    order.
+    """
 
     job: Job
     rows: list[int]
@@ -35,19 +39,25 @@ def no_token(job: Job) -> Exception:
     """Why there is no token where the device found none."""
     if job.trouble_with_scores is not None:
         return job.trouble_with_scores
-    ruled = ", or its processors made NaN scores or leave no token to draw" if job.ruled else ", and leave no token"
+    ruled = (
+        ", or its processors made NaN scores or leave no token to draw"
+        if job.ruled
+        else ", and leave no token"
+    )
     warp = job.asked.warp
     if job.asked.sampled and warp is not None and warp.temperature != 1:
-        return NoToken(f"the model's logits over temperature={warp.temperature} are NaN, inf or all -inf{ruled}")
+        return NoToken(
+            f"the model's logits over temperature={warp.temperature} are NaN, inf or all -inf{ruled}"
+        )
     return NoToken(f"the model's logits are NaN or all -inf{ruled}")
 
 
 class Choice:
     """The next tokens of the jobs that are due. logits [rows, vocabulary] in fp32.
 
-    Whose tokens need nothing but a cut and a draw are chosen together, and so are the continuations of beams that nobody processes:
-    that is launched at once, and heard of when the choice lands. Processors and criteria run then, only for their own rows, and whatever
-    they raise is their own request's end.
+    Whose tokens need nothing but a cut and a draw are chosen together, and so are the continuations of beams
+    that nobody processes: that is launched at once, and heard of when the choice lands. Processors and
+    criteria run then, only for their own rows, and whatever they raise is their own request's end.
     """
 
     def __init__(self, picks: Sequence[Pick], logits: torch.Tensor, repeats: Repeats) -> None:
@@ -61,8 +71,14 @@ class Choice:
         if self._plain:
             tensors.append(together(self._plain, logits, repeats)[1])
         if self._own:
-            tensors.append(logits[upload([row for pick in self._own for row in pick.rows], logits.device)].amax(1).isnan())
-        self._download = Download([*tensors, *[tensor for _, contest in self._contests for tensor in contest.tensors]])
+            tensors.append(
+                logits[upload([row for pick in self._own for row in pick.rows], logits.device)]
+                .amax(1)
+                .isnan()
+            )
+        self._download = Download(
+            [*tensors, *[tensor for _, contest in self._contests for tensor in contest.tensors]]
+        )
 
     def land(self, scheduler: Scheduler) -> dict[Job, Exception]:
         """Wait for what was launched, and give every job its tokens. The answer is who failed, and why."""
@@ -72,7 +88,10 @@ class Choice:
         self._reject(job for job, found in tokens.items() if UNKNOWN in found)
         self._reject(job for job, found in broken.items() if any(found) and not job.asked.mends)
         self._each(self._plain, lambda pick: self._take(scheduler, pick, tokens[pick.job]))
-        self._each([pick for pick in self._own if pick.job.beams is None], lambda pick: self._take(scheduler, pick, self._chosen(pick)))
+        self._each(
+            [pick for pick in self._own if pick.job.beams is None],
+            lambda pick: self._take(scheduler, pick, self._chosen(pick)),
+        )
         self._search(scheduler, heard)
         return self._failed
 
@@ -86,7 +105,9 @@ class Choice:
             if pick.job not in self._failed:
                 try:
                     act(pick)
-                except Exception as error:  # a processor, a criterion or a tokenizer of this request; its neighbours go on
+                except (
+                    Exception
+                ) as error:  # a processor, a criterion or a tokenizer of this request; its neighbours go on
                     self._failed[pick.job] = error
 
     # ---- samples
@@ -99,8 +120,14 @@ class Choice:
         return require_known(tokens, own.shape[1], scores)
 
     def _take(self, scheduler: Scheduler, pick: Pick, tokens: list[int]) -> None:
-        """Let a job go on. Of one that asks for no logprobs there is nothing to compute: not one launch for each request."""
-        notes = None if pick.job.asked.favourites is None else _notes(self._logits[pick.rows], tokens, pick.job.asked.favourites)
+        """Let a job go on. Of one that asks for no logprobs there is nothing to compute: not one launch for
+        each request.
+        """
+        notes = (
+            None
+            if pick.job.asked.favourites is None
+            else _notes(self._logits[pick.rows], tokens, pick.job.asked.favourites)
+        )
         pick.job.take(scheduler, tokens, notes, self._logits.device)
 
     # ---- beams
@@ -136,7 +163,11 @@ class Choice:
         beams = (places // scores.shape[1]).tolist()
         tokens = require_known((places % scores.shape[1]).tolist(), own.shape[1], scores)
         favourites = pick.job.asked.favourites
-        notes = None if favourites is None else _notes(self._logits[[pick.rows[beam] for beam in beams]], tokens, favourites)
+        notes = (
+            None
+            if favourites is None
+            else _notes(self._logits[[pick.rows[beam] for beam in beams]], tokens, favourites)
+        )
         return Continuations(values.tolist(), beams, tokens, notes)
 
 
@@ -150,7 +181,14 @@ def _contests(picks: Sequence[Pick], logits: torch.Tensor) -> list[tuple[list[Pi
         if search.keep <= search.count * logits.shape[1]:  # else it fails by itself
             alike.setdefault(search.shape, []).append(pick)
     return [
-        (those, Contest([pick.job.beams for pick in those if pick.job.beams], [row for pick in those for row in pick.rows], logits))
+        (
+            those,
+            Contest(
+                [pick.job.beams for pick in those if pick.job.beams],
+                [row for pick in those for row in pick.rows],
+                logits,
+            ),
+        )
         for those in alike.values()
     ]
 
@@ -162,12 +200,14 @@ def _dealt(picks: Sequence[Pick], found: list[Any]) -> dict[Job, list[Any]]:
 
 
 def together(picks: Sequence[Pick], logits: torch.Tensor, repeats: Repeats) -> torch.Tensor:
-    """The tokens of plain jobs, one behind the other, and what the host is told of them: UNKNOWN where the logits have NaN among them, and
-    some token stands for it: [2, sequences]. Nobody waits for the device.
+    """The tokens of plain jobs, one behind the other, and what the host is told of them: UNKNOWN where the
+    logits have NaN among them, and some token stands for it: [2, sequences]. Nobody waits for the device.
     """
     rows = [row for pick in picks for row in pick.rows]
     own = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
-    owners = [(pick.job, sequence) for pick in picks if pick.job.group for sequence in pick.job.group.sequences]
+    owners = [
+        (pick.job, sequence) for pick in picks if pick.job.group for sequence in pick.job.group.sequences
+    ]
     return Selection(owners, repeats).choose(own, [len(sequence.tokens) for _, sequence in owners])
 
 
@@ -204,7 +244,9 @@ def numbers_of(logprobs: torch.Tensor, tokens: torch.Tensor, favourites: int) ->
     The token's own, then the favourites' logprobs, the best first, then their ids.
     """
     best = logprobs.topk(favourites)
-    return torch.cat([logprobs.gather(1, tokens[:, None]).double(), best.values.double(), best.indices.double()], 1)
+    return torch.cat(
+        [logprobs.gather(1, tokens[:, None]).double(), best.values.double(), best.indices.double()], 1
+    )
 
 
 def note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:

@@ -29,10 +29,14 @@ class Selection:
             self._recipes = [job.asked.recipe or Recipe() for job in jobs]
         self._reading = [place for place, recipe in enumerate(self._recipes) if recipe.reads]
 
-    def choose(self, logits: torch.Tensor, positions: Sequence[int], known: torch.Tensor | None = None) -> torch.Tensor:
-        """Tokens for rows of logits [rows, vocabulary], and what the host gets, as `best` gives it: [2, rows].
+    def choose(
+        self, logits: torch.Tensor, positions: Sequence[int], known: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Tokens for rows of logits [rows, vocabulary], and what the host gets, as `best` gives it: [2,
+        rows].
 
-        positions: of these tokens in their sequences. known: the best tokens of these logits, if computed already.
+        positions: of these tokens in their sequences. known: the best tokens of these logits, if computed
+            already.
         """
         if self._reading:
             self._repeats.histories.enter([self._owners[place] for place in self._reading], logits.device)
@@ -63,7 +67,9 @@ class Selection:
         own = tokens if every else tokens[upload(self._reading, tokens.device)]
         self._repeats.histories.note(owners, lengths, own)
 
-    def _with_draws(self, chosen: torch.Tensor, scores: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+    def _with_draws(
+        self, chosen: torch.Tensor, scores: torch.Tensor, positions: Sequence[int]
+    ) -> torch.Tensor:
         """The chosen tokens with drawn ones in the rows that are sampled."""
         every = len(self._drawn) == len(self._owners)
         places = None if every else upload(self._drawn, scores.device)
@@ -87,7 +93,9 @@ class Selection:
         if not any(rules):
             return scores
         whose = [self._owners[place] for place in owners or range(len(self._owners))]
-        lengths = [job.asked.seen_length(position) for (job, _), position in zip(whose, positions, strict=True)]
+        lengths = [
+            job.asked.seen_length(position) for (job, _), position in zip(whose, positions, strict=True)
+        ]
 
         def fail(row: int, error: Exception) -> None:
             whose[row][0].trouble_with_scores = error

@@ -20,7 +20,9 @@ from ..numbers import uniform
 
 
 class Warp(NamedTuple):
-    """How a row's scores are changed and cut before a choice, in this order: as transformers' processors do it, for all rows in one go."""
+    """How a row's scores are changed and cut before a choice, in this order: as transformers' processors do
+    it, for all rows in one go.
+    """
 
     repetition: float = 1.0
     temperature: float = 1.0
@@ -41,13 +43,18 @@ CUTS = frozenset(_FIELD_OF) - {RepetitionPenaltyLogitsProcessor}
 
 
 def warp_of(processors: Sequence[Any], sampled: bool) -> Warp | None:
-    """What these processors do, if they are nothing but transformers' own in their order; else None. Cuts are for who draws."""
+    """What these processors do, if they are nothing but transformers' own in their order; else None. Cuts are
+    for who draws.
+    """
     kinds = [type(processor) for processor in processors]
     known = list(_FIELD_OF) if sampled else [RepetitionPenaltyLogitsProcessor]
     if any(kind not in known for kind in kinds) or kinds != sorted(set(kinds), key=known.index):
         return None
     for processor in processors:
-        if getattr(processor, "filter_value", -torch.inf) != -torch.inf or getattr(processor, "min_tokens_to_keep", 1) != 1:
+        if (
+            getattr(processor, "filter_value", -torch.inf) != -torch.inf
+            or getattr(processor, "min_tokens_to_keep", 1) != 1
+        ):
             return None
         if getattr(processor, "prompt_ignore_length", None) is not None:
             return None
@@ -56,7 +63,9 @@ def warp_of(processors: Sequence[Any], sampled: bool) -> Warp | None:
 
 
 def penalised(scores: torch.Tensor, seen: torch.Tensor, penalties: Sequence[float]) -> torch.Tensor:
-    """Scores [rows, vocabulary] with each row's repetition penalty on the tokens that it has in it, which are `seen` [rows, vocabulary]."""
+    """Scores [rows, vocabulary] with each row's repetition penalty on the tokens that it has in it, which are
+    `seen` [rows, vocabulary].
+    """
     by = upload(penalties, scores.device, scores.dtype)[:, None]
     return torch.where(seen, torch.where(scores < 0, scores * by, scores / by), scores)
 
@@ -98,10 +107,13 @@ def warp(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
     return scores
 
 
-def draw(scores: torch.Tensor, seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+def draw(
+    scores: torch.Tensor, seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]
+) -> torch.Tensor:
     """A token [rows] for every row of scores [rows, vocabulary], by its softmax.
 
-    The draw belongs to the seed of the row's request, the number of its sample and the place of the token, to nothing else (C35).
+    The draw belongs to the seed of the row's request, the number of its sample and the place of the token, to
+    nothing else (C35).
     """
     keys = upload([seeds, indices, positions], scores.device)
     chances = scores.softmax(-1).double().cumsum(-1)
@@ -110,8 +122,8 @@ def draw(scores: torch.Tensor, seeds: Sequence[int], indices: Sequence[int], pos
 
 
 def mend(chosen: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Tokens as `best` tells of them [2, rows], some of them drawn since: what is no token of the vocabulary, as where a temperature
-    is so low that all is infinite, is one, and UNKNOWN to the host."""
+    """Tokens as `best` tells of them [2, rows], some of them drawn since: what is no token of the vocabulary,
+    as where a temperature is so low that all is infinite, is one, and UNKNOWN to the host."""
     tokens, told = chosen
     told = torch.where(told < 0, told, tokens).masked_fill(tokens >= vocabulary, UNKNOWN)
     return torch.stack([tokens.clamp(max=vocabulary - 1), told])

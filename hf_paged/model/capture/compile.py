@@ -1,7 +1,9 @@
-"""The decoder layers of a captured step under torch.compile: one code for all layers that are alike, and nothing left in the model.
+"""The decoder layers of a captured step under torch.compile: one code for all layers that are alike, and
+nothing left in the model.
 
-A layer is compiled whole, as it is; only its cache and its attention are one opaque operation over plain tensors, told by one of them
-which layer asks. Code of Llama's kind also makes the norm that its follower begins with, so that adding and norm are one kernel.
+A layer is compiled whole, as it is; only its cache and its attention are one opaque operation over plain
+tensors, told by one of them which layer asks. Code of Llama's kind also makes the norm that its follower
+begins with, so that adding and norm are one kernel.
 """
 
 from __future__ import annotations
@@ -31,15 +33,20 @@ BACKEND = "inductor"
 OPTIONS = {"emulate_precision_casts": True}
 """Inductor's: numbers are rounded where the model's own code rounds them."""
 OWN_NORMS = True
-"""Whether norms with an addition before them are our kernel's, which reads what it adds once, where there are kernels."""
+"""Whether norms with an addition before them are our kernel's, which reads what it adds once, where there are
+kernels.
+"""
 MOST = 4
-"""How many codes layers of one kind may need; a model whose every layer wants its own would compile for minutes."""
+"""How many codes layers of one kind may need; a model whose every layer wants its own would compile for
+minutes.
+"""
 
 
 @torch.library.custom_op(
     "hf_paged::attend",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? cos, Tensor? sin, Tensor? sinks, Tensor tag, float? scale, float? softcap, "
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? cos, Tensor? sin, Tensor? sinks, Tensor tag, "
+    "float? scale, float? softcap, "
     "int? window) -> Tensor",
 )
 def _attend(
@@ -54,7 +61,9 @@ def _attend(
     softcap: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Store the step's keys and values [rows, heads, new, dim] in the pages of the layer of `tag`, and attend from there."""
+    """Store the step's keys and values [rows, heads, new, dim] in the pages of the layer of `tag`, and attend
+    from there.
+    """
     fusion = _running()
     layer = fusion.layer_of(tag)
     if cos is not None and sin is not None:
@@ -63,7 +72,9 @@ def _attend(
     pages = keys.pages
     seen = Seen(pages.batch.first_visible(window), causal=True, window=window)
     layer.path = "paged"
-    out: torch.Tensor = pages.ops.attend(as_dense(query), pages, seen, None, scale=scale, softcap=softcap, sinks=sinks)
+    out: torch.Tensor = pages.ops.attend(
+        as_dense(query), pages, seen, None, scale=scale, softcap=softcap, sinks=sinks
+    )
     return out.contiguous()
 
 
@@ -81,19 +92,28 @@ def _add_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of x and residual [..., n], and its root-mean-square norm, in one kernel."""
-    made: tuple[torch.Tensor, torch.Tensor] = _running().kernels.add_rms_norm(x, residual, weight, eps, centered=centered)
+    made: tuple[torch.Tensor, torch.Tensor] = _running().kernels.add_rms_norm(
+        x, residual, weight, eps, centered=centered
+    )
     return made
 
 
 @_add_norm.register_fake
-def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(x, dtype=x.dtype if centered else torch.promote_types(x.dtype, weight.dtype))
+def _(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(
+        x, dtype=x.dtype if centered else torch.promote_types(x.dtype, weight.dtype)
+    )
 
 
 def _running() -> CompiledFusion:
     fusion = current.get()
     if not isinstance(fusion, CompiledFusion):
-        raise RuntimeError("the operations of compiled layers work in captured steps of an engine, and no such step is running")
+        raise RuntimeError(
+            "the operations of compiled layers work in captured steps of an engine, and no such step is "
+            "running"
+        )
     return fusion
 
 
@@ -106,9 +126,15 @@ def _whole(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _chained(
-    layer: Any, following: Any, normed: torch.Tensor, residual: torch.Tensor, own: tuple[bool, bool] | None, kwargs: dict[str, Any]
+    layer: Any,
+    following: Any,
+    normed: torch.Tensor,
+    residual: torch.Tensor,
+    own: tuple[bool, bool] | None,
+    kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer like Llama's from behind its first norm: what it answers, and the norm of that by which its follower begins.
+    """A layer like Llama's from behind its first norm: what it answers, and the norm of that by which its
+    follower begins.
 
     own: for our own kernel, whether the two norms are centered; None leaves them to the compiler.
     """
@@ -122,14 +148,18 @@ def _chained(
     return _added(following, layer.mlp(normed), residual, own[1])
 
 
-def _added(norm: Any, x: torch.Tensor, residual: torch.Tensor, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _added(
+    norm: Any, x: torch.Tensor, residual: torch.Tensor, centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     eps = norm.eps if centered else norm.variance_epsilon
     total, normed = torch.ops.hf_paged.add_norm(x, residual, norm.weight, eps, centered)
     return total, normed
 
 
 class Compilation:
-    """The compiled layers of one engine's model. The codes are its own: nobody else's compilations count with them or see them."""
+    """The compiled layers of one engine's model. The codes are its own: nobody else's compilations count with
+    them or see them.
+    """
 
     def __init__(self) -> None:
         self.why_not: str | None = None
@@ -139,7 +169,9 @@ class Compilation:
         self._substitutes: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def substitute(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for a rotary embedding in traced layers: always the same, or they would be compiled again."""
+        """What stands for a rotary embedding in traced layers: always the same, or they would be compiled
+        again.
+        """
         if stock not in self._substitutes:
             self._substitutes[stock] = _turn_later(self, stock)
         return self._substitutes[stock]
@@ -153,7 +185,9 @@ class Compilation:
         """Say why layers run as they are, the first time."""
         if not self._told:
             self._told = True
-            warnings.warn(f"compile=True: {reason}; the model's layers run as they are", FallbackWarning, stacklevel=2)
+            warnings.warn(
+                f"compile=True: {reason}; the model's layers run as they are", FallbackWarning, stacklevel=2
+            )
 
     def code(self, function: Callable[..., Any], *kind: Any) -> Callable[..., Any]:
         """A region compiled for layers of a kind."""
@@ -194,9 +228,13 @@ def _make(graph: Any, inputs: Any) -> Any:
 
 
 class CompiledFusion(Fusion):
-    """What a captured forward calls instead of its layers: the same compiled, and the kernels for what lies around them."""
+    """What a captured forward calls instead of its layers: the same compiled, and the kernels for what lies
+    around them.
+    """
 
-    def __init__(self, model: nn.Module, kernels: Any, compilation: Compilation, cache: Sequence[Any]) -> None:
+    def __init__(
+        self, model: nn.Module, kernels: Any, compilation: Compilation, cache: Sequence[Any]
+    ) -> None:
         super().__init__(model, kernels)
         self.compilation = compilation
         self._tags: dict[int, PagedLayer] = {}
@@ -241,12 +279,18 @@ class CompiledFusion(Fusion):
         """Cosines and sines of the step's positions, which take ten small operations."""
         return self._call(_whole, None, module, args, kwargs)
 
-    def _run_chained(self, layer: Any, tag: torch.Tensor, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def _run_chained(
+        self, layer: Any, tag: torch.Tensor, hidden_states: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
         place = self._place(layer, tag, kwargs)
         kwargs = _plain(kwargs, place)
         following = self.following[layer]
         normed = self.norm(layer.input_layernorm, hidden_states)
-        own = (is_centered(layer.post_attention_layernorm), is_centered(following)) if OWN_NORMS and self.kernels is not None else None
+        own = (
+            (is_centered(layer.post_attention_layernorm), is_centered(following))
+            if OWN_NORMS and self.kernels is not None
+            else None
+        )
         total: torch.Tensor
         total, after = self._call(_chained, place, layer, following, normed, hidden_states, own, kwargs)
         self.leave_ahead(following, total, after)
@@ -255,10 +299,14 @@ class CompiledFusion(Fusion):
     def _place(self, layer: nn.Module, tag: torch.Tensor, given: Any) -> Place:
         masks = [x for x in tree_leaves(given) if isinstance(x, LazyMask)]
         if len(masks) != 1:
-            raise NotCompilable(f"a layer is given {len(masks)} masks that the pages make needless, expected 1")
+            raise NotCompilable(
+                f"a layer is given {len(masks)} masks that the pages make needless, expected 1"
+            )
         window, paged = masks[0].window, self.layer_of(tag)
         if paged.kind.window not in (None, window):
-            raise NotCompilable(f"a layer that keeps {paged.kind.window} tokens is given a mask over {window}")
+            raise NotCompilable(
+                f"a layer that keeps {paged.kind.window} tokens is given a mask over {window}"
+            )
         attention = next(part for part in layer.modules() if getattr(part, "layer_idx", None) is not None)
         return Place(tag, window, drops_caps(attention))
 
@@ -316,7 +364,11 @@ def _turn_later(compilation: Compilation, stock: Callable[..., Any]) -> Callable
 def decoder_layers(model: nn.Module, count: int) -> list[nn.Module]:
     """The layers of the model's stack, the i-th of which is the cache's i-th."""
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count and [number_of(layer) for layer in module] == list(range(count)):
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == count
+            and [number_of(layer) for layer in module] == list(range(count))
+        ):
             if any("forward" in layer.__dict__ for layer in module):
                 raise NotCompilable("somebody has replaced the forward of a layer")
             return list(module)

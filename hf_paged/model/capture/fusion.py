@@ -1,7 +1,8 @@
-"""The small operations of a captured step in fewer launches: kernels that round as the modules' own code does.
+"""The small operations of a captured step in fewer launches: kernels that round as the modules' own code
+does.
 
-Modules are known by their code, not by their name: what reads like Llama's norm is Llama's norm. Weights stay where they are, and
-outside the capture nothing is changed.
+Modules are known by their code, not by their name: what reads like Llama's norm is Llama's norm. Weights stay
+where they are, and outside the capture nothing is changed.
 """
 
 from __future__ import annotations
@@ -54,14 +55,18 @@ class Fusion:
                 self.forwards[module] = replacement
         for module in model.modules():
             self._chain(module)
-        self.rotaries = {name for module in model.modules() if rotates_like_llama(name := type(module).__module__)}
+        self.rotaries = {
+            name for module in model.modules() if rotates_like_llama(name := type(module).__module__)
+        }
 
     def _replacement(self, module: nn.Module) -> Callable[..., Any] | None:
         if is_norm(module):
             return partial(self.norm, module)
         if reads_like(type(module).forward, llama().LlamaMLP.forward) and activation(module) is not None:
             return partial(self.feed_forward, module)
-        if reads_like(type(module).forward, llama().LlamaDecoderLayer.forward) and is_norm(module.post_attention_layernorm):
+        if reads_like(type(module).forward, llama().LlamaDecoderLayer.forward) and is_norm(
+            module.post_attention_layernorm
+        ):
             return partial(self.layer, module)
         return None
 
@@ -72,23 +77,39 @@ class Fusion:
             return
         norms = [*(getattr(layer, "input_layernorm", None) for layer in list(layers)[1:]), last]
         self.following.update(
-            (layer, norm) for layer, norm in zip(layers, norms, strict=True) if isinstance(norm, nn.Module) and is_norm(norm)
+            (layer, norm)
+            for layer, norm in zip(layers, norms, strict=True)
+            if isinstance(norm, nn.Module) and is_norm(norm)
         )
 
     def calls(self, rows: int, dtype: torch.dtype) -> list[Callable[[], object]]:
-        """A call of each kernel for the modules that are replaced, on tensors [rows, 1, n] without data: it compiles the kernel."""
+        """A call of each kernel for the modules that are replaced, on tensors [rows, 1, n] without data: it
+        compiles the kernel.
+        """
         calls: dict[Any, Callable[[], object]] = {}
         norms = {module for module in self.forwards if is_norm(module)}
-        layers: list[Any] = [module for module, forward in self.forwards.items() if getattr(forward, "func", None) == self.layer]
-        added = {each for layer in layers for each in (layer.post_attention_layernorm, self.following.get(layer))}
+        layers: list[Any] = [
+            module
+            for module, forward in self.forwards.items()
+            if getattr(forward, "func", None) == self.layer
+        ]
+        added = {
+            each for layer in layers for each in (layer.post_attention_layernorm, self.following.get(layer))
+        }
         for module in self.forwards:
             if module in norms:
                 weight: Any = torch.empty_like(module.weight, device="meta")  # type: ignore[arg-type]
-                x, centered = torch.empty(rows, 1, len(weight), dtype=dtype, device="meta"), is_centered(module)
+                x, centered = (
+                    torch.empty(rows, 1, len(weight), dtype=dtype, device="meta"),
+                    is_centered(module),
+                )
                 key = len(weight), weight.dtype, centered
                 calls.setdefault(key, partial(self.kernels.rms_norm, x, weight, 0.0, centered=centered))
                 if module in added:
-                    calls.setdefault((*key, "added"), partial(self.kernels.add_rms_norm, x, x, weight, 0.0, centered=centered))
+                    calls.setdefault(
+                        (*key, "added"),
+                        partial(self.kernels.add_rms_norm, x, x, weight, 0.0, centered=centered),
+                    )
             elif isinstance(width := getattr(getattr(module, "gate_proj", None), "out_features", None), int):
                 x, name = torch.empty(rows, 1, width, dtype=dtype, device="meta"), activation(module)
                 calls.setdefault((width, name), partial(self.kernels.swiglu, x, x, activation=name))
@@ -111,10 +132,14 @@ class Fusion:
         known = self.take_ahead(module, x)
         if known is not None:
             return known
-        normed: torch.Tensor = self.kernels.rms_norm(x, module.weight, epsilon(module), centered=is_centered(module))
+        normed: torch.Tensor = self.kernels.rms_norm(
+            x, module.weight, epsilon(module), centered=is_centered(module)
+        )
         return normed
 
-    def add_norm(self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(
+        self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum, and its norm."""
         both: tuple[torch.Tensor, torch.Tensor] = self.kernels.add_rms_norm(
             x, residual, module.weight, epsilon(module), centered=is_centered(module)
@@ -122,7 +147,9 @@ class Fusion:
         return both
 
     def feed_forward(self, module: Any, x: torch.Tensor) -> Any:
-        return module.down_proj(self.kernels.swiglu(module.gate_proj(x), module.up_proj(x), activation=activation(module)))
+        return module.down_proj(
+            self.kernels.swiglu(module.gate_proj(x), module.up_proj(x), activation=activation(module))
+        )
 
     def layer(self, module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
@@ -136,7 +163,13 @@ class Fusion:
         return total
 
     def rotary(
-        self, stock: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+        self,
+        stock: Callable[..., Any],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        unsqueeze_dim: int = 1,
     ) -> Any:
         if unsqueeze_dim != 1 or cos.ndim != 3 or not q.dtype == k.dtype == cos.dtype == sin.dtype:
             return stock(q, k, cos, sin, unsqueeze_dim)
@@ -152,7 +185,9 @@ current: ContextVar[Fusion | None] = ContextVar("hf_paged_fusion", default=None)
 
 @contextmanager
 def fused(fusion: Fusion) -> Iterator[None]:
-    """Let the model's modules call the fusion, in this thread; whoever else calls them meanwhile gets their own code."""
+    """Let the model's modules call the fusion, in this thread; whoever else calls them meanwhile gets their
+    own code.
+    """
     with _lock:
         modules = [sys.modules[name] for name in fusion.rotaries]
         stocks = [getattr(module, ROTARY) for module in modules]
@@ -204,7 +239,9 @@ def is_norm(module: object) -> bool:
 def is_centered(module: object) -> bool:
     """Whether it is Gemma's norm, whose weight is what is added to one."""
     kind: Any = type(module)
-    return reads_like(kind.forward, gemma_norm().forward) and reads_like(getattr(kind, "_norm", None), gemma_norm()._norm)
+    return reads_like(kind.forward, gemma_norm().forward) and reads_like(
+        getattr(kind, "_norm", None), gemma_norm()._norm
+    )
 
 
 def epsilon(module: Any) -> float:
@@ -219,7 +256,11 @@ def activation(module: Any) -> str | None:
     code, inner = type(function).forward, function.__dict__.get("act")
     if reads_like(code, nn.SiLU.forward) or reads_like(code, type(ACT2FN["silu"]).forward):
         return "silu"
-    tanh = isinstance(inner, partial) and inner.func is gelu and (inner.args, inner.keywords) == ((), {"approximate": "tanh"})
+    tanh = (
+        isinstance(inner, partial)
+        and inner.func is gelu
+        and (inner.args, inner.keywords) == ((), {"approximate": "tanh"})
+    )
     return "gelu_tanh" if tanh and reads_like(code, type(ACT2FN["gelu_pytorch_tanh"]).forward) else None
 
 
@@ -233,23 +274,34 @@ def rotates_like_llama(name: str) -> bool:
     """Whether a module file's rotary embedding is Llama's."""
     place: ModuleType | None = sys.modules.get(name)
     functions = (ROTARY, "rotate_half")
-    return all(reads_like(getattr(place, function, None), getattr(llama(), function)) for function in functions)
+    return all(
+        reads_like(getattr(place, function, None), getattr(llama(), function)) for function in functions
+    )
 
 
 def reads_like(function: Any, known: Any) -> bool:
     """Whether two functions have the same code, names, annotations and comments of the signature aside."""
     # Another thread's capture may have put itself in their place.
     function, known = (getattr(one, STANDS_FOR, one) for one in (function, known))
-    return function is known or (callable(function) and _code(function) is not None and _code(function) == _code(known))
+    return function is known or (
+        callable(function) and _code(function) is not None and _code(function) == _code(known)
+    )
 
 
 @cache
 def _code(function: Callable[..., Any]) -> str | None:
     try:
-        # What transformers itself wraps around a forward (kernels from a hub, renamed arguments) changes nothing; others may.
-        while hasattr(function, "__wrapped__") and function.__globals__["__name__"].startswith("transformers."):
+        # What transformers itself wraps around a forward (kernels from a hub, renamed arguments) changes
+        # nothing; others may.
+        while hasattr(function, "__wrapped__") and function.__globals__["__name__"].startswith(
+            "transformers."
+        ):
             function = function.__wrapped__
-        tree = None if hasattr(function, "__wrapped__") else ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = (
+            None
+            if hasattr(function, "__wrapped__")
+            else ast.parse(textwrap.dedent(inspect.getsource(function)))
+        )
     except (OSError, TypeError, SyntaxError, AttributeError):
         return None
     if tree is None:
@@ -257,7 +309,11 @@ def _code(function: Callable[..., Any]) -> str | None:
     definition = tree.body[0] if len(tree.body) == 1 else None
     if not isinstance(definition, ast.FunctionDef):
         return None
-    body = [line for line in definition.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))]
+    body = [
+        line
+        for line in definition.body
+        if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+    ]
     names = [argument.arg for argument in definition.args.args]
     defaults = [ast.dump(default) for default in definition.args.defaults]
     return ast.dump(ast.Module(body, [])) + repr(names) + repr(defaults)

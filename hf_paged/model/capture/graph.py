@@ -25,7 +25,9 @@ SMALLEST_WIDTH = 16
 WIDEST = 8192
 """Positions that plain torch may look at in every captured step, however few of them hold anything yet."""
 NOISE = {torch.float32: 2e-3, torch.float16: 2**-6, torch.bfloat16: 2**-4}
-"""How far a replayed number may lie from an ordinary one, relative to the largest: another position or length lies further."""
+"""How far a replayed number may lie from an ordinary one, relative to the largest: another position or length
+lies further.
+"""
 Path = tuple[str | int, ...]
 PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
@@ -91,9 +93,14 @@ class Graph:
     def prepare(cls, step: Step) -> Graph:
         """Static tensors for the step."""
         bucket = rows_of_graph(step)
-        batches = [{kind: _static_batch(kind, rows, bucket, step.new) for kind, rows in filled(part)} for part in step.parts]
+        batches = [
+            {kind: _static_batch(kind, rows, bucket, step.new) for kind, rows in filled(part)}
+            for part in step.parts
+        ]
         inputs = {
-            name: _static(value, step.rows, bucket) for name, value in step.lean.items() if isinstance(value, (torch.Tensor, ModelOutput))
+            name: _static(value, step.rows, bucket)
+            for name, value in step.lean.items()
+            if isinstance(value, (torch.Tensor, ModelOutput))
         }
         return cls(bucket, inputs, batches)
 
@@ -209,7 +216,9 @@ def _with_places(value: Any, owners: dict[int, Path]) -> Any:
 
 
 def agree(one: Any, other: Any) -> bool:
-    """Whether two answers to one step differ by no more than rounding, as far as one can tell from the numbers they begin with."""
+    """Whether two answers to one step differ by no more than rounding, as far as one can tell from the
+    numbers they begin with.
+    """
     first, second = (next(_leaves(answer), None) for answer in (one, other))
     if first is None or second is None or first.shape != second.shape:
         return False
@@ -252,16 +261,24 @@ def standing(step: Step, graph: Graph) -> Iterator[None]:
 
 
 def bucket_of(rows: int, steps: int = 8) -> int:
-    """The rows that a graph for `rows` rows has: so many steps, a power of two, from one power of two to the next."""
+    """The rows that a graph for `rows` rows has: so many steps, a power of two, from one power of two to the
+    next.
+    """
     step = 1 << max(0, (rows - 1).bit_length() - steps.bit_length())
     return -(-rows // step) * step
 
 
 def signature(step: Step, device: torch.device) -> Hashable:
-    """Names, shapes and settings of the arguments, or None if one of them cannot be an input of a graph on `device`."""
+    """Names, shapes and settings of the arguments, or None if one of them cannot be an input of a graph on
+    `device`.
+    """
     facts = []
     for name, value in step.lean.items():
-        fact = (type(value).__name__, id(type(value))) if isinstance(value, Cache) else _fact(value, step.rows, device)
+        fact = (
+            (type(value).__name__, id(type(value)))
+            if isinstance(value, Cache)
+            else _fact(value, step.rows, device)
+        )
         if fact is None:
             return None
         facts.append((name, fact))
@@ -290,20 +307,30 @@ def rows_of_graph(step: Step) -> int:
 def shapes(part: CapturedCache, new: int) -> Hashable:
     """What a graph depends on in one cache: its pools, the width of the tables, the class of its length."""
     return part.config, tuple(
-        (kind, columns if (columns := _fixed(kind, rows.columns)) else (new, _width(rows, new), bisect(LENGTHS, rows.columns)))
+        (
+            kind,
+            columns
+            if (columns := _fixed(kind, rows.columns))
+            else (new, _width(rows, new), bisect(LENGTHS, rows.columns)),
+        )
         for kind, rows in filled(part)
     )
 
 
 def too_wide(part: CapturedCache, new: int) -> bool:
-    """Whether a captured step would be slow: plain torch reads all positions that its tables have, kernels only those that are."""
+    """Whether a captured step would be slow: plain torch reads all positions that its tables have, kernels
+    only those that are.
+    """
     return any(
-        rows.group.captured_ops.kernels is None and _width(rows, new) * rows.group.pool.block_size > WIDEST for _, rows in filled(part)
+        rows.group.captured_ops.kernels is None and _width(rows, new) * rows.group.pool.block_size > WIDEST
+        for _, rows in filled(part)
     )
 
 
 def filled(part: CapturedCache) -> list[tuple[Kind, Rows]]:
-    """The kinds of layers that a step reads: layers that attend across hold nothing where no picture was given."""
+    """The kinds of layers that a step reads: layers that attend across hold nothing where no picture was
+    given.
+    """
     return [(kind, rows) for kind, rows in part.sequences.rows.items() if rows.columns]
 
 
@@ -321,13 +348,17 @@ def _width(rows: Rows, new: int) -> int:
 def _static_batch(kind: Kind, rows: Rows, bucket: int, new: int) -> StaticBatch:
     pool, fixed = rows.group.pool, _fixed(kind, rows.columns)
     width = pool.blocks_for(fixed) if fixed else _width(rows, new)
-    return StaticBatch(bucket, 0 if fixed else new, width, pool.block_size, rows.columns, rows.group.device, kind.window)
+    return StaticBatch(
+        bucket, 0 if fixed else new, width, pool.block_size, rows.columns, rows.group.device, kind.window
+    )
 
 
 def _static(value: Any, rows: int, bucket: int) -> Any:
     """A tensor to be filled at every replay, with room for all rows of the bucket."""
     if isinstance(value, ModelOutput):
-        return type(value)(**{name: _static(part, rows, bucket) for name, part in value.items() if part is not None})
+        return type(value)(
+            **{name: _static(part, rows, bucket) for name, part in value.items() if part is not None}
+        )
     if isinstance(value, tuple):
         return tuple(_static(part, rows, bucket) for part in value)
     if not isinstance(value, torch.Tensor):

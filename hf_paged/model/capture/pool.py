@@ -63,9 +63,15 @@ class Graphs:
             return forward(step.arguments)
         watch = watching.get()
         known = None if watch is None else watch.states.get(id(model))
-        if known is not None and self._replay((known, facts), step, model, check=watch is None or watch.foreign):
+        if known is not None and self._replay(
+            (known, facts), step, model, check=watch is None or watch.foreign
+        ):
             return self.memory.captured[known, facts].hand_out(step)
-        state = known if known is not None and watch is not None and not watch.foreign else self._look(model, step)
+        state = (
+            known
+            if known is not None and watch is not None and not watch.foreign
+            else self._look(model, step)
+        )
         if watch is not None:
             watch.states[id(model)] = state
         key = (state, facts)
@@ -89,7 +95,8 @@ class Graphs:
     def _replay(self, key: Hashable, step: Step, model: nn.Module, check: bool) -> bool:
         """Take the step in its graph, if there is a trusted one, and the pools need not move for it.
 
-        With `check` the model is looked at while the device works, and the step taken back if it is not what it was.
+        With `check` the model is looked at while the device works, and the step taken back if it is not what
+        it was.
         """
         graph: Graph | None = self.memory.captured.get(key)
         if graph is None or not graph.trusted:
@@ -159,18 +166,24 @@ class Graphs:
             raise NotCapturable("the model's forward changes the model")
         graph.stage(step)
         captured = partial(run, lengths if lengths.met else None)
-        graph.replay, answer = RECORDERS[graph.device.type](captured, self._shared_pool(graph.device), graph.device)
+        graph.replay, answer = RECORDERS[graph.device.type](
+            captured, self._shared_pool(graph.device), graph.device
+        )
         graph.keep(answer)
         self.memory.captured[key] = graph
         self.counts["captured"] += 1
-        while len(self.memory.captured) > MANY or sum(other.bytes for other in self.memory.captured.values()) > LARGE:
+        while (
+            len(self.memory.captured) > MANY
+            or sum(other.bytes for other in self.memory.captured.values()) > LARGE
+        ):
             if len(self.memory.captured) == 1:
                 break
             self.memory.captured.popitem(last=False)
         return graph
 
     def _shared_pool(self, device: torch.device) -> Any:
-        """Where all graphs keep what they compute with: one runs at a time, and what it answers is copied at once.
+        """Where all graphs keep what they compute with: one runs at a time, and what it answers is copied at
+        once.
 
         A pool whose graphs are all gone is gone.
         """
@@ -195,7 +208,9 @@ class Graphs:
 
 
 def _facts(step: Step) -> Hashable:
-    """What must be the same for a replay beside the model, or None if this step cannot be captured whatever happens."""
+    """What must be the same for a replay beside the model, or None if this step cannot be captured whatever
+    happens.
+    """
     groups = [rows.group for part in step.parts for _, rows in filled(part)]
     devices = {device for group in groups for device in group.devices}
     paged = all(group.devices for group in groups) and all(part.complete for part in step.parts)

@@ -1,6 +1,8 @@
-"""Products of one input with several weights as one: rows of q, k and v, or of gate and up, lie side by side in memory.
+"""Products of one input with several weights as one: rows of q, k and v, or of gate and up, lie side by side
+in memory.
 
-The parameters stay who they are, with their names, shapes, values and gradients; only where their numbers lie changes, once.
+The parameters stay who they are, with their names, shapes, values and gradients; only where their numbers lie
+changes, once.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ from torch.nn.functional import linear
 from ...kv import is_out_of_memory
 
 
-@torch.library.custom_op("hf_paged::products", mutates_args=(), schema="(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
+@torch.library.custom_op(
+    "hf_paged::products", mutates_args=(), schema="(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor"
+)
 def _products(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> torch.Tensor:
-    """x [..., k] times each of the weights [n_i, k], plus their biases [n_i] if there are any: [..., sum of n_i]."""
+    """x [..., k] times each of the weights [n_i, k], plus their biases [n_i] if there are any: [..., sum of
+    n_i].
+    """
     joined, bias = joined_of(weights), joined_of(biases) if biases else None
     if joined is not None and (bias is not None or not biases):
         return linear(x, joined, bias)
@@ -41,7 +47,9 @@ def joined_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if not alike or tensor.data_ptr() != place or tensor.untyped_storage().data_ptr() != storage:
             return None
         place += tensor.nbytes
-    return first.detach().as_strided((sum(len(tensor) for tensor in tensors), *first.shape[1:]), first.stride())
+    return first.detach().as_strided(
+        (sum(len(tensor) for tensor in tensors), *first.shape[1:]), first.stride()
+    )
 
 
 # ---- in a traced layer
@@ -61,7 +69,9 @@ def join_products(graph: torch.fx.GraphModule) -> None:
 
 def _is_plain(node: torch.fx.Node) -> bool:
     tensors = [node.args[1]] if _bias(node) is None else [node.args[1], _bias(node)]
-    return not node.kwargs and all(isinstance(each, torch.fx.Node) and each.op == "placeholder" for each in tensors)
+    return not node.kwargs and all(
+        isinstance(each, torch.fx.Node) and each.op == "placeholder" for each in tensors
+    )
 
 
 def _bias(node: torch.fx.Node) -> Any:
@@ -77,7 +87,9 @@ def _weight(node: torch.fx.Node) -> torch.Tensor:
 def _replace(graph: torch.fx.Graph, nodes: Sequence[torch.fx.Node]) -> None:
     with graph.inserting_before(nodes[0]):
         biases = [] if _bias(nodes[0]) is None else [_bias(node) for node in nodes]
-        every = graph.call_function(torch.ops.hf_paged.products.default, (nodes[0].args[0], [node.args[1] for node in nodes], biases))
+        every = graph.call_function(
+            torch.ops.hf_paged.products.default, (nodes[0].args[0], [node.args[1] for node in nodes], biases)
+        )
         begin = 0
         for node in nodes:
             count = _weight(node).shape[0]
@@ -92,7 +104,9 @@ def _replace(graph: torch.fx.Graph, nodes: Sequence[torch.fx.Node]) -> None:
 
 
 def lay_side_by_side(model: nn.Module, run: Callable[[], Any]) -> int:
-    """Move the weights of linear layers that get one input, next to each other. `run` runs the model. The answer is how many moved."""
+    """Move the weights of linear layers that get one input, next to each other. `run` runs the model. The
+    answer is how many moved.
+    """
     with _noting(model) as groups:
         run()
     storages = Counter(_storage(tensor) for tensor in (*model.parameters(), *model.buffers()))

@@ -16,7 +16,16 @@ from ..lazy import LazyTensor, NotCapturable
 aten = torch.ops.aten
 WAITS = frozenset(
     getattr(aten, name)
-    for name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "bincount")
+    for name in (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "equal",
+        "bincount",
+    )
 )
 """Operations that the host waits for, or whose answer has a size that depends on content."""
 BY_INDEX = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_})
@@ -26,9 +35,10 @@ MOVES = frozenset({aten._to_copy, aten.copy_})
 class Rehearsal(TorchDispatchMode):
     """Run a step once before it is captured, and refuse what a replay would get silently wrong.
 
-    That is whatever the host must wait for, what draws at random, every tensor that is neither a weight nor an input nor made in
-    the step (nobody says that it will still be there, or still be the right one, at the next replay), and those that lie elsewhere
-    than on the graph's device: a kernel gets such a tensor's number once and for all.
+    That is whatever the host must wait for, what draws at random, every tensor that is neither a weight nor
+    an input nor made in the step (nobody says that it will still be there, or still be the right one, at the
+    next replay), and those that lie elsewhere than on the graph's device: a kernel gets such a tensor's
+    number once and for all.
     """
 
     def __init__(self, device: torch.device, known: Iterable[torch.Tensor]) -> None:
@@ -51,14 +61,18 @@ class Rehearsal(TorchDispatchMode):
             if _address(tensor) in self.elsewhere:
                 raise NotCapturable(f"{func} reads a tensor {list(tensor.shape)} on {tensor.device}")
             if _address(tensor) not in self.known:
-                raise NotCapturable(f"{func} reads a tensor {list(tensor.shape)} that is neither a weight nor an input")
+                raise NotCapturable(
+                    f"{func} reads a tensor {list(tensor.shape)} that is neither a weight nor an input"
+                )
         answer = func(*args, **kwargs)
         self.known.update(map(_address, _tensors((answer,))))
         return answer
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among an operation's arguments, and in their lists: what torch itself takes apart costs a rehearsal most of its time."""
+    """The tensors among an operation's arguments, and in their lists: what torch itself takes apart costs a
+    rehearsal most of its time.
+    """
     for value in values:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, LazyTensor):
@@ -71,7 +85,9 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def _draws(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func)  # attention's may have dropout
+    return torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(
+        func
+    )  # attention's may have dropout
 
 
 def _waits(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:
@@ -82,7 +98,9 @@ def _waits(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool
     if packet in BY_INDEX:
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     if packet in MOVES:
-        devices = {x.device for x in given} | ({torch.device(kwargs["device"])} if kwargs.get("device") is not None else set())
+        devices = {x.device for x in given} | (
+            {torch.device(kwargs["device"])} if kwargs.get("device") is not None else set()
+        )
         return len({device.type for device in devices}) > 1
     return func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
 
@@ -122,7 +140,9 @@ def cuda_graph(step: Callable[[], Any], pool: Any, device: torch.device) -> tupl
 
 
 def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-    """End a capture that failed. Torch then thinks that its random numbers are still being captured; an empty capture tells it."""
+    """End a capture that failed. Torch then thinks that its random numbers are still being captured; an empty
+    capture tells it.
+    """
     with contextlib.suppress(RuntimeError):
         graph.capture_end()
     with contextlib.suppress(RuntimeError), torch.cuda.stream(_side_stream(device)):

@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import torch
 
 PASSED_ALONG = frozenset(
-    {"position_ids", "use_cache", "output_router_logits", "output_hidden_states", "sliding_window", "cache_position", "logits_to_keep"}
+    {
+        "position_ids",
+        "use_cache",
+        "output_router_logits",
+        "output_hidden_states",
+        "sliding_window",
+        "cache_position",
+        "logits_to_keep",
+    }
 )
 """Keywords that reach every attention function and change nothing that the mask does not say."""
 UNDERSTOOD = PASSED_ALONG | {"scaling", "dropout", "softcap", "s_aux", "is_causal", "position_bias"}
@@ -28,7 +36,9 @@ class Turned(NamedTuple):
 
 
 class Place:
-    """What a traced layer has for its cache: which layer it is, in a tensor, so that one code serves all layers."""
+    """What a traced layer has for its cache: which layer it is, in a tensor, so that one code serves all
+    layers.
+    """
 
     def __init__(self, tag: torch.Tensor, window: int | None, drops_caps: bool) -> None:
         self.tag, self.window, self.drops_caps = tag, window, drops_caps
@@ -49,7 +59,11 @@ class Stored(NamedTuple):
 def attend_traced(query: Any, stored: Stored, value: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
     """Store and attend in a layer that is being traced: [rows, new, heads, value_dim]."""
     for name, setting in kwargs.items():
-        if (name not in UNDERSTOOD or name == "position_bias") and setting is not None and setting is not False:
+        if (
+            (name not in UNDERSTOOD or name == "position_bias")
+            and setting is not None
+            and setting is not False
+        ):
             raise NotCompilable(f"its attention is given {name}")
     if kwargs.get("is_causal") is False:
         raise NotCompilable("its attention is not causal")
