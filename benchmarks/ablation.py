@@ -31,7 +31,7 @@ from torch.nn import functional
 from traces import TRACES, Ask, trace
 
 from hf_paged import Engine
-from hf_paged.blocks import BlockPool, Table
+from hf_paged.blocks import BlockPool, BlockTable
 from hf_paged.engine import EngineConfig
 from hf_paged.kv import Layout, Pages, Seen
 from hf_paged.kv.batch import Batch
@@ -219,10 +219,10 @@ def scattered(keys: torch.Tensor, values: torch.Tensor, size: int) -> Pages:
     rows, _, context, _ = keys.shape
     count = in_blocks(context, size)
     pool = BlockPool(2 * rows * count, size)
-    taken = [Table(pool, near=place) for place in range(0, pool.total, 2)]
+    taken = [BlockTable(pool, near=place) for place in range(0, pool.total, 2)]
     for table in taken:
         table.append(1)
-    tables = [Table(pool) for _ in range(rows)]
+    tables = [BlockTable(pool) for _ in range(rows)]
     for _ in range(count):
         for table in tables:
             table.append(min(size, context - table.length))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from traces import TRACES, Ask, trace
 
 from hf_paged.blocks import BlockPool
-from hf_paged.scheduling import Limits, Request, Scheduler, Shelf
+from hf_paged.scheduling import KVCacheGroup, Limits, Request, Scheduler
 
 STEP, TOKEN = 5.5e-3, 2.6e-5
 """Seconds of a step, and of each of its tokens: 5.6 ms with one row and 12.2 ms with 256
@@ -57,7 +57,7 @@ def replay(
     """
     pool = BlockPool(blocks, size)
     scheduler = Scheduler(
-        [Shelf(pool)], Limits(max(TOKENS, at_once), at_once), admission=admission, prefix_caching=False
+        [KVCacheGroup(pool)], Limits(max(TOKENS, at_once), at_once), admission=admission, prefix_caching=False
     )
     ends = {}
     for number, ask in enumerate(asks):

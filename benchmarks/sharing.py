@@ -21,7 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
 from hf_paged import demo
-from hf_paged.blocks import BlockPool, Table, append
+from hf_paged.blocks import BlockPool, BlockTable, append
 
 BLOCK = 16
 MEANS = {"alpaca": (19, 58, 0.8, 512), "sharegpt": (161, 338, 1.0, 1024)}
@@ -51,7 +51,7 @@ def samples(trace: str, width: int, requests: int = 2000) -> tuple[float, float]
     for prompt, output in lengths(trace, requests):
         whole = -(-(prompt + output) // BLOCK)
         pool = BlockPool(width * whole + width, BLOCK)
-        first = Table(pool)
+        first = BlockTable(pool)
         append([first], [prompt])
         rows = [first, *(first.fork() for _ in range(width - 1))]
         for _ in range(output):

@@ -8,16 +8,16 @@ import random
 
 import pytest
 
-from hf_paged.blocks import BlockPool, Copy, OutOfBlocks, Table, append, commit, distinct, move, reorder
+from hf_paged.blocks import BlockPool, BlockTable, Copy, OutOfBlocks, append, commit, distinct, move, reorder
 
 
-def filled(pool: BlockPool, tokens: int) -> Table:
-    table = Table(pool)
+def filled(pool: BlockPool, tokens: int) -> BlockTable:
+    table = BlockTable(pool)
     table.append(tokens)
     return table
 
 
-def beams(pool: BlockPool, width: int, rng: random.Random) -> list[Table]:
+def beams(pool: BlockPool, width: int, rng: random.Random) -> list[BlockTable]:
     """Tables of beams after some steps: they share in all kinds of ways."""
     first = filled(pool, rng.randrange(1, 12))
     tables = [first, *(first.fork() for _ in range(width - 1))]
@@ -27,7 +27,7 @@ def beams(pool: BlockPool, width: int, rng: random.Random) -> list[Table]:
     return tables
 
 
-def pattern(tables: list[Table]) -> list[list[int]]:
+def pattern(tables: list[BlockTable]) -> list[list[int]]:
     """Who shares what with whom, whatever the blocks are called."""
     names: dict[int, int] = {}
     return [[names.setdefault(block, len(names)) for block in table.blocks] for table in tables]
@@ -44,7 +44,7 @@ def test_sharing_survives_the_trip(seed: int) -> None:
     content = {block: f"content {block}" for table in tables for block in table.blocks}
     before, lengths = pattern(tables), [table.length for table in tables]
     counts = sorted(device.references(block) for block in content)
-    parked = [Table(host) for _ in tables]
+    parked = [BlockTable(host) for _ in tables]
     out = move(tables, parked)
     assert len(out) == len(content) == host.held == distinct(parked)
     assert device.held == 0
@@ -72,7 +72,7 @@ def test_what_is_there_under_its_name_is_shared() -> None:
     table = filled(device, 9)
     commit(table, tokens)
     blocks, names = list(table.blocks), list(table.digests)
-    parked = [Table(host)]
+    parked = [BlockTable(host)]
     move([table], parked)
     assert (device.cached, len(parked[0].digests)) == (4, 4)
     # As if the third one were not there any more.
@@ -93,7 +93,7 @@ def test_a_block_that_others_hold_is_not_copied_back() -> None:
     table, other = filled(device, 4), None
     commit(table, [1, 2, 3, 4])
     other = table.fork()
-    parked = [Table(host)]
+    parked = [BlockTable(host)]
     move([table], parked)
     assert device.held == 2
     assert move(parked, [table], dict(zip(parked[0].blocks, other.blocks, strict=True))) == []
@@ -106,7 +106,7 @@ def test_what_lies_behind_a_window_stays_behind() -> None:
     device, host = BlockPool(9, 2), BlockPool(9, 2)
     table = filled(device, 9)
     table.release_before(6)
-    parked = [Table(host)]
+    parked = [BlockTable(host)]
     assert len(move([table], parked)) == 2
     assert (parked[0].released, parked[0].length) == (3, 9)
     move(parked, [table])
@@ -121,7 +121,7 @@ def test_without_room_nothing_changes() -> None:
     table = filled(device, 8)
     commit(table, list(range(8)))
     blocks = list(table.blocks)
-    parked = [Table(host)]
+    parked = [BlockTable(host)]
     move([table], parked)
     holder = filled(device, 2)  # takes one of the four
     there = {
@@ -154,6 +154,6 @@ def test_blocks_lie_side_by_side_on_the_host() -> None:
     rows = [filled(device, 2) for _ in range(4)]
     for _ in range(4):
         append(rows, [2] * 4)
-    copies = move([rows[1], rows[3]], [Table(host), Table(host)])
+    copies = move([rows[1], rows[3]], [BlockTable(host), BlockTable(host)])
     assert [copy.target for copy in copies] == list(range(10))
     assert isinstance(copies[0], Copy)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hf_paged.blocks import BlockPool, OutOfBlocks, Table
+from hf_paged.blocks import BlockPool, BlockTable, OutOfBlocks
 
 
 def name(number: int) -> bytes:
@@ -228,7 +228,7 @@ def test_c38_a_table_that_begins_there_takes_exactly_these():
             tables.pop(rng.randrange(len(tables))).free()
             continue
         expected = lowest(pool, 60, count)
-        table = Table(pool)
+        table = BlockTable(pool)
         table.append(count)
         assert table.blocks == expected
         tables.append(table)
@@ -401,7 +401,7 @@ def test_check_finds_a_block_that_nobody_names():
 def test_check_finds_a_table_without_a_reference():
     """C6: the count of a block is the number of tables that name it."""
     pool = BlockPool(3, 4)
-    table, thief = Table(pool), Table(pool)
+    table, thief = BlockTable(pool), BlockTable(pool)
     table.append(4)
     thief.blocks, thief.length = list(table.blocks), 4
     with pytest.raises(AssertionError, match="block 0 has 1 references but 2 tables name it"):
@@ -411,7 +411,7 @@ def test_check_finds_a_table_without_a_reference():
 def test_check_finds_a_table_of_the_wrong_size():
     """C1: no more and no fewer blocks than the tokens need."""
     pool = BlockPool(3, 4)
-    table = Table(pool)
+    table = BlockTable(pool)
     table.append(8)
     table.length = 4
     with pytest.raises(AssertionError, match="ends at block 2, its tokens at 1"):

@@ -6,10 +6,10 @@ from lookups import match
 from hf_paged.blocks import (
     ROOT,
     BlockPool,
+    BlockTable,
     Copy,
     Match,
     OutOfBlocks,
-    Table,
     adopt,
     append,
     chain,
@@ -20,15 +20,15 @@ from hf_paged.blocks import (
 PROMPT = list(range(100, 111))  # 11 tokens: two full blocks of four, and three more
 
 
-def committed(pool: BlockPool, tokens: list[int], extra: bytes = b"", verify: bool = False) -> Table:
-    table = Table(pool)
+def committed(pool: BlockPool, tokens: list[int], extra: bytes = b"", verify: bool = False) -> BlockTable:
+    table = BlockTable(pool)
     table.append(len(tokens))
     commit(table, tokens, extra, keep_tokens=verify)
     return table
 
 
-def adopted(pool: BlockPool, tokens: list[int]) -> Table:
-    table = Table(pool)
+def adopted(pool: BlockPool, tokens: list[int]) -> BlockTable:
+    table = BlockTable(pool)
     adopt(table, match(pool, tokens))
     return table
 
@@ -107,7 +107,7 @@ def test_c9_what_a_hit_takes_from_the_cache_is_not_available_for_the_rest():
     found = match(pool, PROMPT)
     resting = sum(pool.references(block) == 0 for block in found.blocks)
     assert (found.blocks[0], pool.available, resting) == (held.blocks[0], 4, 1)
-    table = Table(pool)
+    table = BlockTable(pool)
     adopt(table, found)
     assert pool.available == 3
     with pytest.raises(OutOfBlocks):
@@ -142,10 +142,10 @@ def test_c22_a_match_that_grew_stale_is_refused(event):
     else:
         table.free()
         if event == "evicted":
-            Table(pool).append(5)
+            BlockTable(pool).append(5)
         else:
             pool.forget()
-    late = Table(pool)
+    late = BlockTable(pool)
     held = pool.held
     with pytest.raises(ValueError, match="no longer holds what was matched; match again"):
         adopt(late, found)
@@ -155,14 +155,14 @@ def test_c22_a_match_that_grew_stale_is_refused(event):
 def test_c20_adopting_is_an_access():
     """C20: a hit that is given up without a token computed was still used."""
     pool = BlockPool(4, 4)
-    waiting = Table(pool)
+    waiting = BlockTable(pool)
     one, other = committed(pool, [1, 1, 1, 1]), committed(pool, [2, 2, 2, 2])
     blocks = [one.blocks[0], other.blocks[0]]
     one.free()
     other.free()
     adopt(waiting, match(pool, [1, 1, 1, 1, 1]))
     waiting.free()
-    Table(pool).append(12)
+    BlockTable(pool).append(12)
     assert pool.lookup(chain(ROOT, [1, 1, 1, 1])) == blocks[0]
     assert pool.lookup(chain(ROOT, [2, 2, 2, 2])) is None
 
@@ -190,7 +190,7 @@ def test_c20_an_old_sequence_that_is_freed_late_goes_first():
 def test_c20_rows_of_one_step_are_equally_recent():
     """C20: the deepest block of all rows goes first, not all of one row before any of the next."""
     pool = BlockPool(5, 4)
-    long, short = Table(pool), Table(pool)
+    long, short = BlockTable(pool), BlockTable(pool)
     append([long, short], [12, 8])
     commit(long, list(range(12)))
     commit(short, list(range(50, 58)))
@@ -223,7 +223,7 @@ def test_c20_a_common_prefix_is_as_recent_as_its_last_reader():
 def test_c22_what_was_not_committed_is_not_found():
     """C22: neither while it is held nor after it is freed; so a failed forward poisons nothing."""
     pool = BlockPool(8, 4)
-    table = Table(pool)
+    table = BlockTable(pool)
     table.append(11)
     assert match(pool, PROMPT).blocks == []
     table.free()
@@ -233,7 +233,7 @@ def test_c22_what_was_not_committed_is_not_found():
 def test_c22_only_full_blocks_of_known_tokens_are_named():
     """C17, C22: a block is named once its tokens are known on the host, and not before it is full."""
     pool = BlockPool(8, 4)
-    table = Table(pool)
+    table = BlockTable(pool)
     table.append(11)
     commit(table, PROMPT[:7])
     assert len(table.digests) == 1
@@ -250,13 +250,13 @@ def test_c22_tokens_beyond_those_that_are_there_are_not_looked_at():
     is named now.
     """
     pool = BlockPool(8, 4)
-    first, second = committed(pool, PROMPT), Table(pool)
+    first, second = committed(pool, PROMPT), BlockTable(pool)
     second.append(11)
     assert not commit(second, [*PROMPT[:4], -1, -1], until=3)
     assert second.digests == []
     assert commit(second, [*PROMPT[:4], *[-1] * 7], until=7)
     assert (second.digests, second.blocks[0]) == (first.digests[:1], first.blocks[0])
-    third = Table(pool)
+    third = BlockTable(pool)
     third.append(4)
     assert not commit(third, [7, 7, 7, 7], until=4)
     pool.check()
@@ -292,7 +292,7 @@ def test_c14_a_cropped_block_that_others_read_is_copied():
 def test_c17_a_block_whose_content_is_cached_already_is_exchanged():
     """C17: the table names the cached one and its own is free."""
     pool = BlockPool(8, 4)
-    first, second = Table(pool), Table(pool)
+    first, second = BlockTable(pool), BlockTable(pool)
     append([first, second], [11, 11])
     commit(first, PROMPT)
     assert pool.held == 6
@@ -306,7 +306,7 @@ def test_c17_a_block_whose_content_is_cached_already_is_exchanged():
 def test_c17_and_so_is_one_whose_content_rests_in_the_cache():
     """C17, C18: the cached block comes back into use."""
     pool = BlockPool(8, 4)
-    first, second = Table(pool), Table(pool)
+    first, second = BlockTable(pool), BlockTable(pool)
     append([first, second], [8, 8])
     blocks = list(first.blocks)
     commit(first, PROMPT[:8])
@@ -322,7 +322,7 @@ def test_c17_a_shared_block_is_not_exchanged():
     same.
     """
     pool = BlockPool(8, 4)
-    first, second = Table(pool), Table(pool)
+    first, second = BlockTable(pool), BlockTable(pool)
     append([first, second], [8, 8])
     twin = second.fork()
     twin.append(4)
@@ -339,7 +339,7 @@ def test_c6_rows_that_came_together_again_keep_their_own_beginnings():
     moves.
     """
     pool = BlockPool(12, 4)
-    first, second = Table(pool), Table(pool)
+    first, second = BlockTable(pool), BlockTable(pool)
     append([first, second], [8, 8])
     twin = second.fork()
     twin.crop(4)
@@ -359,7 +359,7 @@ def test_c6_rows_that_came_together_again_keep_their_own_beginnings():
 def test_c10_blocks_behind_the_window_leave_their_place_in_the_chain():
     """C10, C18: what was released is not named, what follows is named behind it."""
     pool = BlockPool(8, 4)
-    table = Table(pool)
+    table = BlockTable(pool)
     table.append(11)
     table.release_before(4)
     commit(table, PROMPT)
@@ -389,7 +389,7 @@ def test_c24_a_copy_of_a_table_cannot_rename_what_another_has_named():
     what follows.
     """
     pool = BlockPool(12, 4)
-    table = Table(pool)
+    table = BlockTable(pool)
     table.append(8)
     twin = table.fork()
     append([table, twin], [4, 4])
@@ -408,13 +408,13 @@ def test_c24_what_is_computed_from_forgotten_blocks_gets_no_name():
     pool = BlockPool(12, 4)
     before = committed(pool, PROMPT[:8])
     twin = before.fork()
-    unnamed = Table(pool)
+    unnamed = BlockTable(pool)
     unnamed.append(8)
     pool.forget()
     for table in (before, twin, unnamed):
         table.append(4)
         commit(table, [*PROMPT[:8], 1, 2, 3, 4])
-    moved = reorder([Table(pool), twin], [1, 1])
+    moved = reorder([BlockTable(pool), twin], [1, 1])
     commit(moved[0], [*PROMPT[:8], 1, 2, 3, 4])
     fresh = committed(pool, PROMPT[:8])
     assert match(pool, [*PROMPT[:8], 1, 2, 3, 4, 5]).blocks == fresh.blocks
@@ -428,7 +428,7 @@ def test_c24_what_is_computed_from_forgotten_blocks_gets_no_name():
 def test_c25_a_forged_name_is_found_out_by_its_tokens():
     """C25: with verify the tokens are compared on every hit; a block published without any is no hit."""
     pool = BlockPool(8, 4)
-    forger = Table(pool)
+    forger = BlockTable(pool)
     forger.append(8)
     pool.publish(forger.blocks[0], chain(ROOT, PROMPT[:4]), 4, (9, 9, 9, 9))
     assert match(pool, PROMPT).blocks == forger.blocks[:1]
@@ -450,10 +450,10 @@ def test_c25_a_collision_is_not_adopted_and_names_nothing_behind_it():
     that.
     """
     pool = BlockPool(12, 4)
-    forger = Table(pool)
+    forger = BlockTable(pool)
     forger.append(4)
     pool.publish(forger.blocks[0], chain(ROOT, PROMPT[:4]), 4, (9, 9, 9, 9))
-    table = Table(pool)
+    table = BlockTable(pool)
     table.append(12)
     blocks = list(table.blocks)
     commit(table, [*PROMPT, 0], keep_tokens=True)
@@ -468,7 +468,7 @@ def test_c25_a_name_of_another_depth_is_not_adopted():
     twice.
     """
     pool = BlockPool(8, 4)
-    table = Table(pool)
+    table = BlockTable(pool)
     table.append(8)
     pool.publish(table.blocks[1], chain(ROOT, PROMPT[:4]), 8)
     commit(table, PROMPT[:8])

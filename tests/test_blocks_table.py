@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hf_paged.blocks import BlockPool, Copy, OutOfBlocks, Table, append, blocks_needed, reorder
+from hf_paged.blocks import BlockPool, BlockTable, Copy, OutOfBlocks, append, blocks_needed, reorder
 
 
 class Ledger(BlockPool):
@@ -29,13 +29,13 @@ class Ledger(BlockPool):
         super().drop(block, last_access)
 
 
-def filled(pool: BlockPool, tokens: int) -> Table:
-    table = Table(pool)
+def filled(pool: BlockPool, tokens: int) -> BlockTable:
+    table = BlockTable(pool)
     table.append(tokens)
     return table
 
 
-def rows_with_tails(pool: BlockPool, groups: int, beams: int, shared: int, tail: int) -> list[Table]:
+def rows_with_tails(pool: BlockPool, groups: int, beams: int, shared: int, tail: int) -> list[BlockTable]:
     """Groups of beams, each over `shared` common blocks and `tail` blocks of its own, the last one not
     full.
     """
@@ -48,11 +48,11 @@ def rows_with_tails(pool: BlockPool, groups: int, beams: int, shared: int, tail:
     return rows
 
 
-def contents(tables: list[Table]) -> list[tuple[list[int], int, int, list[bytes]]]:
+def contents(tables: list[BlockTable]) -> list[tuple[list[int], int, int, list[bytes]]]:
     return [(list(table.blocks), table.length, table.released, list(table.digests)) for table in tables]
 
 
-def state(pool: BlockPool, *tables: Table) -> tuple[object, ...]:
+def state(pool: BlockPool, *tables: BlockTable) -> tuple[object, ...]:
     return (
         pool.free,
         pool.held,
@@ -83,7 +83,7 @@ def test_c2_waste_is_always_less_than_a_block():
     rng = random.Random(2)
     for size in (1, 2, 4, 16):
         pool = BlockPool(400, size)
-        table = Table(pool)
+        table = BlockTable(pool)
         while table.length < 300:
             table.append(rng.randrange(0, 2 * size + 2))
             assert len(table.blocks) == math.ceil(table.length / size)
@@ -106,7 +106,7 @@ def test_c2_waste_on_a_trace_like_sharegpt(size, bound):
     """
     requests = trace(random.Random(161338), 160)
     pool = BlockPool(2048 * 32 // size, size)
-    running: list[tuple[Table, int]] = []
+    running: list[tuple[BlockTable, int]] = []
     used = allocated = 0
     while requests or running:
         while requests and len(running) < 32:
@@ -127,7 +127,7 @@ def test_c2_waste_on_a_trace_like_sharegpt(size, bound):
 def test_c37_no_slot_is_unused_at_block_size_one():
     """C37: allocated + free = total always, and allocated is the number of tokens."""
     pool = BlockPool(50, 1)
-    tables = [Table(pool) for _ in range(4)]
+    tables = [BlockTable(pool) for _ in range(4)]
     for step in range(1, 10):
         append(tables, [1, 2, 0, 1])
         assert pool.held == 4 * step == sum(table.length for table in tables)
@@ -148,7 +148,7 @@ def test_c37_forks_never_copy_at_block_size_one():
 def test_blocks_lie_side_by_side_where_they_can():
     """C38: the first block lies at `near`, each later one behind the one before it."""
     pool = BlockPool(12, 2)
-    tables = [Table(pool, near=0), Table(pool, near=6)]
+    tables = [BlockTable(pool, near=0), BlockTable(pool, near=6)]
     append(tables, [1, 1])
     for _ in range(9):
         append(tables, [1, 1])
@@ -176,7 +176,7 @@ def test_a_step_that_does_not_fit_changes_nothing():
 def test_a_step_that_makes_no_sense_changes_nothing():
     """The same table twice, fewer than no tokens, tables of two pools."""
     pool = BlockPool(6, 4)
-    table, other = filled(pool, 3), Table(BlockPool(6, 4))
+    table, other = filled(pool, 3), BlockTable(BlockPool(6, 4))
     before = state(pool, table, other)
     with pytest.raises(ValueError, match="2 rows are only 1 tables"):
         append([table, table], [1, 1])
@@ -440,7 +440,7 @@ def test_c36_one_cross_table_for_all_beams():
 # ---- reordering rows
 
 
-def expect_reordered(tables: list[Table], sources: list[int]) -> list[Table]:
+def expect_reordered(tables: list[BlockTable], sources: list[int]) -> list[BlockTable]:
     """Reorder and compare with what the rows were; rows keep their table objects and the others end empty."""
     pool, before = tables[0].pool, contents(tables)
     after = reorder(tables, sources)
@@ -559,7 +559,7 @@ def test_c16_a_beam_step():
 def test_c20_a_row_takes_its_last_use_along():
     """C20: the blocks of a row that was used late are evicted late, whichever table object names them now."""
     pool = BlockPool(2, 4)
-    old, recent = Table(pool), Table(pool)
+    old, recent = BlockTable(pool), BlockTable(pool)
     old.append(4)
     recent.append(4)
     for number, table in enumerate((old, recent)):

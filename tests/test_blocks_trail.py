@@ -8,10 +8,10 @@ import pytest
 
 from hf_paged.blocks import (
     BlockPool,
+    BlockTable,
     Copy,
     Prompt,
     Siblings,
-    Table,
     Trail,
     adopt,
     append,
@@ -23,9 +23,9 @@ from hf_paged.blocks import (
 TOKENS = list(range(100, 121))  # 21 tokens: five blocks of four, and one more
 
 
-def left_behind(pool: BlockPool, tokens: list[int], extra: bytes = b"") -> Table:
+def left_behind(pool: BlockPool, tokens: list[int], extra: bytes = b"") -> BlockTable:
     """A sequence that was computed, named with its tail, and freed."""
-    table = Table(pool)
+    table = BlockTable(pool)
     table.append(len(tokens))
     commit(table, tokens, extra, keep_tokens=True)
     commit_tail(table, tokens, extra)
@@ -41,11 +41,11 @@ def reach(
     )
 
 
-def taken(pool: BlockPool, tokens: list[int], most: int) -> tuple[Table, list[Copy]]:
+def taken(pool: BlockPool, tokens: list[int], most: int) -> tuple[BlockTable, list[Copy]]:
     """A table that begins with `most` of the tokens."""
     trail = Trail(pool, Prompt(tokens, pool.block_size))
     assert trail.reach(most) == most
-    table = Table(pool)
+    table = BlockTable(pool)
     adopt(table, trail.take(most))
     copies = detach([table])
     pool.check()
@@ -115,7 +115,7 @@ def test_c24_another_key_finds_no_part_of_a_block_either() -> None:
 def test_c10_behind_a_window_only_what_it_shows_is_needed(window: int) -> None:
     """C10: the beginning may be gone; whoever goes on gets the blocks that the next token looks at."""
     pool = BlockPool(16, 4)
-    table = Table(pool)
+    table = BlockTable(pool)
     table.append(20)
     commit(table, TOKENS, keep_tokens=True)
     blocks = list(table.blocks)
@@ -127,7 +127,7 @@ def test_c10_behind_a_window_only_what_it_shows_is_needed(window: int) -> None:
     assert trail.reach(20) == 20
     match = trail.take(20)
     assert (match.blocks, match.released, len(match.digests)) == (blocks[first:], first, 5)
-    again = Table(pool)
+    again = BlockTable(pool)
     adopt(again, match)
     assert (again.length, again.released) == (20, first)
     pool.check()
@@ -145,7 +145,7 @@ def test_c10_behind_a_part_of_a_block_the_window_shows_less(window: int, length:
     the block's beginning.
     """
     pool = BlockPool(16, 4)
-    table = Table(pool)
+    table = BlockTable(pool)
     table.append(length)
     table.release_before(length - window + 1)
     tokens = TOKENS[:length]
@@ -157,7 +157,7 @@ def test_c10_behind_a_part_of_a_block_the_window_shows_less(window: int, length:
     assert trail.reach(length + 2) == length
     match = trail.take(length)
     assert (match.released, len(match.blocks), len(match.digests)) == (first, 4 - first, 4)
-    again = Table(pool)
+    again = BlockTable(pool)
     adopt(again, match)
     assert (again.length, again.released) == (length, first)
     again.free()
@@ -166,7 +166,7 @@ def test_c10_behind_a_part_of_a_block_the_window_shows_less(window: int, length:
 
 def test_a_gap_ends_it_where_everything_is_seen() -> None:
     pool = BlockPool(16, 4)
-    table = Table(pool)
+    table = BlockTable(pool)
     table.append(20)
     commit(table, TOKENS, keep_tokens=True)
     pool.withdraw(table.blocks[2])
@@ -207,7 +207,7 @@ def test_two_readers_of_one_tail_each_get_a_copy() -> None:
     pool = BlockPool(4, 16)
     left_behind(pool, TOKENS)
     match = Trail(pool, Prompt([*TOKENS, 1], 16)).take(21)
-    tables = [Table(pool), Table(pool)]
+    tables = [BlockTable(pool), BlockTable(pool)]
     for table in tables:
         adopt(table, match)
     copies = detach(tables)
@@ -223,10 +223,10 @@ def test_without_room_the_reader_goes_on_in_place() -> None:
     pool = BlockPool(6, 4)
     left_behind(pool, TOKENS)
     table, _ = taken(pool, [*TOKENS[:15], 1], 15)
-    other = Table(pool)
+    other = BlockTable(pool)
     table.free()
     other.append(8)
-    again = Table(pool)
+    again = BlockTable(pool)
     adopt(again, Trail(pool, Prompt(TOKENS, 4)).take(15))
     assert pool.available == 0
     assert detach([again]) == []
@@ -241,7 +241,7 @@ def test_without_room_the_reader_goes_on_in_place() -> None:
 def test_c22_a_tail_loses_its_name_when_it_is_written_on() -> None:
     """C14, C22: in place, and again under its new content."""
     pool = BlockPool(8, 4)
-    table = Table(pool)
+    table = BlockTable(pool)
     table.append(6)
     commit(table, TOKENS[:6], keep_tokens=True)
     commit_tail(table, TOKENS[:6])
@@ -259,13 +259,13 @@ def test_c22_a_tail_loses_its_name_when_it_is_written_on() -> None:
 
 def test_nothing_is_named_twice_or_without_its_beginning() -> None:
     pool = BlockPool(8, 4)
-    first, second = Table(pool), Table(pool)
+    first, second = BlockTable(pool), BlockTable(pool)
     append([first, second], [6, 6])
     for table in (first, second):
         commit(table, TOKENS[:6], keep_tokens=True)
         commit_tail(table, TOKENS[:6])
     assert (second.blocks[0], second.blocks[1]) == (first.blocks[0], 3)
-    unnamed = Table(pool)
+    unnamed = BlockTable(pool)
     unnamed.append(6)
     commit_tail(unnamed, [9] * 6)  # its first block has no name
     commit_tail(first, TOKENS[:5])  # not all of its tokens

@@ -18,10 +18,10 @@ from lookups import match
 
 from hf_paged.blocks import (
     BlockPool,
+    BlockTable,
     Copy,
     Match,
     OutOfBlocks,
-    Table,
     adopt,
     append,
     blocks_needed,
@@ -38,12 +38,12 @@ EXTRAS = [b"", extra_key("adapter", 1)]
 class Row:
     """One sequence: its table, and what the table must hold."""
 
-    table: Table
+    table: BlockTable
     extra: int
     tokens: list[int] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
 
-    def copy(self, table: Table) -> "Row":
+    def copy(self, table: BlockTable) -> "Row":
         return Row(table, self.extra, list(self.tokens), list(self.values))
 
 
@@ -126,7 +126,7 @@ class World:
         """A new sequence: match, adopt, compute the rest, and name it at once or not."""
         if len(self.all_rows()) >= MOST_ROWS:
             return
-        row = Row(Table(self.pool), extra % len(EXTRAS))
+        row = Row(BlockTable(self.pool), extra % len(EXTRAS))
         self.take_up(row, match(self.pool, tokens, EXTRAS[row.extra], self.verify), tokens)
         if self.make_room([row], [len(tokens) - row.table.length]):
             self.write(row, tokens[len(row.tokens) :])
@@ -155,7 +155,7 @@ class World:
         if not self.pending or len(self.all_rows()) >= MOST_ROWS:
             return
         found, tokens, extra = self.pending.pop(number % len(self.pending))
-        row, before = Row(Table(self.pool), extra), self.snapshot()
+        row, before = Row(BlockTable(self.pool), extra), self.snapshot()
         try:
             self.take_up(row, found, tokens)
         except ValueError:
@@ -275,7 +275,7 @@ class World:
         self.check()
         assert self.pool.held == 0
         assert self.pool.free + self.pool.cached == self.pool.total == self.pool.available
-        whole = Table(self.pool)
+        whole = BlockTable(self.pool)
         whole.append(self.pool.total * self.size)
         whole.free()
         assert self.pool.free == self.pool.total

@@ -14,7 +14,7 @@ from test_engine_exact import PROMPTS, alone, answers
 
 from hf_paged.engine import Engine
 from hf_paged.engine.weights import Weights
-from hf_paged.kv import Group
+from hf_paged.kv import LayerGroup
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
 from hf_paged.model.switch import original_implementation, restore, switch
@@ -91,7 +91,7 @@ def test_nobody_moves_pools_or_looks_in_the_middle_of_a_forward(
 
         monkeypatch.setattr(kind, name, watched)
 
-    watch(Group, "give_back")
+    watch(LayerGroup, "give_back")
     watch(Weights, "_look")
     watch(Weights, "touched")
     with Engine(llama, block_size=4, num_blocks=40) as engine:

@@ -10,12 +10,12 @@ import transformers as tf
 from families import BY_NAME, LONG, SMALL, TOKENS, build
 from test_engine_exact import PROMPTS, alone, answers
 
-from hf_paged.blocks import Table, append
+from hf_paged.blocks import BlockTable, append
 from hf_paged.engine import Engine, EngineConfig, Unservable, runner
 from hf_paged.engine.pieces import Piece
 from hf_paged.engine.pools import Pools
 from hf_paged.engine.runner import Runner
-from hf_paged.kv.group import Group
+from hf_paged.kv.group import LayerGroup
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
@@ -28,7 +28,7 @@ def test_rows_of_a_step_are_strangers() -> None:
     tried.try_out()
     pools.settle(None)
     prompts, done = [PROMPTS[1], PROMPTS[2], PROMPTS[5]], [0, 4, 11]
-    tables = [tuple(Table(group.pool) for group in pools.groups.values()) for _ in prompts]
+    tables = [tuple(BlockTable(group.pool) for group in pools.groups.values()) for _ in prompts]
 
     def pieces(ends: list[int], begins: list[int]) -> list[Piece]:
         made = []
@@ -38,7 +38,7 @@ def test_rows_of_a_step_are_strangers() -> None:
                 made.append(Piece(prompt[begin:end], begin, of_row, end == len(prompt)))
         return made
 
-    def append_all(of_row: tuple[Table, ...], count: int) -> None:
+    def append_all(of_row: tuple[BlockTable, ...], count: int) -> None:
         for table in of_row:
             append([table], [count])
 
@@ -205,7 +205,7 @@ def test_want_of_memory_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
         raise MemoryError
 
     model = build(BY_NAME["llama"])
-    monkeypatch.setattr(Group, "store", nothing_left)
+    monkeypatch.setattr(LayerGroup, "store", nothing_left)
     with pytest.raises(MemoryError):
         Engine(model)
 

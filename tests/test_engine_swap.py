@@ -17,7 +17,7 @@ import hf_paged
 from hf_paged.blocks import OutOfBlocks
 from hf_paged.engine import Engine, EngineConfig, preemption
 from hf_paged.kv import HostBlocks, host
-from hf_paged.scheduling import Group, Plan, Row, Swaps
+from hf_paged.scheduling import ScheduledRow, SequenceGroup, StepPlan, Swaps
 
 NEW = 13
 ASKED = [(p, k) for p in (1, 3, 5, 2) for k in range(len(KINDS))]
@@ -123,7 +123,7 @@ def test_a_step_of_nothing_but_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
             ]
             schedule = engine._scheduler.schedule
 
-            def watched(schedule: Any = schedule) -> Plan:
+            def watched(schedule: Any = schedule) -> StepPlan:
                 nonlocal seen
                 plan = schedule()
                 seen += bool(plan.swaps) and not plan.rows
@@ -162,7 +162,7 @@ def test_work_under_pressure_is_bounded() -> None:
     assert tokens["none"] < tokens["recompute"] < 2 * tokens["none"]
 
 
-def contents(group: Group, engine: Engine, tokens: int) -> list[torch.Tensor]:
+def contents(group: SequenceGroup, engine: Engine, tokens: int) -> list[torch.Tensor]:
     """Keys and values of the first tokens of every sequence, in all layers, as far as they are held."""
     found = []
     for sequence in group.sequences:
@@ -407,8 +407,11 @@ def test_steps_are_measured_where_the_host_has_waited(model: Any, monkeypatch: p
         engine.step()
         (group,) = engine._scheduler.running
         sequence = group.leader
-        chunk, last = Plan((Row(sequence, 0, 10, ()),)), Plan((Row(sequence, 10, 7, (sequence,)),))
-        swapped = Plan(last.rows, swaps=Swaps((((0, 1),),)))
+        chunk, last = (
+            StepPlan((ScheduledRow(sequence, 0, 10, ()),)),
+            StepPlan((ScheduledRow(sequence, 10, 7, (sequence,)),)),
+        )
+        swapped = StepPlan(last.rows, swaps=Swaps((((0, 1),),)))
         heard = engine._preemption.heard
         seen: list[tuple[int, float]] = []
         monkeypatch.setattr(

@@ -21,7 +21,7 @@ from test_kernels_reference import GPU, Case, assert_close, ints
 import hf_paged
 import hf_paged_native as native
 from hf_paged.config import CacheConfig
-from hf_paged.kv import Kind, Layout, Memory, Pages, Rows, Seen, store
+from hf_paged.kv import LayerKind, Layout, Memory, Pages, Rows, Seen, store
 from hf_paged.kv.ops import FEW, NativeOps, Ops
 from hf_paged_native import plan as plan_module
 
@@ -319,7 +319,7 @@ def test_a_plan_is_made_once_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_of_other_heads_in_one_step() -> None:
     """Layers whose key heads differ have the same queries and one table: each is read by its own plan."""
     memory = Memory()
-    group = memory.group(Kind("full"), CacheConfig(block_size=4, kernels="native"), 3, 1.0)
+    group = memory.group(LayerKind("full"), CacheConfig(block_size=4, kernels="native"), 3, 1.0)
     rows = Rows(group)
     kept: dict[int, list[torch.Tensor]] = {1: [], 2: [], 4: []}
     for new in (7, 1, 1):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paged_layer import HEADS, formula
 from test_kernels_reference import GPU, load
 
-from hf_paged.blocks import BlockPool, Table, append
+from hf_paged.blocks import BlockPool, BlockTable, append
 from hf_paged.kv import FlatBatch, Layout, Ops, Pages, Seen, Store, TritonOps, store
 
 DIMS = (8, 6)
@@ -34,11 +34,11 @@ class Flat:
             Layout(torch.device(device), torch.float32, HEADS, *DIMS), 1, 64, block_size, "torch"
         )
         self.ops = ops or self.store.ops
-        self.sequences: list[tuple[Table, list[torch.Tensor]]] = []
+        self.sequences: list[tuple[BlockTable, list[torch.Tensor]]] = []
 
     def new_sequence(self) -> int:
         empty = [torch.empty(1, HEADS, 0, dim, device=self.device) for dim in DIMS]
-        self.sequences.append((Table(self.pool), empty))
+        self.sequences.append((BlockTable(self.pool), empty))
         return len(self.sequences) - 1
 
     def fork(self, number: int) -> None:

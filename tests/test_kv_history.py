@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from hf_paged.kv import History
+from hf_paged.kv import TokenHistory
 
 
 def test_read_follows_every_change_of_rows() -> None:
@@ -15,7 +15,7 @@ def test_read_follows_every_change_of_rows() -> None:
     """
     rng = random.Random(4)
     for _ in range(60):
-        history, rows = History(), [([], i) for i in range(rng.randint(1, 4))]
+        history, rows = TokenHistory(), [([], i) for i in range(rng.randint(1, 4))]
         for _ in range(rng.randint(1, 25)):
             what = rng.choice(["feed", "feed", "feed", "select", "crop"])
             if what == "feed":
@@ -39,7 +39,7 @@ def test_read_follows_every_change_of_rows() -> None:
 
 
 def test_a_fork_goes_its_own_way() -> None:
-    history = History()
+    history = TokenHistory()
     history.feed(torch.tensor([[1, 2], [3, 4]]))
     twin = history.fork()
     twin.select([1])
@@ -49,7 +49,7 @@ def test_a_fork_goes_its_own_way() -> None:
 
 
 def test_an_empty_history() -> None:
-    history = History()
+    history = TokenHistory()
     history.select([0, 0])
     history.crop(0)
     assert (history.read(), history.origins(), history.columns) == ([], [], 0)
@@ -60,7 +60,7 @@ def test_an_empty_history() -> None:
 
 def test_more_taken_back_than_was_noted_is_not_forgotten() -> None:
     """Somebody fed columns that were not noted, and took some back: the columns never agree again."""
-    history = History()
+    history = TokenHistory()
     history.feed(torch.tensor([[1, 2]]))
     history.crop(3)
     history.feed(torch.tensor([[7]]))

@@ -16,7 +16,7 @@ import torch
 
 from hf_paged.blocks import Copy
 from hf_paged.config import CacheConfig
-from hf_paged.kv import Group, HostBlocks, Kind, Layout, Memory, host
+from hf_paged.kv import HostBlocks, LayerGroup, LayerKind, Layout, Memory, host
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLAIN = Layout(DEVICE, torch.float32, 2, 8, 8)
@@ -28,9 +28,9 @@ LAYOUTS = {
 }
 
 
-def make(layouts: list[Layout], blocks: int = 24, most: int = 40) -> tuple[Group, HostBlocks]:
+def make(layouts: list[Layout], blocks: int = 24, most: int = 40) -> tuple[LayerGroup, HostBlocks]:
     """A group whose stores hold random numbers, and its room on the host."""
-    group = Memory().group(Kind("full"), CacheConfig(4, num_blocks=blocks), len(layouts), 1.0)
+    group = Memory().group(LayerKind("full"), CacheConfig(4, num_blocks=blocks), len(layouts), 1.0)
     for layer, layout in enumerate(layouts):
         group.place(layer, layout)
     for layer in range(len(layouts)):
@@ -41,7 +41,7 @@ def make(layouts: list[Layout], blocks: int = 24, most: int = 40) -> tuple[Group
     return group, group.host
 
 
-def content(group: Group, block: int) -> list[torch.Tensor]:
+def content(group: LayerGroup, block: int) -> list[torch.Tensor]:
     """All that the layers hold of a block."""
     return [data[:, block * 4 : block * 4 + 4].clone() for data in group.tensors]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_layer import HEADS, Paged, formula
 
-from hf_paged.blocks import Table, append
+from hf_paged.blocks import BlockTable, append
 from hf_paged.kv import Layout, Pages, Seen, reference, store
 
 DIM, VALUE_DIM = 8, 6
@@ -82,7 +82,7 @@ def test_rows_side_by_side_are_a_view() -> None:
 def test_scattered_blocks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """C3: the order of ids means nothing."""
     paged = Paged(2, 4)
-    hole = [Table(paged.group.pool) for _ in range(3)]
+    hole = [BlockTable(paged.group.pool) for _ in range(3)]
     paged.step(1)
     paged.group.make_room(40, 40)
     append(hole, [5, 9, 3])

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from hf_paged import OutOfBlocks
-from hf_paged.blocks import BlockPool, Sheet, Table
+from hf_paged.blocks import BlockPool, BlockTable, Sheet
 from hf_paged.config import CacheConfig
 from hf_paged.kv import (
     Batch,
-    Group,
-    Kind,
+    LayerGroup,
+    LayerKind,
     Layout,
     Memory,
     Ops,
@@ -53,14 +53,14 @@ def static_batch(rows: int, new: int, block_size: int, columns: int = 1) -> Stat
     return Static(rows, new, -(-(MOST_COLUMNS + 8) // block_size), block_size, columns, CPU)
 
 
-def make_group(window: int | None = None, **options: int) -> Group:
-    kind = Kind("full") if window is None else Kind("window", window)
+def make_group(window: int | None = None, **options: int) -> LayerGroup:
+    kind = LayerKind("full") if window is None else LayerKind("window", window)
     group = Memory().group(kind, CacheConfig(**options), 1, 1.0)
     group.place(0, LAYOUT)
     return group
 
 
-def sequences(group: Group, expected: int = 0, keep_past: bool = False) -> Sequences:
+def sequences(group: LayerGroup, expected: int = 0, keep_past: bool = False) -> Sequences:
     made = Sequences(group.memory, {group.kind: group})
     made.expect(expected, 1)
     if keep_past:
@@ -73,7 +73,7 @@ def rows_of(cache: Sequences) -> Rows:
     return rows
 
 
-def write(group: Group, batch: Batch | StaticBatch, numbers: torch.Tensor) -> Pages:
+def write(group: LayerGroup, batch: Batch | StaticBatch, numbers: torch.Tensor) -> Pages:
     """Store numbers [rows, new], as keys and, negative, as values; rows beyond them write garbage, if they
     write.
     """
@@ -98,7 +98,9 @@ def contents(pages: Pages, window: int | None) -> list[list[list[float]]]:
     return seen
 
 
-def begun(rows: int = 2, columns: int = 3, block_size: int = 16, **options: int) -> tuple[Group, Sequences]:
+def begun(
+    rows: int = 2, columns: int = 3, block_size: int = 16, **options: int
+) -> tuple[LayerGroup, Sequences]:
     """A cache after its prompt."""
     group = make_group(block_size=block_size, **options)
     cache = sequences(group)
@@ -106,7 +108,7 @@ def begun(rows: int = 2, columns: int = 3, block_size: int = 16, **options: int)
     return group, cache
 
 
-def step(group: Group, cache: Sequences, static: StaticBatch) -> None:
+def step(group: LayerGroup, cache: Sequences, static: StaticBatch) -> None:
     rows_of(cache).advance(static.new, static)
     static.begin(group.captured_ops)
     write(group, static, torch.ones(cache.count, static.new))
@@ -504,7 +506,7 @@ def test_the_tokens_of_a_chunk_as_rows() -> None:
 def test_ranks_say_what_their_tables_say(spans: bool) -> None:
     """Rows that stand on a sheet, before others that do not: the same upload as table by table."""
     chance, pool = random.Random(3), BlockPool(200, 4)
-    tables = [Table(pool) for _ in range(7)]
+    tables = [BlockTable(pool) for _ in range(7)]
     for table in tables:
         table.append(chance.randrange(10, 60))
     tables[2].release_before(9)

@@ -22,7 +22,7 @@ import hf_paged
 from hf_paged.generate import keys
 from hf_paged.model import hooks, identity
 from hf_paged.model.identity import identity_of
-from hf_paged.model.weights_digest import Shelf
+from hf_paged.model.weights_digest import DeviceParts
 
 PROMPT = words(1, 45)
 Change = Callable[[Any], None]
@@ -646,14 +646,14 @@ def test_one_thread_looks_at_a_time(llama: Any, monkeypatch: pytest.MonkeyPatch)
     """Two engines on one model look whenever they are idle, each in its own thread."""
     own = identity_of(llama)
     state = own.number(own.begin(llama, llama.forward))
-    read, inside, most, found = Shelf.read, [0], [0], []
+    read, inside, most, found = DeviceParts.read, [0], [0], []
     others: list[threading.Thread] = []
     came = threading.Event()
 
     def look() -> None:
         found.append(own.number(own.begin(llama, llama.forward)))
 
-    def watched(shelf: Shelf, ranges: list[tuple[int, int]]) -> Any:
+    def watched(shelf: DeviceParts, ranges: list[tuple[int, int]]) -> Any:
         inside[0] += 1
         most[0] = max(most[0], inside[0])
         if others:
@@ -666,7 +666,7 @@ def test_one_thread_looks_at_a_time(llama: Any, monkeypatch: pytest.MonkeyPatch)
         inside[0] -= 1
         return answer
 
-    monkeypatch.setattr(Shelf, "read", watched)
+    monkeypatch.setattr(DeviceParts, "read", watched)
     look()
     others[0].join()
     assert found == [state, state]

@@ -13,7 +13,7 @@ from compare import assert_clean, assert_same, both
 from tiny import build, config_class
 
 import hf_paged
-from hf_paged.kv import Kind
+from hf_paged.kv import LayerKind
 from hf_paged.model.layer import PagedLayer
 from hf_paged.model.slots import NO_CONTENT, StatefulLayer, slots_of
 
@@ -97,7 +97,7 @@ def test_kinds_of_places() -> None:
         for name in ("jamba", "gemma4_text")
     }
     assert [kind and kind.name for kind in kinds["jamba"]] == [None, "full", None, "full"]
-    assert kinds["gemma4_text"][:2] == [Kind("window", 6), Kind("full")]
+    assert kinds["gemma4_text"][:2] == [LayerKind("window", 6), LayerKind("full")]
     bart = build("seq2seq", config_class("seq2seq", "bart"))
-    assert {slot.kind for slot in slots_of(bart, True)} == {Kind("cross")}
+    assert {slot.kind for slot in slots_of(bart, True)} == {LayerKind("cross")}
     assert None in NO_CONTENT or NO_CONTENT

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_paged.blocks import BlockPool
-from hf_paged.scheduling import Group, Limits, Request, Shelf, Verdict, judge, why_infeasible
+from hf_paged.scheduling import KVCacheGroup, Limits, Request, SequenceGroup, Verdict, judge, why_infeasible
 from hf_paged.scheduling.admission import headroom
 
 
 def test_the_watermark_is_exact() -> None:
     """C8: total=100, wm=1: 99 can be OK, 100 is NEVER; a remainder of exactly wm is OK, wm - 1 is LATER."""
-    reserve = Limits(1, 1).reserve(Shelf(BlockPool(100, 4)))
+    reserve = Limits(1, 1).reserve(KVCacheGroup(BlockPool(100, 4)))
     assert reserve == 1
     assert judge(100, 100, 99, reserve=reserve) is Verdict.OK
     assert judge(100, 100, 100, reserve=reserve) is Verdict.NEVER
@@ -53,7 +53,7 @@ def test_infeasible_says_both_numbers() -> None:
     """C11: the whole group at full length, full blocks of the prompt once, against the total without the
     watermark.
     """
-    shelf, limits = Shelf(BlockPool(20, 4)), Limits(16, 4, 0.1)
+    shelf, limits = KVCacheGroup(BlockPool(20, 4)), Limits(16, 4, 0.1)
     # 9 prompt tokens fill 2 blocks; 3 sequences of 20 tokens need 3 more each: 11. At 36 tokens 2 + 3 * 7 =
     # 23, of 18.
     assert why_infeasible(Request(0, tuple(range(9)), 20, width=3), [shelf], limits) is None
@@ -67,7 +67,7 @@ def test_a_group_must_fit_the_sequence_budget() -> None:
     """C11: its sequences against the sequence budget; with it goes one decoding step against the token
     budget.
     """
-    reason = why_infeasible(Request(0, (1, 2), 4, width=5), [Shelf(BlockPool(100, 4))], Limits(16, 4))
+    reason = why_infeasible(Request(0, (1, 2), 4, width=5), [KVCacheGroup(BlockPool(100, 4))], Limits(16, 4))
     assert reason is not None
     assert "5 sequences" in reason
     assert "at most 4" in reason
@@ -76,19 +76,21 @@ def test_a_group_must_fit_the_sequence_budget() -> None:
 def test_a_window_needs_few_blocks() -> None:
     """C10, C11: behind a window no sequence is too long, however long it becomes."""
     limits = Limits(8, 4)
-    assert why_infeasible(Request(0, (1,) * 9, 4000), [Shelf(BlockPool(6, 4), window=8)], limits) is None
-    assert why_infeasible(Request(0, (1,) * 9, 4000), [Shelf(BlockPool(6, 4))], limits) is not None
+    assert (
+        why_infeasible(Request(0, (1,) * 9, 4000), [KVCacheGroup(BlockPool(6, 4), window=8)], limits) is None
+    )
+    assert why_infeasible(Request(0, (1,) * 9, 4000), [KVCacheGroup(BlockPool(6, 4))], limits) is not None
 
 
 def test_the_room_that_is_left_doubles() -> None:
     """C31: with each time that a group had to go, for each sequence and up to what each can come to need;
     alone it never waits.
     """
-    shelves = (Shelf(BlockPool(40, 4)),)
-    group = Group(Request(0, (1,) * 8, 48), shelves)  # 2 blocks now, 12 at its end
+    shelves = (KVCacheGroup(BlockPool(40, 4)),)
+    group = SequenceGroup(Request(0, (1,) * 8, 48), shelves)  # 2 blocks now, 12 at its end
     others = [
-        Group(Request(1, (1,) * 8, 20), shelves),
-        Group(Request(2, (1,) * 8, 400, width=2), shelves),
+        SequenceGroup(Request(1, (1,) * 8, 20), shelves),
+        SequenceGroup(Request(2, (1,) * 8, 400, width=2), shelves),
     ]  # 5 blocks, 198 blocks
     found = []
     for setbacks in (2, 3, 4, 5, 20):

@@ -14,7 +14,16 @@ from simulated import Simulated
 from test_scheduling_walk import one_request
 
 from hf_paged.blocks import BlockPool
-from hf_paged.scheduling import Future, History, Infeasible, Limits, Request, Scheduler, Shelf, Status
+from hf_paged.scheduling import (
+    AnswerLengths,
+    Future,
+    Infeasible,
+    KVCacheGroup,
+    Limits,
+    Request,
+    Scheduler,
+    Status,
+)
 from hf_paged.scheduling.forecast import Part, peak
 
 KNOWN = [(5, 4), (4, 3), (5, 3), (3, 2), (4, 2)]
@@ -26,7 +35,7 @@ def prompt(length: int, first: int = 1) -> tuple[int, ...]:
 
 def ignorant(world: Simulated) -> Simulated:
     """Every answer is taken to become as long as it may."""
-    world.scheduler.admission.history = History(keep=0)
+    world.scheduler.admission.history = AnswerLengths(keep=0)
     return world
 
 
@@ -181,7 +190,7 @@ def test_estimates_follow_those_that_have_ended() -> None:
         return admitted
 
     assert at_once(0) == 1
-    world.scheduler.admission.history = History(doubt=0)
+    world.scheduler.admission.history = AnswerLengths(doubt=0)
     for _ in range(20):
         world.scheduler.admission.history.add(5)
     assert at_once(10) == 4
@@ -311,7 +320,7 @@ def test_fewer_preemptions_than_with_a_watermark() -> None:
 
 
 def test_routers_have_names() -> None:
-    shelf = Shelf(Simulated.of(total=4).pools[0])
+    shelf = KVCacheGroup(Simulated.of(total=4).pools[0])
     limits = Simulated.of(total=4).limits
     assert isinstance(Scheduler([shelf], limits, admission="future").admission, Future)
     with pytest.raises(ValueError, match="admission='peak'"):

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from hf_paged.scheduling import History
+from hf_paged.scheduling import AnswerLengths
 
 NEVER = 10**9
 
@@ -17,7 +17,7 @@ NEVER = 10**9
 def test_it_agrees_with_a_sorted_list(keep: int, doubt: int) -> None:
     """C40: given what is said already, the share of those that were longer; the oldest answers go first."""
     rng = random.Random(keep)
-    history, lengths = History(keep, doubt), []
+    history, lengths = AnswerLengths(keep, doubt), []
     for _ in range(200):
         length, limited = rng.choice([1, 2, rng.randrange(1, 9), rng.randrange(1, 400)]), rng.random() < 0.2
         history.add(length, limited)
@@ -35,7 +35,7 @@ def test_nobody_knows_at_first() -> None:
     """C40: max_new_tokens until there is a history, and where nobody was longer; answers that had to stop say
     nothing about their end.
     """
-    history = History(doubt=0)
+    history = AnswerLengths(doubt=0)
     assert history.expected(0, 50, 0.5) == 50
     history.add(7)
     assert history.expected(0, 50, 0.5) == 7
@@ -49,7 +49,7 @@ def test_nobody_knows_at_first() -> None:
 def test_whoever_said_more_becomes_longer() -> None:
     """C40: for one and the same share the estimate never shrinks while an answer grows."""
     rng = random.Random(1)
-    history = History()
+    history = AnswerLengths()
     for _ in range(300):
         history.add(1 + int(rng.expovariate(1 / 80)))
     for share in (0.0, 0.3, 0.9):
@@ -70,7 +70,7 @@ def test_an_answer_costs_a_few_steps_and_no_search() -> None:
             Counted.touched += 1
             return super().__getitem__(place)
 
-    history = History(keep=5000)
+    history = AnswerLengths(keep=5000)
     for length in range(1, 5000):
         history.add(length)
     history._tree = Counted(history._tree)
@@ -81,8 +81,8 @@ def test_an_answer_costs_a_few_steps_and_no_search() -> None:
 
 def test_wrong_values_are_refused() -> None:
     with pytest.raises(ValueError, match="keep=-1"):
-        History(-1)
+        AnswerLengths(-1)
     with pytest.raises(ValueError, match="got 0"):
-        History().add(0)
+        AnswerLengths().add(0)
     with pytest.raises(ValueError, match="share=1"):
-        History().expected(0, 5, 1)
+        AnswerLengths().expected(0, 5, 1)

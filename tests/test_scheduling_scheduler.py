@@ -9,7 +9,7 @@ import pytest
 from simulated import Simulated
 
 from hf_paged.blocks import BlockPool
-from hf_paged.scheduling import Group, Infeasible, Limits, Request, Scheduler, Shelf, Status
+from hf_paged.scheduling import Infeasible, KVCacheGroup, Limits, Request, Scheduler, SequenceGroup, Status
 
 
 def prompt(length: int, first: int = 1) -> tuple[int, ...]:
@@ -381,7 +381,7 @@ def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="policy='fifo'"):
         Scheduler([shelf], Limits(4, 4), "fifo")
     with pytest.raises(ValueError, match="one size"):
-        Scheduler([shelf, Shelf(type(shelf.pool)(4, 8))], Limits(4, 4))
+        Scheduler([shelf, KVCacheGroup(type(shelf.pool)(4, 8))], Limits(4, 4))
 
 
 def behind_encoders(total: int, encoders: int, size: int = 4, **options: Any) -> Simulated:
@@ -445,7 +445,7 @@ def test_a_walk_behind_encoders(seed: int, host: int | None, admission: str) -> 
     """
     rng = random.Random(seed)
     world = behind_encoders(total=22, encoders=24, tokens=9, sequences=6, host=host, admission=admission)
-    alive: list[Group] = []
+    alive: list[SequenceGroup] = []
     for number in range(60):
         width = rng.choice([1, 1, 2, 3])
         length = rng.randrange(1, 12)

@@ -10,14 +10,14 @@ import random
 import pytest
 from simulated import Simulated
 
-from hf_paged.scheduling import UNKNOWN, Group, Request, Status, Victim
+from hf_paged.scheduling import UNKNOWN, Request, SequenceGroup, Status, Victim
 
 
 def prompt(length: int, first: int = 1) -> tuple[int, ...]:
     return (first, *range(2, length + 1))
 
 
-def sharing(group: Group, shelf: int, length: int) -> list[list[int]]:
+def sharing(group: SequenceGroup, shelf: int, length: int) -> list[list[int]]:
     """Who of the group shares which block of the first `length` tokens with whom, here or on the host."""
     names: dict[int, int] = {}
     tables = [(sequence.parked or sequence.tables)[shelf] for sequence in group.sequences]

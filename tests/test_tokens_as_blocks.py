@@ -14,7 +14,7 @@ from families import BY_NAME, VOCABULARY, build
 from modes import MODES, supported
 from simulated import Simulated
 
-from hf_paged.blocks import Table
+from hf_paged.blocks import BlockTable
 from hf_paged.engine import Engine
 from hf_paged.scheduling import Request, Status
 
@@ -107,7 +107,7 @@ def test_a_prompt_in_chunks_lies_in_one_run() -> None:
     world.submit(Request(0, tuple(range(6)), 30))
     world.step()
     pool = world.pools[0]
-    barriers = [Table(pool, near=place) for place in (20, 45)]
+    barriers = [BlockTable(pool, near=place) for place in (20, 45)]
     for barrier in barriers:
         barrier.append(1)  # free: 6 to 19, 21 to 44, 46 to 99
     long = world.submit(Request(1, tuple(range(3, 33)), 34))

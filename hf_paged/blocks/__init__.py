@@ -10,12 +10,13 @@ from .pool import BlockPool, OutOfBlocks
 from .prefix import Match, Partial, adopt, commit
 from .sheet import Sheet
 from .siblings import Siblings
-from .table import Copy, Table, append, blocks_needed, check_sources, reorder
+from .table import BlockTable, Copy, append, blocks_needed, check_sources, reorder
 from .trail import Prompt, Trail, commit_tail, detach, reach_in_all
 
 __all__ = [
     "ROOT",
     "BlockPool",
+    "BlockTable",
     "Copy",
     "Evictor",
     "Match",
@@ -24,7 +25,6 @@ __all__ = [
     "Prompt",
     "Sheet",
     "Siblings",
-    "Table",
     "Trail",
     "adopt",
     "append",

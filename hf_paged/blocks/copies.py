@@ -7,16 +7,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .pool import NOWHERE, OutOfBlocks
-from .table import Copy, Table, _Row
+from .table import BlockTable, Copy, _Row
 
 
-def distinct(tables: Sequence[Table]) -> int:
+def distinct(tables: Sequence[BlockTable]) -> int:
     """How many blocks the tables of one pool name together, each counted once."""
     return len({block for table in tables for block in table.blocks})
 
 
 def move(
-    sources: Sequence[Table], targets: Sequence[Table], there: Mapping[int, int] | None = None
+    sources: Sequence[BlockTable], targets: Sequence[BlockTable], there: Mapping[int, int] | None = None
 ) -> list[Copy]:
     """Let the empty target i hold in its pool what source i holds in another, and empty the sources.
 
@@ -60,7 +60,7 @@ def move(
     return copies
 
 
-def _leading(table: Table, there: Mapping[int, int]) -> int:
+def _leading(table: BlockTable, there: Mapping[int, int]) -> int:
     """How many of the table's leading names its blocks bear in the other pool as well."""
     return next(
         (

@@ -11,7 +11,7 @@ from .evictor import Evictor
 from .siblings import Siblings
 
 if TYPE_CHECKING:
-    from .table import Table
+    from .table import BlockTable
 
 FREE, HELD, CACHED = 0, 1, 2
 MAX_BLOCK_SIZE = 256
@@ -72,7 +72,7 @@ class BlockPool:
         self._clock = 0
         self.epoch = 0
         """How often `forget` was called. What a table computed in an earlier epoch is never named."""
-        self._tables: weakref.WeakSet[Table] = weakref.WeakSet()
+        self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         self.peak_held = 0
         self.top = 0
         """No block from here on was ever handed out, so none needs memory yet."""
@@ -323,7 +323,7 @@ class BlockPool:
 
     # ---- the audit
 
-    def register(self, table: Table) -> None:
+    def register(self, table: BlockTable) -> None:
         """Remember a table, so that `check` can recount who names what."""
         self._tables.add(table)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .hashing import ROOT, chain, seat
-from .table import Table
+from .table import BlockTable
 
 
 class Partial(NamedTuple):
@@ -32,7 +32,7 @@ class Match(NamedTuple):
         return len(self.digests) * block_size + (self.partial.tokens if self.partial else 0)
 
 
-def adopt(table: Table, found: Match) -> None:
+def adopt(table: BlockTable, found: Match) -> None:
     """Begin an empty table with the blocks of a match: one more reference each.
 
     A partial block is named like the others; `detach` gives the table one of its own before anything is
@@ -59,7 +59,7 @@ def adopt(table: Table, found: Match) -> None:
 
 
 def commit(
-    table: Table,
+    table: BlockTable,
     tokens: Sequence[int],
     extra: bytes = b"",
     keep_tokens: bool = False,
@@ -99,7 +99,7 @@ def commit(
     return exchanged
 
 
-def _exchange(table: Table, place: int, bearer: int) -> None:
+def _exchange(table: BlockTable, place: int, bearer: int) -> None:
     """Let the table name `bearer` instead of its own block, which holds the same."""
     own = table.blocks[place]
     table.pool.share(bearer)

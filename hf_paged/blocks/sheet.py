@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from .table import Table
+from .table import BlockTable
 
 NARROWEST = 16
 
@@ -22,7 +22,7 @@ class Sheet:
         self.ids = array("i")
         """Another array whenever the sheet grows, so that one in use stays as it is."""
 
-    def put(self, row: int, table: Table, first: int = 0) -> None:
+    def put(self, row: int, table: BlockTable, first: int = 0) -> None:
         """Write down a table, or what it names from its block `first` on."""
         self._fit(row, table.end)
         first = max(first, table.released)
@@ -30,7 +30,7 @@ class Sheet:
             "i", table.blocks[first - table.released :]
         )
 
-    def add(self, row: int, table: Table) -> None:
+    def add(self, row: int, table: BlockTable) -> None:
         """Write down the last block of a table, which is new."""
         end = table.end
         self._fit(row, end)
@@ -42,7 +42,7 @@ class Sheet:
             source * self.width : (source + 1) * self.width
         ]
 
-    def of(self, row: int, table: Table) -> bool:
+    def of(self, row: int, table: BlockTable) -> bool:
         """Whether a row is what its table names."""
         begin = row * self.width
         return list(self.ids[begin + table.released : begin + table.end]) == table.blocks

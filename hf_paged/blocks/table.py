@@ -27,7 +27,7 @@ class _Row(NamedTuple):
     epoch: int
 
 
-class Table:
+class BlockTable:
     """The blocks of one sequence in order of position: token t lives in `blocks[t // B - released]`, slot t %
     B.
 
@@ -120,9 +120,9 @@ class Table:
         pool.counts["copies"] += 1
         return Copy(last, self.blocks[-1])
 
-    def fork(self) -> Table:
+    def fork(self) -> BlockTable:
         """A second table over the same blocks. It never allocates and cannot fail (C13)."""
-        twin = Table(self.pool)
+        twin = BlockTable(self.pool)
         for block in self.blocks:
             self.pool.share(block)
         twin._become(
@@ -186,7 +186,7 @@ class Table:
         )
 
 
-def blocks_needed(tables: Sequence[Table], tokens: Sequence[int]) -> int:
+def blocks_needed(tables: Sequence[BlockTable], tokens: Sequence[int]) -> int:
     """How many blocks `append` takes from the pool, copies on write included."""
     if not tables:
         return 0
@@ -208,7 +208,7 @@ def blocks_needed(tables: Sequence[Table], tokens: Sequence[int]) -> int:
     return need
 
 
-def append(tables: Sequence[Table], tokens: Sequence[int]) -> list[Copy]:
+def append(tables: Sequence[BlockTable], tokens: Sequence[int]) -> list[Copy]:
     """Make room for the next tokens of every table, or change nothing and raise OutOfBlocks.
 
     No target of the copies is a source of them: targets were free a moment ago, sources are still held (C15).
@@ -233,7 +233,7 @@ def append(tables: Sequence[Table], tokens: Sequence[int]) -> list[Copy]:
     return [copy for copy in copies if copy]
 
 
-def reorder(tables: Sequence[Table], sources: Sequence[int]) -> list[Table]:
+def reorder(tables: Sequence[BlockTable], sources: Sequence[int]) -> list[BlockTable]:
     """The tables after row i was replaced by row `sources[i]`; the answer may have more or fewer rows.
 
     Rows keep their table object. A row that lives on once moves as it is, so a permutation counts nothing.
@@ -256,7 +256,10 @@ def reorder(tables: Sequence[Table], sources: Sequence[int]) -> list[Table]:
         table = tables[row]
         for block in table.blocks[same:]:
             table.pool.drop(block, table.stamp)
-    answer = [*tables[: len(sources)], *(Table(tables[0].pool) for _ in range(len(sources) - len(tables)))]
+    answer = [
+        *tables[: len(sources)],
+        *(BlockTable(tables[0].pool) for _ in range(len(sources) - len(tables))),
+    ]
     for new, content in moved:
         answer[new]._become(content)
     for table in tables[len(sources) :]:
@@ -264,7 +267,7 @@ def reorder(tables: Sequence[Table], sources: Sequence[int]) -> list[Table]:
     return answer
 
 
-def check_sources(tables: Sequence[Table], sources: Sequence[int]) -> None:
+def check_sources(tables: Sequence[BlockTable], sources: Sequence[int]) -> None:
     """Raise IndexError unless every source is the place of a table."""
     if not sources or (min(sources) >= 0 and max(sources) < len(tables)):
         return
@@ -297,7 +300,7 @@ def _ending(heirs: dict[int, int], new: int) -> int:
     return new
 
 
-def _second(tables: Sequence[Table], old: int, ending: int, tails: dict[int, int]) -> _Row:
+def _second(tables: Sequence[BlockTable], old: int, ending: int, tails: dict[int, int]) -> _Row:
     """A second row like `old`, built on what it has in common with the row that ends."""
     table, stamp, same = tables[old], tables[old].stamp, 0
     blocks = table.blocks
@@ -310,8 +313,8 @@ def _second(tables: Sequence[Table], old: int, ending: int, tails: dict[int, int
     return _Row(blocks, list(table.digests), table.length, table.released, stamp, table.epoch)
 
 
-def _common(one: Table, other: Table) -> int:
-    """How many leading blocks two rows share, looked at from the end: see the promise in `Table`."""
+def _common(one: BlockTable, other: BlockTable) -> int:
+    """How many leading blocks two rows share, looked at from the end: see the promise in `BlockTable`."""
     same = min(len(one.blocks), len(other.blocks)) if one.released == other.released else 0
     while same and one.blocks[same - 1] != other.blocks[same - 1]:
         same -= 1

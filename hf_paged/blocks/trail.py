@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from .hashing import ROOT, chain, seat
 from .pool import BlockPool
 from .prefix import Match, Partial
-from .table import Copy, Table
+from .table import BlockTable, Copy
 
 WORTH_A_COPY = 2
 """A block of which fewer tokens than that are wanted is not copied: computing them costs less, and all
@@ -112,7 +112,7 @@ def reach_in_all(trails: Sequence[Trail], most: int) -> int:
         most = reached
 
 
-def detach(tables: Sequence[Table], drop: bool = True) -> list[Copy]:
+def detach(tables: Sequence[BlockTable], drop: bool = True) -> list[Copy]:
     """Give tables one of their own for a last block that holds more than theirs, or that others name: they
     will write in it.
 
@@ -133,12 +133,14 @@ def detach(tables: Sequence[Table], drop: bool = True) -> list[Copy]:
     return copies
 
 
-def _is_its_own(table: Table) -> bool:
+def _is_its_own(table: BlockTable) -> bool:
     last = table.blocks[-1]
     return table.pool.references(last) == 1 and table.pool.covered(last) == table.length
 
 
-def commit_tail(table: Table, tokens: Sequence[int], extra: bytes = b"", until: int | None = None) -> None:
+def commit_tail(
+    table: BlockTable, tokens: Sequence[int], extra: bytes = b"", until: int | None = None
+) -> None:
     """Name the last block too, although it is not full: another prompt may go on from its tokens with a copy
     of it.
 

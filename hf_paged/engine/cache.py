@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..kv import Batch, FlatBatch, Kind, Layout, Pages, Sequences
+from ..kv import Batch, FlatBatch, LayerKind, Layout, Pages, Sequences
 from ..model.layer import PagedLayer
 from ..model.lazy import LazyTensor
 from ..model.slots import CROSS
@@ -29,7 +29,7 @@ class StepCache(DynamicCache):
         """No rows: what masks and attention ask of a cache besides its pages."""
         self.reuse = None
         """The scheduler knows what may be shared."""
-        self.batches: Mapping[Kind, Batch] = {}
+        self.batches: Mapping[LayerKind, Batch] = {}
         self.past = 0
         """The tokens before the step, where one sequence runs by itself."""
         layers: list[Any] = [
@@ -47,7 +47,7 @@ class StepCache(DynamicCache):
         both.is_updated = dict.fromkeys(range(len(self._cross.layers)), filled)
         return both
 
-    def begin(self, batches: Mapping[Kind, Batch], past: int = 0) -> None:
+    def begin(self, batches: Mapping[LayerKind, Batch], past: int = 0) -> None:
         """Stand for another step, of one sequence behind `past` tokens or of several in one row.
 
         Until it is updated a layer is initialized if there is a past: models ask that to know a prompt. Of
@@ -82,7 +82,7 @@ class _Past(LazyTensor):
 class StepLayer(PagedLayer):
     """Writes a step's tokens where the plan says, and answers with a view of the pages."""
 
-    def __init__(self, number: int, kind: Kind, step: StepCache) -> None:
+    def __init__(self, number: int, kind: LayerKind, step: StepCache) -> None:
         super().__init__(number, kind, step.sequences)
         self.step = step
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 
-from ..kv import Group, Kind, Ranks, StaticBatch, StaticSpans, is_out_of_memory
+from ..kv import LayerGroup, LayerKind, Ranks, StaticBatch, StaticSpans, is_out_of_memory
 from ..kv.upload import upload
 from ..model.attention import Forward, running
 from ..model.capture.compile import Compilation, CompiledFusion, reason_of
@@ -68,14 +68,14 @@ class Shape(NamedTuple):
 
 
 @dataclass
-class _Step:
+class _CapturedStep:
     """One captured step, with the tensors that it reads and answers in."""
 
     ids: torch.Tensor
     """[rows, 1]"""
     places: torch.Tensor | None
     """[most sequences]: the rows whose logits are wanted; None if all are."""
-    batches: dict[Kind, StaticBatch]
+    batches: dict[LayerKind, StaticBatch]
     state: ModelState
     pools: tuple[Any, ...]
     """Where the pools lay, and of what."""
@@ -101,7 +101,7 @@ class Decoding:
         self.compilation = Compilation() if runner.pools.config.compile else None
         self.moves = False
         """Whether tokens may stand elsewhere than their number says, and captured steps are told where."""
-        self._steps: dict[Shape, _Step] = {}
+        self._steps: dict[Shape, _CapturedStep] = {}
         self._seen: Counter[Shape] = Counter()
         self._idle: Counter[Shape] = Counter()
         """The rows that graphs for more have computed for nobody, where they stood in."""
@@ -145,7 +145,7 @@ class Decoding:
         _, others = split(pieces)
         return step.answer.first(len(pieces) - len(others) + sum([piece.wanted for piece in others]))
 
-    def _fitting(self, shape: Shape) -> _Step | None:
+    def _fitting(self, shape: Shape) -> _CapturedStep | None:
         """The trusted graph for a shape: its own, or as long as that costs less than a capture, the next
         larger one.
         """
@@ -261,7 +261,7 @@ class Decoding:
         if state is not None and not all(self._is_of(step, state) for step in self._steps.values()):
             self.forget()
 
-    def _stands(self, step: _Step) -> bool:
+    def _stands(self, step: _CapturedStep) -> bool:
         """Whether the model is still the one that a step was captured over, as far as somebody has to look in
         this step.
         """
@@ -270,7 +270,7 @@ class Decoding:
         return self._is_of(step, self._lookout.state)
 
     @staticmethod
-    def _is_of(step: _Step, state: ModelState) -> bool:
+    def _is_of(step: _CapturedStep, state: ModelState) -> bool:
         if step.state is not state and step.state == state:
             step.state = (
                 state  # a state that was read again: the next comparison is of one object with itself
@@ -288,7 +288,7 @@ class Decoding:
 
     # ---- one step
 
-    def _load(self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None) -> None:
+    def _load(self, step: _CapturedStep, pieces: Sequence[Piece], latest: torch.Tensor | None) -> None:
         """Tell the device where the pieces' tokens go; the tables have taken them already."""
         stride, others = split(pieces)
         crew, order = len(pieces) - len(others), list(range(len(others)))
@@ -316,7 +316,7 @@ class Decoding:
             step.places[: len(last)].copy_(upload(last or [0], step.places.device)[: len(last)])
 
     def _try(
-        self, step: _Step, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor
+        self, step: _CapturedStep, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor
     ) -> bool:
         """Replay a step whose logits are known: whether they come out."""
         if not len(logits):
@@ -328,7 +328,7 @@ class Decoding:
         step.agreed += same
         return same
 
-    def _distrust(self, shape: Shape, step: _Step) -> None:
+    def _distrust(self, shape: Shape, step: _CapturedStep) -> None:
         """A replay differs from the forward itself. If it is compiled code that does, none of it is used any
         more.
         """
@@ -340,7 +340,7 @@ class Decoding:
 
     def _capture(
         self, shape: Shape, pieces: Sequence[Piece], latest: torch.Tensor | None, vocabulary: int
-    ) -> _Step:
+    ) -> _CapturedStep:
         model, groups = self.runner.model, self.runner.pools.groups
         rows, device, mixed = shape.rows, self.runner.device, shape.form != "single"
         batches = {kind: self._batch(shape, group) for kind, group in groups.items()}
@@ -351,7 +351,9 @@ class Decoding:
         if self._answer is None or self._answer.logits.shape[1] != vocabulary:
             self._answer = place_for(self._most, vocabulary, device)
         answer = self._answer.first(self._most if mixed else rows)
-        step = _Step(ids, places, batches, self._state(), self._pools(), shape.form == "spans", answer, shift)
+        step = _CapturedStep(
+            ids, places, batches, self._state(), self._pools(), shape.form == "spans", answer, shift
+        )
         if not step.state.steady:
             raise NotCapturable("somebody's hooks run in the model")
         fusion = Fusion(model, next(iter(groups.values())).captured_ops.kernels)
@@ -374,7 +376,7 @@ class Decoding:
             self.counts["compiled"] += 1
         return step
 
-    def _rehearse(self, step: _Step, fusion: Fusion, form: Form) -> None:
+    def _rehearse(self, step: _CapturedStep, fusion: Fusion, form: Form) -> None:
         """Run the step outside its graph: what is compiled for so many rows is. The first of a form is
         watched, which takes long.
 
@@ -397,7 +399,7 @@ class Decoding:
         self._rehearsed[form] = lengths if lengths.met else None
 
     def _compiled(
-        self, step: _Step, fusion: Fusion, pieces: Sequence[Piece], latest: torch.Tensor | None
+        self, step: _CapturedStep, fusion: Fusion, pieces: Sequence[Piece], latest: torch.Tensor | None
     ) -> CompiledFusion | None:
         """The step with compiled layers, run once; None if they are not wanted, or cannot be had."""
         if self.compilation is None or self.compilation.why_not is not None:
@@ -415,21 +417,21 @@ class Decoding:
             return None
         return made
 
-    def _batch(self, shape: Shape, group: Group) -> StaticBatch:
+    def _batch(self, shape: Shape, group: LayerGroup) -> StaticBatch:
         rows, width, form = shape
         arguments = width, group.pool.block_size, width, group.device, group.kind.window
         return (
             StaticSpans(rows, self._most, *arguments) if form == "spans" else StaticBatch(rows, 1, *arguments)
         )
 
-    def _forward(self, step: _Step, fusion: Fusion, lengths: LengthsOnDevice | None) -> None:
+    def _forward(self, step: _CapturedStep, fusion: Fusion, lengths: LengthsOnDevice | None) -> None:
         """What is captured: the step of all rows, each at its own position, and the logits of those that are
         wanted.
         """
         with fused(fusion), lengths_on_device(self.runner.model, lengths):
             self.runner.plugged(partial(self._run, step))
 
-    def _run(self, step: _Step) -> None:
+    def _run(self, step: _CapturedStep) -> None:
         runner = self.runner
         sequences = runner.cache.sequences
         sequences.static = step.batches

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Unpack, get_args
 
 from ..kv import in_forked_process
 from ..model.registry import base_model
-from ..scheduling import Count, Group, Infeasible, Request, Scheduler, why_infeasible
+from ..scheduling import Count, Infeasible, Request, Scheduler, SequenceGroup, why_infeasible
 from .collector import without_collections
 from .config import EngineConfig, EngineOptions
 from .custody import Spoiled
@@ -88,7 +88,7 @@ class Engine(Front):
             verify=self.config.check_hits,
             swap=self._preemption.decide,
         )
-        self._jobs: dict[Group, Job] = {}
+        self._jobs: dict[SequenceGroup, Job] = {}
         ahead = (
             self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
         )

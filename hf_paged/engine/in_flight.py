@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kv.upload import Download, upload
-from ..scheduling import UNKNOWN, Group, Plan, Scheduler, Status
+from ..scheduling import UNKNOWN, Scheduler, SequenceGroup, Status, StepPlan
 from ..scheduling import Sequence as Row
 from .job import Job
 from .pieces import Latest
@@ -38,8 +38,8 @@ class Flight:
 
     def __init__(
         self,
-        plan: Plan,
-        failed: Collection[Group],
+        plan: StepPlan,
+        failed: Collection[SequenceGroup],
         picks: Sequence[Pick],
         answer: Answer,
         repeats: Repeats,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..scheduling import Group, Scheduler, Sequence
+from ..scheduling import Scheduler, Sequence, SequenceGroup
 from .outputs.output import FinishReason, Output, Timing, TokenLogprob
 from .outputs.queue import News
 from .outputs.stream import Stream
@@ -29,7 +29,7 @@ class Job:
     A job of samples grows its answers token by token; one of beams knows them only at its end.
     """
 
-    def __init__(self, asked: Asked, group: Group | None, tokenizer: Any) -> None:
+    def __init__(self, asked: Asked, group: SequenceGroup | None, tokenizer: Any) -> None:
         self.asked, self.group, self.tokenizer = asked, group, tokenizer
         self.beams = BeamSearch(asked) if asked.beams > 1 else None
         self.streams = [Stream(i, tokenizer, whole=self.beams is not None) for i in range(asked.answers)]

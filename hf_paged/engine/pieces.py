@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..blocks import Table
+from ..blocks import BlockTable
 from ..kv.upload import upload
-from ..scheduling import UNKNOWN, Group, Plan, Stride
+from ..scheduling import UNKNOWN, SequenceGroup, StepPlan, Stride
 from ..scheduling import Sequence as Tokens
 from .multimodal.encoder import Source
 from .multimodal.extras import Beside
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
     tokens: list[int]
     start: int
-    tables: tuple[Table, ...]
+    tables: tuple[BlockTable, ...]
     wanted: bool
     """Whether anybody looks at what follows the last of them."""
     follows: int | None = None
@@ -67,7 +67,7 @@ class Pieces(Sequence[Piece]):
     """The pieces of a plan: those of its stride, then those of everybody else. The former are made for
     whoever looks at each of them; who takes them all at once finds the stride."""
 
-    def __init__(self, plan: Plan, latest: Latest, given: Mapping[Group, Asked]) -> None:
+    def __init__(self, plan: StepPlan, latest: Latest, given: Mapping[SequenceGroup, Asked]) -> None:
         """given: the requests whose rows are more than token ids."""
         self.stride: Stride | None = plan.stride
         self._plan, self._latest, self._given = plan, latest, given

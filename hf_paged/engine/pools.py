@@ -17,12 +17,12 @@ from torch import nn
 
 from ..blocks import Copy, OutOfBlocks
 from ..config import CacheConfig
-from ..kv import Group, HostBlocks, Kind, Trip
+from ..kv import HostBlocks, LayerGroup, LayerKind, Trip
 from ..kv.budget import free_bytes
 from ..model.registry import memory_of
 from ..model.slots import CROSS, slots_of
-from ..scheduling import Group as Requests
-from ..scheduling import Shelf, Swaps
+from ..scheduling import KVCacheGroup, Swaps
+from ..scheduling import SequenceGroup as Requests
 from ..trace import Kind as TracedKind
 from ..trace import Trace
 from .config import EngineConfig
@@ -75,7 +75,7 @@ class Pools:
         self.memory = memory_of(model)
         pages = config.pages()
         self.options = _OwnPages(pages.block_size, None, None, pages.kernels, False, engine=next(_engines))
-        self.groups: dict[Kind, Group] = {
+        self.groups: dict[LayerKind, LayerGroup] = {
             kind: self.memory.group(kind, self.options, count, count / counts.total())
             for kind, count in counts.items()
         }
@@ -83,10 +83,12 @@ class Pools:
             group.kept = config.keep_pools
 
     @property
-    def shelves(self) -> tuple[Shelf, ...]:
+    def shelves(self) -> tuple[KVCacheGroup, ...]:
         """What the scheduler knows of them."""
         return tuple(
-            Shelf(group.pool, kind.window, None if group.host is None else group.host.pool, kind == CROSS)
+            KVCacheGroup(
+                group.pool, kind.window, None if group.host is None else group.host.pool, kind == CROSS
+            )
             for kind, group in self.groups.items()
         )
 
@@ -166,7 +168,7 @@ class Pools:
                 "up to %d blocks of the %s layers may wait on the host", group.host.most, group.kind.name
             )
 
-    def _blocks(self, kind: Kind, group: Group, longest: int) -> int:
+    def _blocks(self, kind: LayerKind, group: LayerGroup, longest: int) -> int:
         config = self.config
         if config.num_blocks is not None:
             return config.num_blocks
@@ -175,7 +177,7 @@ class Pools:
         affordable = int(share * group.share * free_bytes(device)) // group.block_bytes
         if config.memory_fraction is not None:
             return affordable
-        shelf = Shelf(group.pool, kind.window)
+        shelf = KVCacheGroup(group.pool, kind.window)
         return min(
             affordable, config.limits().sequences * (shelf.row_blocks(longest, config.max_batch_tokens) + 1)
         )
@@ -315,13 +317,13 @@ class Pools:
         }
 
 
-def _no_host(wanted: int, group: Group) -> OutOfBlocks:
+def _no_host(wanted: int, group: LayerGroup) -> OutOfBlocks:
     return OutOfBlocks(
         f"the host has no memory for host_blocks={wanted} of {group.block_bytes} bytes (the "
         f"{group.kind.name} layers); lower it"
     )
 
 
-def name_of(kind: Kind) -> str:
+def name_of(kind: LayerKind) -> str:
     """What a kind of layer is called: "full", or "window" and how far it looks back."""
     return kind.name if kind.window is None else f"{kind.name}{kind.window}"

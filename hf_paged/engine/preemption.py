@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ..scheduling import Plan, Victim
+from ..scheduling import StepPlan, Victim
 from .costs import Costs
 from .pools import Pools
 
@@ -33,7 +33,7 @@ class Preemption:
                 return False
         return self.pools.reserve(victim.blocks)
 
-    def heard(self, plan: Plan, begin: float) -> None:
+    def heard(self, plan: StepPlan, begin: float) -> None:
         """The host has just heard of the tokens of a plan that it began to launch at `begin`.
 
         What came before that, or before it had heard of the plan before, was not this plan's time. From a

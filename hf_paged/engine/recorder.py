@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..blocks import BlockPool
 from ..blocks.pool import CACHED
-from ..scheduling import Group, Plan, Scheduler
+from ..scheduling import Scheduler, SequenceGroup, StepPlan
 from ..trace import Blocks, Change, Ended, Name, Row, Step, Trace, Writer
 from .outputs.output import FinishReason
 
@@ -30,7 +30,7 @@ class Held(NamedTuple):
     blocks: list[int]
 
 
-class _Shelf:
+class _RecordedPool:
     """One pool as it was at the last record."""
 
     def __init__(self, pool: BlockPool, host: BlockPool | None) -> None:
@@ -93,16 +93,16 @@ class Recorder:
         self._scheduler, self._lock = scheduler, lock
         self._writer = Writer(path, header)
         self._begin = time.monotonic()
-        self._shelves = [_Shelf(shelf.pool, shelf.host) for shelf in scheduler.shelves]
+        self._shelves = [_RecordedPool(shelf.pool, shelf.host) for shelf in scheduler.shelves]
         self._held: dict[Name, list[Held]] = {}
-        self._preemptions: dict[Group, int] = {
+        self._preemptions: dict[SequenceGroup, int] = {
             group: group.preemptions for group in scheduler.preempted + scheduler.running
         }
         self._step: Step | None = None
         """The last step, until it is known what ended in it."""
         self._ended: list[Ended] = []
         self._error: OSError | None = None
-        self.planned(Plan())
+        self.planned(StepPlan())
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._writer.count} records"
@@ -116,7 +116,7 @@ class Recorder:
 
     # ---- what the engine tells
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: StepPlan) -> None:
         """A step is about to run."""
         if self.closed:
             return

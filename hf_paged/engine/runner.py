@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ..blocks import Table, append
+from ..blocks import BlockTable, append
 from ..checking.ties import shaken
-from ..kv import Batch, FlatBatch, Kind
+from ..kv import Batch, FlatBatch, LayerKind
 from ..kv.group import is_out_of_memory
 from ..kv.upload import upload
 from ..kv.warmup import Warming
@@ -195,7 +195,9 @@ class Runner:
         if piece.wanted:
             yield logits
 
-    def _behind_encoder(self, piece: Piece, ids: torch.Tensor, batches: dict[Kind, Batch]) -> dict[str, Any]:
+    def _behind_encoder(
+        self, piece: Piece, ids: torch.Tensor, batches: dict[LayerKind, Batch]
+    ) -> dict[str, Any]:
         """What a decoder is given for the ids [1, tokens] of a piece, and where it finds what it attends
         to.
         """
@@ -452,7 +454,7 @@ class Runner:
         """
         if self._warming is not None and (form == "flat" or self.pools.config.kernels != "auto"):
             self._warming.wait()  # here the first kernel is launched
-        tables = [tuple(Table(group.pool) for group in self.pools.groups.values()) for _ in rows]
+        tables = [tuple(BlockTable(group.pool) for group in self.pools.groups.values()) for _ in rows]
         kept, self.why_rows = self.why_rows, None if form == "flat" else self.why_rows or "tried out"
         begin = [0] * len(rows)
         logits, source = torch.empty(0, dtype=torch.float32, device=self.device), self._trial_source

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..scheduling import Group, Plan, Row, Scheduler, Status, Stride
+from ..scheduling import ScheduledRow, Scheduler, SequenceGroup, Status, StepPlan, Stride
 from .custody import Spoiled
 from .in_flight import Flight
 from .job import Job
@@ -36,9 +36,9 @@ class _Computed(NamedTuple):
     With a roster the first of it is for its sequences, which are not among the rows.
     """
 
-    failed: dict[Group, Exception]
+    failed: dict[SequenceGroup, Exception]
     answer: Answer
-    rows: list[Row]
+    rows: list[ScheduledRow]
     roster: Roster | None = None
 
 
@@ -57,7 +57,7 @@ class Steps:
         runner: Runner,
         weights: Weights,
         scheduler: Scheduler,
-        jobs: dict[Group, Job],
+        jobs: dict[SequenceGroup, Job],
         preemption: Preemption,
         ahead: bool,
     ) -> None:
@@ -65,7 +65,7 @@ class Steps:
         self.weights, self.preemption = weights, preemption
         self.flight: Flight | None = None
         """The step that is on its way."""
-        self._given: dict[Group, Asked] = {}
+        self._given: dict[SequenceGroup, Asked] = {}
         """Requests whose rows are more than token ids."""
         self._roster: Roster | None = None
         """The crew's, as it was last."""
@@ -85,7 +85,7 @@ class Steps:
     def go_on(self) -> list[Output]:
         """The next step; the answer is whose requests have ended."""
         ended: list[Output] = []
-        plan = self.scheduler.schedule() if self.jobs else Plan()
+        plan = self.scheduler.schedule() if self.jobs else StepPlan()
         self.pools.cover()
         self.pools.swap(plan.swaps)  # whoever had to go is on the way, even if nobody is left who has a row
         if not plan:
@@ -177,7 +177,7 @@ class Steps:
                     error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"),
                 )
 
-    def _compute(self, plan: Plan) -> _Computed:
+    def _compute(self, plan: StepPlan) -> _Computed:
         """Carry out a plan behind its swaps."""
         self.pools.copy(plan.copies)
         try:
@@ -192,13 +192,13 @@ class Steps:
             {}, answer, [row for row in (plan.rows if roster is None else plan.others) if row.samples], roster
         )
 
-    def _compute_apart(self, plan: Plan) -> _Computed:
-        failed: dict[Group, Exception] = {}
+    def _compute_apart(self, plan: StepPlan) -> _Computed:
+        failed: dict[SequenceGroup, Exception] = {}
         logits, rows = [], []
         for group in plan.groups:
             own = tuple([row for row in plan.rows if row.sequence.group is group])
             try:
-                found = self._run(Plan(own))
+                found = self._run(StepPlan(own))
             except Exception as error:
                 failed[group] = error
                 continue
@@ -211,7 +211,7 @@ class Steps:
             self._roster = Roster(stride.sequences, self.jobs, self._repeats)
         return self._roster
 
-    def _run(self, plan: Plan) -> Answer:
+    def _run(self, plan: StepPlan) -> Answer:
         """Compute the rows of a plan: the answer for those that somebody waits for."""
         latest = Latest() if self.flight is None else self.flight.latest
         shown = self._show(plan) if self._given else []
@@ -220,7 +220,7 @@ class Steps:
             media.forget()
         return logits
 
-    def _show(self, plan: Plan) -> list[Media]:
+    def _show(self, plan: StepPlan) -> list[Media]:
         """Have the model look at the pictures of prompts whose turn it is; the answer is those with which it
         is done after this step.
         """
@@ -246,11 +246,11 @@ class Steps:
             if asked.media is not None:
                 asked.media.forget()
 
-    def _picks(self, rows: Rows[Row], first: int = 0) -> list[Pick]:
+    def _picks(self, rows: Rows[ScheduledRow], first: int = 0) -> list[Pick]:
         """The jobs that are due, with the places of their sequences' logits, which begin with number
         `first`.
         """
-        picks: dict[Group, list[int]] = {}
+        picks: dict[SequenceGroup, list[int]] = {}
         for place, row in enumerate(rows, first):
             picks.setdefault(row.sequence.group, []).extend([place] * len(row.samples))
         return [Pick(self.jobs[group], places) for group, places in picks.items()]
@@ -275,7 +275,7 @@ class Steps:
             self.interrupted.append(job)
         return output
 
-    def _drop(self, group: Group, job: Job) -> None:
+    def _drop(self, group: SequenceGroup, job: Job) -> None:
         """Forget a request that has its output. Twice is once."""
         self.jobs.pop(group, None)
         self._given.pop(group, None)
@@ -283,7 +283,7 @@ class Steps:
         if job.asked.source is not None:
             job.asked.source.made = None
 
-    def _disown(self, group: Group) -> None:
+    def _disown(self, group: SequenceGroup) -> None:
         """What a failed request has computed is found by nobody: it may be what failed."""
         for sequence in group.sequences:
             for table in sequence.tables:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..config import CacheConfig
-from ..kv import Kind, Sequences
+from ..kv import LayerKind, Sequences
 from ..model.layer import DIFFER, PagedLayer, Path
 from ..model.registry import base_model, memory_of
 from ..model.slots import CROSS, NO_CONTENT, Slot, slots_of
@@ -21,7 +21,7 @@ from .prefix_reuse import Reuse
 class Mark(NamedTuple):
     """Where a cache was before a step."""
 
-    columns: dict[Kind, int]
+    columns: dict[LayerKind, int]
     initialized: list[bool] | None
     """Which paged layers were initialized; None where all rows held something."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..model.attention import Forward, running
-from ..model.capture.graph import Step
+from ..model.capture.graph import ReplayableStep
 from ..model.capture.pool import graphs_of
 from ..model.outputs import asked_fields, layouts_of
 from ..model.routers import routers_of
@@ -203,7 +203,7 @@ def _asks_for(model: nn.Module, arguments: Mapping[str, Any], name: str) -> bool
 
 def _step(
     model: nn.Module, original: Callable[..., Any], arguments: dict[str, Any], parts: list[PagedCache]
-) -> Step | None:
+) -> ReplayableStep | None:
     """The forward as one that may be replayed, or None: a prompt, one that keeps gradients, one whose mask
     the tables do not know.
     """
@@ -230,7 +230,7 @@ def _step(
         return None
     name = _mask_name(model)
     told = "none" if arguments.get(name) is None else "whole" if starts is None else "padded"
-    return Step(
+    return ReplayableStep(
         arguments,
         {**arguments, name: None} if told != "none" else arguments,
         told,

@@ -14,7 +14,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..blocks import Prompt
 from ..config import CacheConfig
-from ..kv import Found, History, Memory, Prefix, Sequences, alike, begin_with, count, longest
+from ..kv import Found, Memory, Prefix, Sequences, TokenHistory, alike, begin_with, count, longest
 from ..model.hooks import Onlookers
 from ..model.identity import Survey, identity_of
 from ..model.state import watching
@@ -38,7 +38,7 @@ class Reuse:
 
     def __init__(self, sequences: Sequences, config: CacheConfig) -> None:
         self.sequences, self.config = sequences, config
-        self.history: History = sequences.keep_history()
+        self.history: TokenHistory = sequences.keep_history()
         self.spoiled: str | None = None
         """Why what the rows hold is nobody else's, if it is not."""
         self.state = 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..kv import Group
+from ..kv import LayerGroup
 from ..model.registry import base_model, known_memory
 
 
@@ -38,7 +38,7 @@ class PoolStats:
     bytes: int
 
     @classmethod
-    def of(cls, group: Group) -> PoolStats:
+    def of(cls, group: LayerGroup) -> PoolStats:
         """Read a group's books."""
         pool, counts = group.pool, group.pool.counts
         kind = group.kind.name if group.kind.window is None else f"{group.kind.name} {group.kind.window}"

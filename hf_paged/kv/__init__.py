@@ -5,8 +5,8 @@ pool.
 from .batch import Batch
 from .flat import FlatBatch
 from .forks import fork_safe_lock, in_forked_process
-from .group import Group, Kind, Memory, is_out_of_memory
-from .history import History
+from .group import LayerGroup, LayerKind, Memory, is_out_of_memory
+from .history import TokenHistory
 from .host import HostBlocks, Trip
 from .ops import NoKernels, TritonOps
 from .ops_torch import Ops, Seen
@@ -18,8 +18,33 @@ from .static import Ranks, StaticBatch
 from .store import Layout, Pages, Store, alike
 
 __all__ = [
-    "Batch", "FlatBatch", "Found", "Group", "History", "HostBlocks", "Kind",
-    "Layout", "Memory", "NoKernels", "Ops", "Pages", "Prefix", "Ranks", "Rows", "Seen",
-    "Sequences", "StaticBatch", "StaticSpans", "Store", "Trip", "TritonOps", "alike",
-    "begin_with", "count", "fork_safe_lock", "in_forked_process", "is_out_of_memory", "longest",
+    "Batch",
+    "FlatBatch",
+    "Found",
+    "HostBlocks",
+    "LayerGroup",
+    "LayerKind",
+    "Layout",
+    "Memory",
+    "NoKernels",
+    "Ops",
+    "Pages",
+    "Prefix",
+    "Ranks",
+    "Rows",
+    "Seen",
+    "Sequences",
+    "StaticBatch",
+    "StaticSpans",
+    "Store",
+    "TokenHistory",
+    "Trip",
+    "TritonOps",
+    "alike",
+    "begin_with",
+    "count",
+    "fork_safe_lock",
+    "in_forked_process",
+    "is_out_of_memory",
+    "longest",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..blocks import Table
+from ..blocks import BlockTable
 from .upload import upload
 
 WIDTHS = 16
@@ -36,7 +36,7 @@ class Batch:
 
     def __init__(
         self,
-        tables: list[Table],
+        tables: list[BlockTable],
         starts: list[int] | None,
         columns: int,
         new: int,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..blocks import Table
+from ..blocks import BlockTable
 from .batch import Batch
 from .reference import attend
 from .upload import upload
@@ -47,7 +47,7 @@ class FlatBatch(Batch):
     batch sees to it that the tables stay as they are until the step is over.
     """
 
-    def __init__(self, tables: Sequence[Table], counts: Sequence[int]) -> None:
+    def __init__(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
         super().__init__(
             list(tables), None, max(table.length for table in tables), sum(counts), None, lambda: True
         )
@@ -134,7 +134,7 @@ class FlatBatch(Batch):
         return _Span(begin, end, slots, mask[None, None])
 
 
-def _slots(table: Table, first: int) -> list[int]:
+def _slots(table: BlockTable, first: int) -> list[int]:
     """The slots of a table's tokens from position `first` on."""
     size = table.pool.block_size
     place = first // size - table.released

@@ -34,17 +34,19 @@ class Holder(Protocol):
     def free(self) -> None: ...
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """What the layers of a group have in common: they hold the same tokens, so one table serves them all."""
 
     name: Literal["full", "window", "cross"]
     window: int | None = None
 
 
-class Group:
+class LayerGroup:
     """The layers of one kind: one pool of block ids, and a store per layout they come in."""
 
-    def __init__(self, memory: Memory, kind: Kind, config: CacheConfig, layers: int, share: float) -> None:
+    def __init__(
+        self, memory: Memory, kind: LayerKind, config: CacheConfig, layers: int, share: float
+    ) -> None:
         self.memory, self.kind, self.config, self.share = memory, kind, config, share
         self.pool = BlockPool(require_room_for_books(config.num_blocks or 0), config.block_size)
         self._expected_layers = layers
@@ -337,7 +339,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.lock = fork_safe_lock()
-        self.groups: dict[tuple[Kind, CacheConfig], Group] = {}
+        self.groups: dict[tuple[LayerKind, CacheConfig], LayerGroup] = {}
         self.captured: OrderedDict[Hashable, Any] = OrderedDict()
         """Steps captured over the addresses of the stores, least recently used first; dropped as soon as a
         store moves.
@@ -354,7 +356,7 @@ class Memory:
         self.paths: list[str] = []
         """How attention read each layer in the last call."""
 
-    def group(self, kind: Kind, config: CacheConfig, layers: int, share: float) -> Group:
+    def group(self, kind: LayerKind, config: CacheConfig, layers: int, share: float) -> LayerGroup:
         """The group of `kind` under `config`: other options mean another pool, so nobody's choice changes a
         pool in use.
         """
@@ -369,7 +371,7 @@ class Memory:
                 ):
                     other.give_back()
             if (kind, config) not in self.groups:
-                self.groups[kind, config] = Group(self, kind, config, layers, share)
+                self.groups[kind, config] = LayerGroup(self, kind, config, layers, share)
             return self.groups[kind, config]
 
     def queue(self) -> None:

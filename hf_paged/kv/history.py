@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 
-class History:
+class TokenHistory:
     """Everything that happened to the rows of a cache, in order: tokens fed, rows that changed places,
     columns taken back.
 
@@ -43,9 +43,9 @@ class History:
         self._events.clear()
         self.columns = 0
 
-    def fork(self) -> History:
+    def fork(self) -> TokenHistory:
         """The same past, to go on from in another cache."""
-        twin = History()
+        twin = TokenHistory()
         twin._events, twin.columns = list(self._events), self.columns
         return twin
 

@@ -15,7 +15,7 @@ from .store import Layout, Store
 from .upload import upload
 
 if TYPE_CHECKING:
-    from .group import Group
+    from .group import LayerGroup
 
 logger = logging.getLogger("hf_paged")
 
@@ -46,7 +46,7 @@ class HostBlocks:
     so its blocks are free at once.
     """
 
-    def __init__(self, group: Group, most: int) -> None:
+    def __init__(self, group: LayerGroup, most: int) -> None:
         self.group, self.most = group, most
         self.pool = BlockPool(0, group.pool.block_size)
         self.slab_blocks = max(1, min(most, SLAB_BYTES // max(1, group.block_bytes)))
@@ -303,7 +303,7 @@ class _Moment:
         return float(other._event.elapsed_time(self._event)) / 1e3
 
 
-class _Span:
+class _Interval:
     """A stretch of one stream's time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -325,7 +325,7 @@ class _Measured:
 
     def __init__(self, way: _Way, out: bool, blocks: int) -> None:
         self.is_out, self.bytes = out, blocks * way.elements * way.dtype.itemsize
-        self.exposed, self.copied = _Span(way.device), _Span(way.device)
+        self.exposed, self.copied = _Interval(way.device), _Interval(way.device)
         self.exposed.begin()
 
     @property

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..blocks import Match, Prompt, Table, Trail, adopt
-from .group import Kind
+from ..blocks import BlockTable, Match, Prompt, Trail, adopt
+from .group import LayerKind
 from .sequences import Sequences
 
 
@@ -16,7 +16,7 @@ class Prefix(NamedTuple):
     """
 
     columns: int
-    found: Mapping[Kind, list[Match]]
+    found: Mapping[LayerKind, list[Match]]
 
 
 def longest(
@@ -63,12 +63,12 @@ class Found:
 
     def __init__(self, sequences: Sequences, prefix: Prefix) -> None:
         self.sequences, self.prefix = sequences, prefix
-        self._tables: dict[Kind, list[Table]] = {}
+        self._tables: dict[LayerKind, list[BlockTable]] = {}
 
     def __enter__(self) -> Found:
         """Hold the blocks meanwhile: nobody may evict them."""
         for kind, matches in self.prefix.found.items():
-            self._tables[kind] = [Table(self.sequences.rows[kind].group.pool) for _ in matches]
+            self._tables[kind] = [BlockTable(self.sequences.rows[kind].group.pool) for _ in matches]
             for table, match in zip(self._tables[kind], matches, strict=True):
                 adopt(table, match)
         return self

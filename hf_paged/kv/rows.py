@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from ..blocks import (
+    BlockTable,
     Copy,
     Match,
-    Table,
     adopt,
     append,
     blocks_needed,
@@ -21,7 +21,7 @@ from ..blocks import (
     reorder,
 )
 from .batch import Batch, Lane
-from .group import ROOM_FOR, Group
+from .group import ROOM_FOR, LayerGroup
 from .static import StaticBatch
 
 
@@ -32,9 +32,9 @@ class Rows:
     The cache is an engine without a scheduler: this is its list of running sequences.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: LayerGroup) -> None:
         self.group = group
-        self._tables: list[Table] = []
+        self._tables: list[BlockTable] = []
         self.starts: list[int] | None = None
         """The column at which each row begins; None where no row is padded."""
         self.columns = 0
@@ -69,7 +69,7 @@ class Rows:
         return self.group.kind.window
 
     @property
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[BlockTable]:
         """The rows' tables, with every token entered."""
         if self._counted:
             self._enter()
@@ -213,7 +213,7 @@ class Rows:
         for table in self.tables:
             table.free()
         self._lane = None
-        self._tables = [Table(self.group.pool) for _ in range(rows)]
+        self._tables = [BlockTable(self.group.pool) for _ in range(rows)]
 
     def _new_tokens(self, new: int) -> list[int]:
         if self.starts is None:

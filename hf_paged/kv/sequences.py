@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
-from ..blocks import Table
+from ..blocks import BlockTable
 from .batch import Batch
-from .group import Group, Kind, Memory
-from .history import History
+from .group import LayerGroup, LayerKind, Memory
+from .history import TokenHistory
 from .rows import Rows
 from .static import StaticBatch
 
@@ -24,17 +24,17 @@ class Sequences:
     (C16): the cache does, which also tells the layers that are not paged.
     """
 
-    def __init__(self, memory: Memory, groups: Mapping[Kind, Group]) -> None:
+    def __init__(self, memory: Memory, groups: Mapping[LayerKind, LayerGroup]) -> None:
         self.memory = memory
         self.rows = {kind: Rows(group) for kind, group in groups.items()}
         self.unforked = 1
         self.padding_known = True
         """Whether the rows' starts say all that the attention mask of this call says."""
-        self.static: Mapping[Kind, StaticBatch] | None = None
+        self.static: Mapping[LayerKind, StaticBatch] | None = None
         """The index tensors of the step that is being captured, while it is."""
         self.changes_all = False
         """Whether the cache is changing its rows, so that all layers may take part."""
-        self.history: History | None = None
+        self.history: TokenHistory | None = None
         """What the rows hold, for a cache whose blocks others may begin with."""
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
@@ -43,7 +43,7 @@ class Sequences:
         return max((rows.columns for rows in self.rows.values()), default=0)
 
     @property
-    def positions(self) -> dict[Kind, int]:
+    def positions(self) -> dict[LayerKind, int]:
         """The column of each kind's rows: between two steps all the same, after a broken one perhaps not."""
         return {kind: rows.columns for kind, rows in self.rows.items()}
 
@@ -56,9 +56,9 @@ class Sequences:
         """The rows stored; 0 before the first step."""
         return max((rows.count for rows in self.rows.values() if rows.columns), default=0)
 
-    def keep_history(self) -> History:
+    def keep_history(self) -> TokenHistory:
         """From the first token on note what the rows hold: others may begin with it."""
-        self.history = History()
+        self.history = TokenHistory()
         for rows in self.rows.values():
             rows.keeps_prefixes = True
         return self.history
@@ -78,7 +78,7 @@ class Sequences:
         for rows in self.rows.values():
             rows.begin_at(starts)
 
-    def extend(self, kind: Kind, rows: int, new: int) -> Batch:
+    def extend(self, kind: LayerKind, rows: int, new: int) -> Batch:
         """Plan a step of `new` columns for the layers of `kind`."""
         self.flush()
         return self.rows[kind].extend(rows, new)
@@ -171,7 +171,7 @@ class Sequences:
         if self.history is not None:
             self.history.clear()
 
-    def tables(self, kind: Kind) -> list[Table]:
+    def tables(self, kind: LayerKind) -> list[BlockTable]:
         """The tables of the rows in the group of `kind`, debts paid before."""
         self.rows[kind].require_whole()
         return self.rows[kind].tables

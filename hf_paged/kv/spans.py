@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..blocks import Table
+from ..blocks import BlockTable
 from .static import LONGS, Ranks, StaticBatch
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class StaticSpans(StaticBatch):
         self.alone = self.totals
         """[most]: the same of sequences with one new token, 0 of others; this run's, once it has begun."""
 
-    def spread(self, tables: Sequence[Table], counts: Sequence[int], ranks: Ranks | None = None) -> None:
+    def spread(self, tables: Sequence[BlockTable], counts: Sequence[int], ranks: Ranks | None = None) -> None:
         """Upload a step in which sequence i has taken counts[i] tokens, behind the ranks; those of one token
         come first.
         """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..blocks import Copy, Sheet, Table
+from ..blocks import BlockTable, Copy, Sheet
 
 if TYPE_CHECKING:
     from .ops_torch import Ops
@@ -114,7 +114,7 @@ class StaticBatch:
 
     # ---- the host's part
 
-    def load(self, tables: Sequence[Table], new: int, columns: int, copies: Sequence[Copy] = ()) -> None:
+    def load(self, tables: Sequence[BlockTable], new: int, columns: int, copies: Sequence[Copy] = ()) -> None:
         """Upload a step of `new` tokens that `tables` have taken already, as it was before it, at `columns`
         columns.
         """
@@ -133,7 +133,7 @@ class StaticBatch:
             sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
         self._send()
 
-    def spread(self, tables: Sequence[Table], counts: Sequence[int], ranks: Ranks | None = None) -> None:
+    def spread(self, tables: Sequence[BlockTable], counts: Sequence[int], ranks: Ranks | None = None) -> None:
         """Upload a step in which table i has taken counts[i] tokens, each of them a row of its own, behind a
         row for each of the ranks.
         """

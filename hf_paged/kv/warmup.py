@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..blocks import BlockPool, Table, append
+from ..blocks import BlockPool, BlockTable, append
 from .batch import Batch
 from .flat import FlatBatch
 from .ops import TritonOps, on
@@ -127,7 +127,7 @@ class Attention(NamedTuple):
     def _flat(self, length: int, new: int) -> FlatBatch:
         """A sequence of `length` tokens, of which `new` are this step's."""
         pool = BlockPool(-(-length // self.block_size), self.block_size)
-        table = Table(pool)
+        table = BlockTable(pool)
         append([table], [length])
         return FlatBatch([table], [new])
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..kv import Kind, Pages, Rows, Sequences
+from ..kv import LayerKind, Pages, Rows, Sequences
 from .lazy import LazyPages, LazyRotated, NotCapturable, as_dense
 from .lengths import DeviceNumber
 
@@ -33,7 +33,7 @@ class PagedLayer(DynamicLayer):
     complete = True
     """Whether the pages hold all that the layer keeps."""
 
-    def __init__(self, number: int, kind: Kind, sequences: Sequences) -> None:
+    def __init__(self, number: int, kind: LayerKind, sequences: Sequences) -> None:
         CacheLayerMixin.__init__(self)
         self.number, self.kind, self.sequences = number, kind, sequences
         self.is_sliding = kind.window is not None

@@ -30,7 +30,7 @@ CROWD = 0.7
 """The share of the crowd's token in the others."""
 
 
-class Seen(NamedTuple):
+class RouterInputs(NamedTuple):
     """What a module was called with: some tokens' hidden states, how tokens were laid out, and the arguments
     beside them.
     """
@@ -61,7 +61,7 @@ class Routers:
             for module in _decoder(model).modules()
             if _has_capacity(cast(Any, type(module))) and _weighs(module)
         ]
-        self.seen: dict[nn.Module, Seen] = {}
+        self.seen: dict[nn.Module, RouterInputs] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -147,16 +147,21 @@ def _weighs(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _seen(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Seen:
+def _seen(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> RouterInputs:
     hidden = arguments[0].detach()
     kinds = hidden.reshape(-1, hidden.shape[-1])[:KINDS].clone()
     beside = tuple(None if isinstance(each, torch.Tensor) else each for each in arguments[1:])
     named = {name: None if isinstance(each, torch.Tensor) else each for name, each in keywords.items()}
-    return Seen(torch.cat([kinds, -kinds]), hidden.ndim == 2, beside, named)
+    return RouterInputs(torch.cat([kinds, -kinds]), hidden.ndim == 2, beside, named)
 
 
 def _alike(
-    module: nn.Module, seen: Seen, few: list[torch.Tensor], many: list[torch.Tensor], rows: int, copies: int
+    module: nn.Module,
+    seen: RouterInputs,
+    few: list[torch.Tensor],
+    many: list[torch.Tensor],
+    rows: int,
+    copies: int,
 ) -> bool:
     """Whether a module answers one series of calls as another in which everything stands there `copies`
     times.
@@ -175,7 +180,7 @@ def _alike(
     return True
 
 
-def _answers(module: nn.Module, seen: Seen, calls: list[torch.Tensor]) -> list[Any]:
+def _answers(module: nn.Module, seen: RouterInputs, calls: list[torch.Tensor]) -> list[Any]:
     """What a module answers to a series of calls, beginning as it is now, and unchanged by it; `Unlike` if it
     draws at random.
     """

@@ -16,12 +16,12 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..kv import Kind, Sequences
+from ..kv import LayerKind, Sequences
 from .layer import PagedLayer, WindowLayer
 
 STATE: Any = LinearAttentionLayer
-FULL = Kind("full")
-CROSS = Kind("cross")
+FULL = LayerKind("full")
+CROSS = LayerKind("cross")
 STATE_AND_FULL = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 STATE_AND_WINDOW = getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None)
 NO_CONTENT = frozenset({getattr(cache_utils, "DummyLayer", None)})
@@ -37,7 +37,7 @@ class Slot(NamedTuple):
     keeps.
     """
 
-    kind: Kind | None
+    kind: LayerKind | None
     paged: Any
     source: Any
     """A layer whose other content is taken over; without pages, the layer itself."""
@@ -60,7 +60,7 @@ class Slot(NamedTuple):
         if cross:
             return cls(CROSS, paged, layer)
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        return cls(FULL if window is None else Kind("window", window), paged, layer)
+        return cls(FULL if window is None else LayerKind("window", window), paged, layer)
 
     @classmethod
     def like(cls, layer: Any, memo: dict[int, Any]) -> Slot:

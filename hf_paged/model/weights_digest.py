@@ -61,7 +61,7 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     return version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-class Piece(NamedTuple):
+class Sample(NamedTuple):
     """Words of a part: `words` of them from word `first` on, `step` words apart."""
 
     part: int
@@ -73,7 +73,7 @@ class Piece(NamedTuple):
 class Reading(NamedTuple):
     """What was found in one place, perhaps still on its way: the numbers of some pieces."""
 
-    shelf: Shelf
+    shelf: DeviceParts
     ranges: list[tuple[int, int]]
     numbers: torch.Tensor | list[int]
     arrived: torch.cuda.Event | None = None
@@ -100,9 +100,9 @@ class Contents:
             for i, tensor in enumerate(tensors)
             if any(not by_address for _, by_address in _by_place([tensor]))
         ]
-        self._shelves = {place: Shelf(parts, place) for place, parts in _by_place(tensors).items()}
+        self._shelves = {place: DeviceParts(parts, place) for place, parts in _by_place(tensors).items()}
         self._baseline = self._read([[(0, len(shelf.pieces))] for shelf in self._shelves.values()])
-        self._known: dict[Shelf, list[int]] = {}
+        self._known: dict[DeviceParts, list[int]] = {}
         self._looks = 0
 
     @property
@@ -136,7 +136,7 @@ class Contents:
         return True
 
 
-class Shelf:
+class DeviceParts:
     """The parts that lie in one place, cut into pieces: first a sample of each, then all of the large
     ones.
     """
@@ -149,7 +149,7 @@ class Shelf:
         )
         steps = [1 if words <= SMALL else words // SAMPLES for words in lengths]
         self.pieces = [
-            Piece(i, 0, words if step == 1 else SAMPLES, step)
+            Sample(i, 0, words if step == 1 else SAMPLES, step)
             for i, (words, step) in enumerate(zip(lengths, steps, strict=True))
         ]
         self.samples = len(self.pieces)
@@ -176,7 +176,7 @@ class Shelf:
                 if size and size + 4 * count > TURN.get(self.device.type, TURN["cpu"]):
                     self.turns.append((begin, len(self.pieces)))
                     begin, size = len(self.pieces), 0
-                self.pieces.append(Piece(part, first, count, 1))
+                self.pieces.append(Sample(part, first, count, 1))
                 size += 4 * count
         if size:
             self.turns.append((begin, len(self.pieces)))
@@ -202,18 +202,18 @@ class Shelf:
         arrived.record(torch.cuda.current_stream(numbers.device))
         return Reading(self, ranges, host, arrived)
 
-    def _boil_down(self, piece: Piece) -> torch.Tensor:
+    def _boil_down(self, piece: Sample) -> torch.Tensor:
         if self._weights is None:
             longest = max(piece.words for piece in self.pieces)
             self._weights = (torch.arange(longest, device=self.device) * GOLDEN) | 1
         return (self._read(piece).long() * self._weights[: piece.words]).sum()
 
-    def _hash(self, piece: Piece) -> int:
+    def _hash(self, piece: Sample) -> int:
         return int.from_bytes(
             blake2b(self._read(piece).contiguous().numpy().data, digest_size=8).digest(), "little"
         )
 
-    def _read(self, piece: Piece) -> torch.Tensor:
+    def _read(self, piece: Sample) -> torch.Tensor:
         return _words(self.parts[piece.part])[piece.first :: piece.step][: piece.words]
 
 

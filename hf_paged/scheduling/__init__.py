@@ -3,11 +3,11 @@
 from .admission import Verdict, judge, why_infeasible
 from .decode_batch import Crew, Stride
 from .forecast import ADMISSIONS, Future
-from .history import History
-from .limits import Limits, Shelf
-from .plan import Plan, Row, Swaps
+from .history import AnswerLengths
+from .limits import KVCacheGroup, Limits
+from .plan import ScheduledRow, StepPlan, Swaps
 from .policy import POLICIES
-from .request import UNKNOWN, Group, Request, Sequence, Status
+from .request import UNKNOWN, Request, Sequence, SequenceGroup, Status
 from .scheduler import Count, Infeasible, Scheduler
 from .swap import Decide, Victim, never
 
@@ -15,21 +15,21 @@ __all__ = [
     "ADMISSIONS",
     "POLICIES",
     "UNKNOWN",
+    "AnswerLengths",
     "Count",
     "Crew",
     "Decide",
     "Future",
-    "Group",
-    "History",
     "Infeasible",
+    "KVCacheGroup",
     "Limits",
-    "Plan",
     "Request",
-    "Row",
+    "ScheduledRow",
     "Scheduler",
     "Sequence",
-    "Shelf",
+    "SequenceGroup",
     "Status",
+    "StepPlan",
     "Stride",
     "Swaps",
     "Verdict",

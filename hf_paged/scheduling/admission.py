@@ -7,8 +7,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from ..blocks.pool import expect
-from .limits import Limits, Shelf
-from .request import Group, Request, Sequence, Status, blocks_of_group
+from .limits import KVCacheGroup, Limits
+from .request import Request, Sequence, SequenceGroup, Status, blocks_of_group
 
 
 class Verdict(Enum):
@@ -34,7 +34,7 @@ def judge(
     return Verdict.LATER
 
 
-def why_infeasible(request: Request, shelves: Rows[Shelf], limits: Limits) -> str | None:
+def why_infeasible(request: Request, shelves: Rows[KVCacheGroup], limits: Limits) -> str | None:
     """Why this request can never run to its end, with both numbers, or None if it can (C11)."""
     if request.width > limits.sequences:
         return (
@@ -62,7 +62,7 @@ def why_infeasible(request: Request, shelves: Rows[Shelf], limits: Limits) -> st
     return None
 
 
-def headroom(group: Group, need: int, running: Rows[Group], shelf: int, chunk: int) -> int:
+def headroom(group: SequenceGroup, need: int, running: Rows[SequenceGroup], shelf: int, chunk: int) -> int:
     """The blocks that a group to which preemption happens again and again leaves available when it comes back
     with `need` blocks.
 
@@ -91,7 +91,7 @@ class Bid(NamedTuple):
         does not compute.
     """
 
-    group: Group
+    group: SequenceGroup
     blocks: Rows[list[int]]
     needs: Rows[int]
     sources: Rows[int | None] = ()
@@ -105,7 +105,7 @@ class Moment(NamedTuple):
 
     step: int
     room: int
-    running: Rows[Group]
+    running: Rows[SequenceGroup]
     taken: int
 
 
@@ -116,9 +116,9 @@ class Watermark:
     The scheduler says who comes and goes; other routers build on this one and listen to it.
     """
 
-    def __init__(self, shelves: Rows[Shelf], limits: Limits) -> None:
+    def __init__(self, shelves: Rows[KVCacheGroup], limits: Limits) -> None:
         self.shelves, self.limits = tuple(shelves), limits
-        self._behind: dict[Group, None] = {}
+        self._behind: dict[SequenceGroup, None] = {}
         """Who runs and has still to compute more than a token: few, so that a verdict does not ask everybody.
         """
 
@@ -161,7 +161,7 @@ class Watermark:
         """The group was let in, and is about to take the blocks that were found."""
         self._behind[bid.group] = None
 
-    def leave(self, group: Group) -> None:
+    def leave(self, group: SequenceGroup) -> None:
         """The group holds nothing any more: it has ended or was preempted, or it never ran."""
         self._behind.pop(group, None)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..blocks.pool import expect
-from .limits import Shelf
+from .limits import KVCacheGroup
 from .policy import Key
-from .request import Group, Status
+from .request import SequenceGroup, Status
 
 
-def check_shelves(shelves: Iterable[Shelf]) -> None:
+def check_shelves(shelves: Iterable[KVCacheGroup]) -> None:
     """Recount the pools, those of the host too (C7)."""
     for shelf in shelves:
         shelf.pool.check()
@@ -18,7 +18,7 @@ def check_shelves(shelves: Iterable[Shelf]) -> None:
             shelf.host.check()
 
 
-def check_groups(by_status: Mapping[Status, Sequence[Group]], key: Key) -> None:
+def check_groups(by_status: Mapping[Status, Sequence[SequenceGroup]], key: Key) -> None:
     """Every group stands where its status says, in order, and its tables hold what is computed, here or on
     the host (C30).
     """

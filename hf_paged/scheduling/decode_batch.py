@@ -8,10 +8,10 @@ from array import array
 from collections.abc import Sequence as Rows
 from typing import Any, NamedTuple
 
-from ..blocks import Sheet, Table
+from ..blocks import BlockTable, Sheet
 from ..blocks.pool import NOWHERE, expect
-from .limits import Shelf
-from .request import Group, Sequence
+from .limits import KVCacheGroup
+from .request import Sequence, SequenceGroup
 
 
 class Stride(NamedTuple):
@@ -47,7 +47,7 @@ class Crew:
     is planned by itself.
     """
 
-    def __init__(self, shelves: tuple[Shelf, ...]) -> None:
+    def __init__(self, shelves: tuple[KVCacheGroup, ...]) -> None:
         self.shelves = shelves
         self.sequences: list[Sequence] = []
         self.clear()
@@ -60,7 +60,7 @@ class Crew:
         self.steps = 0
         self.sheets = tuple(Sheet() for _ in self.shelves)
         self._starts = array("i")
-        self._tables: list[list[Table]] = [[] for _ in self.shelves]
+        self._tables: list[list[BlockTable]] = [[] for _ in self.shelves]
         self._full: list[dict[Sequence, None]] = [{} for _ in range(self._size)]
         """By the number of a step, up to multiples of the block size: who has only full blocks before it."""
         self._ends: dict[int, dict[Sequence, None]] = {}
@@ -77,7 +77,7 @@ class Crew:
 
     # ---- who comes and goes
 
-    def takes(self, group: Group) -> bool:
+    def takes(self, group: SequenceGroup) -> bool:
         """Whether a group may join: nobody else names the block that it would write in next."""
         if (
             group.request.width > 1

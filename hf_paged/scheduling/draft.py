@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 
-from ..blocks import BlockPool, Copy, Table, blocks_needed, detach
+from ..blocks import BlockPool, BlockTable, Copy, blocks_needed, detach
 from .decode_batch import Stride
-from .limits import Shelf
-from .plan import Plan, Row, Swaps
-from .request import Group, Sequence
+from .limits import KVCacheGroup
+from .plan import ScheduledRow, StepPlan, Swaps
+from .request import Sequence, SequenceGroup
 
 Steps = list[tuple[Sequence, int]]
 """Sequences of one group, and how many tokens each takes."""
@@ -21,13 +21,13 @@ class Draft:
     def __init__(self, shelves: int, room: int) -> None:
         self.room = room
         self.stride: Stride | None = None
-        self.rows: list[Row] = []
+        self.rows: list[ScheduledRow] = []
         self.copies: list[list[Copy]] = [[] for _ in range(shelves)]
-        self.admitted: list[Group] = []
-        self.preempted: list[Group] = []
+        self.admitted: list[SequenceGroup] = []
+        self.preempted: list[SequenceGroup] = []
         self._sources: list[tuple[BlockPool, int, int]] = []
 
-    def detach(self, i: int, table: Table) -> None:
+    def detach(self, i: int, table: BlockTable) -> None:
         """Give a table of shelf `i` its own copy of a last block that it shares. The source stays held until
         the step is planned.
         """
@@ -35,12 +35,14 @@ class Draft:
             self.copies[i].append(copy)
             self._sources.append((table.pool, copy.source, table.stamp))
 
-    def plan(self, swaps: Swaps) -> Plan:
+    def plan(self, swaps: Swaps) -> StepPlan:
         """The step as a value."""
         for pool, source, stamp in self._sources:
             pool.drop(source, stamp)
         copies = tuple(tuple(copies) for copies in self.copies)
-        return Plan(tuple(self.rows), copies, swaps, tuple(self.admitted), tuple(self.preempted), self.stride)
+        return StepPlan(
+            tuple(self.rows), copies, swaps, tuple(self.admitted), tuple(self.preempted), self.stride
+        )
 
 
 def samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
@@ -52,7 +54,7 @@ def samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
     return (sequence,) if sequence.group.forked else tuple(sequence.group.sequences)
 
 
-def share(groups: Sequences[Group], room: int) -> list[Steps]:
+def share(groups: Sequences[SequenceGroup], room: int) -> list[Steps]:
     """Who takes how many of so many tokens: whoever decodes has its token, who computes a prompt gets what
     that leaves.
     """
@@ -70,7 +72,7 @@ def share(groups: Sequences[Group], room: int) -> list[Steps]:
     return found
 
 
-def fit(shelves: Iterable[Shelf], several: Sequences[Steps], beside: int = 0) -> bool:
+def fit(shelves: Iterable[KVCacheGroup], several: Sequences[Steps], beside: int = 0) -> bool:
     """Whether every pool has the blocks for these steps and `beside` more; what lies behind a window goes
     back first (C10).
     """

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from ..blocks.pool import expect
 from .admission import Bid, Moment, Verdict, Watermark
-from .history import History
-from .limits import Limits, Shelf
-from .request import UNKNOWN, Group, Sequence, Status, blocks_of_group
+from .history import AnswerLengths
+from .limits import KVCacheGroup, Limits
+from .request import UNKNOWN, Sequence, SequenceGroup, Status, blocks_of_group
 
 FAR = 1 << 60
 """The end of groups whose prompt takes more steps: nobody knows how many."""
@@ -69,7 +69,7 @@ class _Entry:
 
     def __init__(
         self,
-        group: Group,
+        group: SequenceGroup,
         settled: bool,
         review: int,
         spread: int,
@@ -108,20 +108,22 @@ class Future(Watermark):
     part is a line.
     """
 
-    def __init__(self, shelves: Rows[Shelf], limits: Limits, history: History | None = None) -> None:
+    def __init__(
+        self, shelves: Rows[KVCacheGroup], limits: Limits, history: AnswerLengths | None = None
+    ) -> None:
         super().__init__(shelves, limits)
-        self.history = History() if history is None else history
+        self.history = AnswerLengths() if history is None else history
         self.clear()
 
     def clear(self) -> None:
         super().clear()
-        self._entries: dict[Group, _Entry] = {}
+        self._entries: dict[SequenceGroup, _Entry] = {}
         self._order: list[_Entry] = []
         """The same by their ends, the last first."""
         self._spread = 0
         self._reviews: list[tuple[int, int, _Entry]] = []
         self._serial = count()
-        self._changed: dict[Group, None] = {}
+        self._changed: dict[SequenceGroup, None] = {}
         """Groups that do not decode yet, or have lost a sequence."""
         self._shared: list[Counter[int]] = [Counter() for _ in self.shelves]
         """Blocks that are counted once for several groups, and for how many."""
@@ -189,7 +191,7 @@ class Future(Watermark):
         settled = group.decoding or (group.common == group.length and behind <= moment.room)
         return self._entry(group, moment.step, settled, shared)
 
-    def _entry(self, group: Group, step: int, settled: bool, shared: list[list[int]]) -> _Entry:
+    def _entry(self, group: SequenceGroup, step: int, settled: bool, shared: list[list[int]]) -> _Entry:
         """What a group holds from `step` on; settled: from then on it grows in every step."""
         width, prompt = len(group.sequences), len(group.request.prompt)
         said, most = group.length - prompt, group.request.most_tokens - prompt
@@ -210,7 +212,7 @@ class Future(Watermark):
         spread = (width * (length - said)) ** 2 if length < most else 0
         return _Entry(group, settled, review, spread, parts, shared)
 
-    def _slots(self, i: int, group: Group, length: int, estimated: bool) -> int:
+    def _slots(self, i: int, group: SequenceGroup, length: int, estimated: bool) -> int:
         """The most slots of a pool that a group holds whose sequences are to have `length` tokens, the last
         of which is not stored.
 
@@ -235,13 +237,13 @@ class Future(Watermark):
         else:
             self._changed[entry.group] = None
 
-    def _remove(self, group: Group) -> _Entry:
+    def _remove(self, group: SequenceGroup) -> _Entry:
         entry = self._entries.pop(group)
         self._spread -= entry.spread
         del self._order[bisect_left(self._order, entry.key, key=lambda each: each.key)]
         return entry
 
-    def _renew(self, group: Group, step: int) -> None:
+    def _renew(self, group: SequenceGroup, step: int) -> None:
         entry = self._remove(group)
         self._put(self._entry(group, step, entry.settled or group.decoding, entry.shared))
 
@@ -270,7 +272,7 @@ class Future(Watermark):
                 self._renew(entry.group, moment.step)
         self._put(newcomer)
 
-    def leave(self, group: Group) -> None:
+    def leave(self, group: SequenceGroup) -> None:
         super().leave(group)
         if group not in self._entries:
             return

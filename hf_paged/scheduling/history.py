@@ -8,7 +8,7 @@ ENDLESS = 0
 """Stands for an answer that reached its limit: how long it would have become is not known."""
 
 
-class History:
+class AnswerLengths:
     """The lengths of the last `keep` answers, counted so that adding one and asking for one take O(log of the
     longest).
 

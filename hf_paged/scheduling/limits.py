@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..blocks import BlockPool
 
 
-class Shelf(NamedTuple):
+class KVCacheGroup(NamedTuple):
     """The pool of one kind of layer, how far back those layers look, and the pool on the host that its blocks
     are swapped to.
 
@@ -56,6 +56,6 @@ class Limits:
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark={self.watermark} is not in [0, 1); 0.01 is a good choice")
 
-    def reserve(self, shelf: Shelf) -> int:
+    def reserve(self, shelf: KVCacheGroup) -> int:
         """The blocks of a pool that a new request must leave available."""
         return int(self.watermark * shelf.pool.total)

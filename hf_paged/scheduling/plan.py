@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from ..blocks import Copy
 from .decode_batch import Stride
-from .request import Group, Sequence
+from .request import Sequence, SequenceGroup
 
 
-class Row(NamedTuple):
+class ScheduledRow(NamedTuple):
     """`count` tokens of a sequence from `start` on. Their slots are in its tables already.
 
     samples: the sequences whose next token is chosen from what follows this row's last one. None if the row
@@ -45,7 +45,7 @@ class Swaps:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """What a step does, in this order: swaps, copies, rows.
 
     stride: the step of those who do nothing but decode, if there are any. others: the rows of everybody else.
@@ -53,11 +53,11 @@ class Plan:
     host and back. admitted, preempted: who came and who went.
     """
 
-    others: tuple[Row, ...] = ()
+    others: tuple[ScheduledRow, ...] = ()
     copies: tuple[tuple[Copy, ...], ...] = ()
     swaps: Swaps = Swaps()
-    admitted: tuple[Group, ...] = ()
-    preempted: tuple[Group, ...] = ()
+    admitted: tuple[SequenceGroup, ...] = ()
+    preempted: tuple[SequenceGroup, ...] = ()
     stride: Stride | None = None
 
     def __bool__(self) -> bool:
@@ -65,7 +65,7 @@ class Plan:
         return self.stride is not None or bool(self.others)
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[ScheduledRow, ...]:
         """All rows, the stride's first. Made when somebody asks for them: most steps are carried out
         without.
         """
@@ -73,7 +73,8 @@ class Plan:
             return self.others
         sequences, starts, step = self.stride.sequences, self.stride.starts, self.stride.step
         return *(
-            Row(each, start + step, 1, (each,)) for each, start in zip(sequences, starts, strict=True)
+            ScheduledRow(each, start + step, 1, (each,))
+            for each, start in zip(sequences, starts, strict=True)
         ), *self.others
 
     @property
@@ -89,6 +90,6 @@ class Plan:
         )
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[SequenceGroup]:
         """Whose rows run, each once, in order."""
         return list(dict.fromkeys(row.sequence.group for row in self.rows))

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .request import Group
+    from .request import SequenceGroup
 
-Key = Callable[["Group"], tuple[int, ...]]
+Key = Callable[["SequenceGroup"], tuple[int, ...]]
 
 
-def first_come(group: Group) -> tuple[int, ...]:
+def first_come(group: SequenceGroup) -> tuple[int, ...]:
     """By arrival (C26)."""
     return (group.request.number,)
 
 
-def priority(group: Group) -> tuple[int, ...]:
+def priority(group: SequenceGroup) -> tuple[int, ...]:
     """Higher priorities first, and by arrival among equals. A running group is not stopped for one that
     waits.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .request import Group
+from .request import SequenceGroup
 
 
 class Promises(Counter[bytes]):
@@ -12,12 +12,12 @@ class Promises(Counter[bytes]):
     computing them too.
     """
 
-    def make(self, group: Group, names: list[bytes]) -> None:
+    def make(self, group: SequenceGroup, names: list[bytes]) -> None:
         """The group will compute these blocks."""
         group.promised = names
         self.update(names)
 
-    def withdraw(self, group: Group) -> None:
+    def withdraw(self, group: SequenceGroup) -> None:
         """The group is done with what it had in common, or will not do it: nobody waits for it any more."""
         for name in group.promised:
             self[name] -= 1

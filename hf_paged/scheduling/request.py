@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ..blocks import Prompt, Table
+from ..blocks import BlockTable, Prompt
 from ..blocks.pool import NOWHERE
-from .limits import Shelf
+from .limits import KVCacheGroup
 
 UNKNOWN = -1
 """Stands for a token that is chosen already and that the host has not heard of yet."""
@@ -59,9 +59,11 @@ class Sequence:
 
     __slots__ = ("computed", "group", "index", "parked", "place", "tables", "tokens")
 
-    def __init__(self, group: Group, index: int, tokens: list[int], tables: tuple[Table, ...]) -> None:
+    def __init__(
+        self, group: SequenceGroup, index: int, tokens: list[int], tables: tuple[BlockTable, ...]
+    ) -> None:
         self.group, self.index, self.tokens, self.tables = group, index, tokens, tables
-        self.parked: tuple[Table, ...] = ()
+        self.parked: tuple[BlockTable, ...] = ()
         """Its tables in the pools of the host while it is swapped; the others are empty then."""
         self.computed = 0
         self.place: int | None = None
@@ -94,18 +96,18 @@ class Sequence:
         self.computed = 0
 
 
-class Group:
+class SequenceGroup:
     """The sequences of one request: admitted, preempted and resumed as one. All that live are equally long.
 
     Until it is forked only the first sequence has blocks: it computes the `common` tokens for all of them,
     which are the prompt, or after a preemption whatever they still have in common (C30).
     """
 
-    def __init__(self, request: Request, shelves: tuple[Shelf, ...]) -> None:
+    def __init__(self, request: Request, shelves: tuple[KVCacheGroup, ...]) -> None:
         self.request, self.shelves = request, shelves
         self.status = Status.WAITING
         self.sequences = [
-            Sequence(self, i, list(request.prompt), tuple(Table(shelf.pool) for shelf in shelves))
+            Sequence(self, i, list(request.prompt), tuple(BlockTable(shelf.pool) for shelf in shelves))
             for i in range(request.width)
         ]
         self.preemptions = 0
@@ -238,7 +240,7 @@ class Group:
         return prompt.digests[: (self.common - 1) // prompt.size]
 
 
-def blocks_of_group(shelf: Shelf, width: int, common: int, length: int, chunk: int) -> int:
+def blocks_of_group(shelf: KVCacheGroup, width: int, common: int, length: int, chunk: int) -> int:
     """The most blocks of `width` sequences of `length` tokens whose first `common` are the same (C11).
 
     The blocks that are full of common tokens are there once, the rest once for each. Behind a window every

@@ -15,11 +15,11 @@ from .audit import check_groups, check_shelves
 from .decode_batch import Crew
 from .draft import Draft, Steps, fit, samples, share
 from .forecast import ADMISSIONS
-from .limits import Limits, Shelf
-from .plan import Plan, Row
+from .limits import KVCacheGroup, Limits
+from .plan import ScheduledRow, StepPlan
 from .policy import POLICIES
 from .promises import Promises
-from .request import UNKNOWN, Group, Request, Sequence, Status
+from .request import UNKNOWN, Request, Sequence, SequenceGroup, Status
 from .swap import Decide, Swapping, never
 
 Count = Literal[
@@ -47,7 +47,7 @@ class Scheduler:
 
     def __init__(
         self,
-        shelves: Iterable[Shelf],
+        shelves: Iterable[KVCacheGroup],
         limits: Limits,
         policy: str = "fcfs",
         *,
@@ -70,12 +70,12 @@ class Scheduler:
         self._key = POLICIES[policy]
         self.admission = ADMISSIONS[admission](self.shelves, limits)
         """Says who is let in."""
-        self.waiting: list[Group] = []
-        self.preempted: list[Group] = []
-        self.running: list[Group] = []
+        self.waiting: list[SequenceGroup] = []
+        self.preempted: list[SequenceGroup] = []
+        self.running: list[SequenceGroup] = []
         """These three are in the order of the policy."""
         self.crew = Crew(self.shelves)
-        self._others: list[Group] = []
+        self._others: list[SequenceGroup] = []
         """Who runs and is not in the crew, in the same order."""
         self._promised = Promises()
         self.swapping = Swapping(self.shelves, swap, verify)
@@ -83,16 +83,16 @@ class Scheduler:
 
     # ---- requests come and go
 
-    def submit(self, request: Request) -> Group:
+    def submit(self, request: Request) -> SequenceGroup:
         """Queue a request, or raise Infeasible at once (C11)."""
         reason = why_infeasible(request, self.shelves, self.limits)
         if reason is not None:
             raise Infeasible(reason)
-        group = Group(request, self.shelves)
+        group = SequenceGroup(request, self.shelves)
         insort(self.waiting, group, key=self._key)
         return group
 
-    def abort(self, group: Group) -> None:
+    def abort(self, group: SequenceGroup) -> None:
         """Give back everything of a group, in whatever state it is (C34)."""
         if group.status is Status.FINISHED:
             return
@@ -113,7 +113,7 @@ class Scheduler:
         else:
             group.sequences.remove(sequence)
 
-    def _leave(self, group: Group) -> None:
+    def _leave(self, group: SequenceGroup) -> None:
         self._promised.withdraw(group)
         self.admission.leave(group)
         {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}[
@@ -124,7 +124,7 @@ class Scheduler:
         group.status = Status.FINISHED
         self.counts["finished"] += 1
 
-    def preempt(self, group: Group, swap: bool = True) -> None:
+    def preempt(self, group: SequenceGroup, swap: bool = True) -> None:
         """Take all blocks of a running group. They wait for it on the host, or it is computed again, from the
         prefix cache where it can (C29 to C31); without `swap` that is not asked."""
         self._dismiss(group)
@@ -143,14 +143,14 @@ class Scheduler:
         insort(self.preempted, group, key=self._key)
         self.counts["preemptions"] += 1
 
-    def begin_again(self, group: Group) -> None:
+    def begin_again(self, group: SequenceGroup) -> None:
         """Give back what a group has computed, on the host too: it will be computed again."""
         for sequence in group.sequences:
             sequence.free()
         group.gather()
         self.counts["recomputed"] += 1
 
-    def start_over(self, groups: Iterable[Group]) -> None:
+    def start_over(self, groups: Iterable[SequenceGroup]) -> None:
         """Something broke into the middle of a step: nobody holds anything, and all that are not finished are
         computed again.
         """
@@ -179,7 +179,7 @@ class Scheduler:
 
     # ---- a step
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> StepPlan:
         """The next step. Its blocks are taken in the books; `commit` says that it has been computed."""
         draft = Draft(len(self.shelves), self.limits.tokens)
         now = [shelf.pool.tick() for shelf in self.shelves]
@@ -202,12 +202,12 @@ class Scheduler:
         self.counts["tokens"] += plan.tokens
         return plan
 
-    def commit(self, plan: Plan, without: Collection[Group] = ()) -> None:
+    def commit(self, plan: StepPlan, without: Collection[SequenceGroup] = ()) -> None:
         """The rows of the plan are computed, but for those of groups `without`."""
         self.launch(plan, without)
         self.confirm(plan, without)
 
-    def launch(self, plan: Plan, without: Collection[Group] = ()) -> None:
+    def launch(self, plan: StepPlan, without: Collection[SequenceGroup] = ()) -> None:
         """The rows of the plan are on their way, but for those of groups `without`: the next step may build
         on them.
         """
@@ -223,7 +223,7 @@ class Scheduler:
             if not group.forked and sequence.computed >= group.common:
                 group.fork()
 
-    def confirm(self, plan: Plan, without: Collection[Group] = ()) -> None:
+    def confirm(self, plan: StepPlan, without: Collection[SequenceGroup] = ()) -> None:
         """The rows of the plan are there, and so are their tokens: their blocks may be named now, and no
         sooner (C22).
         """
@@ -245,14 +245,14 @@ class Scheduler:
         """A sequence has got its next token; UNKNOWN if the host will `reveal` it later."""
         sequence.tokens.append(token)
 
-    def reveal(self, group: Group, position: int, tokens: Mapping[Sequence, int]) -> None:
+    def reveal(self, group: SequenceGroup, position: int, tokens: Mapping[Sequence, int]) -> None:
         """The host has heard which token stands at `position` of these sequences of a group."""
         for sequence, token in tokens.items():
             sequence.tokens[position] = token
         if group.status is Status.PREEMPTED and not group.swapped:
             group.gather()  # what they have in common was not known when it had to go
 
-    def reorder(self, group: Group, sources: Rows[int], tokens: Rows[int]) -> None:
+    def reorder(self, group: SequenceGroup, sources: Rows[int], tokens: Rows[int]) -> None:
         """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6,
         C16).
         """
@@ -288,7 +288,7 @@ class Scheduler:
                 self.crew.join(group.leader)
                 self._others.remove(group)
 
-    def _dismiss(self, group: Group) -> None:
+    def _dismiss(self, group: SequenceGroup) -> None:
         """Out of the crew, if it is there."""
         if group.leader.place is not None:
             self.crew.leave(group.leader)
@@ -307,7 +307,7 @@ class Scheduler:
             else:
                 draft.copies[i] += append(tables, [sequence.growth(i, count) for sequence, count in steps])
         for sequence, count in steps:
-            draft.rows.append(Row(sequence, sequence.computed, count, samples(sequence, count)))
+            draft.rows.append(ScheduledRow(sequence, sequence.computed, count, samples(sequence, count)))
             draft.room -= count
 
     def _admit(self, draft: Draft) -> None:
@@ -345,7 +345,7 @@ class Scheduler:
                 raise AssertionError(f"{group!r} was let in and its first step does not fit")
             self._take(draft, steps)
 
-    def _find(self, group: Group) -> list[Match] | None:
+    def _find(self, group: SequenceGroup) -> list[Match] | None:
         """What every pool has of the group's beginning, to the token; None if a twin is computing the next
         block right now.
 
@@ -373,7 +373,7 @@ class Scheduler:
     def _moment(self, room: int) -> Moment:
         return Moment(self.counts["steps"], room, self.running, self._taken)
 
-    def _bid(self, group: Group, found: list[Match]) -> Bid:
+    def _bid(self, group: SequenceGroup, found: list[Match]) -> Bid:
         chunk, many = self.limits.tokens, range(len(self.shelves))
         needs = [self.swapping.need(group, i, chunk) if group.swapped else group.need(i, chunk) for i in many]
         sources = [None if each.partial is None else each.partial.block for each in found]
@@ -385,7 +385,7 @@ class Scheduler:
             found[0].tokens(self.shelves[0].pool.block_size),
         )
 
-    def _start(self, draft: Draft, group: Group, found: list[Match]) -> None:
+    def _start(self, draft: Draft, group: SequenceGroup, found: list[Match]) -> None:
         if group.swapped:
             self.counts["swapped_in"] += 1
             self.counts["blocks_in"] += self.swapping.bring_back(group)
@@ -399,7 +399,7 @@ class Scheduler:
         insort(self._others, group, key=self._key)
         self.counts["admissions"] += 1
 
-    def _adopt(self, draft: Draft, group: Group, found: list[Match]) -> int:
+    def _adopt(self, draft: Draft, group: SequenceGroup, found: list[Match]) -> int:
         """Let a group begin with what was found: how many of its full blocks that is."""
         leader = group.leader
         for i, (table, each) in enumerate(zip(leader.tables, found, strict=True)):

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..blocks import Copy, Table, blocks_needed, distinct, move
-from .limits import Shelf
+from ..blocks import BlockTable, Copy, blocks_needed, distinct, move
+from .limits import KVCacheGroup
 from .plan import Swaps
-from .request import Group
+from .request import SequenceGroup
 
 
 class Victim(NamedTuple):
@@ -41,7 +41,7 @@ class Swapping:
     names that were forgotten since (other weights, a pool given back) is never brought back.
     """
 
-    def __init__(self, shelves: tuple[Shelf, ...], decide: Decide, verify: bool) -> None:
+    def __init__(self, shelves: tuple[KVCacheGroup, ...], decide: Decide, verify: bool) -> None:
         self.shelves, self.decide, self.verify = shelves, decide, verify
         self.clear()
 
@@ -64,7 +64,7 @@ class Swapping:
 
     # ---- out
 
-    def park(self, group: Group) -> int | None:
+    def park(self, group: SequenceGroup) -> int | None:
         """Move a running group to the host, if that is wanted and there is room: the blocks that travel, None
         if it stays.
         """
@@ -90,7 +90,7 @@ class Swapping:
         if any(host.available < blocks for host, blocks in zip(hosts, held, strict=True)):
             return None
         for sequence in group.sequences:
-            sequence.parked = tuple(Table(host) for host in hosts)
+            sequence.parked = tuple(BlockTable(host) for host in hosts)
         for i, of_shelf in enumerate(self._out):
             for copy in move(_tables(group, i), [sequence.parked[i] for sequence in group.sequences]):
                 of_shelf[copy.target] = copy.source
@@ -98,7 +98,7 @@ class Swapping:
 
     # ---- back
 
-    def stale(self, group: Group) -> bool:
+    def stale(self, group: SequenceGroup) -> bool:
         """Whether what a group has computed rests on what was forgotten since."""
         return any(
             table.length and table.epoch != shelf.pool.epoch
@@ -106,7 +106,7 @@ class Swapping:
             for shelf, table in zip(self.shelves, sequence.parked or sequence.tables, strict=True)
         )
 
-    def there(self, group: Group, i: int) -> dict[int, int]:
+    def there(self, group: SequenceGroup, i: int) -> dict[int, int]:
         """Which of a group's blocks on the host the device still has under their names, and where."""
         pool, found = self.shelves[i].pool, {}
         for sequence in group.sequences:
@@ -120,7 +120,7 @@ class Swapping:
                     found[table.blocks[place - table.released]] = block
         return found
 
-    def need(self, group: Group, i: int, chunk: int) -> int:
+    def need(self, group: SequenceGroup, i: int, chunk: int) -> int:
         """The blocks that a group on the host takes of a shelf for all its tokens, like `Group.need`."""
         most = group.need(i, chunk)
         if not group.forked:
@@ -130,7 +130,7 @@ class Swapping:
             most, distinct(tables) + blocks_needed(tables, [sequence.behind for sequence in group.sequences])
         )
 
-    def bring_back(self, group: Group) -> int:
+    def bring_back(self, group: SequenceGroup) -> int:
         """Move a group from the host to the shelves, which have room: the blocks that travel."""
         blocks = 0
         for i, of_shelf in enumerate(self._back):
@@ -143,7 +143,7 @@ class Swapping:
         return blocks
 
 
-def _tables(group: Group, i: int) -> list[Table]:
+def _tables(group: SequenceGroup, i: int) -> list[BlockTable]:
     return [sequence.tables[i] for sequence in group.sequences]
 
 

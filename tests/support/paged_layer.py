@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_paged.config import CacheConfig
-from hf_paged.kv import Kind, Layout, Memory, Pages, Rows, Seen
+from hf_paged.kv import LayerKind, Layout, Memory, Pages, Rows, Seen
 
 HEADS = 2
 
@@ -30,7 +30,7 @@ class Paged:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.memory = Memory()
-        kind = Kind("full") if window is None else Kind("window", window)
+        kind = LayerKind("full") if window is None else LayerKind("window", window)
         self.group = self.memory.group(kind, CacheConfig(block_size=block_size, kernels=kernels), 1, 1.0)
         self.make = {"device": device, "dtype": dtype}
         self.dims = dims

@@ -12,14 +12,14 @@ from itertools import accumulate
 
 from hf_paged.blocks import BlockPool
 from hf_paged.scheduling import (
-    Group,
+    KVCacheGroup,
     Limits,
-    Plan,
     Request,
     Scheduler,
     Sequence,
-    Shelf,
+    SequenceGroup,
     Status,
+    StepPlan,
     Swaps,
     Victim,
 )
@@ -90,11 +90,11 @@ class Simulated:
     host: int | None = None
     """Blocks of the host for each pool; without it nobody is swapped."""
     swap: Callable[[Victim], bool] = lambda victim: True
-    fails: Callable[[Group], bool] = lambda group: False
+    fails: Callable[[SequenceGroup], bool] = lambda group: False
     salt: int = 0
     checks: bool = True
     """Whether every step is followed by an audit of the books."""
-    groups: list[Group] = field(default_factory=list)
+    groups: list[SequenceGroup] = field(default_factory=list)
     """Those that are not finished, and some that are."""
     requests: dict[int, Request] = field(default_factory=dict)
     beams: set[int] = field(default_factory=set)
@@ -106,9 +106,11 @@ class Simulated:
         self.hosts = [
             None if self.host is None else BlockPool(self.host, pool.block_size) for pool in everybody
         ]
-        shelves = [Shelf(*of_shelf) for of_shelf in zip(self.pools, self.windows, self.hosts, strict=False)]
+        shelves = [
+            KVCacheGroup(*of_shelf) for of_shelf in zip(self.pools, self.windows, self.hosts, strict=False)
+        ]
         if self.encoders is not None:
-            shelves.append(Shelf(self.encoders, host=self.hosts[-1], cross=True))
+            shelves.append(KVCacheGroup(self.encoders, host=self.hosts[-1], cross=True))
         options = {"admission": self.admission, "prefix_caching": self.prefix_caching, "verify": self.verify}
         self.scheduler = Scheduler(
             shelves, self.limits, self.policy, swap=lambda victim: self.swap(victim), **options
@@ -136,7 +138,7 @@ class Simulated:
             **options,
         )
 
-    def submit(self, request: Request, beams: bool = False) -> Group:
+    def submit(self, request: Request, beams: bool = False) -> SequenceGroup:
         assert request.number not in self.requests, f"a request number {request.number} has been here before"
         group = self.scheduler.submit(request)
         self.groups = [other for other in self.groups if other.status is not Status.FINISHED] + [group]
@@ -146,7 +148,7 @@ class Simulated:
             self.beams.add(request.number)
         return group
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         """One step: plan, copy, compute, commit, choose."""
         scheduler = self.scheduler
         plan = scheduler.schedule()
@@ -171,7 +173,7 @@ class Simulated:
             scheduler.check()
         return plan
 
-    def run(self, most: int = 10_000) -> list[Plan]:
+    def run(self, most: int = 10_000) -> list[StepPlan]:
         """Steps until nobody waits."""
         plans = []
         while self.scheduler.unfinished:
@@ -199,7 +201,7 @@ class Simulated:
                             source * pool.block_size + slot, 0
                         )
 
-    def copy(self, plan: Plan) -> None:
+    def copy(self, plan: StepPlan) -> None:
         assert self.encoders is None or not plan.copies[-1]
         for shelf, store, copies in zip(self.scheduler.shelves, self.stores, plan.copies, strict=True):
             pool = shelf.pool
@@ -238,14 +240,14 @@ class Simulated:
 
     # ---- what comes after the model
 
-    def choose(self, group: Group, values: dict[Sequence, int]) -> None:
+    def choose(self, group: SequenceGroup, values: dict[Sequence, int]) -> None:
         for sequence, value in values.items():
             self.scheduler.extend(sequence, next_token(value, sequence.index))
             if len(sequence.tokens) >= stop_at(group.request, sequence.index):
                 self.answers[group.request.number][sequence.index] = list(sequence.tokens)
                 self.scheduler.finish(sequence)
 
-    def choose_beams(self, group: Group, values: dict[Sequence, int]) -> None:
+    def choose_beams(self, group: SequenceGroup, values: dict[Sequence, int]) -> None:
         sources, tokens = beam_step([values[sequence] for sequence in group.sequences])
         self.scheduler.reorder(group, sources, tokens)
         if group.length >= group.request.most_tokens:

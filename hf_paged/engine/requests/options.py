@@ -28,7 +28,7 @@ BESIDE = (
 PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
-class Read(NamedTuple):
+class ParsedOptions(NamedTuple):
     """Options, completed from the model's own and checked.
 
     open: whether the longest and the shortest length are left open. ends: the ends of sequence among the
@@ -46,11 +46,11 @@ class Options:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Any, Read] | None = None
+        self._last: tuple[Any, ParsedOptions] | None = None
         self.stops = StopLists()
         """The stop strings that requests came with."""
 
-    def read(self, model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
+    def read(self, model: Any, generation_config: Any, keywords: dict[str, Any]) -> ParsedOptions:
         """The options of a request; the config is its own."""
         own = model.generation_config
         plain = generation_config is None and all(type(value) in PLAIN for value in keywords.values())
@@ -84,7 +84,7 @@ def ends_of(tokens: torch.Tensor | None) -> frozenset[int]:
     return frozenset() if tokens is None else frozenset(tokens.flatten().tolist())
 
 
-def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
+def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> ParsedOptions:
     own = model.generation_config
     if not isinstance(generation_config, GenerationConfig | None):
         raise TypeError(
@@ -132,4 +132,4 @@ def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Read:
         raise TypeError(
             f"a special token is an int, eos_token_id also a list of them, got {tokens}"
         ) from error
-    return Read(defaults, config, ends_of(config._eos_token_tensor))
+    return ParsedOptions(defaults, config, ends_of(config._eos_token_tensor))

@@ -17,7 +17,7 @@ SAID = ("text", "refusal")
 """Parts of chat messages that are words."""
 
 
-class Read(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """A prompt, perhaps token ids by now, and what is shown in it, by the names of a forward's arguments."""
 
     prompt: Any
@@ -29,7 +29,7 @@ def words_of(tokenizer: Any) -> Any:
     return getattr(tokenizer, "tokenizer", tokenizer) if isinstance(tokenizer, ProcessorMixin) else tokenizer
 
 
-def opened(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str, Any]) -> Read:
+def opened(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str, Any]) -> TokenizedPrompt:
     """A prompt whose ids may be among the keywords, as a processor answers, or are the processor's to
     make.
     """
@@ -50,13 +50,13 @@ def opened(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str, Any]) ->
             raise ValueError(
                 f"{what} are for the model's processor; make the engine with it, Engine(model, processor)"
             )
-        return Read(prompt, {})
+        return TokenizedPrompt(prompt, {})
     if raw and not text:
         raise ValueError(
             f"{sorted(raw)} stand beside a text, got {short(prompt)}; put those of chat messages into them"
         )
     if not text and not chat:
-        return Read(prompt, {})
+        return TokenizedPrompt(prompt, {})
     if text:
         made = tokenizer(text=[prompt], **raw, return_tensors="pt")
     else:
@@ -68,7 +68,7 @@ def opened(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str, Any]) ->
         for name, value in made.items()
         if name not in ("input_ids", "attention_mask")
     }
-    return Read(made["input_ids"], shown if raw or (chat and _shows(prompt)) else {})
+    return TokenizedPrompt(made["input_ids"], shown if raw or (chat and _shows(prompt)) else {})
 
 
 def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:

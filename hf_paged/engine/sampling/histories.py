@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ...kv.upload import upload
-from ...scheduling import Group
 from ...scheduling import Sequence as Row
+from ...scheduling import SequenceGroup
 from ..job import Job
 
 FIRST_ROWS, FIRST_TOKENS = 8, 64
@@ -20,7 +20,7 @@ class Places:
     """The line of a tensor that belongs to each sequence, by group and number: its object may be replaced."""
 
     def __init__(self) -> None:
-        self._places: dict[Group, dict[int, int]] = {}
+        self._places: dict[SequenceGroup, dict[int, int]] = {}
         self._free: list[int] = []
 
     def place(self, row: Row) -> int:
@@ -38,7 +38,7 @@ class Places:
         place = self._places[row.group][row.index] = self._free.pop()
         return place
 
-    def drop(self, group: Group) -> None:
+    def drop(self, group: SequenceGroup) -> None:
         """A request has ended."""
         self._free += self._places.pop(group, {}).values()
 

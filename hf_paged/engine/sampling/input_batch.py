@@ -10,7 +10,7 @@ from itertools import repeat
 
 import torch
 
-from ...scheduling import UNKNOWN, Group, Sequence, Stride
+from ...scheduling import UNKNOWN, Sequence, SequenceGroup, Stride
 from ..job import Job
 from .answers import Answer
 from .penalties import Repeats
@@ -21,7 +21,9 @@ class Roster:
     """The jobs of a crew by its places. Each has one sequence, whose next token needs nothing but a cut and a
     draw, and which ends by a token or by its length."""
 
-    def __init__(self, sequences: tuple[Sequence, ...], jobs: Mapping[Group, Job], repeats: Repeats) -> None:
+    def __init__(
+        self, sequences: tuple[Sequence, ...], jobs: Mapping[SequenceGroup, Job], repeats: Repeats
+    ) -> None:
         self.sequences = sequences
         self.jobs = [jobs[sequence.group] for sequence in sequences]
         self._rows = [sequence.tokens for sequence in sequences]

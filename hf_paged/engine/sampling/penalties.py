@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from ...kv.upload import upload
-from ...scheduling import Group
 from ...scheduling import Sequence as Row
+from ...scheduling import SequenceGroup
 from ..job import Job
 from .histories import Histories, Places
 from .warp import penalised
@@ -62,7 +62,7 @@ class Repeats(Places):
         """Who was fined has got these tokens, among those of all rows."""
         self._seen[fined.places, tokens[fined.rows]] = True
 
-    def drop(self, group: Group) -> None:
+    def drop(self, group: SequenceGroup) -> None:
         super().drop(group)
         self.histories.drop(group)
 

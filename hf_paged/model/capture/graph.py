@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from ...config import CacheConfig
-from ...kv import Kind, Ops, Rows, Sequences, StaticBatch
+from ...kv import LayerKind, Ops, Rows, Sequences, StaticBatch
 
 AGREE = 2
 """How many steps of different lengths must come out as they do without a graph before it is trusted."""
@@ -55,7 +55,7 @@ class CapturedCache(Protocol):
         """Update the layers after the rows have taken a step."""
 
 
-class Step(NamedTuple):
+class ReplayableStep(NamedTuple):
     """A forward that may be replayed."""
 
     arguments: dict[str, Any]
@@ -82,7 +82,7 @@ class Graph:
 
     bucket: int
     inputs: dict[str, Any]
-    batches: list[dict[Kind, StaticBatch]]
+    batches: list[dict[LayerKind, StaticBatch]]
     replay: Callable[[], None] = lambda: None
     answer: Any = None
     """What the captured forward answered, in static tensors, with places for what belongs to the caller."""
@@ -90,7 +90,7 @@ class Graph:
     _filled: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def prepare(cls, step: Step) -> Graph:
+    def prepare(cls, step: ReplayableStep) -> Graph:
         """Static tensors for the step."""
         bucket = rows_of_graph(step)
         batches = [
@@ -112,7 +112,7 @@ class Graph:
     def device(self) -> torch.device:
         return next(iter(self.batches[0].values())).device
 
-    def ops(self, step: Step) -> Ops:
+    def ops(self, step: ReplayableStep) -> Ops:
         """What the step's caches use in captured steps."""
         rows = next(iter(step.parts[0].sequences.rows.values()))
         return rows.group.captured_ops
@@ -132,14 +132,14 @@ class Graph:
 
     # ---- inputs
 
-    def stage(self, step: Step) -> None:
+    def stage(self, step: ReplayableStep) -> None:
         """Get ready for the step that the rows have just taken: the replay takes it once more."""
         for part, batches in zip(step.parts, self.batches, strict=True):
             for kind, batch in batches.items():
                 part.sequences.rows[kind].stage(batch.new, batch)
         self.feed(step)
 
-    def advance(self, step: Step) -> None:
+    def advance(self, step: ReplayableStep) -> None:
         """Let the rows take the step."""
         for part, batches in zip(step.parts, self.batches, strict=True):
             for kind, batch in batches.items():
@@ -149,7 +149,7 @@ class Graph:
                 elif batch.stamp is not rows.stamp:
                     rows.stage(0, batch)
 
-    def feed(self, step: Step) -> None:
+    def feed(self, step: ReplayableStep) -> None:
         """Give the graph the step's own arguments."""
         for name, target in self.inputs.items():
             self._fill(target, step.arguments[name])
@@ -174,11 +174,11 @@ class Graph:
         owners = {id(x): path for path, x in _walk(self.inputs)}
         self.answer = _with_places(answer, owners)
 
-    def hand_out(self, step: Step) -> Any:
+    def hand_out(self, step: ReplayableStep) -> Any:
         """The replay's answer, in tensors of its own: the next replay writes over the graph's."""
         return self._hand_out(self.answer, step)
 
-    def _hand_out(self, value: Any, step: Step) -> Any:
+    def _hand_out(self, value: Any, step: ReplayableStep) -> Any:
         if isinstance(value, torch.Tensor):
             if step.rows == self.bucket or value.ndim == 0 or value.shape[0] % self.bucket:
                 return value.clone()
@@ -243,7 +243,7 @@ def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
 
 
 @contextmanager
-def standing(step: Step, graph: Graph) -> Iterator[None]:
+def standing(step: ReplayableStep, graph: Graph) -> Iterator[None]:
     """Let the caches answer from the graph's static tensors, and begin the step there."""
     for part, batches in zip(step.parts, graph.batches, strict=True):
         part.sequences.static = batches
@@ -268,7 +268,7 @@ def bucket_of(rows: int, steps: int = 8) -> int:
     return -(-rows // step) * step
 
 
-def signature(step: Step, device: torch.device) -> Hashable:
+def signature(step: ReplayableStep, device: torch.device) -> Hashable:
     """Names, shapes and settings of the arguments, or None if one of them cannot be an input of a graph on
     `device`.
     """
@@ -298,7 +298,7 @@ def _fact(value: Any, rows: int, device: torch.device) -> Hashable:
     return None
 
 
-def rows_of_graph(step: Step) -> int:
+def rows_of_graph(step: ReplayableStep) -> int:
     """A bucket, or exactly the step's rows if positions of several axes come as [axes, rows, tokens]."""
     positions = step.arguments.get("position_ids")
     return step.rows if positions is not None and positions.ndim != 2 else bucket_of(step.rows)
@@ -327,14 +327,14 @@ def too_wide(part: CapturedCache, new: int) -> bool:
     )
 
 
-def filled(part: CapturedCache) -> list[tuple[Kind, Rows]]:
+def filled(part: CapturedCache) -> list[tuple[LayerKind, Rows]]:
     """The kinds of layers that a step reads: layers that attend across hold nothing where no picture was
     given.
     """
     return [(kind, rows) for kind, rows in part.sequences.rows.items() if rows.columns]
 
 
-def _fixed(kind: Kind, columns: int) -> int:
+def _fixed(kind: LayerKind, columns: int) -> int:
     """The columns of an encoder, which stay as they are; 0 for what grows."""
     return columns if kind.name == "cross" else 0
 
@@ -345,7 +345,7 @@ def _width(rows: Rows, new: int) -> int:
     return max(SMALLEST_WIDTH, 1 << (blocks - 1).bit_length())
 
 
-def _static_batch(kind: Kind, rows: Rows, bucket: int, new: int) -> StaticBatch:
+def _static_batch(kind: LayerKind, rows: Rows, bucket: int, new: int) -> StaticBatch:
     pool, fixed = rows.group.pool, _fixed(kind, rows.columns)
     width = pool.blocks_for(fixed) if fixed else _width(rows, new)
     return StaticBatch(

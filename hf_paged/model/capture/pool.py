@@ -18,7 +18,7 @@ from ..lengths import LengthsOnDevice, lengths_on_device
 from ..registry import memory_of
 from ..state import ModelState, watching
 from .fusion import Fusion, fused
-from .graph import Graph, Step, agree, filled, shapes, signature, standing, too_wide
+from .graph import Graph, ReplayableStep, agree, filled, shapes, signature, standing, too_wide
 from .rehearsal import RECORDERS, Rehearsal
 
 logger = logging.getLogger("hf_paged")
@@ -54,7 +54,7 @@ class Graphs:
 
     # ---- one step
 
-    def run(self, model: nn.Module, step: Step, forward: Run) -> Any:
+    def run(self, model: nn.Module, step: ReplayableStep, forward: Run) -> Any:
         """The answer of `forward` to the step, from a graph if there is a trusted one."""
         for part in step.parts:
             part.sequences.flush()
@@ -83,7 +83,7 @@ class Graphs:
         self._learn(key, model, step, forward, answer)
         return answer
 
-    def _look(self, model: nn.Module, step: Step) -> ModelState:
+    def _look(self, model: nn.Module, step: ReplayableStep) -> ModelState:
         """The model's state, the same object for equal ones."""
         state = ModelState(model, step.forward)
         for known in self._states:
@@ -92,7 +92,7 @@ class Graphs:
         self._states = [*self._states[-7:], state]
         return state
 
-    def _replay(self, key: Hashable, step: Step, model: nn.Module, check: bool) -> bool:
+    def _replay(self, key: Hashable, step: ReplayableStep, model: nn.Module, check: bool) -> bool:
         """Take the step in its graph, if there is a trusted one, and the pools need not move for it.
 
         With `check` the model is looked at while the device works, and the step taken back if it is not what
@@ -120,7 +120,9 @@ class Graphs:
 
     # ---- a new graph
 
-    def _learn(self, key: Hashable, model: nn.Module, step: Step, forward: Run, answer: Any) -> None:
+    def _learn(
+        self, key: Hashable, model: nn.Module, step: ReplayableStep, forward: Run, answer: Any
+    ) -> None:
         """After a step that was taken the ordinary way: capture it, or see whether its graph says the same.
 
         Whatever goes wrong here, the step has its answer.
@@ -138,7 +140,7 @@ class Graphs:
             else:
                 self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
 
-    def _is_worth_it(self, key: Hashable, step: Step) -> bool:
+    def _is_worth_it(self, key: Hashable, step: ReplayableStep) -> bool:
         if len(self._seen) > 1000:
             self._seen.clear()
         self._seen[key] += 1
@@ -146,7 +148,7 @@ class Graphs:
         remaining = sequences.expected - sequences.columns if sequences.expected else WORTH
         return self._seen[key] >= AFTER and (remaining >= WORTH or self._seen[key] >= WORTH)
 
-    def _capture(self, key: Hashable, model: nn.Module, step: Step, forward: Run) -> Graph:
+    def _capture(self, key: Hashable, model: nn.Module, step: ReplayableStep, forward: Run) -> Graph:
         """Capture the step that was just taken the ordinary way."""
         graph = Graph.prepare(step)
         fusion = Fusion(model, graph.ops(step).kernels)
@@ -191,7 +193,7 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
-    def _try(self, key: Hashable, graph: Graph, step: Step, answer: Any) -> None:
+    def _try(self, key: Hashable, graph: Graph, step: ReplayableStep, answer: Any) -> None:
         """Replay a step whose answer is known, and see."""
         graph.stage(step)
         graph.replay()
@@ -207,7 +209,7 @@ class Graphs:
         logger.info("a decoding step is not captured: %s", reason)
 
 
-def _facts(step: Step) -> Hashable:
+def _facts(step: ReplayableStep) -> Hashable:
     """What must be the same for a replay beside the model, or None if this step cannot be captured whatever
     happens.
     """
