@@ -17,7 +17,7 @@ from shapes import build
 
 from hf_paged import Engine
 from hf_paged.engine.decoding import Decoding
-from hf_paged.engine.in_flight import Flight
+from hf_paged.engine.in_flight import InFlightStep
 from hf_paged.engine.weights import Weights
 from hf_paged.model.capture import rehearsal as capture
 from hf_paged.model.capture.graph import AGREE, bucket_of
@@ -27,8 +27,8 @@ PARTS: dict[str, list[tuple[type, str]]] = {
     "plan": [(Scheduler, "schedule"), (Scheduler, "launch")],
     "load": [(Decoding, "_load")],
     "model": [(Weights, "touched"), (Decoding, "_state")],
-    "choose": [(Flight, "__init__"), (Flight, "depart")],
-    "hear": [(Flight, "land")],
+    "choose": [(InFlightStep, "__init__"), (InFlightStep, "depart")],
+    "hear": [(InFlightStep, "land")],
 }
 """The parts of a step, and whose methods they are."""
 THIN = {

@@ -21,7 +21,7 @@ from test_engine_exact import PROMPTS, alone, answers
 from test_engine_trouble import Does
 
 from hf_paged.engine import Engine
-from hf_paged.engine.fair_lock import Turns, in_turn
+from hf_paged.engine.fair_lock import FairLock, in_turn
 
 GUARD = 120
 """Seconds after which something hangs. Nothing here takes as long."""
@@ -388,7 +388,7 @@ def test_a_lock_that_goes_round() -> None:
 
     class Owner:
         def __init__(self) -> None:
-            self._lock, self.taken = Turns(), 0
+            self._lock, self.taken = FairLock(), 0
 
         def _settle(self) -> None:
             assert self._lock.mine

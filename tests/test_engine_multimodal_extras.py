@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_paged.engine.multimodal.extras import Beside, beside_of, joined
+from hf_paged.engine.multimodal.extras import DecoderExtras, beside_of, joined
 from hf_paged.engine.multimodal.media import Media, marks_of, taken
 from hf_paged.engine.multimodal.merging import moved, same
 from hf_paged.scheduling import UNKNOWN
@@ -47,7 +47,7 @@ def test_pieces_of_it_are_all_of_it() -> None:
     """Cut anywhere, beside pieces of others and tokens that come later: the same mask, the same features in
     the same order.
     """
-    whole = Beside("mask", MASK, {"features": (ROWS, ROWS + 10)})
+    whole = DecoderExtras("mask", MASK, {"features": (ROWS, ROWS + 10)})
     for cut in range(1, 7):
         parts = [whole.part(0, cut), None, whole.part(cut, 9 - cut)]
         found = joined(parts, [cut, 2, 9 - cut])

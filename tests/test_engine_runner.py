@@ -12,7 +12,7 @@ from test_engine_exact import PROMPTS, alone, answers
 
 from hf_paged.blocks import BlockTable, append
 from hf_paged.engine import Engine, EngineConfig, Unservable, runner
-from hf_paged.engine.pieces import Piece
+from hf_paged.engine.forward_batch import ScheduledChunk
 from hf_paged.engine.pools import Pools
 from hf_paged.engine.runner import Runner
 from hf_paged.kv.group import LayerGroup
@@ -30,12 +30,12 @@ def test_rows_of_a_step_are_strangers() -> None:
     prompts, done = [PROMPTS[1], PROMPTS[2], PROMPTS[5]], [0, 4, 11]
     tables = [tuple(BlockTable(group.pool) for group in pools.groups.values()) for _ in prompts]
 
-    def pieces(ends: list[int], begins: list[int]) -> list[Piece]:
+    def pieces(ends: list[int], begins: list[int]) -> list[ScheduledChunk]:
         made = []
         for prompt, of_row, begin, end in zip(prompts, tables, begins, ends, strict=True):
             if end > begin:
                 append_all(of_row, end - begin)
-                made.append(Piece(prompt[begin:end], begin, of_row, end == len(prompt)))
+                made.append(ScheduledChunk(prompt[begin:end], begin, of_row, end == len(prompt)))
         return made
 
     def append_all(of_row: tuple[BlockTable, ...], count: int) -> None:

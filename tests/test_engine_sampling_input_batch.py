@@ -14,7 +14,7 @@ from test_engine_exact import PROMPTS, alone, answers
 from test_engine_in_flight import ENDS
 
 from hf_paged.engine import Engine
-from hf_paged.engine.pieces import Latest, Piece, Pieces
+from hf_paged.engine.forward_batch import ForwardBatch, LastTokens, ScheduledChunk
 from hf_paged.model.capture.rehearsal import RECORDERS
 
 SAMPLED = {"do_sample": True, "temperature": 1.2, "seed": 5}
@@ -107,9 +107,9 @@ def test_the_crews_ids_stay_on_the_device_while_nobody_comes_or_goes(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[bool, bool]] = []
-    ids = Pieces.ids
+    ids = ForwardBatch.ids
 
-    def watched(self: Pieces, device: torch.device) -> torch.Tensor:
+    def watched(self: ForwardBatch, device: torch.device) -> torch.Tensor:
         assert self.stride is not None
         found = ids(self, device)
         tokens = self._latest.tokens
@@ -123,7 +123,7 @@ def test_the_crews_ids_stay_on_the_device_while_nobody_comes_or_goes(
             assert found.tolist() == [sequence.tokens[-1] for sequence in self.stride.sequences]
         return found
 
-    monkeypatch.setattr(Pieces, "ids", watched)
+    monkeypatch.setattr(ForwardBatch, "ids", watched)
     monkeypatch.setitem(RECORDERS, "cpu", record)
     prompts = PROMPTS[:3]
     outputs = engine.generate(prompts, max_new_tokens=16, do_sample=False)
@@ -142,9 +142,10 @@ def test_pieces_are_those_of_the_plan(engine: Engine) -> None:
     engine._steps.land()
     plan = engine._scheduler.schedule()
     assert plan.stride is not None
-    pieces = Pieces(plan, Latest(), {})
+    pieces = ForwardBatch(plan, LastTokens(), {})
     assert len(pieces) == len(plan.rows) == pieces.crew == 3
     assert list(pieces) == [
-        Piece([row.sequence.tokens[row.start]], row.start, row.sequence.tables, True) for row in plan.rows
+        ScheduledChunk([row.sequence.tokens[row.start]], row.start, row.sequence.tables, True)
+        for row in plan.rows
     ]
     assert pieces[1] == list(pieces)[1]

@@ -15,7 +15,7 @@ from test_engine_exact import PROMPTS, alone, answers
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_paged.engine import Engine
-from hf_paged.engine.sampling.penalties import FIRST, Repeats
+from hf_paged.engine.sampling.penalties import FIRST, PenaltyState
 from hf_paged.model.capture.rehearsal import RECORDERS
 
 VOCABULARY = 12
@@ -29,7 +29,7 @@ def owner(group: Any, tokens: list[int], index: int = 0, penalty: float = 2.0) -
     return job, SimpleNamespace(group=group, index=index, tokens=tokens)
 
 
-def cost(repeats: Repeats, *owners: Any) -> tuple[Any, list[list[int]]]:
+def cost(repeats: PenaltyState, *owners: Any) -> tuple[Any, list[list[int]]]:
     """Who was fined, and for which tokens."""
     fined = repeats.fined(torch.ones(len(owners), VOCABULARY), range(len(owners)), owners)
     return fined, [(row == 0.5).nonzero()[:, 0].tolist() for row in fined.scores]
@@ -37,7 +37,7 @@ def cost(repeats: Repeats, *owners: Any) -> tuple[Any, list[list[int]]]:
 
 def test_lines_are_of_what_a_sequence_has_in_it() -> None:
     """Those that the host knows at first, then what was chosen, of which the host may not know."""
-    repeats, one, other = Repeats(), object(), object()
+    repeats, one, other = PenaltyState(), object(), object()
     first, second, twin = owner(one, [3, 5, 3]), owner(other, [1, VOCABULARY, 99]), owner(one, [7], index=1)
     fined, seen = cost(repeats, first, second, twin)
     assert seen == [[3, 5], [1], [7]]
@@ -55,7 +55,7 @@ def test_lines_are_of_what_a_sequence_has_in_it() -> None:
 
 
 def test_room_grows_with_those_who_pay() -> None:
-    repeats = Repeats()
+    repeats = PenaltyState()
     owners = [owner(object(), [i % VOCABULARY]) for i in range(3 * FIRST)]
     assert cost(repeats, *owners[:2])[1] == [[0], [1]]
     assert cost(repeats, *owners)[1] == [[i % VOCABULARY] for i in range(3 * FIRST)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_paged import OutOfBlocks
-from hf_paged.blocks import BlockPool, BlockTable, Sheet
+from hf_paged.blocks import BlockPool, BlockTable, BlockTableArray
 from hf_paged.config import CacheConfig
 from hf_paged.kv import (
     Batch,
@@ -510,7 +510,7 @@ def test_ranks_say_what_their_tables_say(spans: bool) -> None:
     for table in tables:
         table.append(chance.randrange(10, 60))
     tables[2].release_before(9)
-    sheet, starts = Sheet(), array("i")
+    sheet, starts = BlockTableArray(), array("i")
     for row, table in enumerate(tables[:5]):
         sheet.put(row, table)
         starts.append(table.length - 1 - 9)

@@ -525,7 +525,8 @@ def test_c24_other_arguments_keep_a_prompt_private(llama: Any) -> None:
 
 def test_c25_verify_compares_tokens(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that collide hand out nothing: here every block of a depth has the same name."""
-    from hf_paged.blocks import prefix, trail
+    from hf_paged.blocks import prefix
+    from hf_paged.blocks import prefix_lookup as trail
 
     def weak(parent: bytes, tokens: Any, extra: bytes = b"") -> bytes:
         return bytes([parent[0] + 1, *parent[1:]]) if len(tokens) == 4 else original(parent, tokens, extra)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_paged.blocks import BlockPool
-from hf_paged.scheduling import KVCacheGroup, Limits, Request, SequenceGroup, Verdict, judge, why_infeasible
+from hf_paged.scheduling import Admission, KVCacheGroup, Limits, Request, SequenceGroup, judge, why_infeasible
 from hf_paged.scheduling.admission import headroom
 
 
@@ -15,23 +15,23 @@ def test_the_watermark_is_exact() -> None:
     """C8: total=100, wm=1: 99 can be OK, 100 is NEVER; a remainder of exactly wm is OK, wm - 1 is LATER."""
     reserve = Limits(1, 1).reserve(KVCacheGroup(BlockPool(100, 4)))
     assert reserve == 1
-    assert judge(100, 100, 99, reserve=reserve) is Verdict.OK
-    assert judge(100, 100, 100, reserve=reserve) is Verdict.NEVER
-    assert judge(100, 50, 49, reserve=reserve) is Verdict.OK
-    assert judge(100, 50, 50, reserve=reserve) is Verdict.LATER
+    assert judge(100, 100, 99, reserve=reserve) is Admission.OK
+    assert judge(100, 100, 100, reserve=reserve) is Admission.NEVER
+    assert judge(100, 50, 49, reserve=reserve) is Admission.OK
+    assert judge(100, 50, 50, reserve=reserve) is Admission.LATER
 
 
 def test_never_looks_at_the_whole_need() -> None:
     """C8: hits make no impossible request possible."""
-    assert judge(10, 10, 11, hits=8) is Verdict.NEVER
-    assert judge(10, 2, 10, hits=8) is Verdict.OK
+    assert judge(10, 10, 11, hits=8) is Admission.NEVER
+    assert judge(10, 2, 10, hits=8) is Admission.OK
 
 
 def test_a_cached_hit_is_not_counted_twice() -> None:
     """C9: the block that is hit cannot hold the rest of the need as well."""
-    assert judge(10, 4, 5, hits=2) is Verdict.OK
-    assert judge(10, 4, 5, hits=2, cached_hits=2) is Verdict.LATER
-    assert judge(10, 5, 5, hits=2, cached_hits=2) is Verdict.OK
+    assert judge(10, 4, 5, hits=2) is Admission.OK
+    assert judge(10, 4, 5, hits=2, cached_hits=2) is Admission.LATER
+    assert judge(10, 5, 5, hits=2, cached_hits=2) is Admission.OK
 
 
 @given(
@@ -44,8 +44,8 @@ def test_a_cached_hit_is_not_counted_twice() -> None:
 def test_ok_leaves_the_reserve(total: int, available: int, need: int, hits: int, reserve: int) -> None:
     available, hits = min(available, total), min(hits, need)
     verdict = judge(total, available, need, hits=hits, reserve=reserve)
-    assert (verdict is Verdict.NEVER) == (total - need < reserve)
-    if verdict is Verdict.OK:
+    assert (verdict is Admission.NEVER) == (total - need < reserve)
+    if verdict is Admission.OK:
         assert available - (need - hits) >= reserve
 
 
@@ -98,7 +98,7 @@ def test_the_room_that_is_left_doubles() -> None:
         found.append(headroom(group, 2, others, 0, 16))
     assert found == [2 + 2 + 4, 4 + 4 + 8, 8 + 5 + 16, 10 + 5 + 32, 10 + 5 + 198]
     group.request = Request(0, (1,) * 8, 4000)  # as if it might become longer than the pool
-    assert judge(40, 40, 2, reserve=headroom(group, 2, [], 0, 16)) is Verdict.OK
+    assert judge(40, 40, 2, reserve=headroom(group, 2, [], 0, 16)) is Admission.OK
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from test_scheduling_walk import one_request
 from hf_paged.blocks import BlockPool
 from hf_paged.scheduling import (
     AnswerLengths,
-    Future,
+    FuturePeak,
     Infeasible,
     KVCacheGroup,
     Limits,
@@ -322,6 +322,6 @@ def test_fewer_preemptions_than_with_a_watermark() -> None:
 def test_routers_have_names() -> None:
     shelf = KVCacheGroup(Simulated.of(total=4).pools[0])
     limits = Simulated.of(total=4).limits
-    assert isinstance(Scheduler([shelf], limits, admission="future").admission, Future)
+    assert isinstance(Scheduler([shelf], limits, admission="future").admission, FuturePeak)
     with pytest.raises(ValueError, match="admission='peak'"):
         Scheduler([shelf], limits, admission="peak")

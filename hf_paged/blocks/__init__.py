@@ -3,29 +3,29 @@
 Nothing here locks: whoever owns a pool lets one thread in at a time (`kv` does so with one lock per model).
 """
 
+from .block_table_array import BlockTableArray
 from .copies import distinct, move
 from .evictor import Evictor
 from .hashing import ROOT, chain, check_salt, extra_key, seat
+from .partial_index import PartialBlockIndex
 from .pool import BlockPool, OutOfBlocks
 from .prefix import Match, Partial, adopt, commit
-from .sheet import Sheet
-from .siblings import Siblings
+from .prefix_lookup import PrefixLookup, Prompt, commit_tail, detach, reach_in_all
 from .table import BlockTable, Copy, append, blocks_needed, check_sources, reorder
-from .trail import Prompt, Trail, commit_tail, detach, reach_in_all
 
 __all__ = [
     "ROOT",
     "BlockPool",
     "BlockTable",
+    "BlockTableArray",
     "Copy",
     "Evictor",
     "Match",
     "OutOfBlocks",
     "Partial",
+    "PartialBlockIndex",
+    "PrefixLookup",
     "Prompt",
-    "Sheet",
-    "Siblings",
-    "Trail",
     "adopt",
     "append",
     "blocks_needed",

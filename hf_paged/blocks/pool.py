@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .evictor import Evictor
-from .siblings import Siblings
+from .partial_index import PartialBlockIndex
 
 if TYPE_CHECKING:
     from .table import BlockTable
@@ -67,7 +67,7 @@ class BlockPool:
         self._last_access = [0] * total
         self._names: dict[int, _Name] = {}
         self._block_of: dict[bytes, int] = {}
-        self.siblings = Siblings()
+        self.siblings = PartialBlockIndex()
         """The named blocks by seat and tokens: for prompts that go on with a part of one."""
         self._clock = 0
         self.epoch = 0

@@ -32,7 +32,7 @@ ROUNDINGS, MOST = 2.0, 0.25
 """Rounding explains so many times what shaking the embeddings does, and at most so much."""
 
 
-class RunInputs(NamedTuple):
+class CallAnswer(NamedTuple):
     """What a call answered."""
 
     sequences: torch.Tensor
@@ -132,7 +132,7 @@ class Runs:
 
     # ---- calls
 
-    def answer(self, paged: bool, scores: bool) -> RunInputs:
+    def answer(self, paged: bool, scores: bool) -> CallAnswer:
         """What the user's call answers."""
         width = Width()
         found = self.generate(paged, width, output_scores=scores)
@@ -142,7 +142,7 @@ class Runs:
             if scores
             else torch.empty(0, dtype=torch.float32, device="cpu")
         )
-        return RunInputs(sequences, own, 0 if "inputs_embeds" in self.inputs else width.columns)
+        return CallAnswer(sequences, own, 0 if "inputs_embeds" in self.inputs else width.columns)
 
     def follow(self, tokens: torch.Tensor, places: Mapping[int, int], paged: bool) -> dict[int, torch.Tensor]:
         """The logits [vocabulary] of each row at its place, if its answer so far is `tokens` [rows,

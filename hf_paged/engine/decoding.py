@@ -29,7 +29,7 @@ from ..model.lazy import NotCapturable
 from ..model.lengths import LengthsOnDevice, lengths_on_device
 from ..model.lookout import Lookout
 from ..model.state import ModelState
-from .pieces import Piece, Pieces, split
+from .forward_batch import ForwardBatch, ScheduledChunk, split
 from .sampling.answers import Answer, place_for
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Decoding:
             with self.runner.pools.memory.lock:
                 lay_side_by_side(self.runner.model, run)
 
-    def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> Answer | None:
+    def run(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> Answer | None:
         """The answer for the wanted pieces; None if no trusted graph has it. The next run writes over it."""
         shape = self._shape(pieces)
         step = self._fitting(shape) if shape is not None else None
@@ -167,7 +167,9 @@ class Decoding:
         self._idle[shape] += best.rows - rows
         return self._steps[best]
 
-    def learn(self, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor) -> None:
+    def learn(
+        self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None, logits: torch.Tensor
+    ) -> None:
         """After pieces were computed without a graph: capture the step, or see whether its graph says the
         same.
         """
@@ -201,7 +203,7 @@ class Decoding:
 
     # ---- what a step is captured for
 
-    def _shape(self, pieces: Sequence[Piece]) -> Shape | None:
+    def _shape(self, pieces: Sequence[ScheduledChunk]) -> Shape | None:
         stride, others = split(pieces)
         if (
             self.runner.device.type not in RECORDERS
@@ -235,7 +237,7 @@ class Decoding:
         return Shape(rows, width, form)
 
     @staticmethod
-    def _form(pieces: Sequence[Piece], kernels: bool) -> Form | None:
+    def _form(pieces: Sequence[ScheduledChunk], kernels: bool) -> Form | None:
         """What the chunks of these pieces are in a graph, None if they are the flat row's."""
         if all(piece.wanted and len(piece.tokens) == 1 for piece in pieces):
             return "single"
@@ -265,7 +267,7 @@ class Decoding:
         """Whether the model is still the one that a step was captured over, as far as somebody has to look in
         this step.
         """
-        if self._lookout is None or not self.runner.custody.unseen:
+        if self._lookout is None or not self.runner.checks.unseen:
             return self._is_of(step, self._state())
         return self._is_of(step, self._lookout.state)
 
@@ -288,7 +290,9 @@ class Decoding:
 
     # ---- one step
 
-    def _load(self, step: _CapturedStep, pieces: Sequence[Piece], latest: torch.Tensor | None) -> None:
+    def _load(
+        self, step: _CapturedStep, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None
+    ) -> None:
         """Tell the device where the pieces' tokens go; the tables have taken them already."""
         stride, others = split(pieces)
         crew, order = len(pieces) - len(others), list(range(len(others)))
@@ -303,7 +307,7 @@ class Decoding:
                 else Ranks(stride.sheets[place], stride.starts, stride.step, stride.most + stride.step)
             )
             batch.spread([piece.tables[place] for piece in others], counts, ranks)
-        if isinstance(pieces, Pieces) and crew:
+        if isinstance(pieces, ForwardBatch) and crew:
             step.ids[:crew, 0].copy_(pieces.ids(step.ids.device))
         if others:
             step.ids[crew : crew + sum(counts), 0].copy_(self.runner.ids(others, latest))
@@ -316,7 +320,11 @@ class Decoding:
             step.places[: len(last)].copy_(upload(last or [0], step.places.device)[: len(last)])
 
     def _try(
-        self, step: _CapturedStep, pieces: Sequence[Piece], latest: torch.Tensor | None, logits: torch.Tensor
+        self,
+        step: _CapturedStep,
+        pieces: Sequence[ScheduledChunk],
+        latest: torch.Tensor | None,
+        logits: torch.Tensor,
     ) -> bool:
         """Replay a step whose logits are known: whether they come out."""
         if not len(logits):
@@ -339,7 +347,7 @@ class Decoding:
         self._steps = {shape: step for shape, step in self._steps.items() if not step.compiled}
 
     def _capture(
-        self, shape: Shape, pieces: Sequence[Piece], latest: torch.Tensor | None, vocabulary: int
+        self, shape: Shape, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None, vocabulary: int
     ) -> _CapturedStep:
         model, groups = self.runner.model, self.runner.pools.groups
         rows, device, mixed = shape.rows, self.runner.device, shape.form != "single"
@@ -399,7 +407,11 @@ class Decoding:
         self._rehearsed[form] = lengths if lengths.met else None
 
     def _compiled(
-        self, step: _CapturedStep, fusion: Fusion, pieces: Sequence[Piece], latest: torch.Tensor | None
+        self,
+        step: _CapturedStep,
+        fusion: Fusion,
+        pieces: Sequence[ScheduledChunk],
+        latest: torch.Tensor | None,
     ) -> CompiledFusion | None:
         """The step with compiled layers, run once; None if they are not wanted, or cannot be had."""
         if self.compilation is None or self.compilation.why_not is not None:

@@ -15,13 +15,13 @@ from typing import Any, TypeVar, Unpack, get_args
 from ..kv import in_forked_process
 from ..model.registry import base_model
 from ..scheduling import Count, Infeasible, Request, Scheduler, SequenceGroup, why_infeasible
+from .check_policy import WeightsChanged
 from .collector import without_collections
 from .config import EngineConfig, EngineOptions
-from .custody import Spoiled
 from .fair_lock import in_turn
 from .front import Front
 from .job import Job
-from .multimodal.encoder import Source
+from .multimodal.encoder import EncoderInput
 from .multimodal.media import Media
 from .outputs.output import Output
 from .pools import Pools
@@ -92,9 +92,9 @@ class Engine(Front):
         ahead = (
             self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
         )
-        self._custody = self._runner.custody
+        self._checks = self._runner.checks
         with self.pools.memory.lock:
-            self._weights = Weights(self.model, self._custody, settings.after_forwards())
+            self._weights = Weights(self.model, self._checks, settings.after_forwards())
         self._steps = Steps(
             self.pools, self._runner, self._weights, self._scheduler, self._jobs, self._preemption, ahead
         )
@@ -134,7 +134,7 @@ class Engine(Front):
             )
         return why_infeasible(request, self.pools.shelves, self.config.limits())
 
-    def _source_length(self, source: Source) -> int:
+    def _source_length(self, source: EncoderInput) -> int:
         assert self._runner.encoder is not None
         return self._runner.encoder.length(source)
 
@@ -273,7 +273,7 @@ class Engine(Front):
             raise RuntimeError(
                 "a step is running: a processor, criterion or signal handler must not pause the engine"
             )
-        with suppress(Spoiled):  # those whom it concerns have ended
+        with suppress(WeightsChanged):  # those whom it concerns have ended
             self._let_go()
         with self.pools.memory.lock:
             self._changing(self._put_down)
@@ -306,14 +306,14 @@ class Engine(Front):
                 self._steps.forget()
                 if self._runner.decoding is not None:
                     self._runner.decoding.look()
-        elif self._custody.due or self._scheduler.may_admit:
+        elif self._checks.due or self._scheduler.may_admit:
             look = partial(self._weights.require_untouched, running)
-            if self._custody.unseen:
+            if self._checks.unseen:
                 self._changing(look)
             else:
                 look()
         else:
-            self._custody.trust(self._weights.memory)
+            self._checks.skip(self._weights.memory)
 
     @in_turn
     def _let_go(self) -> None:
@@ -323,7 +323,7 @@ class Engine(Front):
             with self.pools.memory.lock:
                 self._changing(self._steps.look)
         finally:
-            self._custody.let_go()
+            self._checks.release()
 
     def _require_eval(self) -> None:
         if self.model.training:
@@ -395,7 +395,7 @@ class Engine(Front):
         self._take_in()
         self._end(list(self._jobs.values()))
         self._steps.flight = None
-        self._custody.let_go()
+        self._checks.release()
         self.pools.free()
         if self._thread is not None:
             self._thread.stop(wait=False)

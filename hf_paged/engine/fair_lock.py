@@ -18,7 +18,7 @@ LONGEST, MOMENT = 0.05, 0.0001
 """Seconds that a driver gives way at most, and how long it sleeps meanwhile."""
 
 
-class Turns:
+class FairLock:
     """A reentrant lock, and the threads that wait for it.
 
     A thread that drives an engine gives the lock back between two steps; with the lock alone it would be the
@@ -53,7 +53,7 @@ class Turns:
 class TakesTurns(Protocol):
     """An object whose methods run one at a time."""
 
-    _lock: Turns
+    _lock: FairLock
 
     def _settle(self) -> None:
         """Finish what an interrupt has broken off, or a method that could not do it at once."""

@@ -20,10 +20,10 @@ from ..kv import fork_safe_lock
 from ..model.offloaded import input_device
 from ..scheduling import Infeasible, Request
 from .background import Background
-from .custody import Custody, Spoiled
-from .fair_lock import Turns, in_turn
+from .check_policy import CheckPolicy, WeightsChanged
+from .fair_lock import FairLock, in_turn
 from .job import Job
-from .multimodal.encoder import Source
+from .multimodal.encoder import EncoderInput
 from .multimodal.media import Media
 from .outputs.handle import Handle
 from .outputs.output import Increment, Output, with_errors_noticed
@@ -52,7 +52,7 @@ class Front(ABC):
                 "tokenizer if there is none"
             )
         self.model, self.processor, self.tokenizer = model, tokenizer, words
-        self._lock = Turns()
+        self._lock = FairLock()
         self._closed = self._closing = self._paused = False
         self._stepping = False
         """Whether a step or another change of the books runs. What comes in between (criteria, signal
@@ -243,7 +243,7 @@ class Front(ABC):
         return self
 
     def _begin_thread(self) -> None:
-        self._custody.lend()
+        self._checks.mark_dirty()
         thread = Background(self, input_device(self.model))
         try:
             thread.begin()
@@ -270,7 +270,7 @@ class Front(ABC):
         """The thread has taken its last step."""
         if not self._stepping:
             self._sweep()
-        with suppress(Spoiled):  # those whom it concerns have ended
+        with suppress(WeightsChanged):  # those whom it concerns have ended
             self._let_go()
 
     def _turn(self) -> bool:
@@ -293,7 +293,7 @@ class Front(ABC):
         try:
             self._advance()
         except BaseException:
-            with suppress(Spoiled):
+            with suppress(WeightsChanged):
                 self._let_go()
             raise
         return True
@@ -341,11 +341,11 @@ class Front(ABC):
         """The answer of a row of steps. Their caller has done anything before this, and will do anything
         after it.
         """
-        self._custody.lend()
+        self._checks.mark_dirty()
         try:
             answer = steps()
         except BaseException:
-            with suppress(Spoiled):
+            with suppress(WeightsChanged):
                 self._let_go()
             raise
         self._let_go()
@@ -391,7 +391,7 @@ class Front(ABC):
 
     # ---- what the engine behind it does
 
-    _custody: Custody
+    _checks: CheckPolicy
 
     @abstractmethod
     def _advance(self) -> list[Output]:
@@ -411,7 +411,7 @@ class Front(ABC):
         """Why a request can never be computed, or None if it can. Asked without the lock."""
 
     @abstractmethod
-    def _source_length(self, source: Source) -> int:
+    def _source_length(self, source: EncoderInput) -> int:
         """How many tokens the encoder makes of an input."""
 
     @abstractmethod

@@ -11,27 +11,26 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kv.upload import Download, upload
-from ..scheduling import UNKNOWN, Scheduler, SequenceGroup, Status, StepPlan
-from ..scheduling import Sequence as Row
+from ..scheduling import UNKNOWN, Scheduler, SequenceGroup, Status, StepPlan, TokenSequence
+from .forward_batch import LastTokens
 from .job import Job
-from .pieces import Latest
 from .sampling.answers import Answer
-from .sampling.input_batch import Roster
-from .sampling.penalties import Repeats
-from .sampling.sampler import Pick, no_token, note_of, numbers_of, together
+from .sampling.input_batch import InputBatch
+from .sampling.penalties import PenaltyState
+from .sampling.sampler import SamplingRows, no_token, note_of, numbers_of, together
 
 
-class _Seats(NamedTuple):
+class _JobTokens(NamedTuple):
     """A job that gets tokens: at which position of its sequences, and where in the step's tokens each one's
     stands.
     """
 
     job: Job
     position: int
-    places: list[tuple[Row, int]]
+    places: list[tuple[TokenSequence, int]]
 
 
-class Flight:
+class InFlightStep:
     """A launched step. Its tokens are on the device, where the next step finds them, and on their way to the
     host.
     """
@@ -40,19 +39,19 @@ class Flight:
         self,
         plan: StepPlan,
         failed: Collection[SequenceGroup],
-        picks: Sequence[Pick],
+        picks: Sequence[SamplingRows],
         answer: Answer,
-        repeats: Repeats,
+        repeats: PenaltyState,
         begin: float = 0.0,
-        roster: Roster | None = None,
+        roster: InputBatch | None = None,
     ) -> None:
         self.plan, self.failed, self.device, self.roster = plan, failed, answer.logits.device, roster
         self._repeats, self.begin = repeats, begin
         """When the host began to launch it."""
         self.tokens: torch.Tensor | None = None
         """[sequences]: those of the crew if it is told by a roster, then those of the picks."""
-        self._crew: tuple[Row, ...] = () if roster is None else roster.sequences
-        self._seats: list[_Seats] = []
+        self._crew: tuple[TokenSequence, ...] = () if roster is None else roster.sequences
+        self._seats: list[_JobTokens] = []
         self._download: Download | None = None
         """The tokens, and what was noted about them."""
         self._heard: list[list[Any]] = []
@@ -60,7 +59,7 @@ class Flight:
         if picks or self._crew:
             self._board(picks, answer)
 
-    def _board(self, picks: Sequence[Pick], answer: Answer) -> None:
+    def _board(self, picks: Sequence[SamplingRows], answer: Answer) -> None:
         tokens, told = self._choose(picks, answer)
         self.tokens = tokens  # until the host hears of it, a row of NaN goes on with some token that there is
         heard = [told]
@@ -81,10 +80,10 @@ class Flight:
             assert pick.job.group is not None
             sequences = pick.job.group.sequences
             seats = list(zip(sequences, range(place, place + len(sequences)), strict=True))
-            self._seats.append(_Seats(pick.job, len(sequences[0].tokens), seats))
+            self._seats.append(_JobTokens(pick.job, len(sequences[0].tokens), seats))
             place += len(sequences)
 
-    def _choose(self, picks: Sequence[Pick], answer: Answer) -> torch.Tensor:
+    def _choose(self, picks: Sequence[SamplingRows], answer: Answer) -> torch.Tensor:
         """Tokens of the vocabulary, and what the host is told of them: [2, sequences], as `best` says it."""
         if self.roster is None or self.plan.stride is None:
             return together(picks, answer.logits, self._repeats)
@@ -92,7 +91,7 @@ class Flight:
         return torch.cat([own, together(picks, answer.logits, self._repeats)], 1) if picks else own
 
     @cached_property
-    def places(self) -> dict[Row, int]:
+    def places(self) -> dict[TokenSequence, int]:
         """Where each sequence's token stands in `tokens`. Made when somebody asks: if nobody comes or goes,
         nobody does.
         """
@@ -100,9 +99,9 @@ class Flight:
         return places | {sequence: place for seats in self._seats for sequence, place in seats.places}
 
     @property
-    def latest(self) -> Latest:
+    def latest(self) -> LastTokens:
         """What the next step needs to know."""
-        return Latest(self.tokens, self._crew, lambda: self.places)
+        return LastTokens(self.tokens, self._crew, lambda: self.places)
 
     @property
     def jobs(self) -> list[Job]:
@@ -165,13 +164,15 @@ class Flight:
                 failed[job] = error
         return failed
 
-    def _hear(self, tokens: list[int], scheduler: Scheduler) -> list[_Seats]:
+    def _hear(self, tokens: list[int], scheduler: Scheduler) -> list[_JobTokens]:
         """Tell the crew; the answer is who of it has to be looked at."""
         stride, roster = self.plan.stride, self.roster
         if roster is None or stride is None:
             return []
         odd = roster.hear(stride, tokens[: len(self._crew)], scheduler.crew.stands(stride))
         return [
-            _Seats(roster.jobs[place], stride.starts[place] + stride.step + 1, [(self._crew[place], place)])
+            _JobTokens(
+                roster.jobs[place], stride.starts[place] + stride.step + 1, [(self._crew[place], place)]
+            )
             for place in odd
         ]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..scheduling import Scheduler, Sequence, SequenceGroup
+from ..scheduling import Scheduler, SequenceGroup, TokenSequence
 from .outputs.output import FinishReason, Output, Timing, TokenLogprob
-from .outputs.queue import News
+from .outputs.queue import OutputQueue
 from .outputs.stream import Stream
 from .own_code import own_code, reaches_driver
 from .requests.callables import scores_of, stops
-from .requests.params import Asked, is_about_time
+from .requests.params import RequestParams, is_about_time
 from .sampling.beams import BeamSearch, BeamStep
 
 CPU = torch.device("cpu")
@@ -29,12 +28,12 @@ class Job:
     A job of samples grows its answers token by token; one of beams knows them only at its end.
     """
 
-    def __init__(self, asked: Asked, group: SequenceGroup | None, tokenizer: Any) -> None:
+    def __init__(self, asked: RequestParams, group: SequenceGroup | None, tokenizer: Any) -> None:
         self.asked, self.group, self.tokenizer = asked, group, tokenizer
         self.beams = BeamSearch(asked) if asked.beams > 1 else None
         self.streams = [Stream(i, tokenizer, whole=self.beams is not None) for i in range(asked.answers)]
         self.timing = Timing(time.monotonic())
-        self.news = News(self.streams)
+        self.news = OutputQueue(self.streams)
         self.number: int | None = None
         """Its place in the order of arrival; a request that was refused has none."""
         self.output: Output | None = None
@@ -106,8 +105,8 @@ class Job:
         self,
         scheduler: Scheduler,
         position: int,
-        heard: Mapping[Sequence, int],
-        notes: Mapping[Sequence, TokenLogprob] | None,
+        heard: Mapping[TokenSequence, int],
+        notes: Mapping[TokenSequence, TokenLogprob] | None,
         device: torch.device,
     ) -> None:
         """Its running sequences have got these tokens at `position` a while ago: see which end there."""
@@ -120,7 +119,7 @@ class Job:
         self,
         scheduler: Scheduler,
         position: int,
-        heard: Mapping[Sequence, int],
+        heard: Mapping[TokenSequence, int],
         notes: list[TokenLogprob] | None,
         device: torch.device,
     ) -> None:
@@ -138,7 +137,7 @@ class Job:
     def _tell(self, index: int, token: int, note: TokenLogprob | None, reason: FinishReason | None) -> None:
         self.timing.first_token = self.timing.first_token or time.monotonic()
         self.streams[index].add([token], [note] if note else [], reason)
-        self.news.tell()
+        self.news.put()
 
     def _stopped(self, places: list[int], length: int, device: torch.device) -> list[FinishReason | None]:
         """What the criteria say about the first `length` tokens of its running sequences; they see all of
@@ -148,7 +147,7 @@ class Job:
 
     @own_code
     def _judge(
-        self, rows: list[list[int]], places: Rows[int], device: torch.device
+        self, rows: list[list[int]], places: Sequence[int], device: torch.device
     ) -> list[FinishReason | None]:
         # What is computed on the device waits for the step that runs there; users' criteria find their rows
         # where generate() has them.
@@ -213,7 +212,9 @@ class Job:
 
     # ---- a step of beams
 
-    def judged(self, beams: Rows[int], tokens: Rows[int], device: torch.device) -> list[FinishReason | None]:
+    def judged(
+        self, beams: Sequence[int], tokens: Sequence[int], device: torch.device
+    ) -> list[FinishReason | None]:
         """Why beams would end with these next tokens, if they would."""
         assert self.group is not None
         stopped: list[FinishReason | None] = [None] * len(beams)
@@ -238,7 +239,7 @@ class Job:
             for stream, best in zip(self.streams, self.beams.answers(), strict=True):
                 stream.score = best.score
                 stream.add(best.tokens, best.notes, best.reason or "length")
-            self.news.tell()
+            self.news.put()
             for sequence in list(self.group.sequences):
                 scheduler.finish(sequence)
 

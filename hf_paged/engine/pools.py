@@ -17,7 +17,7 @@ from torch import nn
 
 from ..blocks import Copy, OutOfBlocks
 from ..config import CacheConfig
-from ..kv import HostBlocks, LayerGroup, LayerKind, Trip
+from ..kv import HostBlocks, LayerGroup, LayerKind, Transfer
 from ..kv.budget import free_bytes
 from ..model.registry import memory_of
 from ..model.slots import CROSS, slots_of
@@ -245,7 +245,7 @@ class Pools:
             if pairs and group.host is not None:
                 group.host.back(pairs)
 
-    def trips(self) -> list[Trip]:
+    def trips(self) -> list[Transfer]:
         """The swaps that are over, measured, each once."""
         return [
             trip for group in self.groups.values() if group.host is not None for trip in group.host.trips()

@@ -23,7 +23,7 @@ logger = logging.getLogger("hf_paged")
 CHANGED = re.compile(rb"[^\0]")
 
 
-class Held(NamedTuple):
+class _RecordedTable(NamedTuple):
     """A table as it was at the last record."""
 
     released: int
@@ -40,7 +40,7 @@ class _RecordedPool:
         """How many of the recorded tables name each block."""
         self.shared = 0
 
-    def change(self, old: Held, released: int, blocks: list[int]) -> Change:
+    def change(self, old: _RecordedTable, released: int, blocks: list[int]) -> Change:
         """What became of a table, entered in the references."""
         rest = old.blocks[released - old.released :] if released >= old.released else []
         same = next(
@@ -94,7 +94,7 @@ class Recorder:
         self._writer = Writer(path, header)
         self._begin = time.monotonic()
         self._shelves = [_RecordedPool(shelf.pool, shelf.host) for shelf in scheduler.shelves]
-        self._held: dict[Name, list[Held]] = {}
+        self._held: dict[Name, list[_RecordedTable]] = {}
         self._preemptions: dict[SequenceGroup, int] = {
             group: group.preemptions for group in scheduler.preempted + scheduler.running
         }
@@ -208,8 +208,10 @@ class Recorder:
             changes[name] = tuple(
                 shelf.change(was, table.released, table.blocks)
                 for shelf, was, table in zip(
-                    self._shelves, old or repeat(Held(0, [])), sequence.tables, strict=False
+                    self._shelves, old or repeat(_RecordedTable(0, [])), sequence.tables, strict=False
                 )
             )
-            self._held[name] = [Held(table.released, list(table.blocks)) for table in sequence.tables]
+            self._held[name] = [
+                _RecordedTable(table.released, list(table.blocks)) for table in sequence.tables
+            ]
         return changes

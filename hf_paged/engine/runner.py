@@ -23,13 +23,13 @@ from ..model.routers import routers_of
 from ..model.slots import CROSS
 from ..model.switch import decoder_configs, restore, switch
 from .cache import StepCache
-from .custody import Custody
+from .check_policy import CheckPolicy
 from .decoding import Decoding
-from .multimodal.encoder import Encoder, Source
+from .forward_batch import ForwardBatch, ScheduledChunk, merged, placed
+from .multimodal.encoder import Encoder, EncoderInput
 from .multimodal.extras import given, joined
 from .multimodal.media import Media
 from .multimodal.merging import Merger
-from .pieces import Piece, Pieces, merged, placed
 from .pools import Pools
 from .probe import distance, otherwise, require_numbers, tried
 from .sampling.answers import Answer
@@ -70,7 +70,7 @@ class Runner:
 
     def __init__(self, model: nn.Module, pools: Pools) -> None:
         self.model, self.pools = model, pools
-        self.custody = Custody()
+        self.checks = CheckPolicy()
         """The model runs its own code in here, whoever wrote it; and a captured step takes it for what it
         was.
         """
@@ -90,7 +90,7 @@ class Runner:
         """Why a prompt cannot be embeddings; None if it can."""
         self.merger = Merger(self)
         """Its way from pictures and recordings to embeddings."""
-        self._trial_source: Source | None = None
+        self._trial_source: EncoderInput | None = None
         self._warming: Warming | None = None
         """What compiles kernels while the model is tried out."""
         self.why_rows: str | None = None
@@ -109,7 +109,7 @@ class Runner:
         """How the model takes the rows of a step."""
         return "flat" if self.why_rows is None else "rows"
 
-    def run(self, pieces: Sequence[Piece], latest: torch.Tensor | None = None) -> Answer:
+    def run(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None = None) -> Answer:
         """What follows the last token of each piece that is wanted, from a captured step if there is one.
 
         latest: the tokens that the last step chose, if there are pieces that follow them.
@@ -123,7 +123,7 @@ class Runner:
             return self.plugged(lambda: self._compute(pieces, latest, decoding))
 
     def _compute(
-        self, pieces: Sequence[Piece], latest: torch.Tensor | None, decoding: Decoding | None
+        self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None, decoding: Decoding | None
     ) -> Answer:
         logits = self.flat(pieces, latest) if self.why_rows is None else self._one_by_one(pieces, latest)
         if decoding is not None:
@@ -133,7 +133,7 @@ class Runner:
     def show(self, media: Media) -> None:
         """Have the model look at a prompt's pictures. Its attention is its own here."""
         self.device = input_device(self.model)
-        self.custody.lend()
+        self.checks.mark_dirty()
         self.merger.run(media)
         if media.shift and self.decoding is not None and not self.decoding.moves:
             self.decoding.moves = True
@@ -145,11 +145,11 @@ class Runner:
             with self.pools.memory.lock:
                 self.decoding.look()
 
-    def ids(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
+    def ids(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> torch.Tensor:
         """The tokens of the pieces, one behind the other, on the device: those that the host has not heard of
         from the device itself.
         """
-        if isinstance(pieces, Pieces) and pieces.stride is not None:
+        if isinstance(pieces, ForwardBatch) and pieces.stride is not None:
             own = pieces.ids(self.device)
             return torch.cat([own, self.ids(pieces.others, latest)]) if pieces.others else own
         told = [token for piece in pieces for token in piece.tokens]
@@ -162,9 +162,9 @@ class Runner:
             places.append(-1 if piece.follows is None else piece.follows)
         return merged(told, places, latest)
 
-    def flat(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
+    def flat(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> torch.Tensor:
         """The step as one flat row, operation by operation."""
-        self.custody.lend()
+        self.checks.mark_dirty()
         counts = [len(piece.tokens) for piece in pieces]
         batches = {
             kind: FlatBatch([piece.tables[i] for piece in pieces], counts)
@@ -175,12 +175,12 @@ class Runner:
         last = [border - 1 for border, piece in zip(borders[1:], pieces, strict=True) if piece.wanted]
         return self._forward(pieces, self._inputs(pieces, latest), last, flat=True)
 
-    def _one_by_one(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> torch.Tensor:
-        self.custody.lend()
+    def _one_by_one(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> torch.Tensor:
+        self.checks.mark_dirty()
         rows = [logits for piece in pieces for logits in self._row(piece, latest)]
         return torch.cat(rows or [torch.empty(0, 0, dtype=torch.float32, device=self.device)])
 
-    def _row(self, piece: Piece, latest: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    def _row(self, piece: ScheduledChunk, latest: torch.Tensor | None) -> Iterator[torch.Tensor]:
         count = len(piece.tokens)
         length = piece.start + count
         batches = {
@@ -196,7 +196,7 @@ class Runner:
             yield logits
 
     def _behind_encoder(
-        self, piece: Piece, ids: torch.Tensor, batches: dict[LayerKind, Batch]
+        self, piece: ScheduledChunk, ids: torch.Tensor, batches: dict[LayerKind, Batch]
     ) -> dict[str, Any]:
         """What a decoder is given for the ids [1, tokens] of a piece, and where it finds what it attends
         to.
@@ -217,7 +217,9 @@ class Runner:
             "encoder_outputs": answer,
         }
 
-    def _inputs(self, pieces: Sequence[Piece], latest: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def _inputs(
+        self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
         """The pieces' token ids [1, tokens], or if anybody has brought embeddings those of everybody [1,
         tokens, hidden].
         """
@@ -237,7 +239,7 @@ class Runner:
         return found
 
     def _forward(
-        self, pieces: Sequence[Piece], inputs: Mapping[str, Any], last: list[int], flat: bool
+        self, pieces: Sequence[ScheduledChunk], inputs: Mapping[str, Any], last: list[int], flat: bool
     ) -> torch.Tensor:
         """One forward over the tokens of pieces in a row: the logits [len(last), vocabulary] at the places
         `last`.
@@ -471,7 +473,7 @@ class Runner:
                             else self.encoder.length(source)
                         )
                         append([table], [cross if group.kind == CROSS else end - first])
-                    pieces.append(Piece(row[first:end], first, of_row, True, source=source))
+                    pieces.append(ScheduledChunk(row[first:end], first, of_row, True, source=source))
                 logits = self.run(pieces).logits
                 begin = ends
         finally:

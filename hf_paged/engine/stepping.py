@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from ..scheduling import ScheduledRow, Scheduler, SequenceGroup, Status, StepPlan, Stride
-from .custody import Spoiled
-from .in_flight import Flight
+from ..scheduling import DecodeRows, ScheduledRow, Scheduler, SequenceGroup, Status, StepPlan
+from .check_policy import WeightsChanged
+from .forward_batch import ForwardBatch, LastTokens
+from .in_flight import InFlightStep
 from .job import Job
 from .multimodal.media import Media
 from .outputs.output import FinishReason, Output
 from .own_code import raised_by, reaches_driver
-from .pieces import Latest, Pieces
 from .pools import Pools
 from .preemption import Preemption
 from .recorder import Recorder
-from .requests.params import Asked
+from .requests.params import RequestParams
 from .runner import Runner
 from .sampling.answers import Answer
-from .sampling.input_batch import Roster
-from .sampling.penalties import Repeats
-from .sampling.sampler import Choice, Pick
+from .sampling.input_batch import InputBatch
+from .sampling.penalties import PenaltyState
+from .sampling.sampler import Sampler, SamplingRows
 from .weights import Weights
 
 
@@ -39,7 +39,7 @@ class _Computed(NamedTuple):
     failed: dict[SequenceGroup, Exception]
     answer: Answer
     rows: list[ScheduledRow]
-    roster: Roster | None = None
+    roster: InputBatch | None = None
 
 
 class Steps:
@@ -63,13 +63,13 @@ class Steps:
     ) -> None:
         self.pools, self.runner, self.scheduler, self.jobs, self.ahead = pools, runner, scheduler, jobs, ahead
         self.weights, self.preemption = weights, preemption
-        self.flight: Flight | None = None
+        self.flight: InFlightStep | None = None
         """The step that is on its way."""
-        self._given: dict[SequenceGroup, Asked] = {}
+        self._given: dict[SequenceGroup, RequestParams] = {}
         """Requests whose rows are more than token ids."""
-        self._roster: Roster | None = None
+        self._roster: InputBatch | None = None
         """The crew's, as it was last."""
-        self._repeats = Repeats()
+        self._repeats = PenaltyState()
         self.interrupted: deque[Job] = deque()
         """Requests that have ended with what is meant for their driver as well."""
         self.recorder: Recorder | None = None
@@ -104,14 +104,14 @@ class Steps:
         self.scheduler.launch(plan, failed)
         picks, flight = self._picks(rows, 0 if roster is None else len(roster.sequences)), self.flight
         late = [pick for pick in picks if self.ahead and pick.job.plain]
-        self.flight = Flight(plan, failed, late, answer, self._repeats, begin, roster)
+        self.flight = InFlightStep(plan, failed, late, answer, self._repeats, begin, roster)
         self.flight.depart(self.scheduler)
         picks = [pick for pick in picks if not (self.ahead and pick.job.plain)]
-        choice = Choice(picks, answer.logits, self._repeats)
+        choice = Sampler(picks, answer.logits, self._repeats)
         ended += self._settle(flight) if self.ahead else self.land()
         if picks:
             self.look()
-            self.runner.custody.lend()  # to their processors and criteria
+            self.runner.checks.mark_dirty()  # to their processors and criteria
         trouble = choice.land(self.scheduler) | {
             self.jobs[group]: error for group, error in failed.items() if group in self.jobs
         }
@@ -123,12 +123,12 @@ class Steps:
         flight, self.flight = self.flight, None
         return self._settle(flight)
 
-    def _settle(self, flight: Flight | None) -> list[Output]:
+    def _settle(self, flight: InFlightStep | None) -> list[Output]:
         if flight is None:
             return []
         if flight.arrive():
             self.look()
-            self.runner.custody.lend()
+            self.runner.checks.mark_dirty()
         trouble = flight.land(self.scheduler)
         self.preemption.heard(flight.plan, flight.begin)
         ended = [self.end(job, "error", error) for job, error in trouble.items()]
@@ -138,7 +138,7 @@ class Steps:
         """Before anybody ends, or somebody else's code runs: see whether the model is what it was, if this
         step has not seen it.
         """
-        if self.runner.custody.unseen:
+        if self.runner.checks.unseen:
             self.weights.require_untouched(len(self.scheduler.running))
             self.runner.look()
 
@@ -152,7 +152,7 @@ class Steps:
         self.flight = self._roster = None
         self.forget()
         self._repeats.clear()
-        spoiled = isinstance(error, Spoiled)
+        spoiled = isinstance(error, WeightsChanged)
         for job in self.jobs.values():
             job.go_back()
         for shelf in self.pools.shelves:
@@ -206,16 +206,16 @@ class Steps:
             rows += [row for row in own if row.samples]
         return _Computed(failed, Answer(torch.cat(logits)) if rows else _nothing(), rows)
 
-    def _roster_of(self, stride: Stride) -> Roster:
+    def _roster_of(self, stride: DecodeRows) -> InputBatch:
         if self._roster is None or self._roster.sequences is not stride.sequences:
-            self._roster = Roster(stride.sequences, self.jobs, self._repeats)
+            self._roster = InputBatch(stride.sequences, self.jobs, self._repeats)
         return self._roster
 
     def _run(self, plan: StepPlan) -> Answer:
         """Compute the rows of a plan: the answer for those that somebody waits for."""
-        latest = Latest() if self.flight is None else self.flight.latest
+        latest = LastTokens() if self.flight is None else self.flight.latest
         shown = self._show(plan) if self._given else []
-        logits = self.runner.run(Pieces(plan, latest, self._given), latest.tokens)
+        logits = self.runner.run(ForwardBatch(plan, latest, self._given), latest.tokens)
         for media in shown:
             media.forget()
         return logits
@@ -246,14 +246,14 @@ class Steps:
             if asked.media is not None:
                 asked.media.forget()
 
-    def _picks(self, rows: Rows[ScheduledRow], first: int = 0) -> list[Pick]:
+    def _picks(self, rows: Sequence[ScheduledRow], first: int = 0) -> list[SamplingRows]:
         """The jobs that are due, with the places of their sequences' logits, which begin with number
         `first`.
         """
         picks: dict[SequenceGroup, list[int]] = {}
         for place, row in enumerate(rows, first):
             picks.setdefault(row.sequence.group, []).extend([place] * len(row.samples))
-        return [Pick(self.jobs[group], places) for group, places in picks.items()]
+        return [SamplingRows(self.jobs[group], places) for group, places in picks.items()]
 
     def end(self, job: Job, reason: FinishReason | None = None, error: BaseException | None = None) -> Output:
         """End a request, in whatever state it is."""

@@ -18,7 +18,7 @@ from ..model.hooks import KINDS, only_looks_on
 from ..model.identity import identity_of
 from ..model.offloaded import offloaded, stored
 from ..model.weights_digest import PLAIN_TENSORS, Unreadable
-from .custody import Custody, Spoiled
+from .check_policy import CheckPolicy, WeightsChanged
 from .settings import Settings
 
 logger = logging.getLogger("hf_paged")
@@ -30,8 +30,8 @@ class Weights:
     torch wrote to it.
     """
 
-    def __init__(self, model: nn.Module, custody: Custody, settings: Settings) -> None:
-        self._model, self._custody, self._settings = model, custody, settings
+    def __init__(self, model: nn.Module, checks: CheckPolicy, settings: Settings) -> None:
+        self._model, self._checks, self._settings = model, checks, settings
         self._unreadable = False
         self._stepped = False
         """Whether an optimizer has taken a step on them: fused ones write without torch's counting it."""
@@ -51,8 +51,8 @@ class Weights:
         lost yet.
         """
         if self.touched():
-            if self._custody.unseen:
-                raise Spoiled(
+            if self._checks.unseen:
+                raise WeightsChanged(
                     f"the model's weights have changed while {running} requests were computed, and some of "
                     "their last tokens may be "
                     "of both; these requests have ended. Call engine.pause() before a change and "
@@ -63,7 +63,7 @@ class Weights:
                 "before the change (or now) "
                 "and engine.resume() after it"
             )
-        self._custody.seen()
+        self._checks.seen()
 
     def memory(self) -> list[object]:
         """Whatever holds the memory of the model's tensors: while somebody has it, that is not given to
@@ -83,7 +83,7 @@ class Weights:
         """
         before = self._state
         self._look()
-        self._custody.seen()
+        self._checks.seen()
         return self._state is None or self._state != before
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:

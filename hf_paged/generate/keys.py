@@ -34,11 +34,11 @@ NO_MATTER = frozenset(
 """Settings of a forward that change what it answers and not what it stores."""
 
 
-class Private(Exception):
+class NotShareable(Exception):
     """Why what is computed here is nobody else's."""
 
 
-class Fed(NamedTuple):
+class ForwardInputs(NamedTuple):
     """What a forward was given: a number for each token, and each row's key."""
 
     tokens: torch.Tensor
@@ -46,7 +46,7 @@ class Fed(NamedTuple):
     keys: list[bytes]
 
 
-class Origin(NamedTuple):
+class PrefixOrigin(NamedTuple):
     """Where the keys and values of a call come from: the model's state, and who asked."""
 
     secret: bytes
@@ -54,7 +54,7 @@ class Origin(NamedTuple):
     salt: str
     hooked: Sequence[nn.Module]
 
-    def read(self, arguments: Mapping[str, Any], starts: Sequence[int] | None, before: int) -> Fed:
+    def read(self, arguments: Mapping[str, Any], starts: Sequence[int] | None, before: int) -> ForwardInputs:
         """What a forward behind `before` columns is given; raises Private if something in it has no place in
         a key.
         """
@@ -63,7 +63,7 @@ class Origin(NamedTuple):
         begins = starts or [0] * rows
         positions = arguments.get("position_ids")
         if positions is not None and not _count_tokens(positions, begins, before, new):
-            raise Private("the positions do not count a row's tokens")
+            raise NotShareable("the positions do not count a row's tokens")
         device = tokens.device.type
         common = (
             self.secret, self.state, self.salt, tuple(sorted(_settings(arguments))), positions is None,
@@ -72,7 +72,7 @@ class Origin(NamedTuple):
         adapters = adapters_of_rows(self.hooked, rows) or [""] * rows
         # Without positions a model may count columns, padding and all.
         places = begins if positions is None else [0] * rows
-        return Fed(
+        return ForwardInputs(
             tokens,
             [extra_key(*common, adapter, place) for adapter, place in zip(adapters, places, strict=True)],
         )
@@ -84,7 +84,7 @@ def _settings(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if name in PLACES or name in NO_MATTER or name == "attention_mask" or isinstance(value, Cache):
             continue  # padding is no token, and a mask that says more is seen elsewhere
         if type(value) not in PLAIN:
-            raise Private(f"{name} is given")
+            raise NotShareable(f"{name} is given")
         yield name, repr(value)
 
 
@@ -95,7 +95,7 @@ def _tokens(arguments: Mapping[str, Any], secret: bytes) -> torch.Tensor:
         return ids
     if isinstance(embeddings, torch.Tensor) and embeddings.ndim == 3 and ids is None:
         return fold(embeddings, secret)
-    raise Private("what is fed are neither token ids nor embeddings")
+    raise NotShareable("what is fed are neither token ids nor embeddings")
 
 
 def fold(embeddings: torch.Tensor, secret: bytes) -> torch.Tensor:

@@ -15,11 +15,11 @@ from transformers.utils.generic import ModelOutput
 from ..blocks import Prompt
 from ..config import CacheConfig
 from ..kv import Found, Memory, Prefix, Sequences, TokenHistory, alike, begin_with, count, longest
-from ..model.hooks import Onlookers
+from ..model.hooks import HookMonitor
 from ..model.identity import Survey, identity_of
 from ..model.state import watching
 from ..model.weights_digest import Unreadable
-from .keys import PLACES, Fed, Origin, Private, why_never
+from .keys import PLACES, ForwardInputs, NotShareable, PrefixOrigin, why_never
 
 if TYPE_CHECKING:
     from .cache import Mark, PagedCache
@@ -50,8 +50,8 @@ class Reuse:
         """The tokens [rows][columns] so far, padding included, as long as the host knows all of them."""
         self._forward: Forward | None = None
         """The running call's, once it has looked at the model."""
-        self._origin: Origin | None = None
-        self._onlookers = Onlookers()
+        self._origin: PrefixOrigin | None = None
+        self._onlookers = HookMonitor()
         self._moves = 0
         """How often the model's state had moved when the running call looked at it."""
         self._closely = False
@@ -67,7 +67,7 @@ class Reuse:
         """The same for a second cache that goes on from here."""
         twin = copy.copy(self)
         assert sequences.history is not None
-        twin.sequences, twin.history, twin._onlookers = sequences, sequences.history, Onlookers()
+        twin.sequences, twin.history, twin._onlookers = sequences, sequences.history, HookMonitor()
         twin.leave()
         return twin
 
@@ -140,7 +140,7 @@ class Reuse:
         if self.spoiled is None:
             try:
                 fed = self._read(cache, arguments, self._look(cache, model, forward))
-            except (Private, Unreadable) as reason:
+            except (NotShareable, Unreadable) as reason:
                 self.spoil(str(reason))
         if self.spoiled is None and fed is not None:
             return self._prompt(cache, model, arguments, fed, dense, compute)
@@ -154,35 +154,37 @@ class Reuse:
             self.history.feed(arguments["input_ids"])
         return answer
 
-    def _look(self, cache: PagedCache, model: nn.Module, forward: Forward) -> Origin:
+    def _look(self, cache: PagedCache, model: nn.Module, forward: Forward) -> PrefixOrigin:
         """Where this call's keys and values come from; the model is looked at once a call."""
         if self.history.columns != self.sequences.columns:
-            raise Private("the cache was filled outside of generate()")
+            raise NotShareable("the cache was filled outside of generate()")
         if self._origin is not None:
             return self._origin
         self._forward = forward
         reason = why_never(cache, model)
         if reason is not None:
-            raise Private(reason)
+            raise NotShareable(reason)
         identity = identity_of(model)
         glance = identity.begin(model, forward)
         state = identity.number(glance)
         if glance.survey.turns_with_length:
-            raise Private("the rotary embedding depends on the longest row")
+            raise NotShareable("the rotary embedding depends on the longest row")
         if glance.survey.looks_around:
-            raise Private("a quantized layer rounds a token by what else is computed with it")
+            raise NotShareable("a quantized layer rounds a token by what else is computed with it")
         if identity.trust.get(state) == "none":
-            raise Private("a part of a prompt is not computed like the whole")
+            raise NotShareable("a part of a prompt is not computed like the whole")
         if self.history.columns and self.state != state:
-            raise Private("the model has changed since the cache was begun")
+            raise NotShareable("the model has changed since the cache was begun")
         self.state, self._moves = state, identity.moves
-        self._onlookers = Onlookers()
+        self._onlookers = HookMonitor()
         self._onlookers.watch(glance.survey.hooked)
         watch = watching.get()
         self._closely = self._onlookers.some or (watch is not None and watch.foreign)
-        return Origin(identity.secret, state, self.config.salt, glance.survey.hooked)
+        return PrefixOrigin(identity.secret, state, self.config.salt, glance.survey.hooked)
 
-    def _read(self, cache: PagedCache, arguments: Mapping[str, Any], origin: Origin) -> Fed | None:
+    def _read(
+        self, cache: PagedCache, arguments: Mapping[str, Any], origin: PrefixOrigin
+    ) -> ForwardInputs | None:
         """What a prompt, or a part of one, is made of; None for a step that goes on behind it."""
         ids, before, first = arguments.get("input_ids"), self.history.columns, self._origin is None
         self._origin = origin
@@ -192,13 +194,13 @@ class Reuse:
             and (self._tokens is None or not cache.prompt_in_chunks or ids is None or ids.shape[1] == 1)
         ):
             if ids is None:
-                raise Private("a step was fed something else than token ids")
+                raise NotShareable("a step was fed something else than token ids")
             return None
         if not self.sequences.padding_known:
-            raise Private("the attention mask is not left padding")
+            raise NotShareable("the attention mask is not left padding")
         fed = origin.read(arguments, self.sequences.starts, before)
         if before and fed.keys != self._keys_now():
-            raise Private("what follows was computed differently from what the cache holds")
+            raise NotShareable("what follows was computed differently from what the cache holds")
         return None if first and before else fed
 
     def _prompt(
@@ -206,7 +208,7 @@ class Reuse:
         cache: PagedCache,
         model: nn.Module,
         arguments: dict[str, Any],
-        fed: Fed,
+        fed: ForwardInputs,
         dense: bool,
         compute: Compute,
     ) -> Any:

@@ -7,7 +7,7 @@ from .flat import FlatBatch
 from .forks import fork_safe_lock, in_forked_process
 from .group import LayerGroup, LayerKind, Memory, is_out_of_memory
 from .history import TokenHistory
-from .host import HostBlocks, Trip
+from .host import HostBlocks, Transfer
 from .ops import NoKernels, TritonOps
 from .ops_torch import Ops, Seen
 from .prefixes import Found, Prefix, begin_with, count, longest
@@ -38,7 +38,7 @@ __all__ = [
     "StaticSpans",
     "Store",
     "TokenHistory",
-    "Trip",
+    "Transfer",
     "TritonOps",
     "alike",
     "begin_with",

@@ -17,7 +17,7 @@ once for all of them.
 """
 
 
-class Lane(NamedTuple):
+class StridedView(NamedTuple):
     """Rows that lie side by side: token t of row i is in slot first + i * stride + t, so the batch is one
     strided view.
     """
@@ -40,7 +40,7 @@ class Batch:
         starts: list[int] | None,
         columns: int,
         new: int,
-        lane: Lane | None,
+        lane: StridedView | None,
         is_current: Callable[[], bool],
         workspace: dict[str, Any] | None = None,
     ) -> None:

@@ -27,7 +27,7 @@ STAGING_BYTES = 1 << 25
 """Each of the two buffers on the device through which blocks travel."""
 
 
-class Trip(NamedTuple):
+class Transfer(NamedTuple):
     """A journey of some blocks of one store, measured."""
 
     out: bool
@@ -50,7 +50,7 @@ class HostBlocks:
         self.group, self.most = group, most
         self.pool = BlockPool(0, group.pool.block_size)
         self.slab_blocks = max(1, min(most, SLAB_BYTES // max(1, group.block_bytes)))
-        self._ways: dict[tuple[Layout, int], _Way] = {}
+        self._ways: dict[tuple[Layout, int], _HostBuffer] = {}
 
     @property
     def bytes(self) -> int:
@@ -85,7 +85,7 @@ class HostBlocks:
             self._ways.pop(kind).leave()
         for kind in kinds:
             if kind not in self._ways:
-                self._ways[kind] = _Way(*kind, self.pool.block_size, self.slab_blocks)
+                self._ways[kind] = _HostBuffer(*kind, self.pool.block_size, self.slab_blocks)
             self._ways[kind].have(-(-self.pool.total // self.slab_blocks))
 
     def _grow(self) -> None:
@@ -110,7 +110,7 @@ class HostBlocks:
         for store in self.group.stores:
             self._ways[store.layout, store.layers].back(store, copies)
 
-    def trips(self) -> list[Trip]:
+    def trips(self) -> list[Transfer]:
         """The journeys that are over and have not been asked for."""
         return [trip for way in self._ways.values() for trip in way.trips()]
 
@@ -126,11 +126,11 @@ class _Staging(NamedTuple):
 
     data: torch.Tensor
     """[blocks, elements of a block]"""
-    filled: _Moment
-    emptied: _Moment
+    filled: _Event
+    emptied: _Event
 
 
-class _Way:
+class _HostBuffer:
     """The way of one store's blocks to the host and back, two buffers taking turns.
 
     On a CUDA device copies run on a stream of their own, one for both directions: what goes to a place on the
@@ -158,7 +158,7 @@ class _Way:
         with torch.inference_mode(False):
             while len(self._staging) < 2:
                 data = torch.empty(self.batch, self.elements, dtype=self.dtype, device=self.device)
-                self._staging.append(_Staging(data, _Moment(self.device), _Moment(self.device)))
+                self._staging.append(_Staging(data, _Event(self.device), _Event(self.device)))
             while len(self.slabs) < slabs:
                 slab = torch.empty(
                     self.slab_blocks,
@@ -224,7 +224,7 @@ class _Way:
             watch.exposed.end()
             self._measured.append(watch)
 
-    def trips(self) -> list[Trip]:
+    def trips(self) -> list[Transfer]:
         """What was measured and is over."""
         over = [watch for watch in self._measured if watch.over]
         self._measured = [watch for watch in self._measured if not watch.over]
@@ -268,7 +268,7 @@ class _Way:
         return nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
 
-class _Moment:
+class _Event:
     """A point in the work of one stream that another can wait for; on a CPU everything is done in order
     anyway.
     """
@@ -296,7 +296,7 @@ class _Moment:
     def over(self) -> bool:
         return self._event is None or self._event.query()
 
-    def since(self, other: _Moment) -> float:
+    def since(self, other: _Event) -> float:
         """Seconds from the other moment to this one, both over."""
         if self._event is None or other._event is None:
             return self._time - other._time
@@ -307,7 +307,7 @@ class _Interval:
     """A stretch of one stream's time."""
 
     def __init__(self, device: torch.device) -> None:
-        self.first, self.last = _Moment(device, timed=True), _Moment(device, timed=True)
+        self.first, self.last = _Event(device, timed=True), _Event(device, timed=True)
 
     def begin(self) -> None:
         self.first.note()
@@ -323,7 +323,7 @@ class _Interval:
 class _Measured:
     """A journey while it is measured: from now on the steps are held up by it."""
 
-    def __init__(self, way: _Way, out: bool, blocks: int) -> None:
+    def __init__(self, way: _HostBuffer, out: bool, blocks: int) -> None:
         self.is_out, self.bytes = out, blocks * way.elements * way.dtype.itemsize
         self.exposed, self.copied = _Interval(way.device), _Interval(way.device)
         self.exposed.begin()
@@ -332,13 +332,13 @@ class _Measured:
     def over(self) -> bool:
         return self.exposed.last.over and self.copied.last.over
 
-    def trip(self) -> Trip:
+    def trip(self) -> Transfer:
         # On a CPU nothing runs beside the steps: all of it is exposed.
         first = self.exposed.first
         exposed = max(
             self.exposed.seconds, self.copied.last.since(first) if first.device.type == "cpu" else 0.0
         )
-        return Trip(self.is_out, self.bytes, exposed, self.copied.seconds)
+        return Transfer(self.is_out, self.bytes, exposed, self.copied.seconds)
 
 
 def _by_block(store: Store) -> list[torch.Tensor]:

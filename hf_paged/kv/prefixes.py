@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..blocks import BlockTable, Match, Prompt, Trail, adopt
+from ..blocks import BlockTable, Match, PrefixLookup, Prompt, adopt
 from .group import LayerKind
 from .sequences import Sequences
 
@@ -28,7 +28,7 @@ def longest(
     """
     starts = sequences.starts or [0] * len(prompts)
     trails = {
-        kind: [Trail(rows.group.pool, prompt, kind.window, verify) for prompt in prompts]
+        kind: [PrefixLookup(rows.group.pool, prompt, kind.window, verify) for prompt in prompts]
         for kind, rows in sequences.rows.items()
     }
     columns = most

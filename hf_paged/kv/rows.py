@@ -20,7 +20,7 @@ from ..blocks import (
     detach,
     reorder,
 )
-from .batch import Batch, Lane
+from .batch import Batch, StridedView
 from .group import ROOM_FOR, LayerGroup
 from .static import StaticBatch
 
@@ -49,7 +49,7 @@ class Rows:
         """Whether other rows may begin with what these hold: a new pool then gets room for more than one
         call.
         """
-        self._lane: Lane | None = None
+        self._lane: StridedView | None = None
         self.torn = False
         """Whether a step broke off between the books and the tensors: what the rows hold is not known any
         more.
@@ -252,7 +252,7 @@ class Rows:
             else None
         )
         if first is not None:
-            self._lane = Lane(first * pool.block_size, stride * pool.block_size)
+            self._lane = StridedView(first * pool.block_size, stride * pool.block_size)
             for i, table in enumerate(self.tables):
                 table.near = first + i * stride
 
@@ -359,7 +359,7 @@ class Rows:
         strides = {after - before for before, after in pairwise(firsts)} or {1}
         stride = strides.pop()
         if len(firsts) == len(self._tables) and not strides and stride > 0:
-            self._lane = Lane(firsts[0] * size, stride * size)
+            self._lane = StridedView(firsts[0] * size, stride * size)
             self._keep_lane(look_closely=True)
 
     # ---- rows come, go and change places

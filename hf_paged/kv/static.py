@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..blocks import BlockTable, Copy, Sheet
+from ..blocks import BlockTable, BlockTableArray, Copy
 
 if TYPE_CHECKING:
     from .ops_torch import Ops
@@ -24,7 +24,7 @@ class Ranks(NamedTuple):
     none more than `most`.
     """
 
-    sheet: Sheet
+    sheet: BlockTableArray
     starts: array[int]
     step: int
     most: int

@@ -18,7 +18,7 @@ HARMLESS = ("hf_paged.", "transformers.utils.output_capturing")
 KINDS = ("_forward_pre_hooks", "_forward_hooks")
 
 
-class Onlookers:
+class HookMonitor:
     """Sees whether the hooks of some modules change anything, for the time of a call."""
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class Onlookers:
             for kind in KINDS:
                 hooks = module.__dict__[kind]
                 for key, hook in list(hooks.items()):
-                    if not isinstance(hook, Watched) and _is_harmless(hook):
+                    if not isinstance(hook, MonitoredHook) and _is_harmless(hook):
                         continue
                     self._places.append((weakref.ref(module), kind, key))
-                    if not isinstance(hook, Watched):
-                        hooks[key] = hook = Watched(hook)
+                    if not isinstance(hook, MonitoredHook):
+                        hooks[key] = hook = MonitoredHook(hook)
                     hook.onlookers.append(self)
 
     @property
@@ -52,7 +52,8 @@ class Onlookers:
         """
         hooks = (hook for module in modules for kind in KINDS for hook in module.__dict__[kind].values())
         return all(
-            self in hook.onlookers if isinstance(hook, Watched) else _is_harmless(hook) for hook in hooks
+            self in hook.onlookers if isinstance(hook, MonitoredHook) else _is_harmless(hook)
+            for hook in hooks
         )
 
     def leave(self) -> None:
@@ -62,7 +63,7 @@ class Onlookers:
         for module, kind, key in self._places:
             hooks = getattr(module(), kind, {})
             hook = hooks.get(key)
-            if isinstance(hook, Watched):
+            if isinstance(hook, MonitoredHook):
                 if self in hook.onlookers:
                     hook.onlookers.remove(self)
                 if not hook.onlookers:
@@ -70,7 +71,7 @@ class Onlookers:
         self._places = []
 
 
-class Watched:
+class MonitoredHook:
     """A hook that is looked at."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
@@ -78,7 +79,7 @@ class Watched:
         self.__module__ = getattr(
             hook, "__module__", ""
         )  # whoever asks whose hook it is shall not take it for ours
-        self.onlookers: list[Onlookers] = []
+        self.onlookers: list[HookMonitor] = []
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]

@@ -18,7 +18,7 @@ HOOK = "_hf_hook"
 FileFacts = tuple[str, int, int, int, int]
 
 
-class OffloadedWeight(NamedTuple):
+class OffloadStorage(NamedTuple):
     """The places where the offloaded tensors of a model are stored: memory, or files known by their facts."""
 
     tensors: list[torch.Tensor]
@@ -86,7 +86,7 @@ def offloaded(modules: Iterable[nn.Module]) -> dict[int, Offloaded]:
     return found
 
 
-def stored(modules: Iterable[nn.Module], where: Mapping[int, Offloaded]) -> OffloadedWeight:
+def stored(modules: Iterable[nn.Module], where: Mapping[int, Offloaded]) -> OffloadStorage:
     """The offloaded tensors of modules, as they are stored now."""
     tensors: list[torch.Tensor] = []
     files: list[FileFacts] = []
@@ -97,7 +97,7 @@ def stored(modules: Iterable[nn.Module], where: Mapping[int, Offloaded]) -> Offl
                 tensors.append(place)
             else:
                 files.append(place)
-    return OffloadedWeight(tensors, files)
+    return OffloadStorage(tensors, files)
 
 
 def input_device(model: Any) -> torch.device:

@@ -1,13 +1,13 @@
 """Who runs next, and on which blocks. Standard library only; it writes the books and never sees a tensor."""
 
-from .admission import Verdict, judge, why_infeasible
-from .decode_batch import Crew, Stride
-from .forecast import ADMISSIONS, Future
+from .admission import Admission, judge, why_infeasible
+from .decode_batch import DecodeBatch, DecodeRows
+from .forecast import ADMISSIONS, FuturePeak
 from .history import AnswerLengths
 from .limits import KVCacheGroup, Limits
 from .plan import ScheduledRow, StepPlan, Swaps
 from .policy import POLICIES
-from .request import UNKNOWN, Request, Sequence, SequenceGroup, Status
+from .request import UNKNOWN, Request, SequenceGroup, Status, TokenSequence
 from .scheduler import Count, Infeasible, Scheduler
 from .swap import Decide, Victim, never
 
@@ -15,24 +15,24 @@ __all__ = [
     "ADMISSIONS",
     "POLICIES",
     "UNKNOWN",
+    "Admission",
     "AnswerLengths",
     "Count",
-    "Crew",
     "Decide",
-    "Future",
+    "DecodeBatch",
+    "DecodeRows",
+    "FuturePeak",
     "Infeasible",
     "KVCacheGroup",
     "Limits",
     "Request",
     "ScheduledRow",
     "Scheduler",
-    "Sequence",
     "SequenceGroup",
     "Status",
     "StepPlan",
-    "Stride",
     "Swaps",
-    "Verdict",
+    "TokenSequence",
     "Victim",
     "judge",
     "never",

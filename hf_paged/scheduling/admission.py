@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
 from ..blocks.pool import expect
 from .limits import KVCacheGroup, Limits
-from .request import Request, Sequence, SequenceGroup, Status, blocks_of_group
+from .request import Request, SequenceGroup, Status, TokenSequence, blocks_of_group
 
 
-class Verdict(Enum):
+class Admission(Enum):
     """What admission says. LATER ends the scan: nobody jumps the queue for memory (C12)."""
 
     OK = "ok"
@@ -21,20 +21,20 @@ class Verdict(Enum):
 
 def judge(
     total: int, available: int, need: int, *, hits: int = 0, cached_hits: int = 0, reserve: int = 0
-) -> Verdict:
+) -> Admission:
     """Whether a pool has room for `need` blocks and `reserve` more (C8, C9).
 
     hits: blocks of the need that are there already; cached_hits: those of them that nobody holds, which count
     as available now and would not any more.
     """
     if total - need < reserve:
-        return Verdict.NEVER
+        return Admission.NEVER
     if available - cached_hits - (need - hits) >= reserve:
-        return Verdict.OK
-    return Verdict.LATER
+        return Admission.OK
+    return Admission.LATER
 
 
-def why_infeasible(request: Request, shelves: Rows[KVCacheGroup], limits: Limits) -> str | None:
+def why_infeasible(request: Request, shelves: Sequence[KVCacheGroup], limits: Limits) -> str | None:
     """Why this request can never run to its end, with both numbers, or None if it can (C11)."""
     if request.width > limits.sequences:
         return (
@@ -62,7 +62,9 @@ def why_infeasible(request: Request, shelves: Rows[KVCacheGroup], limits: Limits
     return None
 
 
-def headroom(group: SequenceGroup, need: int, running: Rows[SequenceGroup], shelf: int, chunk: int) -> int:
+def headroom(
+    group: SequenceGroup, need: int, running: Sequence[SequenceGroup], shelf: int, chunk: int
+) -> int:
     """The blocks that a group to which preemption happens again and again leaves available when it comes back
     with `need` blocks.
 
@@ -82,7 +84,7 @@ def headroom(group: SequenceGroup, need: int, running: Rows[SequenceGroup], shel
     )
 
 
-class Bid(NamedTuple):
+class Candidate(NamedTuple):
     """A group that asks to be let in.
 
     blocks: for every pool the full blocks of its beginning that are there. needs: for every pool what all its
@@ -92,20 +94,20 @@ class Bid(NamedTuple):
     """
 
     group: SequenceGroup
-    blocks: Rows[list[int]]
-    needs: Rows[int]
-    sources: Rows[int | None] = ()
+    blocks: Sequence[list[int]]
+    needs: Sequence[int]
+    sources: Sequence[int | None] = ()
     cached: int = 0
 
 
-class Moment(NamedTuple):
+class SchedulerState(NamedTuple):
     """When somebody asks to be let in: the number of the step, the tokens left in it, who runs, and how many
     sequences that is.
     """
 
     step: int
     room: int
-    running: Rows[SequenceGroup]
+    running: Sequence[SequenceGroup]
     taken: int
 
 
@@ -116,21 +118,21 @@ class Watermark:
     The scheduler says who comes and goes; other routers build on this one and listen to it.
     """
 
-    def __init__(self, shelves: Rows[KVCacheGroup], limits: Limits) -> None:
+    def __init__(self, shelves: Sequence[KVCacheGroup], limits: Limits) -> None:
         self.shelves, self.limits = tuple(shelves), limits
         self._behind: dict[SequenceGroup, None] = {}
         """Who runs and has still to compute more than a token: few, so that a verdict does not ask everybody.
         """
 
-    def verdict(self, bid: Bid, moment: Moment) -> Verdict:
+    def verdict(self, bid: Candidate, moment: SchedulerState) -> Admission:
         """Whether every pool has room for all tokens of the group, beside what those that run have still to
         compute.
         """
         self._behind = {other: None for other in self._behind if not other.decoding}
-        fits = all(self._judge(i, bid, moment) is Verdict.OK for i in range(len(self.shelves)))
-        return Verdict.OK if fits else Verdict.LATER
+        fits = all(self._judge(i, bid, moment) is Admission.OK for i in range(len(self.shelves)))
+        return Admission.OK if fits else Admission.LATER
 
-    def _judge(self, i: int, bid: Bid, moment: Moment) -> Verdict:
+    def _judge(self, i: int, bid: Candidate, moment: SchedulerState) -> Admission:
         shelf, chunk, (group, blocks, need) = (
             self.shelves[i],
             self.limits.tokens,
@@ -152,12 +154,12 @@ class Watermark:
         )
 
     @staticmethod
-    def _read(i: int, bid: Bid) -> list[int]:
+    def _read(i: int, bid: Candidate) -> list[int]:
         """The blocks of a pool that the group is going to hold or to copy from."""
         source = bid.sources[i] if bid.sources else None
         return bid.blocks[i] if source is None else [*bid.blocks[i], source]
 
-    def enter(self, bid: Bid, moment: Moment) -> None:
+    def enter(self, bid: Candidate, moment: SchedulerState) -> None:
         """The group was let in, and is about to take the blocks that were found."""
         self._behind[bid.group] = None
 
@@ -165,14 +167,14 @@ class Watermark:
         """The group holds nothing any more: it has ended or was preempted, or it never ran."""
         self._behind.pop(group, None)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: TokenSequence) -> None:
         """The sequence, one of its group's, has its last token."""
 
     def clear(self) -> None:
         """Nobody holds anything any more."""
         self._behind.clear()
 
-    def check(self, moment: Moment) -> None:
+    def check(self, moment: SchedulerState) -> None:
         """Raise AssertionError on the first thing that does not add up."""
         for group in moment.running:
             expect(

@@ -5,16 +5,16 @@ each.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..blocks import BlockTable, Sheet
+from ..blocks import BlockTable, BlockTableArray
 from ..blocks.pool import NOWHERE, expect
 from .limits import KVCacheGroup
-from .request import Sequence, SequenceGroup
+from .request import SequenceGroup, TokenSequence
 
 
-class Stride(NamedTuple):
+class DecodeRows(NamedTuple):
     """A step of the crew: one token of each, whose slots are in the tables already.
 
     sequences: the crew by places, the same object as long as nobody joins or leaves. starts: where each had
@@ -24,12 +24,12 @@ class Stride(NamedTuple):
     the places of those who may get one more token and no other.
     """
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[TokenSequence, ...]
     starts: array[int]
     most: int
     step: int
-    sheets: tuple[Sheet, ...]
-    filled: tuple[tuple[Sequence, int], ...]
+    sheets: tuple[BlockTableArray, ...]
+    filled: tuple[tuple[TokenSequence, int], ...]
     last: tuple[int, ...]
 
     @property
@@ -38,7 +38,7 @@ class Stride(NamedTuple):
         return self.most + self.step + 1
 
 
-class Crew:
+class DecodeBatch:
     """The running groups of one sequence that take one token in every step, each at its place.
 
     What they do alike is counted once. A block is needed when the one before it is full, which is known
@@ -49,7 +49,7 @@ class Crew:
 
     def __init__(self, shelves: tuple[KVCacheGroup, ...]) -> None:
         self.shelves = shelves
-        self.sequences: list[Sequence] = []
+        self.sequences: list[TokenSequence] = []
         self.clear()
 
     def clear(self) -> None:
@@ -58,15 +58,15 @@ class Crew:
             sequence.place = None
         self.sequences = []
         self.steps = 0
-        self.sheets = tuple(Sheet() for _ in self.shelves)
+        self.sheets = tuple(BlockTableArray() for _ in self.shelves)
         self._starts = array("i")
         self._tables: list[list[BlockTable]] = [[] for _ in self.shelves]
-        self._full: list[dict[Sequence, None]] = [{} for _ in range(self._size)]
+        self._full: list[dict[TokenSequence, None]] = [{} for _ in range(self._size)]
         """By the number of a step, up to multiples of the block size: who has only full blocks before it."""
-        self._ends: dict[int, dict[Sequence, None]] = {}
+        self._ends: dict[int, dict[TokenSequence, None]] = {}
         """By the number of a step: who is complete before it, if nothing happens to him meanwhile."""
-        self._now: Rows[int] = [0 for _ in self.shelves]
-        self._as_it_is: tuple[tuple[Sequence, ...], array[int], int] | None = None
+        self._now: Sequence[int] = [0 for _ in self.shelves]
+        self._as_it_is: tuple[tuple[TokenSequence, ...], array[int], int] | None = None
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -77,7 +77,7 @@ class Crew:
 
     # ---- who comes and goes
 
-    def takes(self, group: SequenceGroup) -> bool:
+    def accepts(self, group: SequenceGroup) -> bool:
         """Whether a group may join: nobody else names the block that it would write in next."""
         if (
             group.request.width > 1
@@ -91,7 +91,7 @@ class Crew:
             for table in group.leader.tables
         )
 
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: TokenSequence) -> None:
         """Take a sequence in, which is one token behind."""
         sequence.place = place = len(self.sequences)
         self.sequences.append(sequence)
@@ -110,7 +110,7 @@ class Crew:
             tables.append(table)
         self._as_it_is = None
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: TokenSequence) -> None:
         """Let a sequence go, as it is."""
         place, last = sequence.place, len(self.sequences) - 1
         assert place is not None
@@ -132,15 +132,15 @@ class Crew:
         sequence.place = None
         self._as_it_is = None
 
-    def complete(self) -> list[Sequence]:
+    def complete(self) -> list[TokenSequence]:
         """Who is as long as he may become, and takes no further step."""
         return [sequence for sequence in self._ends.get(self.steps, ()) if sequence.group.complete]
 
-    def stands(self, stride: Stride) -> bool:
+    def stands(self, stride: DecodeRows) -> bool:
         """Whether nobody has joined or left since a stride."""
         return self._as_it_is is not None and self._as_it_is[0] is stride.sequences
 
-    def _end_of(self, sequence: Sequence) -> int:
+    def _end_of(self, sequence: TokenSequence) -> int:
         """The number of the step that a member does not take any more: with the one before it gets its last
         token.
         """
@@ -162,7 +162,7 @@ class Crew:
                     table.release_before(table.length - shelf.window + 1)
         return len(growing)
 
-    def step(self, now: Rows[int]) -> Stride | None:
+    def step(self, now: Sequence[int]) -> DecodeRows | None:
         """One token for everybody; every pool has the blocks for it."""
         if not self.sequences:
             return None
@@ -178,9 +178,9 @@ class Crew:
         sequences, starts, most = self._as_it_is
         filled = tuple([(each, each.tables[0].length) for each in self._full[self.steps % self._size]])
         last = tuple([each.place for each in self._ends.get(self.steps, ()) if each.place is not None])
-        return Stride(sequences, starts, most, self.steps - 1, self.sheets, filled, last)
+        return DecodeRows(sequences, starts, most, self.steps - 1, self.sheets, filled, last)
 
-    def _extend(self, sequence: Sequence) -> None:
+    def _extend(self, sequence: TokenSequence) -> None:
         """A new block for a sequence whose blocks are full."""
         assert sequence.place is not None
         for sheet, table, now in zip(self.sheets, sequence.tables, self._now, strict=True):
@@ -188,7 +188,7 @@ class Crew:
             table.blocks.append(table.pool.take(table.blocks[-1] + 1 if table.blocks else NOWHERE))
             sheet.add(sequence.place, table)
 
-    def renamed(self, sequence: Sequence, first: int) -> None:
+    def renamed(self, sequence: TokenSequence, first: int) -> None:
         """A member's tables name other blocks from their block `first` on."""
         if sequence.place is not None:
             for sheet, table in zip(self.sheets, sequence.tables, strict=True):

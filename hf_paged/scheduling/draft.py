@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Sequences
+from collections.abc import Iterable, Sequence
 
 from ..blocks import BlockPool, BlockTable, Copy, blocks_needed, detach
-from .decode_batch import Stride
+from .decode_batch import DecodeRows
 from .limits import KVCacheGroup
 from .plan import ScheduledRow, StepPlan, Swaps
-from .request import Sequence, SequenceGroup
+from .request import SequenceGroup, TokenSequence
 
-Steps = list[tuple[Sequence, int]]
+Steps = list[tuple[TokenSequence, int]]
 """Sequences of one group, and how many tokens each takes."""
 
 
@@ -20,7 +19,7 @@ class Draft:
 
     def __init__(self, shelves: int, room: int) -> None:
         self.room = room
-        self.stride: Stride | None = None
+        self.stride: DecodeRows | None = None
         self.rows: list[ScheduledRow] = []
         self.copies: list[list[Copy]] = [[] for _ in range(shelves)]
         self.admitted: list[SequenceGroup] = []
@@ -45,7 +44,7 @@ class Draft:
         )
 
 
-def samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
+def samples(sequence: TokenSequence, count: int) -> tuple[TokenSequence, ...]:
     """Whose next token is known after this row: nobody's if tokens are left, and all of the group's before it
     is forked.
     """
@@ -54,7 +53,7 @@ def samples(sequence: Sequence, count: int) -> tuple[Sequence, ...]:
     return (sequence,) if sequence.group.forked else tuple(sequence.group.sequences)
 
 
-def share(groups: Sequences[SequenceGroup], room: int) -> list[Steps]:
+def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
     """Who takes how many of so many tokens: whoever decodes has its token, who computes a prompt gets what
     that leaves.
     """
@@ -72,7 +71,7 @@ def share(groups: Sequences[SequenceGroup], room: int) -> list[Steps]:
     return found
 
 
-def fit(shelves: Iterable[KVCacheGroup], several: Sequences[Steps], beside: int = 0) -> bool:
+def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], beside: int = 0) -> bool:
     """Whether every pool has the blocks for these steps and `beside` more; what lies behind a window goes
     back first (C10).
     """

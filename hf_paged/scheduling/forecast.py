@@ -6,16 +6,15 @@ import heapq
 import math
 from bisect import bisect, bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, takewhile
 from typing import NamedTuple
 
 from ..blocks.pool import expect
-from .admission import Bid, Moment, Verdict, Watermark
+from .admission import Admission, Candidate, SchedulerState, Watermark
 from .history import AnswerLengths
 from .limits import KVCacheGroup, Limits
-from .request import UNKNOWN, Sequence, SequenceGroup, Status, blocks_of_group
+from .request import UNKNOWN, SequenceGroup, Status, TokenSequence, blocks_of_group
 
 FAR = 1 << 60
 """The end of groups whose prompt takes more steps: nobody knows how many."""
@@ -87,7 +86,7 @@ class _Entry:
         self.key = (-parts[0].end, group.request.number)
 
 
-class Future(Watermark):
+class FuturePeak(Watermark):
     """Lets in whoever can stay to the end: the future peak of all that run, with the newcomer, must fit every
     pool.
 
@@ -109,7 +108,7 @@ class Future(Watermark):
     """
 
     def __init__(
-        self, shelves: Rows[KVCacheGroup], limits: Limits, history: AnswerLengths | None = None
+        self, shelves: Sequence[KVCacheGroup], limits: Limits, history: AnswerLengths | None = None
     ) -> None:
         super().__init__(shelves, limits)
         self.history = AnswerLengths() if history is None else history
@@ -130,10 +129,10 @@ class Future(Watermark):
 
     # ---- the verdict
 
-    def verdict(self, bid: Bid, moment: Moment) -> Verdict:
+    def verdict(self, bid: Candidate, moment: SchedulerState) -> Admission:
         """Whether there is room now, and will be."""
         now = super().verdict(bid, moment)
-        if now is not Verdict.OK or not moment.running:
+        if now is not Admission.OK or not moment.running:
             return now
         self._catch_up(moment.step)
         entry = self._newcomer(bid, moment)
@@ -141,8 +140,8 @@ class Future(Watermark):
             reserve = 0 if bid.group.status is Status.PREEMPTED else self.limits.reserve(shelf)
             margin = 0 if shelf.window is not None else MARGIN * math.sqrt(self._spread + entry.spread)
             if self._peak(i, entry) + margin > (shelf.pool.total - reserve) * shelf.pool.block_size:
-                return Verdict.LATER
-        return Verdict.OK
+                return Admission.LATER
+        return Admission.OK
 
     def _peak(self, i: int, newcomer: _Entry) -> int:
         """The future peak of a pool, in slots, with the newcomer; what it shares with others is theirs no
@@ -181,7 +180,7 @@ class Future(Watermark):
 
     # ---- entries
 
-    def _newcomer(self, bid: Bid, moment: Moment) -> _Entry:
+    def _newcomer(self, bid: Candidate, moment: SchedulerState) -> _Entry:
         group = bid.group
         shared = [
             [block for block in blocks if shelf.pool.references(block)] if shelf.window is None else []
@@ -259,7 +258,7 @@ class Future(Watermark):
 
     # ---- who comes and goes
 
-    def enter(self, bid: Bid, moment: Moment) -> None:
+    def enter(self, bid: Candidate, moment: SchedulerState) -> None:
         super().enter(bid, moment)
         self._catch_up(moment.step)
         newcomer = self._newcomer(bid, moment)
@@ -283,7 +282,7 @@ class Future(Watermark):
                 if not shared[block]:
                     del shared[block]
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: TokenSequence) -> None:
         group = sequence.group
         length = len(sequence.tokens) - (
             sequence.tokens[-1] == UNKNOWN
@@ -294,7 +293,7 @@ class Future(Watermark):
 
     # ---- the audit
 
-    def check(self, moment: Moment) -> None:
+    def check(self, moment: SchedulerState) -> None:
         super().check(moment)
         expect(set(self._entries) == set(moment.running), "the future knows others than those who run")
         expect(
@@ -326,5 +325,5 @@ class Future(Watermark):
             )
 
 
-ADMISSIONS: dict[str, type[Watermark]] = {"watermark": Watermark, "future": Future}
+ADMISSIONS: dict[str, type[Watermark]] = {"watermark": Watermark, "future": FuturePeak}
 """The routers by name."""

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..blocks import Copy
-from .decode_batch import Stride
-from .request import Sequence, SequenceGroup
+from .decode_batch import DecodeRows
+from .request import SequenceGroup, TokenSequence
 
 
 class ScheduledRow(NamedTuple):
@@ -18,10 +18,10 @@ class ScheduledRow(NamedTuple):
     ends before its sequence does (C32); several if a prompt's row stands for all of its group.
     """
 
-    sequence: Sequence
+    sequence: TokenSequence
     start: int
     count: int  # type: ignore[assignment]  # a row is no tuple to anybody
-    samples: tuple[Sequence, ...]
+    samples: tuple[TokenSequence, ...]
 
     @property
     def tokens(self) -> list[int]:
@@ -58,7 +58,7 @@ class StepPlan:
     swaps: Swaps = Swaps()
     admitted: tuple[SequenceGroup, ...] = ()
     preempted: tuple[SequenceGroup, ...] = ()
-    stride: Stride | None = None
+    stride: DecodeRows | None = None
 
     def __bool__(self) -> bool:
         """Whether anything is computed."""

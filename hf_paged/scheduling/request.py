@@ -49,7 +49,7 @@ class Request:
             raise TypeError(f"priority={self.priority!r} is not an int; higher is sooner")
 
 
-class Sequence:
+class TokenSequence:
     """Tokens, and how many of them have keys and values: `computed` catches up with `tokens`, whatever the
     reason it is behind.
 
@@ -107,7 +107,7 @@ class SequenceGroup:
         self.request, self.shelves = request, shelves
         self.status = Status.WAITING
         self.sequences = [
-            Sequence(self, i, list(request.prompt), tuple(BlockTable(shelf.pool) for shelf in shelves))
+            TokenSequence(self, i, list(request.prompt), tuple(BlockTable(shelf.pool) for shelf in shelves))
             for i in range(request.width)
         ]
         self.preemptions = 0
@@ -129,7 +129,7 @@ class SequenceGroup:
             self.request = replace(self.request, steady=False)
 
     @property
-    def leader(self) -> Sequence:
+    def leader(self) -> TokenSequence:
         """The sequence that computes what all have in common."""
         return self.sequences[0]
 
@@ -183,7 +183,7 @@ class SequenceGroup:
                 run = table.pool.find_run(self.common)
                 table.near = NOWHERE if run is None else run
 
-    def advance(self, room: int) -> list[tuple[Sequence, int]]:
+    def advance(self, room: int) -> list[tuple[TokenSequence, int]]:
         """Who takes how many tokens of a step that has `room` for so many.
 
         The sequences of a group take their last token together, so that beams can be compared and samples

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
-from ..blocks import Match, Trail, adopt, append, commit, commit_tail, reach_in_all, reorder
+from ..blocks import Match, PrefixLookup, adopt, append, commit, commit_tail, reach_in_all, reorder
 from ..blocks.pool import expect
-from .admission import Bid, Moment, Verdict, why_infeasible
+from .admission import Admission, Candidate, SchedulerState, why_infeasible
 from .audit import check_groups, check_shelves
-from .decode_batch import Crew
+from .decode_batch import DecodeBatch
 from .draft import Draft, Steps, fit, samples, share
 from .forecast import ADMISSIONS
+from .in_flight_prefixes import InFlightPrefixes
 from .limits import KVCacheGroup, Limits
 from .plan import ScheduledRow, StepPlan
 from .policy import POLICIES
-from .promises import Promises
-from .request import UNKNOWN, Request, Sequence, SequenceGroup, Status
+from .request import UNKNOWN, Request, SequenceGroup, Status, TokenSequence
 from .swap import Decide, Swapping, never
 
 Count = Literal[
@@ -74,10 +73,10 @@ class Scheduler:
         self.preempted: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         """These three are in the order of the policy."""
-        self.crew = Crew(self.shelves)
+        self.crew = DecodeBatch(self.shelves)
         self._others: list[SequenceGroup] = []
         """Who runs and is not in the crew, in the same order."""
-        self._promised = Promises()
+        self._promised = InFlightPrefixes()
         self.swapping = Swapping(self.shelves, swap, verify)
         self.counts: Counter[Count] = Counter()
 
@@ -96,15 +95,15 @@ class Scheduler:
         """Give back everything of a group, in whatever state it is (C34)."""
         if group.status is Status.FINISHED:
             return
-        self._dismiss(group)
+        self._leave_batch(group)
         for sequence in group.sequences:
             sequence.free()
         self._leave(group)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: TokenSequence) -> None:
         """A sequence has its last token: its blocks go back, and its group ends with its last sequence."""
         group = sequence.group
-        self._dismiss(group)
+        self._leave_batch(group)
         self.admission.finish(sequence)
         self._name_tail(sequence)
         sequence.free()
@@ -127,7 +126,7 @@ class Scheduler:
     def preempt(self, group: SequenceGroup, swap: bool = True) -> None:
         """Take all blocks of a running group. They wait for it on the host, or it is computed again, from the
         prefix cache where it can (C29 to C31); without `swap` that is not asked."""
-        self._dismiss(group)
+        self._leave_batch(group)
         self._promised.withdraw(group)
         self.admission.leave(group)
         blocks = self.swapping.park(group) if swap else None
@@ -183,7 +182,7 @@ class Scheduler:
         """The next step. Its blocks are taken in the books; `commit` says that it has been computed."""
         draft = Draft(len(self.shelves), self.limits.tokens)
         now = [shelf.pool.tick() for shelf in self.shelves]
-        self._muster()
+        self._refresh_batch()
         steps = share(self._others, self.limits.tokens - len(self.crew))
         while self.running and not fit(self.shelves, steps, self.crew.need()):
             last = self.running[-1]
@@ -241,18 +240,18 @@ class Scheduler:
             if group.promised and end >= group.common:
                 self._promised.withdraw(group)
 
-    def extend(self, sequence: Sequence, token: int) -> None:
+    def extend(self, sequence: TokenSequence, token: int) -> None:
         """A sequence has got its next token; UNKNOWN if the host will `reveal` it later."""
         sequence.tokens.append(token)
 
-    def reveal(self, group: SequenceGroup, position: int, tokens: Mapping[Sequence, int]) -> None:
+    def reveal(self, group: SequenceGroup, position: int, tokens: Mapping[TokenSequence, int]) -> None:
         """The host has heard which token stands at `position` of these sequences of a group."""
         for sequence, token in tokens.items():
             sequence.tokens[position] = token
         if group.status is Status.PREEMPTED and not group.swapped:
             group.gather()  # what they have in common was not known when it had to go
 
-    def reorder(self, group: SequenceGroup, sources: Rows[int], tokens: Rows[int]) -> None:
+    def reorder(self, group: SequenceGroup, sources: Sequence[int], tokens: Sequence[int]) -> None:
         """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6,
         C16).
         """
@@ -279,16 +278,16 @@ class Scheduler:
 
     # ---- the parts of a step
 
-    def _muster(self) -> None:
+    def _refresh_batch(self) -> None:
         """Whoever does nothing but decode by now joins the crew, and whoever is complete leaves it."""
         for sequence in self.crew.complete():
-            self._dismiss(sequence.group)
+            self._leave_batch(sequence.group)
         for group in self._others.copy():
-            if self.crew.takes(group):
+            if self.crew.accepts(group):
                 self.crew.join(group.leader)
                 self._others.remove(group)
 
-    def _dismiss(self, group: SequenceGroup) -> None:
+    def _leave_batch(self, group: SequenceGroup) -> None:
         """Out of the crew, if it is there."""
         if group.leader.place is not None:
             self.crew.leave(group.leader)
@@ -331,7 +330,7 @@ class Scheduler:
             moment, bid = self._moment(draft.room), self._bid(group, found)
             if (
                 moment.taken + len(group.sequences) > self.limits.sequences
-                or self.admission.verdict(bid, moment) is not Verdict.OK
+                or self.admission.verdict(bid, moment) is not Admission.OK
             ):
                 return
             del queue[passed]
@@ -358,7 +357,7 @@ class Scheduler:
         if not self.prefix_caching:
             return [Match([], []) for _ in self.shelves]
         prompt, names = group.prompt, group.names()
-        trails = [Trail(shelf.pool, prompt, shelf.window, self.verify) for shelf in self.shelves]
+        trails = [PrefixLookup(shelf.pool, prompt, shelf.window, self.verify) for shelf in self.shelves]
         reached = reach_in_all(trails, group.common - 1)
         full = reached // prompt.size
         if full < len(names) and self._promised[names[full]]:
@@ -370,14 +369,14 @@ class Scheduler:
         """How many sequences run."""
         return len(self.crew) + sum([len(group.sequences) for group in self._others])
 
-    def _moment(self, room: int) -> Moment:
-        return Moment(self.counts["steps"], room, self.running, self._taken)
+    def _moment(self, room: int) -> SchedulerState:
+        return SchedulerState(self.counts["steps"], room, self.running, self._taken)
 
-    def _bid(self, group: SequenceGroup, found: list[Match]) -> Bid:
+    def _bid(self, group: SequenceGroup, found: list[Match]) -> Candidate:
         chunk, many = self.limits.tokens, range(len(self.shelves))
         needs = [self.swapping.need(group, i, chunk) if group.swapped else group.need(i, chunk) for i in many]
         sources = [None if each.partial is None else each.partial.block for each in found]
-        return Bid(
+        return Candidate(
             group,
             [each.blocks for each in found],
             needs,
@@ -417,7 +416,7 @@ class Scheduler:
                 shelf.pool.counts.update(hits=hits, misses=misses)
         return full
 
-    def _name(self, sequence: Sequence, end: int) -> None:
+    def _name(self, sequence: TokenSequence, end: int) -> None:
         """Let others find the full blocks of the first `end` tokens of a sequence."""
         exchanged = full = end // self.shelves[0].pool.block_size
         for table in sequence.tables if self.prefix_caching else ():
@@ -429,7 +428,7 @@ class Scheduler:
         if exchanged < full:
             self.crew.renamed(sequence, exchanged)
 
-    def _name_tail(self, sequence: Sequence) -> None:
+    def _name_tail(self, sequence: TokenSequence) -> None:
         """Let others find the last, partly filled block of a sequence that ends (C17). Its last token was
         never computed.
         """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_paged.blocks import BlockPool, Match, Prompt, Trail
+from hf_paged.blocks import BlockPool, Match, PrefixLookup, Prompt
 
 
 def match(pool: BlockPool, tokens: Sequence[int], extra: bytes = b"", verify: bool = False) -> Match:
     """The full blocks that a prompt can begin with; at least one of its tokens is computed."""
-    trail = Trail(pool, Prompt(tokens, pool.block_size, extra), verify=verify)
+    trail = PrefixLookup(pool, Prompt(tokens, pool.block_size, extra), verify=verify)
     reach = trail.reach(len(tokens) - 1)
     return trail.take(reach - reach % pool.block_size)

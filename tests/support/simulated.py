@@ -16,11 +16,11 @@ from hf_paged.scheduling import (
     Limits,
     Request,
     Scheduler,
-    Sequence,
     SequenceGroup,
     Status,
     StepPlan,
     Swaps,
+    TokenSequence,
     Victim,
 )
 
@@ -211,7 +211,7 @@ class Simulated:
                 for slot in range(pool.block_size):
                     store[target * pool.block_size + slot] = store.get(source * pool.block_size + slot, 0)
 
-    def compute(self, sequence: Sequence, start: int, count: int) -> int:
+    def compute(self, sequence: TokenSequence, start: int, count: int) -> int:
         """Write what the row computes in every pool, after reading all that it looks at: the answer is its
         last value.
         """
@@ -229,7 +229,7 @@ class Simulated:
                 assert store[table.slot(seen)] == right[seen], f"{sequence!r} reads a wrong {seen}"
         return right[-1]
 
-    def attend_to_encoder(self, sequence: Sequence, start: int) -> None:
+    def attend_to_encoder(self, sequence: TokenSequence, start: int) -> None:
         """What its encoder made is written with the first token, and is there with all later ones."""
         table, request = sequence.tables[-1], sequence.group.request
         assert table.length == request.source
@@ -240,14 +240,14 @@ class Simulated:
 
     # ---- what comes after the model
 
-    def choose(self, group: SequenceGroup, values: dict[Sequence, int]) -> None:
+    def choose(self, group: SequenceGroup, values: dict[TokenSequence, int]) -> None:
         for sequence, value in values.items():
             self.scheduler.extend(sequence, next_token(value, sequence.index))
             if len(sequence.tokens) >= stop_at(group.request, sequence.index):
                 self.answers[group.request.number][sequence.index] = list(sequence.tokens)
                 self.scheduler.finish(sequence)
 
-    def choose_beams(self, group: SequenceGroup, values: dict[Sequence, int]) -> None:
+    def choose_beams(self, group: SequenceGroup, values: dict[TokenSequence, int]) -> None:
         sources, tokens = beam_step([values[sequence] for sequence in group.sequences])
         self.scheduler.reorder(group, sources, tokens)
         if group.length >= group.request.most_tokens:

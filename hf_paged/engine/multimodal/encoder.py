@@ -19,7 +19,7 @@ TRIAL = 13
 """Tokens of the input with which an encoder of text is tried out."""
 
 
-class Source:
+class EncoderInput:
     """One request's input for the encoder, and what the encoder has made of it, as long as the request
     runs.
     """
@@ -52,19 +52,19 @@ class Encoder:
         self._length = 0
         """The shape of a recording, and how many tokens are made of one: known by the trial."""
 
-    def trial(self, vocabulary: int) -> Source:
+    def trial(self, vocabulary: int) -> EncoderInput:
         """An input to try the model with."""
         device, config = input_device(self._model), self._model.config
         if self.input_name == "input_ids":
             ids = tuple((5 * i + 3) % vocabulary for i in range(TRIAL))
-            return Source(torch.tensor([ids], device=device), ids)
+            return EncoderInput(torch.tensor([ids], device=device), ids)
         shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
         wave = torch.arange(shape[1] * shape[2], device=device).reshape(shape)
-        source = Source((wave * 0.37).sin().to(self._model.dtype))
+        source = EncoderInput((wave * 0.37).sin().to(self._model.dtype))
         self._shape, self._length = shape, self.run(source).last_hidden_state.shape[1]
         return source
 
-    def length(self, source: Source) -> int:
+    def length(self, source: EncoderInput) -> int:
         """How many tokens the encoder makes of an input; nothing is computed."""
         if self.input_name == "input_ids":
             return source.inputs.shape[1]
@@ -75,7 +75,7 @@ class Encoder:
             )
         return self._length
 
-    def run(self, source: Source) -> Any:
+    def run(self, source: EncoderInput) -> Any:
         """Encode an input; the answer is kept with it."""
         with torch.no_grad():
             source.made = self._module(**{self.input_name: source.inputs}, return_dict=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 
-class Beside(NamedTuple):
+class DecoderExtras(NamedTuple):
     """mask [tokens]: the tokens that are given something. features: by argument the lists of what they are
     given, [those tokens, ...].
     """
@@ -22,12 +22,12 @@ class Beside(NamedTuple):
     mask: torch.Tensor
     features: dict[str, tuple[torch.Tensor, ...]]
 
-    def part(self, start: int, count: int) -> Beside:
+    def part(self, start: int, count: int) -> DecoderExtras:
         """The same of so many tokens from `start` on; tokens behind the last one are given nothing."""
         mask = self.mask[start : start + count]
         first, many = int(self.mask[:start].sum()), int(mask.sum())
         mask = torch.cat([mask, mask.new_zeros(count - len(mask))])
-        return Beside(
+        return DecoderExtras(
             self.name,
             mask,
             {
@@ -37,7 +37,7 @@ class Beside(NamedTuple):
         )
 
 
-def beside_of(given: Mapping[str, Any], tokens: int) -> Beside | None:
+def beside_of(given: Mapping[str, Any], tokens: int) -> DecoderExtras | None:
     """The arguments of a decoder's call that are a mask of tokens [1, tokens] and lists of features for
     these; None if they are not.
     """
@@ -55,10 +55,10 @@ def beside_of(given: Mapping[str, Any], tokens: int) -> Beside | None:
         isinstance(each, torch.Tensor) and each.shape[:1] == (int(mask.sum()),) for each in parts
     ):
         return None
-    return Beside(name, mask[0], {name: tuple(value) for name, value in lists.items()})
+    return DecoderExtras(name, mask[0], {name: tuple(value) for name, value in lists.items()})
 
 
-def joined(parts: Sequence[Beside | None], counts: Sequence[int]) -> dict[str, Any]:
+def joined(parts: Sequence[DecoderExtras | None], counts: Sequence[int]) -> dict[str, Any]:
     """A decoder's arguments for pieces of so many tokens in one row; nothing if none of them is given
     anything.
     """

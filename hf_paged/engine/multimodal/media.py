@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .extras import Beside
+from .extras import DecoderExtras
 
 SHOWN = re.compile(
     r"pixel_values|^(audio_)?input_(features|values)$|^image_patches$|^flattened_patches$"
@@ -58,7 +58,7 @@ class Media:
         self.names = tuple(named.get(token, token) for token in ids)
         self.made: torch.Tensor | None = None
         """[tokens, hidden]: the embeddings of the whole prompt."""
-        self.beside: Beside | None = None
+        self.beside: DecoderExtras | None = None
         """What some of its tokens are given beside the embeddings, as long as these are kept."""
         self.positions: torch.Tensor | None = None
         """[axes, tokens] on the host: where the prompt's tokens stand, if that is not one behind the other.
@@ -100,7 +100,7 @@ class Media:
             return None
         return self.shift[-1]
 
-    def near(self, start: int, count: int) -> Beside | None:
+    def near(self, start: int, count: int) -> DecoderExtras | None:
         """What some of so many tokens of a sequence from `start` on are given beside their embeddings."""
         return (
             None if self.beside is None or not self.concerns(start, count) else self.beside.part(start, count)

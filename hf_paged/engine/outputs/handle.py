@@ -83,7 +83,7 @@ class Handle:
         """What is new since the last time somebody looked, without waiting for more: for those who drive the
         engine by hand.
         """
-        increments = self._job.news.take()
+        increments = self._job.news.drain()
         self._see_to_trouble()
         return increments
 

@@ -16,7 +16,7 @@ waits nor raises.
 """
 
 
-class News:
+class OutputQueue:
     """What is new in a request's answers, on its way from the step that makes it to whoever reads it, perhaps
     in another thread.
     """
@@ -34,7 +34,7 @@ class News:
     def __bool__(self) -> bool:
         return bool(self._made) or any(stream.unread for stream in self._streams)
 
-    def tell(self) -> None:
+    def put(self) -> None:
         """There is an increment."""
         if self.readers:
             for wake in self.readers.copy():
@@ -45,7 +45,7 @@ class News:
         for wake in [*self.readers.copy(), *self.waiters.copy()]:
             wake()
 
-    def take(self) -> list[Increment]:
+    def drain(self) -> list[Increment]:
         """What nobody has read yet: the first of every answer, then the second of every one, as they were
         made.
         """

@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ...model.offloaded import input_device
 from ..multimodal.embed import checked, names_of
-from ..multimodal.encoder import Source
+from ..multimodal.encoder import EncoderInput
 from ..multimodal.media import Media, marks_of, taken
 from ..sampling.rules import Recipe, recipe_of
 from ..sampling.warp import Warp
@@ -58,7 +58,7 @@ KEY = os.urandom(16)
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestParams:
     """A request, read and checked.
 
     prompt: what the books know of it, a number for each position. ids: what processors and criteria see of
@@ -74,7 +74,7 @@ class Asked:
     ids: tuple[int, ...]
     embeds: torch.Tensor | None
     media: Media | None
-    source: Source | None
+    source: EncoderInput | None
     config: Any
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
@@ -189,7 +189,7 @@ def _require_function(name: str, given: Any) -> None:
         raise TypeError(f"{name} is a function, got {short(given)}")
 
 
-class Given(NamedTuple):
+class ParsedPrompt(NamedTuple):
     """A prompt: the ids that processors see, what the model is given as `name`, and what comes of it."""
 
     tokens: tuple[int, ...]
@@ -197,7 +197,7 @@ class Given(NamedTuple):
     inputs: torch.Tensor
     embeds: torch.Tensor | None = None
     media: Media | None = None
-    source: Source | None = None
+    source: EncoderInput | None = None
 
     @property
     def names(self) -> tuple[int, ...]:
@@ -216,7 +216,7 @@ def read(
     seed: int | None,
     logprobs: int | bool | None,
     options: Options,
-) -> Asked:
+) -> RequestParams:
     """Read a request as generate() would on that prompt alone; what the engine does not do is refused by
     name.
     """
@@ -246,7 +246,7 @@ def read(
         each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria)
     )
     recipe, slow = _recipe(config, processors)
-    return Asked(
+    return RequestParams(
         names,
         tokens,
         given.embeds,
@@ -264,7 +264,9 @@ def read(
     )
 
 
-def _processors(model: Any, config: Any, given: Given, extras: Mapping[str, Any]) -> LogitsProcessorList:
+def _processors(
+    model: Any, config: Any, given: ParsedPrompt, extras: Mapping[str, Any]
+) -> LogitsProcessorList:
     """The logits processors as generate() makes them."""
     made: LogitsProcessorList = model._get_logits_processor(
         config,
@@ -321,7 +323,7 @@ def _beside(keywords: dict[str, Any], shown: dict[str, Any]) -> dict[str, Any]:
     return keywords
 
 
-def _showing(model: Any, given: Given, shown: dict[str, Any]) -> Given:
+def _showing(model: Any, given: ParsedPrompt, shown: dict[str, Any]) -> ParsedPrompt:
     """A prompt of ids in the place of some of which something is put, if anything is shown."""
     if not shown:
         return given
@@ -332,7 +334,7 @@ def _showing(model: Any, given: Given, shown: dict[str, Any]) -> Given:
     return given._replace(media=Media(shown, given.tokens, marks_of(model.config), KEY))
 
 
-def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_embeds: Any) -> Given:
+def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_embeds: Any) -> ParsedPrompt:
     """A prompt's ids, and its embeddings if it is made of those. A tensor of numbers with a point is
     embeddings, too.
     """
@@ -344,10 +346,10 @@ def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_em
         if prompt is None:
             raise ValueError("a request needs a prompt, or inputs_embeds")
         tokens = known(prompt_tokens(prompt, tokenizer), model)
-        return Given(tokens, "input_ids", torch.tensor([tokens], device=input_device(model)))
+        return ParsedPrompt(tokens, "input_ids", torch.tensor([tokens], device=input_device(model)))
     tokens = () if prompt is None else prompt_tokens(prompt, tokenizer)
     embeds = checked(model, inputs_embeds, tokens)
-    return Given(tokens, "inputs_embeds", embeds[None], embeds)
+    return ParsedPrompt(tokens, "inputs_embeds", embeds[None], embeds)
 
 
 def _for_encoder(
@@ -358,7 +360,7 @@ def _for_encoder(
     inputs_embeds: Any,
     input_features: Any,
     decoder_input_ids: Any,
-) -> Given:
+) -> ParsedPrompt:
     """What an encoder is given, and the ids that its decoder begins with."""
     name = model.main_input_name
     if inputs_embeds is not None or (name == "input_ids" and input_features is not None):
@@ -387,10 +389,10 @@ def _for_encoder(
     start = config._decoder_start_token_tensor.cpu()
     found, _ = model._prepare_decoder_input_ids_for_generation(1, name, begin, start, torch.device("cpu"))
     begun = known(tuple(found[0].tolist()), model.get_decoder())
-    return Given(begun, name, inputs, source=Source(inputs, ids))
+    return ParsedPrompt(begun, name, inputs, source=EncoderInput(inputs, ids))
 
 
-def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: Given) -> Any:
+def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: ParsedPrompt) -> Any:
     """The options with the lengths that they mean for this prompt."""
     config = model._prepare_generated_length(config, *defaults, given.name, len(given.tokens), given.inputs)
     if len(given.tokens) >= config.max_length:

@@ -12,18 +12,18 @@ from typing import NamedTuple
 import torch
 
 from ..outputs.output import FinishReason, TokenLogprob
-from ..requests.params import Asked
+from ..requests.params import RequestParams
 
 NOT = -1.0e9
 """The score of what is not there. Sums with it stay in fp32, as generate()'s do."""
 
 
-class Said(NamedTuple):
+class BeamToken(NamedTuple):
     """The last new token of a beam, what was noted about it, and what was said before it: beams share their
     beginnings.
     """
 
-    before: Said | None
+    before: BeamToken | None
     token: int
     note: TokenLogprob | None
 
@@ -37,7 +37,7 @@ class Hypothesis(NamedTuple):
     score: float
 
 
-class Standing(NamedTuple):
+class BeamState(NamedTuple):
     """A search after `new` tokens: the beams that run with their scores, and the best that have ended with
     theirs.
 
@@ -47,10 +47,10 @@ class Standing(NamedTuple):
 
     new: int
     running: list[float]
-    said: list[Said | None]
+    said: list[BeamToken | None]
     scores: list[float]
     finished: list[bool]
-    ended: list[Said | None]
+    ended: list[BeamToken | None]
     why: list[FinishReason | None]
     improvable: bool
 
@@ -73,7 +73,7 @@ class BeamStep(NamedTuple):
 
     sources: list[int]
     tokens: list[int]
-    standing: Standing
+    standing: BeamState
     done: bool
 
 
@@ -85,13 +85,13 @@ class BeamSearch:
     ended before, by score over length.
     """
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: RequestParams) -> None:
         config = asked.config
         self.asked, self.count = asked, asked.beams
         self.keep = max(2, 1 + _ends(config)) * self.count
         self.length_penalty, self.early_stopping = config.length_penalty, config.early_stopping
         count, nothing = self.count, [NOT] * self.count
-        self.standing = Standing(
+        self.standing = BeamState(
             0,
             [0.0, *nothing[1:]],
             [None] * count,
@@ -112,18 +112,18 @@ class BeamSearch:
         _, _, _, scores, _, ended, why, _ = self.standing
         return [_hypothesis(*each) for each in zip(ended, why, scores, strict=True)][: self.asked.answers]
 
-    def contender(self, found: Continuations, reasons: list[FinishReason | None]) -> Contender:
+    def contender(self, found: Continuations, reasons: list[FinishReason | None]) -> BeamCandidates:
         """The search as it is about to go on with some of these, or to end there for these reasons."""
         new = self.standing.new + 1
         later = new
         if self.early_stopping == "never" and self.length_penalty > 0:
             later = self.asked.config.max_length - len(self.asked.ids)
-        return Contender(
+        return BeamCandidates(
             self, found, reasons, float(new**self.length_penalty), float(later**self.length_penalty)
         )
 
 
-class Contender(NamedTuple):
+class BeamCandidates(NamedTuple):
     """A search that is about to take a step, what it chooses from, and why beams would end there, if they
     would.
 
@@ -137,7 +137,7 @@ class Contender(NamedTuple):
     later: float
 
 
-def step(contenders: Sequence[Contender]) -> list[BeamStep]:
+def step(contenders: Sequence[BeamCandidates]) -> list[BeamStep]:
     """Let searches of one shape go on by one token. They change nothing themselves: the answer is how they
     stand then.
 
@@ -166,7 +166,7 @@ def step(contenders: Sequence[Contender]) -> list[BeamStep]:
     return [_step(*each) for each in zip(contenders, *after, strict=True)]
 
 
-def _row(contender: Contender) -> list[float]:
+def _row(contender: BeamCandidates) -> list[float]:
     """All that a search brings to a step, as numbers; most of them are taken off the scores of what cannot be
     chosen.
     """
@@ -188,7 +188,7 @@ def _row(contender: Contender) -> list[float]:
 
 
 def _step(
-    contender: Contender,
+    contender: BeamCandidates,
     chosen: list[int],
     running: list[float],
     best: list[int],
@@ -204,7 +204,7 @@ def _step(
     search, (_, beams, tokens, notes), reasons, _, _ = contender
     before, count = search.standing, search.count
     said = {
-        i: Said(before.said[beams[i]], tokens[i], notes[i] if notes else None)
+        i: BeamToken(before.said[beams[i]], tokens[i], notes[i] if notes else None)
         for i in {*chosen, *[place - count for place in best if place >= count]}
     }
     finished = [
@@ -213,14 +213,14 @@ def _step(
     ended = [before.ended[i] if i < count else said[i - count] for i in best]
     why = [before.why[i] if i < count else reasons[i - count] for i in best]
     improvable = before.improvable and any(hope > (least if each else NOT) for each in finished)
-    standing = Standing(
+    standing = BeamState(
         before.new + 1, running, [said[i] for i in chosen], scores, finished, ended, why, improvable
     )
     done = not improvable or None not in reasons or (search.early_stopping is True and all(finished))
     return BeamStep([beams[i] for i in chosen], [tokens[i] for i in chosen], standing, done)
 
 
-def _hypothesis(said: Said | None, why: FinishReason | None, score: float) -> Hypothesis:
+def _hypothesis(said: BeamToken | None, why: FinishReason | None, score: float) -> Hypothesis:
     """What a beam has said, from its first token to its last."""
     tokens, notes = [], []
     while said is not None:

@@ -12,7 +12,7 @@ from ..outputs.output import TokenLogprob
 from .beams import BeamSearch, Continuations
 
 
-class Contest:
+class BeamScorer:
     """Searches of one shape whose scores nobody processes, looked at together on the device.
 
     The number of operations does not depend on how many there are, and nobody waits: `tensors` are what the

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from ...kv.upload import upload
-from ...scheduling import Sequence as Row
-from ...scheduling import SequenceGroup
+from ...scheduling import SequenceGroup, TokenSequence
 from ..job import Job
 
 FIRST_ROWS, FIRST_TOKENS = 8, 64
 """Room that there is at first; later twice as much each time."""
-Owner = tuple[Job, Row]
+Owner = tuple[Job, TokenSequence]
 
 
 class Places:
@@ -23,7 +22,7 @@ class Places:
         self._places: dict[SequenceGroup, dict[int, int]] = {}
         self._free: list[int] = []
 
-    def place(self, row: Row) -> int:
+    def place(self, row: TokenSequence) -> int:
         """The line of a sequence that has one."""
         return self._places[row.group][row.index]
 
@@ -33,7 +32,7 @@ class Places:
             owner for owner in owners if owner[1].index not in self._places.setdefault(owner[1].group, {})
         ]
 
-    def take(self, row: Row) -> int:
+    def take(self, row: TokenSequence) -> int:
         """Give a sequence a free line."""
         place = self._places[row.group][row.index] = self._free.pop()
         return place

@@ -10,19 +10,19 @@ from itertools import repeat
 
 import torch
 
-from ...scheduling import UNKNOWN, Sequence, SequenceGroup, Stride
+from ...scheduling import UNKNOWN, DecodeRows, SequenceGroup, TokenSequence
 from ..job import Job
 from .answers import Answer
-from .penalties import Repeats
+from .penalties import PenaltyState
 from .selection import Selection
 
 
-class Roster:
+class InputBatch:
     """The jobs of a crew by its places. Each has one sequence, whose next token needs nothing but a cut and a
     draw, and which ends by a token or by its length."""
 
     def __init__(
-        self, sequences: tuple[Sequence, ...], jobs: Mapping[SequenceGroup, Job], repeats: Repeats
+        self, sequences: tuple[TokenSequence, ...], jobs: Mapping[SequenceGroup, Job], repeats: PenaltyState
     ) -> None:
         self.sequences = sequences
         self.jobs = [jobs[sequence.group] for sequence in sequences]
@@ -33,7 +33,7 @@ class Roster:
         self._any_end = frozenset([UNKNOWN]).union(*set(self._ends))
         self._selection = Selection(list(zip(self.jobs, sequences, strict=True)), repeats)
 
-    def choose(self, answer: Answer, stride: Stride) -> torch.Tensor:
+    def choose(self, answer: Answer, stride: DecodeRows) -> torch.Tensor:
         """The crew's next tokens, whose logits come first in an answer, and what the host is told of them:
         [2, crew], as `best` says it. Nobody waits for the device."""
         crew = len(self.jobs)
@@ -45,11 +45,11 @@ class Roster:
         """Everybody has a next token, whichever it is."""
         _exhaust(map(list.append, self._rows, repeat(UNKNOWN)))
 
-    def ends(self, stride: Stride, tokens: list[int]) -> bool:
+    def ends(self, stride: DecodeRows, tokens: list[int]) -> bool:
         """Whether anybody ends with the token that he got in a stride."""
         return bool(stride.last) or bool(self._who_stopped(tokens))
 
-    def hear(self, stride: Stride, tokens: list[int], whole: bool) -> list[int]:
+    def hear(self, stride: DecodeRows, tokens: list[int], whole: bool) -> list[int]:
         """Give everybody who goes on the token that he got in a stride. The answer is the places of all
         others: who ends with it, has no token, or has left the crew since. whole: whether surely nobody has.
         """
@@ -68,7 +68,7 @@ class Roster:
         _exhaust(map(list.append, said, tokens))
         if any(self._readers):
             for job in self.jobs:
-                job.news.tell()
+                job.news.put()
         return sorted(odd)
 
     def _who_stopped(self, tokens: list[int]) -> list[int]:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ...kv.upload import upload
-from ...scheduling import Sequence as Row
-from ...scheduling import SequenceGroup
+from ...scheduling import SequenceGroup, TokenSequence
 from ..job import Job
 from .histories import Histories, Places
 from .warp import penalised
@@ -21,7 +20,7 @@ FIRST = 8
 """Places for sequences that are made room for at first; later twice as many each time."""
 
 
-class Fined(NamedTuple):
+class PenalizedRows(NamedTuple):
     """Rows of a step whose jobs pay for repetitions."""
 
     rows: torch.Tensor
@@ -32,7 +31,7 @@ class Fined(NamedTuple):
     """[fined, vocabulary], with what repetitions cost."""
 
 
-class Repeats(Places):
+class PenaltyState(Places):
     """The tokens that sequences have in them already, a line [vocabulary] of flags for each whose job pays
     for repeating one.
 
@@ -47,7 +46,9 @@ class Repeats(Places):
         self._seen = torch.zeros(0, 0, dtype=torch.bool, device="cpu")
         """[places, vocabulary]"""
 
-    def fined(self, scores: torch.Tensor, rows: Sequence[int], whose: Iterable[tuple[Job, Row]]) -> Fined:
+    def fined(
+        self, scores: torch.Tensor, rows: Sequence[int], whose: Iterable[tuple[Job, TokenSequence]]
+    ) -> PenalizedRows:
         """The given rows of scores [all rows, vocabulary], which belong to these, under each job's
         penalty.
         """
@@ -56,9 +57,9 @@ class Repeats(Places):
         self._enter(self.without(owners), scores.shape[1])
         at, places = upload([list(rows), [self.place(row) for _, row in owners]], scores.device)
         penalties = [1.0 if job.asked.warp is None else job.asked.warp.repetition for job, _ in owners]
-        return Fined(at, places, penalised(scores[at], self._seen[places], penalties))
+        return PenalizedRows(at, places, penalised(scores[at], self._seen[places], penalties))
 
-    def note(self, fined: Fined, tokens: torch.Tensor) -> None:
+    def note(self, fined: PenalizedRows, tokens: torch.Tensor) -> None:
         """Who was fined has got these tokens, among those of all rows."""
         self._seen[fined.places, tokens[fined.rows]] = True
 
@@ -77,7 +78,7 @@ class Repeats(Places):
             with torch.inference_mode(False):  # whoever drives next may be in no such mode
                 self._seen = torch.zeros(0, scores.shape[1], dtype=torch.bool, device=scores.device)
 
-    def _enter(self, owners: Sequence[tuple[Job, Row]], vocabulary: int) -> None:
+    def _enter(self, owners: Sequence[tuple[Job, TokenSequence]], vocabulary: int) -> None:
         """Make lines of the tokens that the host knows."""
         if not owners:
             return

@@ -15,14 +15,14 @@ from ...scheduling import UNKNOWN, Scheduler
 from ..job import Job
 from ..outputs.output import TokenLogprob
 from ..requests.callables import require_known
-from .beams import BeamSearch, BeamStep, Contender, Continuations, step
-from .candidates import Contest, apart
-from .penalties import Repeats
+from .beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
+from .candidates import BeamScorer, apart
+from .penalties import PenaltyState
 from .selection import Selection
 from .warp import draw
 
 
-class Pick(NamedTuple):
+class SamplingRows(NamedTuple):
     """A job that is due, and the rows of the step's logits that its running sequences follow, in their
     order.
     """
@@ -52,7 +52,7 @@ def no_token(job: Job) -> Exception:
     return NoToken(f"the model's logits are NaN or all -inf{ruled}")
 
 
-class Choice:
+class Sampler:
     """The next tokens of the jobs that are due. logits [rows, vocabulary] in fp32.
 
     Whose tokens need nothing but a cut and a draw are chosen together, and so are the continuations of beams
@@ -60,7 +60,7 @@ class Choice:
     criteria run then, only for their own rows, and whatever they raise is their own request's end.
     """
 
-    def __init__(self, picks: Sequence[Pick], logits: torch.Tensor, repeats: Repeats) -> None:
+    def __init__(self, picks: Sequence[SamplingRows], logits: torch.Tensor, repeats: PenaltyState) -> None:
         self._picks, self._logits = picks, logits
         self._failed: dict[Job, Exception] = {}
         self._plain = [pick for pick in picks if pick.job.plain]
@@ -99,7 +99,7 @@ class Choice:
         for job in jobs:
             self._failed[job] = no_token(job)
 
-    def _each(self, picks: Iterable[Pick], act: Callable[[Pick], None]) -> None:
+    def _each(self, picks: Iterable[SamplingRows], act: Callable[[SamplingRows], None]) -> None:
         """Do something for every job that has not failed."""
         for pick in picks:
             if pick.job not in self._failed:
@@ -112,14 +112,14 @@ class Choice:
 
     # ---- samples
 
-    def _chosen(self, pick: Pick) -> list[int]:
+    def _chosen(self, pick: SamplingRows) -> list[int]:
         """The tokens of a job with processors of its own."""
         job, own = pick.job, self._logits[pick.rows]
         scores = _sound(job.processed(own, own.device), job)
         tokens: list[int] = (_drawn(pick, scores) if job.asked.sampled else scores.argmax(-1)).tolist()
         return require_known(tokens, own.shape[1], scores)
 
-    def _take(self, scheduler: Scheduler, pick: Pick, tokens: list[int]) -> None:
+    def _take(self, scheduler: Scheduler, pick: SamplingRows, tokens: list[int]) -> None:
         """Let a job go on. Of one that asks for no logprobs there is nothing to compute: not one launch for
         each request.
         """
@@ -139,9 +139,9 @@ class Choice:
             found = contest.found([next(heard) for _ in contest.tensors])
             compared |= zip([pick.job for pick in picks], found, strict=True)
         self._reject(job for job, found in compared.items() if found is None)
-        contenders: dict[tuple[int, int], dict[Job, Contender]] = {}
+        contenders: dict[tuple[int, int], dict[Job, BeamCandidates]] = {}
 
-        def judge(pick: Pick) -> None:
+        def judge(pick: SamplingRows) -> None:
             job = pick.job
             assert job.beams is not None
             found = compared.get(job) or self._continuations(pick, job.beams)
@@ -155,7 +155,7 @@ class Choice:
             steps |= zip(alike, step(list(alike.values())), strict=True)
         self._each(searching, lambda pick: pick.job.take_beams(scheduler, steps[pick.job]))
 
-    def _continuations(self, pick: Pick, search: BeamSearch) -> Continuations:
+    def _continuations(self, pick: SamplingRows, search: BeamSearch) -> Continuations:
         """The best continuations, or drawn ones, of a search with processors of its own."""
         own = self._logits[pick.rows].log_softmax(-1)
         scores = _sound(pick.job.processed(own, own.device), pick.job)
@@ -171,9 +171,11 @@ class Choice:
         return Continuations(values.tolist(), beams, tokens, notes)
 
 
-def _contests(picks: Sequence[Pick], logits: torch.Tensor) -> list[tuple[list[Pick], Contest]]:
+def _contests(
+    picks: Sequence[SamplingRows], logits: torch.Tensor
+) -> list[tuple[list[SamplingRows], BeamScorer]]:
     """The searches that can be compared together, by their shapes."""
-    alike: dict[tuple[int, int], list[Pick]] = {}
+    alike: dict[tuple[int, int], list[SamplingRows]] = {}
     for pick in picks:
         search, asked = pick.job.beams, pick.job.asked
         if search is None or asked.processors or asked.sampled:
@@ -183,7 +185,7 @@ def _contests(picks: Sequence[Pick], logits: torch.Tensor) -> list[tuple[list[Pi
     return [
         (
             those,
-            Contest(
+            BeamScorer(
                 [pick.job.beams for pick in those if pick.job.beams],
                 [row for pick in those for row in pick.rows],
                 logits,
@@ -193,13 +195,13 @@ def _contests(picks: Sequence[Pick], logits: torch.Tensor) -> list[tuple[list[Pi
     ]
 
 
-def _dealt(picks: Sequence[Pick], found: list[Any]) -> dict[Job, list[Any]]:
+def _dealt(picks: Sequence[SamplingRows], found: list[Any]) -> dict[Job, list[Any]]:
     """What was found for all rows of the picks, to each job its own."""
     each = iter(found)
     return {pick.job: list(islice(each, len(pick.rows))) for pick in picks}
 
 
-def together(picks: Sequence[Pick], logits: torch.Tensor, repeats: Repeats) -> torch.Tensor:
+def together(picks: Sequence[SamplingRows], logits: torch.Tensor, repeats: PenaltyState) -> torch.Tensor:
     """The tokens of plain jobs, one behind the other, and what the host is told of them: UNKNOWN where the
     logits have NaN among them, and some token stands for it: [2, sequences]. Nobody waits for the device.
     """
@@ -211,7 +213,7 @@ def together(picks: Sequence[Pick], logits: torch.Tensor, repeats: Repeats) -> t
     return Selection(owners, repeats).choose(own, [len(sequence.tokens) for _, sequence in owners])
 
 
-def _drawn(pick: Pick, scores: torch.Tensor) -> torch.Tensor:
+def _drawn(pick: SamplingRows, scores: torch.Tensor) -> torch.Tensor:
     """Tokens [rows] drawn from a job's processed scores [rows, vocabulary]."""
     assert pick.job.group is not None
     sequences = pick.job.group.sequences

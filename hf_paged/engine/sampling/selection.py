@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ...kv.upload import upload
-from ...scheduling import Sequence as Row
+from ...scheduling import TokenSequence
 from ..job import Job
-from .penalties import Repeats
+from .penalties import PenaltyState
 from .rules import Recipe, Rule, processed
 from .warp import Warp, best, draw, mend, warp
 
@@ -17,7 +17,7 @@ from .warp import Warp, best, draw, mend, warp
 class Selection:
     """The jobs and sequences of some rows, and what every step needs to know of them."""
 
-    def __init__(self, owners: Sequence[tuple[Job, Row]], repeats: Repeats) -> None:
+    def __init__(self, owners: Sequence[tuple[Job, TokenSequence]], repeats: PenaltyState) -> None:
         self._owners, self._repeats = owners, repeats
         jobs = [job for job, _ in owners]
         self._drawn = [place for place, job in enumerate(jobs) if job.asked.sampled]

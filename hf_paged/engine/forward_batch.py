@@ -10,14 +10,13 @@ import torch
 
 from ..blocks import BlockTable
 from ..kv.upload import upload
-from ..scheduling import UNKNOWN, SequenceGroup, StepPlan, Stride
-from ..scheduling import Sequence as Tokens
-from .multimodal.encoder import Source
-from .multimodal.extras import Beside
-from .requests.params import Asked
+from ..scheduling import UNKNOWN, DecodeRows, SequenceGroup, StepPlan, TokenSequence
+from .multimodal.encoder import EncoderInput
+from .multimodal.extras import DecoderExtras
+from .requests.params import RequestParams
 
 
-class Piece(NamedTuple):
+class ScheduledChunk(NamedTuple):
     """New tokens of one sequence: the last ones of its tables, one table per kind of layer."""
 
     tokens: list[int]
@@ -31,13 +30,13 @@ class Piece(NamedTuple):
     """
     embeds: torch.Tensor | None = None
     """[n, hidden]: what the first n of its tokens are instead of ids."""
-    source: Source | None = None
+    source: EncoderInput | None = None
     """What its decoder attends to, if the model has an encoder."""
     where: torch.Tensor | None = None
     """[axes, tokens] on the host: where its tokens stand, if that is not one behind the other."""
     shift: int | None = 0
     """How far they stand behind their number, if one number says it."""
-    beside: Beside | None = None
+    beside: DecoderExtras | None = None
     """What its decoder is given for some of them beside embeddings."""
 
     @property
@@ -51,7 +50,7 @@ class Piece(NamedTuple):
         return range(self.start, self.start + len(self.tokens))
 
 
-class Latest(NamedTuple):
+class LastTokens(NamedTuple):
     """What the last step chose: its tokens on the device [sequences], and who they are for.
 
     crew: the sequences of its stride, whose tokens come first and in this order. places: finds out where
@@ -59,17 +58,19 @@ class Latest(NamedTuple):
     """
 
     tokens: torch.Tensor | None = None
-    crew: tuple[Tokens, ...] = ()
-    places: Callable[[], Mapping[Tokens, int]] = dict
+    crew: tuple[TokenSequence, ...] = ()
+    places: Callable[[], Mapping[TokenSequence, int]] = dict
 
 
-class Pieces(Sequence[Piece]):
+class ForwardBatch(Sequence[ScheduledChunk]):
     """The pieces of a plan: those of its stride, then those of everybody else. The former are made for
     whoever looks at each of them; who takes them all at once finds the stride."""
 
-    def __init__(self, plan: StepPlan, latest: Latest, given: Mapping[SequenceGroup, Asked]) -> None:
+    def __init__(
+        self, plan: StepPlan, latest: LastTokens, given: Mapping[SequenceGroup, RequestParams]
+    ) -> None:
         """given: the requests whose rows are more than token ids."""
-        self.stride: Stride | None = plan.stride
+        self.stride: DecodeRows | None = plan.stride
         self._plan, self._latest, self._given = plan, latest, given
         self.others = [self._piece(*row) for row in plan.others]
         self.crew = 0 if plan.stride is None else len(plan.stride.sequences)
@@ -81,17 +82,19 @@ class Pieces(Sequence[Piece]):
     def __getitem__(self, index):  # type: ignore[no-untyped-def]  # a piece or a slice, as of a list
         return self._all[index]
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[ScheduledChunk]:
         return iter(self._all)
 
     @cached_property
-    def _all(self) -> list[Piece]:
+    def _all(self) -> list[ScheduledChunk]:
         return [*(self._piece(*row) for row in self._plan.rows[: self.crew]), *self.others]
 
-    def _piece(self, sequence: Tokens, start: int, count: int, samples: Collection[Tokens]) -> Piece:
+    def _piece(
+        self, sequence: TokenSequence, start: int, count: int, samples: Collection[TokenSequence]
+    ) -> ScheduledChunk:
         tokens = sequence.tokens[start : start + count]
         follows = self._latest.places()[sequence] if tokens[-1] == UNKNOWN else None
-        made = Piece(tokens, start, sequence.tables, bool(samples), follows)
+        made = ScheduledChunk(tokens, start, sequence.tables, bool(samples), follows)
         asked = self._given.get(sequence.group) if self._given else None
         if asked is None:
             return made
@@ -129,7 +132,7 @@ def merged(told: list[int], places: list[int], latest: torch.Tensor) -> torch.Te
     return torch.where(found < 0, ids, latest[found.clamp(min=0)])
 
 
-def placed(pieces: Sequence[Piece]) -> torch.Tensor | None:
+def placed(pieces: Sequence[ScheduledChunk]) -> torch.Tensor | None:
     """[axes, 1, tokens]: where the tokens of all pieces stand, one behind the other; None if their numbers
     say that.
     """
@@ -143,6 +146,6 @@ def placed(pieces: Sequence[Piece]) -> torch.Tensor | None:
     return torch.cat(list(plain), 1)[:, None]
 
 
-def split(pieces: Sequence[Piece]) -> tuple[Stride | None, Sequence[Piece]]:
+def split(pieces: Sequence[ScheduledChunk]) -> tuple[DecodeRows | None, Sequence[ScheduledChunk]]:
     """The stride among some pieces, and the others."""
-    return (pieces.stride, pieces.others) if isinstance(pieces, Pieces) else (None, pieces)
+    return (pieces.stride, pieces.others) if isinstance(pieces, ForwardBatch) else (None, pieces)

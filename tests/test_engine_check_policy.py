@@ -16,7 +16,7 @@ from test_engine_exact import PROMPTS, alone, answers
 from test_engine_trouble import Does
 
 from hf_paged.engine import Engine
-from hf_paged.engine.custody import SECONDS, STEPS, Custody, Spoiled
+from hf_paged.engine.check_policy import SECONDS, STEPS, CheckPolicy, WeightsChanged
 from hf_paged.engine.weights import Weights
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.lookout import Lookout
@@ -46,7 +46,7 @@ def engine(model: Any, request: pytest.FixtureRequest) -> Engine:
         max_batch_sequences=4,
         run_ahead=request.param,
     )
-    made._custody._clock = lambda: 0.0
+    made._checks._clock = lambda: 0.0
     return made
 
 
@@ -100,40 +100,40 @@ def written(model: Any) -> None:
 
 def test_when_somebody_has_to_look() -> None:
     now = [0.0]
-    custody = Custody(clock=lambda: now[0])
-    assert custody.due
-    custody.seen()
+    checks = CheckPolicy(clock=lambda: now[0])
+    assert checks.due
+    checks.seen()
     for step in range(STEPS):
-        assert not custody.due
-        custody.trust(lambda: ["memory"])
-        assert custody.unseen == step + 1
-    assert custody.due
-    custody.seen()
-    assert not custody.due
+        assert not checks.due
+        checks.skip(lambda: ["memory"])
+        assert checks.unseen == step + 1
+    assert checks.due
+    checks.seen()
+    assert not checks.due
     now[0] = SECONDS
-    assert custody.due
-    custody.seen()
-    custody.lend()
-    assert custody.due
+    assert checks.due
+    checks.seen()
+    checks.mark_dirty()
+    assert checks.due
 
 
 def test_memory_is_kept_while_steps_go_unseen() -> None:
-    custody, made = Custody(), []
+    checks, made = CheckPolicy(), []
 
     def memory() -> list[object]:
         made.append(torch.zeros(1))
         return [made[-1]]
 
-    custody.seen()
-    custody.trust(memory)
-    custody.trust(memory)
+    checks.seen()
+    checks.skip(memory)
+    checks.skip(memory)
     assert len(made) == 1
     kept = weakref.ref(made.pop())
-    custody.seen()
+    checks.seen()
     assert kept() is not None
-    custody.let_go()
+    checks.release()
     assert kept() is None
-    assert custody.due
+    assert checks.due
 
 
 # ---- how often
@@ -218,14 +218,14 @@ def test_weights_that_another_thread_changes_without_pause(engine: Engine, step:
     for _ in range(3):
         engine.step()
     meanwhile(engine, step, lambda: rewrite(engine.model))
-    with pytest.raises(Spoiled, match=rf"{CHANGED} while 2 requests were computed.*engine.pause\(\)"):
+    with pytest.raises(WeightsChanged, match=rf"{CHANGED} while 2 requests were computed.*engine.pause\(\)"):
         running[0].result()
     for handle in running:
         output = handle.result()
-        assert (output.finish_reason, type(output.error)) == ("error", Spoiled)
+        assert (output.finish_reason, type(output.error)) == ("error", WeightsChanged)
     engine.check()
     assert engine.stats()["blocks"]["full"]["held"] == 0
-    assert engine._custody._kept == ()
+    assert engine._checks._kept == ()
     (output,) = engine.generate([PROMPTS[0]], **LONG)
     assert output.cached_tokens == 0
     assert answers(output) == alone(engine.model, PROMPTS[0], **LONG)
@@ -264,7 +264,7 @@ def test_nobody_ends_before_somebody_has_looked(engine: Engine, kind: str, ends:
     meanwhile(engine, 3, lambda: written(engine.model))
     with pytest.raises(RuntimeError, match=CHANGED):
         handle.result()
-    assert not handle.done or type(handle.result().error) is Spoiled
+    assert not handle.done or type(handle.result().error) is WeightsChanged
     handle.cancel()
 
 
@@ -272,7 +272,7 @@ def test_who_was_in_the_queue_is_answered_by_the_new_weights(engine: Engine) -> 
     warm(engine)
     handles = [engine.submit(prompt, **LONG) for prompt in PROMPTS[:5]]
     meanwhile(engine, 30, lambda: rewrite(engine.model))
-    with pytest.raises(Spoiled):
+    with pytest.raises(WeightsChanged):
         handles[0].result()
     assert answers(handles[4].result()) == alone(engine.model, PROMPTS[4], **LONG)
     assert [handle.result().finish_reason for handle in handles] == ["error"] * 4 + ["length"]
@@ -287,11 +287,11 @@ def test_pause_finds_what_was_changed_before_it(engine: Engine) -> None:
         engine.step()
     for _ in range(4):
         engine._advance()  # a row of steps, as a thread takes them
-    assert engine._custody.unseen == 3
+    assert engine._checks.unseen == 3
     rewrite(engine.model)
     engine.pause()
     engine.resume()
-    assert type(handle.result().error) is Spoiled
+    assert type(handle.result().error) is WeightsChanged
 
 
 def test_between_two_loops_a_change_costs_nobody_his_answer(engine: Engine) -> None:
@@ -349,7 +349,7 @@ def test_settings_that_another_thread_changes(engine: Engine) -> None:
             layer.self_attn.scaling = 3.0
 
     meanwhile(engine, 5, change)
-    with pytest.raises(Spoiled):
+    with pytest.raises(WeightsChanged):
         handle.result()
     said = handle.result().sequences[0].token_ids
     assert 3 < len(said) <= 8 + STEPS
@@ -370,13 +370,13 @@ def test_a_tensor_that_another_thread_replaces_stays_where_graphs_read_it(engine
     def replace() -> None:
         memory = rope.inv_freq.untyped_storage().data_ptr()
         rope.inv_freq = rope.inv_freq.clone()
-        kept.append(memory in [each.data_ptr() for each in engine._custody._kept])  # type: ignore[attr-defined]
+        kept.append(memory in [each.data_ptr() for each in engine._checks._kept])  # type: ignore[attr-defined]
 
     meanwhile(engine, 5, replace)
     expected = alone(engine.model, PROMPTS[0], **LONG)
     assert answers(handle.result()) == expected
     assert kept == [True]
-    assert engine._custody._kept == ()
+    assert engine._checks._kept == ()
 
 
 def test_a_step_of_another_state_is_not_replayed_without_a_look(engine: Engine) -> None:
@@ -391,21 +391,21 @@ def test_a_step_of_another_state_is_not_replayed_without_a_look(engine: Engine) 
     for layer in engine.model.model.layers:
         layer.self_attn.scaling = 3.0
     decoding._state()  # as whoever captures another step asks
-    engine._custody.seen()
+    engine._checks.seen()
     engine._advance()
-    assert engine._custody.unseen == 1
+    assert engine._checks.unseen == 1
     assert decoding.counts["replayed"] == before
     handle.cancel()
 
 
 def test_a_thread_that_stops_lets_go(model: Any) -> None:
     with Engine(model, block_size=16, num_blocks=40) as engine:
-        engine._custody._clock = lambda: 0.0
+        engine._checks._clock = lambda: 0.0
         warm(engine)
         engine.start()
         handle = engine.submit(PROMPTS[0], **LONG)
         next(iter(handle))
         engine.stop()
-        assert engine._custody.due
-        assert (engine._custody.unseen, engine._custody._kept) == (0, ())
+        assert engine._checks.due
+        assert (engine._checks.unseen, engine._checks._kept) == (0, ())
         assert answers(handle.result()) == alone(model, PROMPTS[0], **LONG)

@@ -9,7 +9,7 @@ from .table import BlockTable
 NARROWEST = 16
 
 
-class Sheet:
+class BlockTableArray:
     """A row of `width` block numbers for every table: block j of row i is `ids[i * width + j]`, counted from
     the sequence's first.
 

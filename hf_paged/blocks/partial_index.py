@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 
-class Siblings:
+class PartialBlockIndex:
     """Blocks by what they stand behind, in order of their tokens: the best one is a neighbour of what is
     looked for.
 

@@ -10,9 +10,9 @@ from hf_paged.blocks import (
     BlockPool,
     BlockTable,
     Copy,
+    PartialBlockIndex,
+    PrefixLookup,
     Prompt,
-    Siblings,
-    Trail,
     adopt,
     append,
     commit,
@@ -36,14 +36,14 @@ def left_behind(pool: BlockPool, tokens: list[int], extra: bytes = b"") -> Block
 def reach(
     pool: BlockPool, tokens: list[int], most: int | None = None, window: int | None = None, extra: bytes = b""
 ) -> int:
-    return Trail(pool, Prompt(tokens, pool.block_size, extra), window).reach(
+    return PrefixLookup(pool, Prompt(tokens, pool.block_size, extra), window).reach(
         len(tokens) - 1 if most is None else most
     )
 
 
 def taken(pool: BlockPool, tokens: list[int], most: int) -> tuple[BlockTable, list[Copy]]:
     """A table that begins with `most` of the tokens."""
-    trail = Trail(pool, Prompt(tokens, pool.block_size))
+    trail = PrefixLookup(pool, Prompt(tokens, pool.block_size))
     assert trail.reach(most) == most
     table = BlockTable(pool)
     adopt(table, trail.take(most))
@@ -123,7 +123,7 @@ def test_c10_behind_a_window_only_what_it_shows_is_needed(window: int) -> None:
     first = max(0, 20 - window + 1) // 4
     for block in blocks[:first]:
         evict(pool, block)
-    trail = Trail(pool, Prompt(TOKENS, 4), window)
+    trail = PrefixLookup(pool, Prompt(TOKENS, 4), window)
     assert trail.reach(20) == 20
     match = trail.take(20)
     assert (match.blocks, match.released, len(match.digests)) == (blocks[first:], first, 5)
@@ -134,8 +134,8 @@ def test_c10_behind_a_window_only_what_it_shows_is_needed(window: int) -> None:
     again.free()
     if first < 5:
         evict(pool, blocks[first])
-        assert Trail(pool, Prompt(TOKENS, 4), window).reach(20) < 20
-    assert Trail(pool, Prompt(TOKENS, 4)).reach(20) == 0 or not first
+        assert PrefixLookup(pool, Prompt(TOKENS, 4), window).reach(20) < 20
+    assert PrefixLookup(pool, Prompt(TOKENS, 4)).reach(20) == 0 or not first
 
 
 @pytest.mark.parametrize("length", [18, 19])
@@ -153,7 +153,7 @@ def test_c10_behind_a_part_of_a_block_the_window_shows_less(window: int, length:
     commit_tail(table, tokens)
     first = table.released
     table.free()
-    trail = Trail(pool, Prompt([*tokens, 99, 98, 97], 4), window)
+    trail = PrefixLookup(pool, Prompt([*tokens, 99, 98, 97], 4), window)
     assert trail.reach(length + 2) == length
     match = trail.take(length)
     assert (match.released, len(match.blocks), len(match.digests)) == (first, 4 - first, 4)
@@ -206,7 +206,7 @@ def test_two_readers_of_one_tail_each_get_a_copy() -> None:
     """C15: no target is a source, and no source is given up before it was read."""
     pool = BlockPool(4, 16)
     left_behind(pool, TOKENS)
-    match = Trail(pool, Prompt([*TOKENS, 1], 16)).take(21)
+    match = PrefixLookup(pool, Prompt([*TOKENS, 1], 16)).take(21)
     tables = [BlockTable(pool), BlockTable(pool)]
     for table in tables:
         adopt(table, match)
@@ -227,7 +227,7 @@ def test_without_room_the_reader_goes_on_in_place() -> None:
     table.free()
     other.append(8)
     again = BlockTable(pool)
-    adopt(again, Trail(pool, Prompt(TOKENS, 4)).take(15))
+    adopt(again, PrefixLookup(pool, Prompt(TOKENS, 4)).take(15))
     assert pool.available == 0
     assert detach([again]) == []
     again.append(1)
@@ -278,7 +278,7 @@ def test_nothing_is_named_twice_or_without_its_beginning() -> None:
 
 def test_flooding_one_place_costs_nobody_a_search() -> None:
     """Thousands of blocks behind one beginning: a few comparisons find the best, whatever their tokens."""
-    siblings = Siblings()
+    siblings = PartialBlockIndex()
     rng = random.Random(1)
     blocks = {tuple(rng.randrange(3) for _ in range(16)): number for number in range(4000)}
     for tokens, number in blocks.items():

@@ -7,7 +7,7 @@ from collections import Counter
 from .request import SequenceGroup
 
 
-class Promises(Counter[bytes]):
+class InFlightPrefixes(Counter[bytes]):
     """Digests of the blocks that running groups are about to compute: twins wait for them instead of
     computing them too.
     """

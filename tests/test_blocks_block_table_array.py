@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from hf_paged.blocks import BlockPool, BlockTable, Sheet
+from hf_paged.blocks import BlockPool, BlockTable, BlockTableArray
 
 
 def test_a_sheet_follows_its_tables() -> None:
     """Rows in any order, longer than it was wide, behind windows, and moved to the places of others."""
     chance, pool = random.Random(1), BlockPool(400, 2)
-    sheet, tables = Sheet(), [BlockTable(pool) for _ in range(11)]
+    sheet, tables = BlockTableArray(), [BlockTable(pool) for _ in range(11)]
     for row, table in enumerate(tables):
         table.append(chance.randrange(1, 9))
         sheet.put(row, table)
@@ -33,7 +33,7 @@ def test_a_sheet_follows_its_tables() -> None:
 @pytest.mark.parametrize("blocks", [16, 17])
 def test_an_array_that_is_read_stays_as_it_is(blocks: int) -> None:
     pool = BlockPool(40, 1)
-    sheet, table = Sheet(), BlockTable(pool)
+    sheet, table = BlockTableArray(), BlockTable(pool)
     table.append(3)
     sheet.put(0, table)
     kept = memoryview(sheet.ids)

@@ -31,7 +31,7 @@ class Prompt:
         return seat(self.digests[full - 1] if full else ROOT, self.extra)
 
 
-class Trail:
+class PrefixLookup:
     """What one pool holds of a prompt. It looks and counts nothing; whoever follows it adopts and counts.
 
     Layers with a window need only the blocks that the next token looks at, so a beginning may be handed out
@@ -103,7 +103,7 @@ class Trail:
         return Match(blocks, self.prompt.digests[:full], first, self._partial(full, tokens) if rest else None)
 
 
-def reach_in_all(trails: Sequence[Trail], most: int) -> int:
+def reach_in_all(trails: Sequence[PrefixLookup], most: int) -> int:
     """How many of the first `most` tokens every pool can hand out together."""
     while True:
         reached = min(trail.reach(most) for trail in trails)

@@ -1,0 +1,58 @@
+"""When the engine must check that its model is unchanged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+STEPS = 16
+"""The most steps of the engine's own loop between two checks."""
+SECONDS = 0.05
+"""The longest time between them."""
+
+
+class WeightsChanged(RuntimeError):
+    """The weights have changed between two checks with steps in between: some tokens may mix old and new
+    weights.
+    """
+
+
+class CheckPolicy:
+    """Whether code other than the engine's may have changed the model since the last check.
+
+    Foreign code on the thread that drives (a caller between two steps, processors, criteria, eager
+    forwards) may change anything: it marks the model dirty, and the next step checks. Between two steps of
+    the engine's own loop only other threads could, which must call `pause()` first: there a check now and
+    then is enough, and before a request ends or is admitted. Meanwhile the memory of the last check is
+    kept alive, because captured steps read it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.unseen = 0
+        """Steps begun since the last check; 0 in a step that checks."""
+        self._clock = clock
+        self._dirty = True
+        self._until = 0.0
+        self._kept: Sequence[object] = ()
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step must check."""
+        return self._dirty or self.unseen >= STEPS or self._clock() >= self._until
+
+    def mark_dirty(self) -> None:
+        """Foreign code has run or is about to run."""
+        self._dirty = True
+
+    def seen(self) -> None:
+        """The model was checked and is clean until it is marked dirty."""
+        self.unseen, self._dirty, self._until = 0, False, self._clock() + SECONDS
+
+    def skip(self, memory: Callable[[], Sequence[object]]) -> None:
+        """A step begins without a check. `memory` finds what is kept alive until `release`."""
+        self.unseen += 1
+        self._kept = self._kept or memory()
+
+    def release(self) -> None:
+        """The driver returns to its caller: mark the model dirty and keep none of its memory."""
+        self._dirty, self._kept = True, ()
