@@ -24,6 +24,6 @@ __all__ = [
     "install",
     "installed", "invalidate", "release", "stats", "trace", "uninstall",
 ]  # fmt: skip
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 install()

@@ -232,7 +232,7 @@ def test_names_that_collide_hand_out_nothing(preemption: str, monkeypatch: pytes
     """C25: with check_hits tokens are compared wherever a name leads to a block; without it the answers are
     wrong here.
     """
-    for where in ("blocks.prefix", "blocks.trail"):
+    for where in ("blocks.prefix", "blocks.prefix_lookup"):
         monkeypatch.setattr(f"hf_paged.{where}.chain", by_depth_alone)
     model = _model("llama")
     expected = [alone(model, prompt, max_new_tokens=14, do_sample=False) for prompt in PROMPTS]

@@ -177,7 +177,7 @@ def test_help_shows_options_and_no_internals() -> None:
     text = pydoc.render_doc(Engine, renderer=pydoc.plaintext)
     for option in (*EngineOptions.__annotations__, "max_new_tokens", "top_p", "seed", "logprobs", "salt"):
         assert re.search(rf"\b{option}=", text), option
-    for internal in ("Job", "Custody", "FinishReason", "Handles call it", "thread calls it"):
+    for internal in ("Job", "CheckPolicy", "FinishReason", "Handles call it", "thread calls it"):
         assert internal not in text, internal
     methods = set(re.findall(r"^ \|  (?:async )?(\w+)\(self", text, re.M))
     assert {name for name in methods if not name.startswith("__")} == {

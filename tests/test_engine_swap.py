@@ -479,7 +479,7 @@ def test_a_host_without_memory(model: Any, monkeypatch: pytest.MonkeyPatch) -> N
     def nothing_left(self: Any, slabs: int) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(host._Way, "have", nothing_left)
+    monkeypatch.setattr(host._HostBuffer, "have", nothing_left)
     with pytest.raises(OutOfBlocks, match="host_blocks=50"):
         Engine(model, num_blocks=30, host_blocks=50)
     with Engine(model, preemption="swap", **TIGHT) as engine:

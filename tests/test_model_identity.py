@@ -45,7 +45,7 @@ def blind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(identity.Identity, "number", lambda self, glance: 1)
     patch.setattr(identity.Identity, "still", lambda self, *args: True)
     patch.setattr(
-        hooks.Onlookers, "changed", property(lambda self: False, lambda self, value: None), raising=False
+        hooks.HookMonitor, "changed", property(lambda self: False, lambda self, value: None), raising=False
     )
 
 
@@ -271,7 +271,7 @@ def test_c24_a_hook_that_changes_something_is_noticed(llama: Any, how: str) -> N
     handle.remove()
     assert scored(llama)[0] == 1
     assert not any(
-        isinstance(hook, hooks.Watched)
+        isinstance(hook, hooks.MonitoredHook)
         for module in llama.modules()
         for hook in module._forward_hooks.values()
     )

@@ -103,7 +103,7 @@ def test_without_looking_it_would_be_found(llama: Any, what: str) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(identity.Identity, "still", lambda self, *args: True)
         patched.setattr(identity.Identity, "number", lambda self, glance: 1)
-        patched.setattr(hooks.Onlookers, "know", lambda self, modules: True, raising=False)
+        patched.setattr(hooks.HookMonitor, "know", lambda self, modules: True, raising=False)
         answer = call_with(llama, Meddle(change, back))
         with pytest.raises(AssertionError, match="answer"):
             scored(llama, continued(answer, answer.shape[1], 3))

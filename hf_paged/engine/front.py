@@ -399,7 +399,7 @@ class Front(ABC):
 
     @abstractmethod
     def _let_go(self) -> None:
-        """The row of steps is over: raise Spoiled if somebody has changed the weights meanwhile."""
+        """The row of steps is over: raise WeightsChanged if the weights have changed meanwhile."""
 
     @property
     @abstractmethod

@@ -47,7 +47,7 @@ class Weights:
         return self._settings.changed()
 
     def require_untouched(self, running: int) -> None:
-        """Raise if they were, under so many requests: Spoiled if steps were taken meanwhile, else nothing is
+        """Raise if they were, under so many requests: WeightsChanged if steps were taken, else nothing is
         lost yet.
         """
         if self.touched():
