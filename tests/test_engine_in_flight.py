@@ -270,7 +270,7 @@ def test_an_interrupt(
     target = {
         "forward": (model.lm_head, "forward"),
         "copy": (engine.pools, "copy"),
-        "land": (flight, "land"),
+        "land": (flight, "apply"),
     }[where]
     with monkeypatch.context() as patch:
         patch.setattr(*target, breaks)

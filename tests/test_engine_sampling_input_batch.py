@@ -139,7 +139,7 @@ def test_pieces_are_those_of_the_plan(engine: Engine) -> None:
         engine.submit(prompt, max_new_tokens=16, do_sample=False)
     for _ in range(3):
         engine.step()
-    engine._steps.land()
+    engine._steps.finish_in_flight()
     plan = engine._scheduler.schedule()
     assert plan.stride is not None
     pieces = ForwardBatch(plan, LastTokens(), {})

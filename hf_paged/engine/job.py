@@ -101,7 +101,7 @@ class Job:
             scheduler.extend(sequence, token)
         self._go_on(scheduler, position, heard, notes, device)
 
-    def hear(
+    def reveal(
         self,
         scheduler: Scheduler,
         position: int,
