@@ -163,6 +163,8 @@ class Steps:
         for group in self._given.keys() - self.jobs.keys():
             self._given.pop(group, None)
         for group, job in list(self.jobs.items()):
+            if job.beams is not None and job.beams.standing.done and job.output is None:
+                job.conclude_beams()
             if job.output is not None:
                 job.news.end()
                 self._drop(group, job)
