@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine_answers import PROMPTS, alone, answers
+from engine_ends import ENDS
 from families import BY_NAME, build
 from tape import record
-from test_engine_exact import PROMPTS, alone, answers
-from test_engine_in_flight import ENDS
 
 from hf_paged.engine import Engine
 from hf_paged.engine.forward_batch import ForwardBatch, LastTokens, ScheduledChunk
