@@ -27,8 +27,8 @@ PARTS: dict[str, list[tuple[type, str]]] = {
     "plan": [(Scheduler, "schedule"), (Scheduler, "launch")],
     "load": [(Decoding, "_load")],
     "model": [(Weights, "touched"), (Decoding, "_state")],
-    "choose": [(InFlightStep, "__init__"), (InFlightStep, "depart")],
-    "hear": [(InFlightStep, "land")],
+    "choose": [(InFlightStep, "__init__"), (InFlightStep, "launch")],
+    "apply": [(InFlightStep, "apply")],
 }
 """The parts of a step, and whose methods they are."""
 THIN = {

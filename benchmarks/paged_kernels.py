@@ -156,9 +156,8 @@ def graph_time(launches: list[Callable[[], object]], repeats: int = 11) -> float
 
 def decode_table(noise: torch.Tensor) -> None:
     print(
-        "\ndecode, us a layer\n"
-        "| rows, q/kv heads, context, page | here | bar | here / bar | TB/s | error | plan "
-        "|\n|---|---|---|---|---|---|---|"
+        "\ndecode, us a layer\n| rows, q/kv heads, context, page | here | bar | here / bar | TB/s | error | "
+        "plan |\n|---|---|---|---|---|---|---|"
     )
     met = 0
     for shape in SHAPES:

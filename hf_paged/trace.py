@@ -227,8 +227,7 @@ class Trace:
             swapped = f", {most[4]} swapped" if most[4] else ""
             lines.append(
                 f"{kind.name:<10} {kind.total} blocks of {self.block_size} tokens: at most {most[0]} held, "
-                f"{most[1]} shared, "
-                f"{most[2]} cached{swapped}"
+                f"{most[1]} shared, {most[2]} cached{swapped}"
             )
         return "\n".join(lines)
 
@@ -307,8 +306,7 @@ def read(path: str | os.PathLike[str], partial: bool = False) -> Trace:
     if not whole and not partial:
         raise TraceError(
             f"{path} breaks off after {len(steps)} records: it is still being written, or its writer was "
-            "stopped; "
-            "read(path, partial=True) gives what is there"
+            "stopped; read(path, partial=True) gives what is there"
         )
     return Trace(
         header.model,

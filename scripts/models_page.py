@@ -341,8 +341,7 @@ def _on_device(run: Row) -> str:
         "## On a GPU",
         "",
         f"`python scripts/sweep_device.py`, {run['date']}, {run.get('hardware', 'a CPU')}, torch "
-        f"{run['torch']}, transformers "
-        f"{run['transformers']}, steps captured. Marks for {', '.join(calls)}:",
+        f"{run['torch']}, transformers {run['transformers']}, steps captured. Marks for {', '.join(calls)}:",
         "= the same tokens, ~ tokens that part where the two best logits are closer than rounding explains, "
         "X different, . not compared",
         "(beams over experts that rounding exchanges). apart: the largest difference of two logits, relative "
@@ -374,8 +373,7 @@ def _compared(run: Row, other: Row) -> str:
         f"The same sweep, {other['date']}: {totals['families']} families run: {totals['paged']} paged, "
         f"{totals['beside']} beside stock's",
         f"recurrent layers, {totals['dense']} through dense copies, {totals['stock']} by stock; "
-        f"{totals['same']:,} answers are the same, "
-        f"{totals['bad']} differ, stock itself cannot",
+        f"{totals['same']:,} answers are the same, {totals['bad']} differ, stock itself cannot",
         f"give {totals['cannot']}; {totals['captured']} families' steps are captured. What is otherwise "
         "there than above:",
         "",

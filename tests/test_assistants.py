@@ -79,8 +79,7 @@ def test_whisper_s_assistant_is_named_once() -> None:
         model.generate(**call, cache_implementation="paged")
     assert {str(warning.message) for warning in seen if "paged" in str(warning.message)} == {
         "cache_implementation='paged': the assistant WhisperForConditionalGeneration continues on a cache "
-        "that it made itself; "
-        "transformers' own cache is used"
+        "that it made itself; transformers' own cache is used"
     }
 
 

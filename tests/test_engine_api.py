@@ -16,10 +16,10 @@ import numpy as np
 import peft
 import pytest
 import torch
+from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, build
+from quantized_layers import EightBit
 from tape import record
-from test_engine_exact import PROMPTS, alone, answers
-from test_model_quantized import EightBit
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import hf_paged

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_background import GREEDY, GUARD, Gate, in_threads, join, meanwhile, model  # noqa: F401  # a fixture
-from test_engine_exact import PROMPTS, alone, answers
+from engine_answers import PROMPTS, alone, answers
+from engine_threads import GREEDY, GUARD, Gate, in_threads, join, meanwhile, model  # noqa: F401  # a fixture
 
 from hf_paged.engine import Engine
 from hf_paged.scheduling import Infeasible

@@ -10,27 +10,18 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, build
-from test_engine_exact import PROMPTS, alone, answers
-from test_engine_trouble import Does
+from engine_answers import PROMPTS, alone, answers
+from engine_faults import Does
+from engine_threads import GREEDY, GUARD, Gate, in_threads, join, meanwhile
 
 from hf_paged.engine import Engine
 from hf_paged.engine.fair_lock import FairLock, in_turn
-
-GUARD = 120
-"""Seconds after which something hangs. Nothing here takes as long."""
-GREEDY = {"max_new_tokens": 8, "do_sample": False}
-
-
-@pytest.fixture
-def model() -> Any:
-    return build(BY_NAME["llama"])
 
 
 @pytest.fixture
@@ -39,56 +30,12 @@ def engine(model: Any) -> Iterator[Engine]:
         yield made.start()
 
 
-class Gate:
-    """A criterion that holds up the step in which its request has its n-th token, until it is opened."""
-
-    def __init__(self, token: int = 1) -> None:
-        self.token = token
-        self.reached, self.open = threading.Event(), threading.Event()
-        self.opened_in_time: bool | None = None
-
-    @property
-    def criterion(self) -> Does:
-        return Does(self._hold)
-
-    def _hold(self) -> None:
-        self.token -= 1
-        if self.token == 0:
-            self.reached.set()
-            self.opened_in_time = self.open.wait(GUARD)
-
-    def wait(self) -> None:
-        assert self.reached.wait(GUARD)
-
-
 def held(engine: Engine, prompt: list[int] = PROMPTS[4], **options: Any) -> tuple[Gate, Any]:
     """A request in the middle of whose step the engine is."""
     gate = Gate()
     handle = engine.submit(prompt, **{**GREEDY, **options}, stopping_criteria=[gate.criterion])
     gate.wait()
     return gate, handle
-
-
-def in_threads(acts: list[Callable[[], None]]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=act, daemon=True) for act in acts]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def meanwhile(act: Callable[[], None], begun: Callable[[], bool]) -> list[threading.Thread]:
-    """Do something in another thread that will have to wait, and wait until it does."""
-    threads, end = in_threads([act]), time.monotonic() + GUARD
-    while not begun():
-        assert time.monotonic() < end
-        time.sleep(0)
-    return threads
-
-
-def join(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join(GUARD)
-        assert not thread.is_alive()
 
 
 def test_requests_of_many_threads(engine: Engine) -> None:

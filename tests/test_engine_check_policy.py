@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine_answers import PROMPTS, alone, answers
+from engine_faults import Does
 from families import BY_NAME, build
 from tape import record
-from test_engine_exact import PROMPTS, alone, answers
-from test_engine_trouble import Does
 
 from hf_paged.engine import Engine
 from hf_paged.engine.check_policy import SECONDS, STEPS, CheckPolicy, WeightsChanged

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_exact import PROMPTS
+from engine_answers import PROMPTS
 
 from hf_paged.engine import Engine
 from hf_paged.engine.collector import without_collections

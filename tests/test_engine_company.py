@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_answers import PROMPTS, alone, answers
 from tape import record
-from test_engine_exact import PROMPTS, alone, answers
 
 from hf_paged.engine import Engine
 from hf_paged.engine.weights import Weights

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, LONG, SMALL, TOKENS, build
-from test_engine_exact import PROMPTS, alone, answers
-from test_model_capture_fusion import Kernels, surroundings
+from fused_models import Kernels, surroundings
 from torch import nn
 
 from hf_paged import FallbackWarning

@@ -7,42 +7,19 @@ Greedy and beams are held to model.generate() on that prompt alone, draws to the
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from families import BY_NAME, FAMILIES, VOCABULARY, build
+from engine_answers import KINDS, PROMPTS, _model, alone, answers, right
+from families import BY_NAME, FAMILIES, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_paged.engine import Engine
 
-PROMPTS = [
-    torch.randint(5, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-    for n in (3, 17, 9, 30, 1, 12)
-]
 FORMS = {"bloom": "rows", "falcon": "rows"}
 CAUSAL = [family for family in FAMILIES if not family.seq2seq]
-
-
-def alone(model: Any, prompt: list[int], **options: Any) -> list[list[int]]:
-    """The new tokens of generate() on that prompt alone, padding taken off."""
-    answer = model.generate(
-        torch.tensor([prompt]), return_dict_in_generate=True, output_scores=True, **options
-    )
-    rows = [row[len(prompt) :].tolist() for row in answer.sequences]
-    if "beam_indices" in answer:
-        return [
-            row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)
-        ]
-    return rows
-
-
-def answers(output: Any) -> list[list[int]]:
-    if output.error is not None:
-        raise output.error
-    return [sequence.token_ids for sequence in output.sequences]
 
 
 @pytest.mark.parametrize("family", CAUSAL, ids=lambda family: family.name)
@@ -64,45 +41,6 @@ def test_every_family_answers_as_alone(family: Any) -> None:
         assert engine.stats()["preemptions"] > 1
     for prompt, output in zip(PROMPTS, outputs, strict=False):
         assert answers(output) == alone(model, prompt, **options)
-
-
-@functools.cache
-def _model(name: str) -> Any:
-    return build(BY_NAME[name])
-
-
-@functools.cache
-def _roomy(name: str) -> Engine:
-    """An engine in which a request is alone, with nothing cached."""
-    return Engine(_model(name), prefix_caching=False, num_blocks=200, max_batch_sequences=8)
-
-
-KINDS: list[dict[str, Any]] = [
-    {"do_sample": False},
-    {"do_sample": False, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
-    {"do_sample": True, "temperature": 1.3},
-    {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "top_p": 0.9},
-    {
-        "do_sample": True,
-        "num_return_sequences": 2,
-        "min_p": 0.05,
-        "repetition_penalty": 1.2,
-        "eos_token_id": [2, 9, 30, 41, 60, 77],
-    },
-    {"do_sample": False, "repetition_penalty": 1.4},
-    {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
-    {"num_beams": 2, "do_sample": False, "early_stopping": True, "eos_token_id": [2, 9, 30, 41, 60, 77]},
-]
-
-
-@functools.cache
-def right(name: str, prompt: int, kind: int, new: int) -> list[list[int]]:
-    """The answer of a request alone."""
-    if KINDS[kind]["do_sample"]:
-        return answers(
-            _roomy(name).generate([PROMPTS[prompt]], max_new_tokens=new, seed=prompt, **KINDS[kind])[0]
-        )
-    return alone(_model(name), PROMPTS[prompt], max_new_tokens=new, **KINDS[kind])
 
 
 WAYS_TO_GO: list[dict[str, Any]] = [

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_answers import answers
 from families import BY_NAME, VOCABULARY, build
 from tape import record
-from test_engine_exact import answers
 
 from hf_paged.engine import Engine, pools
 from hf_paged.kv import store

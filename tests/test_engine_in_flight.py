@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from engine_answers import PROMPTS, alone, answers
+from engine_ends import ENDS
 from families import BY_NAME, VOCABULARY, build
 from tape import record
-from test_engine_exact import PROMPTS, alone, answers
 from transformers import StoppingCriteria
 
 from hf_paged.engine import Engine
 from hf_paged.model.capture.rehearsal import RECORDERS
 
 GREEDY = {"max_new_tokens": 9, "do_sample": False}
-ENDS = [2, 9, 30, 41, 60, 77]
-"""Ends of sequence that come soon."""
 
 
 @pytest.fixture
@@ -270,7 +269,7 @@ def test_an_interrupt(
     target = {
         "forward": (model.lm_head, "forward"),
         "copy": (engine.pools, "copy"),
-        "land": (flight, "land"),
+        "land": (flight, "apply"),
     }[where]
     with monkeypatch.context() as patch:
         patch.setattr(*target, breaks)

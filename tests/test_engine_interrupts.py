@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_background import GUARD, Gate, in_threads, join
-from test_engine_exact import PROMPTS, alone, answers
-from test_engine_trouble import GREEDY, Fails, assert_neighbours_unharmed, neighbours
+from engine_answers import PROMPTS, alone, answers
+from engine_faults import GREEDY, Fails, assert_neighbours_unharmed, neighbours
+from engine_threads import GUARD, Gate, in_threads, join
 
 from hf_paged.engine import Engine
+from hf_paged.engine.sampling.beams import BeamSearch
 
 OWN = [asyncio.CancelledError(), GeneratorExit(), SystemExit("mine"), KeyboardInterrupt()]
 NAMES = [type(error).__name__ for error in OWN]
@@ -318,3 +319,26 @@ def test_a_fork_while_another_thread_is_at_work(model: Any, engine: Engine, busy
     join(workers)
     assert paged() == expected
     engine.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_while_beams_end(
+    model: Any, engine: Engine, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that is over and whose answers are not entered yet ends with them, in the next call at the latest."""
+    asked = {"max_new_tokens": 4, "num_beams": 3, "num_return_sequences": 2, "do_sample": False}
+    expected = answers(engine.submit(PROMPTS[0], **asked).result())
+    whole, left = BeamSearch.answers, [times]
+
+    def breaks(search: BeamSearch) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise KeyboardInterrupt
+        return whole(search)
+
+    monkeypatch.setattr(BeamSearch, "answers", breaks)
+    handle = engine.submit(PROMPTS[0], **asked)
+    with pytest.raises(KeyboardInterrupt):
+        handle.result()
+    assert answers(handle.result()) == expected
+    engine.check()

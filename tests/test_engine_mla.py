@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from latent_models import attention, deepseek, expanded
 from tape import record
-from test_model_mla import attention, deepseek, expanded
 from tiny import build, config_class
 
 from hf_paged.engine import Engine

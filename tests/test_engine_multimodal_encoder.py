@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from engine_answers import PROMPTS, answers
 from families import BY_NAME, TOKENS, VOCABULARY, build
-from test_engine_exact import PROMPTS, answers
 from transformers import GenerationMixin
 
 import hf_paged

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME
 from families import build as family
 from pictures import with_pictures, with_recordings
 from tape import record
-from test_engine_exact import PROMPTS, alone, answers
 from tiny import build, config_class
 
 from hf_paged.engine import Engine

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, build
-from test_engine_exact import PROMPTS, alone, answers
 
 import hf_paged
 from hf_paged.blocks.pool import CACHED

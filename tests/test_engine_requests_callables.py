@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from engine_answers import PROMPTS, alone, answers
+from engine_faults import GREEDY, Does, Fails, assert_neighbours_unharmed, neighbours
 from families import BY_NAME, VOCABULARY, build
-from test_engine_exact import PROMPTS, alone, answers
-from test_engine_trouble import GREEDY, Does, Fails, assert_neighbours_unharmed, neighbours
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 import transformers
-from test_engine_requests_fields import HONOURED_HERE, REFUSED_HERE
+from generation_fields import HONOURED_HERE, REFUSED_HERE
 from transformers import GenerationConfig
 
 import hf_paged

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, LONG, SMALL, TOKENS, build
-from test_engine_exact import PROMPTS, alone, answers
 
 from hf_paged.blocks import BlockTable, append
 from hf_paged.engine import Engine, EngineConfig, Unservable, runner

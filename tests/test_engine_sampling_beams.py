@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from compare import TOLERANCE
+from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, VOCABULARY, build
-from test_engine_exact import PROMPTS, alone, answers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StoppingCriteria
 

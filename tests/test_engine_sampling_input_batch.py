@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine_answers import PROMPTS, alone, answers
+from engine_ends import ENDS
 from families import BY_NAME, build
 from tape import record
-from test_engine_exact import PROMPTS, alone, answers
-from test_engine_in_flight import ENDS
 
 from hf_paged.engine import Engine
 from hf_paged.engine.forward_batch import ForwardBatch, LastTokens, ScheduledChunk
@@ -139,7 +139,7 @@ def test_pieces_are_those_of_the_plan(engine: Engine) -> None:
         engine.submit(prompt, max_new_tokens=16, do_sample=False)
     for _ in range(3):
         engine.step()
-    engine._steps.land()
+    engine._steps.finish_in_flight()
     plan = engine._scheduler.schedule()
     assert plan.stride is not None
     pieces = ForwardBatch(plan, LastTokens(), {})

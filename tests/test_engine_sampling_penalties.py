@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, build
 from tape import record
-from test_engine_exact import PROMPTS, alone, answers
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_paged.engine import Engine

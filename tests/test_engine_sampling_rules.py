@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, VOCABULARY, build
 from tape import record
-from test_engine_exact import PROMPTS, alone, answers
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as stock
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_answers import KINDS, PROMPTS, _model, alone, answers, right
 from families import BY_NAME, build
-from test_engine_exact import KINDS, PROMPTS, _model, alone, answers, right
 
 import hf_paged
 from hf_paged.blocks import OutOfBlocks

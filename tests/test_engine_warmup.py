@@ -15,8 +15,8 @@ import pytest
 import torch
 import transformers as tf
 from families import ALTERNATING, LONG, SMALL, TOKENS
+from kernel_cases import GPU, load
 from tape import rerun
-from test_kernels_reference import GPU, load
 
 from hf_paged.engine import Engine, Unservable, runner
 from hf_paged.engine import warmup as warming

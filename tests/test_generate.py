@@ -12,6 +12,7 @@ import pytest
 import torch
 from compare import assert_clean, assert_equal, assert_same
 from families import BY_NAME, VOCABULARY, build
+from generate_calls import call
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -24,17 +25,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from hf_paged.model.registry import memory_of
-
-
-def call(ids: torch.Tensor, **arguments: Any) -> dict[str, Any]:
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": 8,
-        "do_sample": False,
-        **arguments,
-    }
-
 
 # ---- the word
 

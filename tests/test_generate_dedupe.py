@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from counted_rows import counted
 from families import BY_NAME, VOCABULARY, build
 
 from hf_paged import PagedCache
 from hf_paged.generate.forward import wrap
 
 PROMPT, NEW = 24, 10
-
-
-@contextmanager
-def counted(model: Any) -> Iterator[list[tuple[int, int]]]:
-    """The (rows, tokens) of everything that enters the first decoder layer."""
-    decoder = model.get_decoder() if model.config.is_encoder_decoder else model.model
-    layers = getattr(decoder, "layers", None) or decoder.block
-    seen: list[tuple[int, int]] = []
-    handle = layers[0].register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(tuple((*args, *kwargs.values())[0].shape[:2])),
-        with_kwargs=True,
-    )
-    try:
-        yield seen
-    finally:
-        handle.remove()
 
 
 def _call(model: Any, prompts: int, **arguments: Any) -> tuple[Any, list[tuple[int, int]]]:

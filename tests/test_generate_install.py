@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_generate import assert_same, call
+from compare import assert_same
+from generate_calls import call
 from transformers import DynamicCache, GenerationMixin
 
 import hf_paged

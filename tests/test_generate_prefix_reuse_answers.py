@@ -11,7 +11,7 @@ import pytest
 import torch
 from families import BY_NAME, build
 from modes import MODES
-from test_generate_prefix_reuse import ask, continued, words
+from prefix_reuse import ask, continued, words
 
 
 def said(arguments: dict[str, Any], answer: Any, row: int) -> torch.Tensor:

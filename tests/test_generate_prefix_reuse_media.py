@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from changed_models import blind
 from compare import assert_clean, assert_equal
 from pictures import with_pictures, with_recordings
-from test_model_identity import blind
 from tiny import build, mappings
 
 import hf_paged

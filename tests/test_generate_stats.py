@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import BY_NAME, build
-from test_generate_prefix_reuse import ask, continued, words
+from prefix_reuse import ask, continued, words
 
 import hf_paged
 

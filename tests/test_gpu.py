@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_clean
+from engine_logprobs import assert_own_logprobs
 from families import BY_NAME, FAMILIES, VOCABULARY, build
 from modes import NEW
 from paged_layer import Paged
-from test_engine_device import assert_own_logprobs
 
 from hf_paged.checking.ties import NOISE, first_ties, judge, judge_beams, router_margins, routers
 from hf_paged.engine import Engine

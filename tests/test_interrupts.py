@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_answers import answers
 from families import BY_NAME, build
 from interrupting import DRIVING, OUTER, Interrupted
-from test_engine_exact import answers
 
 import hf_paged
 from hf_paged.engine import Engine

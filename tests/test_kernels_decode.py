@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels_reference import DEVICE, GPU, Case, assert_close, ints, load
+from kernel_cases import DEVICE, GPU, Case, assert_close, ints, load
 
 kernels = load()
 Tiling = kernels.tuning.Tiling

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_kernels_reference import DEVICE, GPU, ints, load
+from kernel_cases import DEVICE, GPU, ints, load
 
 kernels = load()
 

@@ -14,9 +14,9 @@ from compare import assert_clean, assert_equal
 from families import BY_NAME, VOCABULARY, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import GPU, Case, assert_close, ints
 from modes import MODES
 from paged_layer import HEADS, Paged, formula
-from test_kernels_reference import GPU, Case, assert_close, ints
 
 import hf_paged
 import hf_paged_native as native

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_kernels_reference import DEVICE, GPU, load
+from kernel_cases import DEVICE, GPU, load
 
 kernels = load()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

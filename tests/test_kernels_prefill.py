@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels_reference import GPU, Case, assert_close, ints, load
+from kernel_cases import GPU, Case, assert_close, ints, load
 
 kernels = load()
 Tiling = kernels.tuning.Tiling

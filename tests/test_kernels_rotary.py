@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernels_reference import DEVICE, GPU, load
+from kernel_cases import DEVICE, GPU, load
 
 kernels = load()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

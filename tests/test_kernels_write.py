@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_kernels_reference import DEVICE, GPU, load
+from kernel_cases import DEVICE, GPU, load
 
 kernels = load()
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import GPU, load
 from paged_layer import HEADS, formula
-from test_kernels_reference import GPU, load
 
 from hf_paged.blocks import BlockPool, BlockTable, append
 from hf_paged.kv import FlatBatch, Layout, Ops, Pages, Seen, Store, TritonOps, store

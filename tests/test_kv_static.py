@@ -10,92 +10,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from static_batches import CPU, Static, contents, make_group, rows_of, sequences, static_batch, step, write
 
 from hf_paged import OutOfBlocks
 from hf_paged.blocks import BlockPool, BlockTable, BlockTableArray
-from hf_paged.config import CacheConfig
 from hf_paged.kv import (
-    Batch,
     LayerGroup,
-    LayerKind,
-    Layout,
-    Memory,
-    Ops,
-    Pages,
     Ranks,
     Rows,
     Sequences,
-    StaticBatch,
     StaticSpans,
     reference,
 )  # fmt: skip
-
-CPU = torch.device("cpu")
-LAYOUT = Layout(CPU, torch.float32, 1, 1, 1)
-MOST_COLUMNS = 60
-GARBAGE = -5.0
-"""What rows that are not there would write."""
-
-
-class Static(StaticBatch):
-    """One that counts its uploads."""
-
-    uploads = 0
-    user: object = None
-    """Whose step it was loaded with, for tests that keep books of their own."""
-
-    def load(self, *step: object) -> None:
-        self.uploads += 1
-        super().load(*step)  # type: ignore[arg-type]
-
-
-def static_batch(rows: int, new: int, block_size: int, columns: int = 1) -> Static:
-    return Static(rows, new, -(-(MOST_COLUMNS + 8) // block_size), block_size, columns, CPU)
-
-
-def make_group(window: int | None = None, **options: int) -> LayerGroup:
-    kind = LayerKind("full") if window is None else LayerKind("window", window)
-    group = Memory().group(kind, CacheConfig(**options), 1, 1.0)
-    group.place(0, LAYOUT)
-    return group
-
-
-def sequences(group: LayerGroup, expected: int = 0, keep_past: bool = False) -> Sequences:
-    made = Sequences(group.memory, {group.kind: group})
-    made.expect(expected, 1)
-    if keep_past:
-        made.keep_past()
-    return made
-
-
-def rows_of(cache: Sequences) -> Rows:
-    (rows,) = cache.rows.values()
-    return rows
-
-
-def write(group: LayerGroup, batch: Batch | StaticBatch, numbers: torch.Tensor) -> Pages:
-    """Store numbers [rows, new], as keys and, negative, as values; rows beyond them write garbage, if they
-    write.
-    """
-    store, index = group.store(0)
-    pages = Pages(*store.of_layer[index], batch, Ops())
-    tokens = torch.full((batch.rows, 1, batch.new, 1), GARBAGE)
-    tokens[: len(numbers), 0, :, 0] = numbers
-    pages.ops.write(pages, tokens, -tokens)
-    return pages
-
-
-def contents(pages: Pages, window: int | None) -> list[list[list[float]]]:
-    """For each row and new token the numbers that it sees, in order."""
-    batch = pages.batch
-    first = batch.first_visible(window)
-    keys, values = (reference.gather(data, batch, first)[:, 0, :, 0] for data in (pages.keys, pages.values))
-    visible = batch.visible(first, window, CPU)
-    visible = torch.ones(1, dtype=torch.bool) if visible is None else visible
-    visible = visible.expand(batch.rows, 1, batch.new, keys.shape[1])[:, 0]
-    seen = [[keys[row][mask].tolist() for mask in visible[row]] for row in range(batch.rows)]
-    assert seen == [[(-values[row][mask]).tolist() for mask in visible[row]] for row in range(batch.rows)]
-    return seen
 
 
 def begun(
@@ -106,12 +32,6 @@ def begun(
     cache = sequences(group)
     write(group, cache.extend(group.kind, rows, columns), torch.ones(rows, columns))
     return group, cache
-
-
-def step(group: LayerGroup, cache: Sequences, static: StaticBatch) -> None:
-    rows_of(cache).advance(static.new, static)
-    static.begin(group.captured_ops)
-    write(group, static, torch.ones(cache.count, static.new))
 
 
 READERS: dict[str, tuple[Callable[[Sequences, Rows], object], list[int]]] = {

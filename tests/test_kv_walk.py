@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_kv_static import (
+from static_batches import (
     CPU,
     MOST_COLUMNS,
     Static,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_model_capture_fusion import CONFIG, WIDTH, Kernels, replaced
+from fused_models import CONFIG, WIDTH, Kernels, replaced
 from torch import nn
 from torch.nn.functional import gelu
 from transformers.activations import ACT2FN

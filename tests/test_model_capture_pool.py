@@ -12,9 +12,9 @@ import pytest
 import torch
 from compare import assert_clean, assert_equal, both
 from families import BY_NAME, VOCABULARY, build
+from kernel_cases import load
 from modes import MODES, supported
 from tape import record, rerun
-from test_kernels_reference import load
 
 from hf_paged.kv import ops
 from hf_paged.model.capture import pool as graphs

@@ -10,60 +10,18 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from changed_models import PROMPT, Change, Steer, blind, noticed, scored, tuned_ask
 from families import BY_NAME, build
-from test_generate_prefix_reuse import ask, continued, words
+from prefix_reuse import ask, continued, words
 
 import hf_paged
-from hf_paged.generate import keys
-from hf_paged.model import hooks, identity
+from hf_paged.model import hooks
 from hf_paged.model.identity import identity_of
 from hf_paged.model.weights_digest import DeviceParts
-
-PROMPT = words(1, 45)
-Change = Callable[[Any], None]
-
-
-def scored(model: Any, ids: torch.Tensor = PROMPT, **arguments: Any) -> list[int]:
-    """Ask with scores, compare with stock, and say how many columns were computed of the prompt."""
-    return ask(
-        model,
-        ids,
-        4,
-        **{"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 2, **arguments},
-    )[1]
-
-
-def blind(patch: pytest.MonkeyPatch) -> None:
-    """Key blocks by tokens alone."""
-    original = keys.extra_key
-    patch.setattr(keys, "extra_key", lambda *parts: original("tokens alone"))
-    patch.setattr(identity.Identity, "number", lambda self, glance: 1)
-    patch.setattr(identity.Identity, "still", lambda self, *args: True)
-    patch.setattr(
-        hooks.HookMonitor, "changed", property(lambda self: False, lambda self, value: None), raising=False
-    )
-
-
-def noticed(model: Any, change: Change, ids: torch.Tensor = PROMPT, **arguments: Any) -> None:
-    """The change is noticed, and it would be wrong not to notice it."""
-    twin = copy.deepcopy(model)
-    with pytest.MonkeyPatch.context() as patch:
-        blind(patch)
-        scored(twin, ids, **arguments)
-        change(twin)
-        with pytest.raises(AssertionError, match="answer"):
-            scored(twin, ids, **arguments)
-    assert scored(model, ids, **arguments)[0] == ids.shape[1]
-    assert scored(model, ids, **arguments)[0] == 1
-    change(model)
-    assert scored(model, ids, **arguments)[0] == ids.shape[1]
-    assert scored(model, ids, **arguments)[0] == 1
-
 
 # ---- weights
 
@@ -239,17 +197,6 @@ def test_what_changes_nothing_is_not_noticed(llama: Any) -> None:
 # ---- hooks
 
 
-class Steer:
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def __call__(self, module: Any, args: Any, output: Any) -> Any:
-        if self.how == "answers":
-            return output * 2
-        output.mul_(2)
-        return None
-
-
 @pytest.mark.parametrize("how", ["answers", "writes in place"])
 def test_c24_a_hook_that_changes_something_is_noticed(llama: Any, how: str) -> None:
     """What was cached without it is not used with it, nor the other way round."""
@@ -313,29 +260,6 @@ def tuned() -> Any:
     model = peft.get_peft_model(build(BY_NAME["llama"]), config, adapter_name="one")
     model.add_adapter("two", config)
     return model.eval()
-
-
-def tuned_ask(model: Any, ids: torch.Tensor = PROMPT, **arguments: Any) -> int:
-    """The columns that are computed of a prompt, of a model in peft's wrapper."""
-    from test_generate_dedupe import counted
-
-    call = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": 2,
-        "do_sample": False,
-        **arguments,
-    }
-    call |= {"return_dict_in_generate": True, "output_scores": True}
-    with counted(model.get_base_model()) as seen:
-        answer = model.generate(
-            **call, cache_implementation="paged", cache_config={"block_size": 4, "prefix_caching": True}
-        )
-    stock = model.generate(**call)
-    for one, other in zip(stock.scores, answer.scores, strict=True):
-        torch.testing.assert_close(other, one, atol=2e-4, rtol=2e-4)
-    assert torch.equal(stock.sequences, answer.sequences)
-    return seen[0][1]
 
 
 def switch(model: Any) -> None:

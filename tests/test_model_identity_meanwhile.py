@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from changed_models import PROMPT, Steer, scored, tuned_ask
 from families import BY_NAME, build
-from test_generate_prefix_reuse import ask, continued
-from test_model_identity import PROMPT, Steer, scored, tuned_ask
+from prefix_reuse import ask, continued
 from transformers import LogitsProcessor, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 
 import hf_paged

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from families import BY_NAME, FAMILIES, build
+from model_changes import CHANGES, layer
 from peft import LoraConfig, get_peft_model
-from test_model_state import CHANGES, layer
 from torch import nn
 
 from hf_paged.model.lookout import Lookout

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compare import assert_clean, assert_equal, assert_same, both
 from expected import path_of
+from latent_models import attention, deepseek, expanded
 from tape import record
 from tiny import build, config_class, tiny
 
@@ -21,31 +22,8 @@ from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.mla import METHOD
 
 
-def deepseek() -> Any:
-    return build("causal", config_class("causal", "deepseek_v3"))
-
-
-def attention(model: Any) -> Any:
-    return model.model.layers[0].self_attn
-
-
 def prompts(rows: int = 3, columns: int = 11) -> torch.Tensor:
     return torch.randint(5, 80, (rows, columns), generator=torch.Generator().manual_seed(7))
-
-
-def expanded(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens go through the projection that expands latents, call by call."""
-    seen: list[int] = []
-    linear = torch.nn.functional.linear
-    weight = attention(model).kv_b_proj.weight
-
-    def watched(x: torch.Tensor, w: torch.Tensor, bias: Any = None) -> torch.Tensor:
-        if w is weight:
-            seen.append(x.shape[-2])
-        return linear(x, w, bias)
-
-    monkeypatch.setattr(torch.nn.functional, "linear", watched)
-    return seen
 
 
 MODES: dict[str, dict[str, Any]] = {

@@ -12,31 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_model_identity import noticed, scored
+from changed_models import noticed, scored
+from quantized_layers import EightBit, levels
 from torch import nn
 from torch.nn.functional import linear
 
 import hf_paged
 from hf_paged.model.quantized import looks_around, scales_of
-
-
-class Levels(nn.Parameter):
-    """A weight that says nothing without what hangs on it."""
-
-    quant_state: Any
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Levels:
-        return levels(
-            self.data.clone(), self.quant_state.absmax.clone(), self.quant_state.state2.absmax.clone()
-        )
-
-
-def levels(numbers: torch.Tensor, scale: torch.Tensor, second: torch.Tensor) -> Levels:
-    made = Levels(numbers, requires_grad=False)
-    made.quant_state = SimpleNamespace(
-        absmax=scale, quant_type="nf4", state2=SimpleNamespace(absmax=second, code=None)
-    )
-    return made
 
 
 class FourBit(nn.Linear):
@@ -49,19 +31,6 @@ class FourBit(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         state = self.weight.quant_state
         return linear(x, self.weight.data * (state.absmax * state.state2.absmax))
-
-
-class EightBit(nn.Linear):
-    """Scales lie in an object of the module."""
-
-    def __init__(self, plain: nn.Linear, threshold: float = 0.0) -> None:
-        super().__init__(plain.in_features, plain.out_features, bias=False)
-        self.weight = levels(plain.weight.data.clone(), torch.ones(()), torch.ones(()))
-        self.state = SimpleNamespace(SCB=torch.ones(plain.out_features, 1), threshold=threshold, idx=None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.state.idx = torch.zeros(1)  # another one at every forward
-        return linear(x, self.weight.data * self.state.SCB)
 
 
 def quantize(model: Any, kind: type, **options: Any) -> Any:

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from test_kernels_reference import DEVICE, GPU, load
+from kernel_cases import DEVICE, GPU, load
 
 from hf_paged.model import weights_digest as fingerprint
 from hf_paged.model.weights_digest import Contents, Tags, Unreadable

@@ -26,7 +26,9 @@ def _no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
 
 
 def _write_into_shared_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(table.BlockTable, "_own_last_block", lambda self: table.Copy(self.blocks[-1], self.blocks[-1]))
+    patch.setattr(
+        table.BlockTable, "_own_last_block", lambda self: table.Copy(self.blocks[-1], self.blocks[-1])
+    )
 
 
 def _no_crop(patch: pytest.MonkeyPatch) -> None:

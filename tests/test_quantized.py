@@ -18,7 +18,7 @@ import torch
 import transformers as tf
 from compare import assert_clean, assert_same, both
 from families import ALTERNATING, LONG, SMALL, TOKENS, Family, build
-from test_generate_prefix_reuse import ask, continued, words
+from prefix_reuse import ask, continued, words
 
 import hf_paged
 from hf_paged.checking.ties import NOISE, judge, judge_beams

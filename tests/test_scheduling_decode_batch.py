@@ -7,8 +7,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from scheduling_prompts import prompt
 from simulated import Simulated
-from test_scheduling_scheduler import prompt
 
 from hf_paged.scheduling import Request
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduling_requests import one_request
 from simulated import Simulated
-from test_scheduling_walk import one_request
 
 from hf_paged.blocks import BlockPool
 from hf_paged.scheduling import (

@@ -6,14 +6,11 @@ import random
 from typing import Any
 
 import pytest
+from scheduling_prompts import prompt
 from simulated import Simulated
 
 from hf_paged.blocks import BlockPool
 from hf_paged.scheduling import Infeasible, KVCacheGroup, Limits, Request, Scheduler, SequenceGroup, Status
-
-
-def prompt(length: int, first: int = 1) -> tuple[int, ...]:
-    return (first, *range(2, length + 1))
 
 
 def test_a_prompt_in_chunks_samples_once() -> None:

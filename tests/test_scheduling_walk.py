@@ -12,9 +12,10 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduling_requests import one_request
 from simulated import Simulated
 
-from hf_paged.scheduling import Infeasible, Request, Status
+from hf_paged.scheduling import Infeasible, Status
 
 
 @st.composite
@@ -33,20 +34,6 @@ def worlds(draw: st.DrawFn) -> Simulated:
         prefix_caching=draw(st.booleans()),
         verify=draw(st.booleans()),
         host=draw(st.sampled_from([None, 0, 7, 30, 100])),
-    )
-
-
-def one_request(rng: random.Random, number: int) -> Request:
-    """Prompts that often begin alike."""
-    shared = [1, 2, 3, 1, 2, 3, 4, 5, 6, 1, 2, 2][: rng.randrange(13)]
-    prompt = (*shared, *(rng.randrange(3) for _ in range(rng.randrange(1, 9))))
-    return Request(
-        number,
-        prompt,
-        len(prompt) + rng.randrange(1, 12),
-        rng.choice([1, 1, 1, 2, 3]),
-        rng.randrange(3),
-        rng.choice([b"", b"x"]),
     )
 
 

@@ -339,3 +339,16 @@ def test_a_torn_cache_is_not_read(llama: Any, ids: torch.Tensor, monkeypatch: py
         stock(llama, torch.cat([history, ids[:, :1]], 1), past_key_values=cache)
     cache.reset()
     assert torch.equal(stock(llama, ids, past_key_values=cache), stock(llama, ids))
+
+
+def test_cross_attention_of_a_forward_that_is_taken_back() -> None:
+    """C22, C36: a prompt that draws random numbers is computed again for every row, its cross attention too."""
+    model = build(BY_NAME["bart"])
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    head = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: head(hidden) + torch.rand(())
+    answers = []
+    for ask in (stock, paged):
+        torch.manual_seed(3)
+        answers.append(ask(model, ids, do_sample=True, num_return_sequences=2))
+    assert torch.equal(*answers)

@@ -44,8 +44,7 @@ def extra_key(*parts: object) -> bytes:
         if not _is_plain(part):
             raise TypeError(
                 f"an extra key was given a {type(part).__name__}, expected None, bool, int, float, str, "
-                "bytes or tuples of them; "
-                "hand over its content as bytes or a name that is never used twice"
+                "bytes or tuples of them; hand over its content as bytes or a name that is never used twice"
             )
         data = part if isinstance(part, bytes) else repr(part).encode()
         digest.update(type(part).__name__.encode() + b"\0")

@@ -140,8 +140,7 @@ class BlockTable:
         if length < self.released * self.pool.block_size:
             raise ValueError(
                 f"cannot go back to {length} tokens: the first {self.released * self.pool.block_size} were "
-                "given back "
-                "behind the sliding window; record the past before generating"
+                "given back behind the sliding window; record the past before generating"
             )
         self.length = length
         while self.end > self.pool.blocks_for(length):

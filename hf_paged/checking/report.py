@@ -71,9 +71,8 @@ class LogprobGap:
     def __str__(self) -> str:
         return (
             f"log-probabilities of {self.tokens:,} tokens: |difference| mean {self.mean:.1e}, largest "
-            f"{self.largest:.1e}; "
-            f"ratio {self.lowest_ratio:.4f} to {self.highest_ratio:.4f}, {self.outside:.2%} outside [0.9, "
-            "1.1]"
+            f"{self.largest:.1e}; ratio {self.lowest_ratio:.4f} to {self.highest_ratio:.4f}, "
+            f"{self.outside:.2%} outside [0.9, 1.1]"
         )
 
 

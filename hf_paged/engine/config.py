@@ -133,8 +133,7 @@ class EngineConfig:
         if sequences is not None and sequences > self.max_batch_tokens:
             raise ValueError(
                 f"max_batch_tokens={self.max_batch_tokens} cannot hold one token of each of {sequences} "
-                "sequences; "
-                "raise max_batch_tokens or lower max_batch_sequences"
+                "sequences; raise max_batch_tokens or lower max_batch_sequences"
             )
         return Limits(
             self.max_batch_tokens,

@@ -124,8 +124,7 @@ class Engine(Front):
         if self._longest is not None and request.most_tokens > self._longest:
             return (
                 f"a sequence may become {request.most_tokens} tokens long (prompt {len(request.prompt)}) and "
-                f"{type(self.model).__name__} "
-                f"is made for {self._longest}; lower max_new_tokens"
+                f"{type(self.model).__name__} is made for {self._longest}; lower max_new_tokens"
             )
         if self._longest_source is not None and request.source > self._longest_source:
             return (
@@ -282,7 +281,7 @@ class Engine(Front):
 
     def _put_down(self) -> None:
         """Hear of the last step, and give back every block."""
-        self._aside += self._steps.land()
+        self._aside += self._steps.finish_in_flight()
         for group in list(self._scheduler.running):
             self._scheduler.preempt(group, swap=False)
         for group in self._scheduler.preempted:

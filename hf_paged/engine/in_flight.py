@@ -57,9 +57,9 @@ class InFlightStep:
         self._heard: list[list[Any]] = []
         """The same on the host."""
         if picks or self._crew:
-            self._board(picks, answer)
+            self._assign(picks, answer)
 
-    def _board(self, picks: Sequence[SamplingRows], answer: Answer) -> None:
+    def _assign(self, picks: Sequence[SamplingRows], answer: Answer) -> None:
         tokens, told = self._choose(picks, answer)
         self.tokens = tokens  # until the host hears of it, a row of NaN goes on with some token that there is
         heard = [told]
@@ -108,15 +108,15 @@ class InFlightStep:
         """Whose tokens it brings, as far as they may end with them."""
         return [seats.job for seats in self._seats]
 
-    def depart(self, scheduler: Scheduler) -> None:
+    def launch(self, scheduler: Scheduler) -> None:
         """Every sequence has its next token, whichever it is."""
         if self.roster is not None:
-            self.roster.depart()
+            self.roster.launch()
         for seats in self._seats:
             for sequence, _ in seats.places:
                 scheduler.extend(sequence, UNKNOWN)
 
-    def arrive(self) -> bool:
+    def wait(self) -> bool:
         """Wait for the tokens; the answer is whether anybody may end with his, or lets somebody else's code
         decide that.
         """
@@ -137,12 +137,12 @@ class InFlightStep:
             for job, position, places in self._seats
         )
 
-    def land(self, scheduler: Scheduler) -> dict[Job, Exception]:
+    def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
         """Give the tokens that have arrived to whoever is still there. The answer is who failed, and why."""
         scheduler.confirm(self.plan, self.failed)
         tokens: list[int] = self._heard[0] if self._heard else []
         notes = iter(self._heard[1] if len(self._heard) > 1 else [])
-        self._seats += self._hear(tokens, scheduler)
+        self._seats += self._reveal(tokens, scheduler)
         failed: dict[Job, Exception] = {}
         for job, position, places in self._seats:
             group, favourites = job.group, job.asked.favourites
@@ -159,17 +159,17 @@ class InFlightStep:
                 failed[job] = no_token(job)
                 continue
             try:
-                job.hear(scheduler, position, heard, noted, self.device)
+                job.reveal(scheduler, position, heard, noted, self.device)
             except Exception as error:  # a criterion or a tokenizer of this request; its neighbours go on
                 failed[job] = error
         return failed
 
-    def _hear(self, tokens: list[int], scheduler: Scheduler) -> list[_JobTokens]:
+    def _reveal(self, tokens: list[int], scheduler: Scheduler) -> list[_JobTokens]:
         """Tell the crew; the answer is who of it has to be looked at."""
         stride, roster = self.plan.stride, self.roster
         if roster is None or stride is None:
             return []
-        odd = roster.hear(stride, tokens[: len(self._crew)], scheduler.crew.stands(stride))
+        odd = roster.reveal(stride, tokens[: len(self._crew)], scheduler.crew.stands(stride))
         return [
             _JobTokens(
                 roster.jobs[place], stride.starts[place] + stride.step + 1, [(self._crew[place], place)]

@@ -101,7 +101,7 @@ class Job:
             scheduler.extend(sequence, token)
         self._go_on(scheduler, position, heard, notes, device)
 
-    def hear(
+    def reveal(
         self,
         scheduler: Scheduler,
         position: int,
@@ -235,13 +235,22 @@ class Job:
         self.timing.first_token = self.timing.first_token or time.monotonic()
         scheduler.reorder(self.group, step.sources, step.tokens)
         self.beams.standing = step.standing  # last: what broke off before is seen by it
-        if step.done:
-            for stream, best in zip(self.streams, self.beams.answers(), strict=True):
-                stream.score = best.score
-                stream.add(best.tokens, best.notes, best.reason or "length")
-            self.news.put()
+        if step.standing.done:
+            self.conclude_beams()
             for sequence in list(self.group.sequences):
                 scheduler.finish(sequence)
+
+    def conclude_beams(self) -> None:
+        """Enter the answers of a search that is over. What an interrupt has left out is done by doing it
+        again.
+        """
+        assert self.beams is not None
+        for stream, best in zip(self.streams, self.beams.answers(), strict=True):
+            if stream.finish_reason is None:
+                stream.score = best.score
+                stream.logprobs.clear()
+                stream.add(best.tokens, best.notes, best.reason or "length")
+        self.news.put()
 
     # ---- the end
 

@@ -61,8 +61,7 @@ class Pools:
         if others:
             raise Unservable(
                 f"{type(model).__name__} has layers that keep more than keys and values "
-                f"({', '.join(sorted(others))}); the engine cannot "
-                "preempt or fork them yet, use generate()"
+                f"({', '.join(sorted(others))}); the engine cannot preempt or fork them yet, use generate()"
             )
         kinds = [slot.kind for slot in slots if slot.kind is not None]
         cross = len(slots_of(model, cross=True)) if getattr(model.config, "is_encoder_decoder", False) else 0
@@ -147,8 +146,7 @@ class Pools:
             if wanted > (free := free_bytes(device)):
                 raise OutOfBlocks(
                     f"num_blocks={self.config.num_blocks} of {self.config.block_size} tokens take {wanted} "
-                    f"bytes on {device}, and {free} "
-                    "are free; lower it, or leave it out"
+                    f"bytes on {device}, and {free} are free; lower it, or leave it out"
                 )
 
     def _make_host(self) -> None:

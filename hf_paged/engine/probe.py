@@ -57,8 +57,7 @@ def otherwise(model: nn.Module, far: float, again: float | None) -> Unservable:
     if again is not None:
         return Unservable(
             f"{name} answers otherwise each time that it is given the same tokens (by {again:.1e} of its "
-            "logits): something in it "
-            "is random or keeps a state, perhaps a hook; take it away"
+            "logits): something in it is random or keeps a state, perhaps a hook; take it away"
         )
     return Unservable(
         f"{name} answers otherwise when its prompt comes in pieces (by {far:.1e} of its logits); use "

@@ -93,7 +93,7 @@ class Steps:
                 raise RuntimeError(
                     f"none of {self.scheduler.unfinished} requests can run: the engine's books are broken"
                 )
-            return ended + self.land()
+            return ended + self.finish_in_flight()
         if self.recorder is not None:
             self.recorder.planned(plan)
         for group in plan.admitted:
@@ -105,20 +105,20 @@ class Steps:
         picks, flight = self._picks(rows, 0 if roster is None else len(roster.sequences)), self.flight
         late = [pick for pick in picks if self.ahead and pick.job.plain]
         self.flight = InFlightStep(plan, failed, late, answer, self._repeats, begin, roster)
-        self.flight.depart(self.scheduler)
+        self.flight.launch(self.scheduler)
         picks = [pick for pick in picks if not (self.ahead and pick.job.plain)]
         choice = Sampler(picks, answer.logits, self._repeats)
-        ended += self._settle(flight) if self.ahead else self.land()
+        ended += self._settle(flight) if self.ahead else self.finish_in_flight()
         if picks:
             self.look()
             self.runner.checks.mark_dirty()  # to their processors and criteria
-        trouble = choice.land(self.scheduler) | {
+        trouble = choice.apply(self.scheduler) | {
             self.jobs[group]: error for group, error in failed.items() if group in self.jobs
         }
         ended += [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(pick.job) for pick in picks if _is_over(pick.job)]
 
-    def land(self) -> list[Output]:
+    def finish_in_flight(self) -> list[Output]:
         """Hear of the tokens of the step that is on its way; the answer is what ended in it."""
         flight, self.flight = self.flight, None
         return self._settle(flight)
@@ -126,10 +126,10 @@ class Steps:
     def _settle(self, flight: InFlightStep | None) -> list[Output]:
         if flight is None:
             return []
-        if flight.arrive():
+        if flight.wait():
             self.look()
             self.runner.checks.mark_dirty()
-        trouble = flight.land(self.scheduler)
+        trouble = flight.apply(self.scheduler)
         self.preemption.heard(flight.plan, flight.begin)
         ended = [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(job) for job in flight.jobs if _is_over(job)]
@@ -163,6 +163,8 @@ class Steps:
         for group in self._given.keys() - self.jobs.keys():
             self._given.pop(group, None)
         for group, job in list(self.jobs.items()):
+            if job.beams is not None and job.beams.standing.done and job.output is None:
+                job.conclude_beams()
             if job.output is not None:
                 job.news.end()
                 self._drop(group, job)

@@ -77,10 +77,8 @@ def check_routers(model: Any, tokens: int) -> None:
     if routers.modules and not (routers.known and routers.keep_tokens_apart(most)):
         raise Unservable(
             f"{type(model).__name__} has routers that drop tokens beyond an expert's capacity; the engine "
-            "cuts and joins "
-            f"up to {most} tokens otherwise than generate() does, which would change which are dropped; use "
-            "generate(), or "
-            "raise the capacity"
+            f"cuts and joins up to {most} tokens otherwise than generate() does, which would change which "
+            "are dropped; use generate(), or raise the capacity"
         )
 
 

@@ -53,15 +53,13 @@ class Weights:
         if self.touched():
             if self._checks.unseen:
                 raise WeightsChanged(
-                    f"the model's weights have changed while {running} requests were computed, and some of "
-                    "their last tokens may be "
-                    "of both; these requests have ended. Call engine.pause() before a change and "
-                    "engine.resume() after it"
+                    f"the model's weights have changed while {running} requests were running; their latest "
+                    "tokens may mix old and new weights, so they were ended. Call engine.pause() before a "
+                    "change and engine.resume() after it"
                 )
             raise RuntimeError(
                 f"the model's weights have changed under {running} running requests; call engine.pause() "
-                "before the change (or now) "
-                "and engine.resume() after it"
+                "before the change (or now) and engine.resume() after it"
             )
         self._checks.seen()
 

@@ -282,8 +282,7 @@ class PagedCache(DynamicCache):
             if layer.columns and layer.columns != rows.columns:
                 raise RuntimeError(
                     f"layer {layer.number} holds {layer.columns} tokens and was given none of a step, after "
-                    "which the other layers hold "
-                    f"{rows.columns}; {DIFFER}"
+                    f"which the other layers hold {rows.columns}; {DIFFER}"
                 )
 
     def follow(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import EncoderDecoderCache
 
 from ..model.attention import Forward, running
 from ..model.capture.graph import ReplayableStep
@@ -55,20 +56,25 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
             try:
                 return _run(model, original, arguments, parts, masks_known)
             except BaseException:
+                cache = arguments.get("past_key_values")
                 try:
-                    _roll_back(parts, before)
+                    _roll_back(parts, before, cache)
                 finally:
-                    _roll_back(
-                        parts, before
-                    )  # again, if an interrupt has broken it off; else there is nothing left to do
+                    # Again, if an interrupt has broken it off; else there is nothing left to do.
+                    _roll_back(parts, before, cache)
                 raise
 
     return forward
 
 
-def _roll_back(parts: list[PagedCache], before: list[Mark]) -> None:
+def _roll_back(parts: list[PagedCache], before: list[Mark], cache: Any) -> None:
+    """Return to where the parts of a cache were before a forward."""
     for part, mark in zip(parts, before, strict=True):
         part.roll_back(mark)
+    if isinstance(cache, EncoderDecoderCache):
+        # Cross attention that was written by the forward is not there any more.
+        for layer in cache.is_updated:
+            cache.is_updated[layer] &= cache.cross_attention_cache.get_seq_length(layer) > 0
 
 
 def _without_pages(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -106,7 +112,7 @@ def _run(
                 answer = _paged(model, original, kept, parts, masks_known)
             if not draws.drawn():
                 return repeat_rows(answer, rows // copies, copies, layouts[asked])
-            _take_back(draws, parts, before)
+            _take_back(draws, parts, before, arguments.get("past_key_values"))
         elif asked not in layouts and parts[0].sequences.columns == 0:
             with adapters_of_unique_rows(model, rows, copies):
                 few = _without_cache(original, kept)
@@ -133,13 +139,13 @@ def _without_cache(original: Callable[..., Any], arguments: dict[str, Any]) -> A
         return None
 
 
-def _take_back(draws: Draws, parts: list[PagedCache], before: list[Mark]) -> None:
+def _take_back(draws: Draws, parts: list[PagedCache], before: list[Mark], cache: Any) -> None:
     """Forget the unique rows of a forward that draws random numbers: every row gets its own, as with
     stock.
     """
     draws.take_back()
-    for part, mark in zip(parts, before, strict=True):
-        part.roll_back(mark)
+    _roll_back(parts, before, cache)
+    for part in parts:
         if part.reuse is not None:
             part.reuse.spoil("the forward draws random numbers")
 

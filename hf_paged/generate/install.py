@@ -102,9 +102,8 @@ def install() -> None:
         if found[: len(expected)] != expected:
             raise ImportError(
                 f"hf_paged plugs into GenerationMixin.{name}{tuple(expected)} and found {tuple(found)} in "
-                "transformers "
-                f"{transformers.__version__}; use a transformers release from 5.14 on that hf_paged was "
-                "tested with"
+                f"transformers {transformers.__version__}; use a transformers release from 5.14 on that "
+                "hf_paged was tested with"
             )
     AttentionInterface.register(NAME, paged_attention)
     AttentionMaskInterface.register(NAME, paged_mask)

@@ -299,8 +299,7 @@ class LayerGroup:
         if blocks < 1:
             raise OutOfBlocks(
                 f"memory_fraction={self.config.memory_fraction} of the free memory on {device} is less than "
-                "one block of "
-                f"{self.block_bytes} bytes; raise it or lower block_size={self.pool.block_size}"
+                f"one block of {self.block_bytes} bytes; raise it or lower block_size={self.pool.block_size}"
             )
         return blocks
 
@@ -308,10 +307,8 @@ class LayerGroup:
         pool = self.pool
         return (
             f"{need} more blocks of {pool.block_size} tokens are needed for the {self.kind.name} layers, "
-            f"{pool.available} of "
-            f"{pool.total} are free ({self._sized}, {self.block_bytes} bytes a block); raise it, lower the "
-            "batch size, num_beams "
-            "or max_length, or drop caches that you keep"
+            f"{pool.available} of {pool.total} are free ({self._sized}, {self.block_bytes} bytes a block); "
+            "raise it, lower the batch size, num_beams or max_length, or drop caches that you keep"
         )
 
     def _translate(self, error: Exception, total: int | None = None) -> Exception:

@@ -410,8 +410,7 @@ class Rows:
             if table.released * table.pool.block_size > max(0, length - self.window + 1):
                 raise RuntimeError(
                     f"cannot go back {columns} tokens: a window of {self.window} tokens was reached and the "
-                    "past was given back; "
-                    "call activate_past_recording() before generating"
+                    "past was given back; call activate_past_recording() before generating"
                 )
 
     def fork(self) -> Rows:

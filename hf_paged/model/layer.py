@@ -14,8 +14,7 @@ from .lengths import DeviceNumber
 Path = Literal["unused", "paged", "dense"]
 DIFFER = (
     "a forward failed halfway (use a new cache), or the layer attends to another sequence than the text, "
-    "which the config says in "
-    "cross_attention_layers (use transformers' own cache)"
+    "which the config says in cross_attention_layers (use transformers' own cache)"
 )
 """Why layers of one kind may hold different tokens, and what to do."""
 
@@ -224,8 +223,7 @@ class PagedLayer(DynamicLayer):
         if not self.sequences.changes_all:
             raise RuntimeError(
                 f"layers[{self.number}].{method}() cannot change one layer of a paged cache, whose layers "
-                "share their rows; "
-                f"call {method}() of the cache"
+                f"share their rows; call {method}() of the cache"
             )
 
     def follow(self) -> None:

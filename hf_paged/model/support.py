@@ -44,8 +44,7 @@ def why_dropped(model: Any) -> str | None:
         ):
             return (
                 f"{type(model).__name__} trains with gradient checkpointing, under which its layers drop any "
-                "cache, transformers' "
-                "too; call model.eval() or model.gradient_checkpointing_disable() first"
+                "cache, transformers' too; call model.eval() or model.gradient_checkpointing_disable() first"
             )
     return None
 

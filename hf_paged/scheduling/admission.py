@@ -47,8 +47,7 @@ def why_infeasible(request: Request, shelves: Sequence[KVCacheGroup], limits: Li
             if need > most:
                 return (
                     f"an encoder's {request.source} tokens need {need} blocks of {shelf.pool.block_size} and "
-                    f"{most} can be had; "
-                    "shorten the input or raise num_blocks"
+                    f"{most} can be had; shorten the input or raise num_blocks"
                 )
             continue
         need = blocks_of_group(shelf, request.width, len(request.prompt), request.most_tokens, limits.tokens)

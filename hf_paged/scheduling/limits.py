@@ -50,8 +50,7 @@ class Limits:
         if self.tokens < self.sequences:
             raise ValueError(
                 f"a step of {self.tokens} tokens cannot hold one token of each of {self.sequences} "
-                "sequences; "
-                "raise the token budget or lower the sequence budget"
+                "sequences; raise the token budget or lower the sequence budget"
             )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark={self.watermark} is not in [0, 1); 0.01 is a good choice")

@@ -136,8 +136,7 @@ def taken(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     if unknown:
         raise ValueError(
             f"{type(model).__name__} takes no {unknown}; give what its processor makes of pictures or "
-            "recordings: "
-            "engine.submit(**processor(...)), or chat messages"
+            "recordings: engine.submit(**processor(...)), or chat messages"
         )
     own = [
         name

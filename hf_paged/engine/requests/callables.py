@@ -75,7 +75,6 @@ def require_known(tokens: list[int], vocabulary: int, scores: torch.Tensor) -> l
     if max(tokens) >= vocabulary:
         raise ValueError(
             f"the logits processors made scores {list(scores.shape)} in which token {max(tokens)} is the "
-            "next one, "
-            f"and the model has {vocabulary} tokens; they must keep the shape"
+            f"next one, and the model has {vocabulary} tokens; they must keep the shape"
         )
     return tokens

@@ -121,8 +121,7 @@ def _require_an_end(strings: Sequence[Text], texts: Mapping[int, Text]) -> None:
             return
     raise ValueError(
         f"no token of the vocabulary can end one of the {len(strings)} stop strings; they have characters "
-        "that the tokenizer "
-        "does not know, leave them out"
+        "that the tokenizer does not know, leave them out"
     )
 
 

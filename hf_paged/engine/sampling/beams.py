@@ -42,7 +42,8 @@ class BeamState(NamedTuple):
     theirs.
 
     finished: which of these are there at all; the others only hold a place. why: the reasons for which they
-    ended. improvable: whether a beam that runs may still become one of them. Scores are fp32 numbers.
+    ended. improvable: whether a beam that runs may still become one of them. done: whether the search is
+    over. Scores are fp32 numbers.
     """
 
     new: int
@@ -53,6 +54,7 @@ class BeamState(NamedTuple):
     ended: list[BeamToken | None]
     why: list[FinishReason | None]
     improvable: bool
+    done: bool = False
 
 
 class Continuations(NamedTuple):
@@ -67,14 +69,11 @@ class Continuations(NamedTuple):
 
 
 class BeamStep(NamedTuple):
-    """Where each beam goes on from, and with which token; how the search stands then, and whether it is
-    over.
-    """
+    """Where each beam goes on from, and with which token, and the state of the search then."""
 
     sources: list[int]
     tokens: list[int]
     standing: BeamState
-    done: bool
 
 
 class BeamSearch:
@@ -109,8 +108,8 @@ class BeamSearch:
 
     def answers(self) -> list[Hypothesis]:
         """What is returned, best first."""
-        _, _, _, scores, _, ended, why, _ = self.standing
-        return [_hypothesis(*each) for each in zip(ended, why, scores, strict=True)][: self.asked.answers]
+        found = zip(self.standing.ended, self.standing.why, self.standing.scores, strict=True)
+        return [_hypothesis(*each) for each in found][: self.asked.answers]
 
     def contender(self, found: Continuations, reasons: list[FinishReason | None]) -> BeamCandidates:
         """The search as it is about to go on with some of these, or to end there for these reasons."""
@@ -213,11 +212,11 @@ def _step(
     ended = [before.ended[i] if i < count else said[i - count] for i in best]
     why = [before.why[i] if i < count else reasons[i - count] for i in best]
     improvable = before.improvable and any(hope > (least if each else NOT) for each in finished)
-    standing = BeamState(
-        before.new + 1, running, [said[i] for i in chosen], scores, finished, ended, why, improvable
-    )
     done = not improvable or None not in reasons or (search.early_stopping is True and all(finished))
-    return BeamStep([beams[i] for i in chosen], [tokens[i] for i in chosen], standing, done)
+    standing = BeamState(
+        before.new + 1, running, [said[i] for i in chosen], scores, finished, ended, why, improvable, done
+    )
+    return BeamStep([beams[i] for i in chosen], [tokens[i] for i in chosen], standing)
 
 
 def _hypothesis(said: BeamToken | None, why: FinishReason | None, score: float) -> Hypothesis:

@@ -41,7 +41,7 @@ class InputBatch:
         known = None if answer.best is None else answer.best[:, :crew]
         return self._selection.choose(answer.logits[:crew], positions, known)
 
-    def depart(self) -> None:
+    def launch(self) -> None:
         """Everybody has a next token, whichever it is."""
         _exhaust(map(list.append, self._rows, repeat(UNKNOWN)))
 
@@ -49,7 +49,7 @@ class InputBatch:
         """Whether anybody ends with the token that he got in a stride."""
         return bool(stride.last) or bool(self._who_stopped(tokens))
 
-    def hear(self, stride: DecodeRows, tokens: list[int], whole: bool) -> list[int]:
+    def reveal(self, stride: DecodeRows, tokens: list[int], whole: bool) -> list[int]:
         """Give everybody who goes on the token that he got in a stride. The answer is the places of all
         others: who ends with it, has no token, or has left the crew since. whole: whether surely nobody has.
         """

@@ -80,7 +80,7 @@ class Sampler:
             [*tensors, *[tensor for _, contest in self._contests for tensor in contest.tensors]]
         )
 
-    def land(self, scheduler: Scheduler) -> dict[Job, Exception]:
+    def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
         """Wait for what was launched, and give every job its tokens. The answer is who failed, and why."""
         heard = iter(self._download.wait())
         tokens = _dealt(self._plain, next(heard).tolist() if self._plain else [])

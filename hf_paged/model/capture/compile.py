@@ -46,8 +46,7 @@ minutes.
     "hf_paged::attend",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? cos, Tensor? sin, Tensor? sinks, Tensor tag, "
-    "float? scale, float? softcap, "
-    "int? window) -> Tensor",
+    "float? scale, float? softcap, int? window) -> Tensor",
 )
 def _attend(
     query: torch.Tensor,

@@ -1,0 +1,74 @@
+"""Shared by the tests: KINDS, PROMPTS, _model, alone, answers, right."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from families import BY_NAME, VOCABULARY, build
+
+from hf_paged.engine import Engine
+
+PROMPTS = [
+    torch.randint(5, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (3, 17, 9, 30, 1, 12)
+]
+
+
+def alone(model: Any, prompt: list[int], **options: Any) -> list[list[int]]:
+    """The new tokens of generate() on that prompt alone, padding taken off."""
+    answer = model.generate(
+        torch.tensor([prompt]), return_dict_in_generate=True, output_scores=True, **options
+    )
+    rows = [row[len(prompt) :].tolist() for row in answer.sequences]
+    if "beam_indices" in answer:
+        return [
+            row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)
+        ]
+    return rows
+
+
+def answers(output: Any) -> list[list[int]]:
+    if output.error is not None:
+        raise output.error
+    return [sequence.token_ids for sequence in output.sequences]
+
+
+@functools.cache
+def _model(name: str) -> Any:
+    return build(BY_NAME[name])
+
+
+@functools.cache
+def _roomy(name: str) -> Engine:
+    """An engine in which a request is alone, with nothing cached."""
+    return Engine(_model(name), prefix_caching=False, num_blocks=200, max_batch_sequences=8)
+
+
+KINDS: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": False, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+    {"do_sample": True, "temperature": 1.3},
+    {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "top_p": 0.9},
+    {
+        "do_sample": True,
+        "num_return_sequences": 2,
+        "min_p": 0.05,
+        "repetition_penalty": 1.2,
+        "eos_token_id": [2, 9, 30, 41, 60, 77],
+    },
+    {"do_sample": False, "repetition_penalty": 1.4},
+    {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
+    {"num_beams": 2, "do_sample": False, "early_stopping": True, "eos_token_id": [2, 9, 30, 41, 60, 77]},
+]
+
+
+@functools.cache
+def right(name: str, prompt: int, kind: int, new: int) -> list[list[int]]:
+    """The answer of a request alone."""
+    if KINDS[kind]["do_sample"]:
+        return answers(
+            _roomy(name).generate([PROMPTS[prompt]], max_new_tokens=new, seed=prompt, **KINDS[kind])[0]
+        )
+    return alone(_model(name), PROMPTS[prompt], max_new_tokens=new, **KINDS[kind])

@@ -1,0 +1,87 @@
+"""Shared by the tests: CONFIG, Kernels, WIDTH, replaced, surroundings."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from typing import Any
+
+import torch
+import transformers as tf
+from families import LONG, SMALL, TOKENS
+from torch import nn
+from torch.nn.functional import gelu, silu
+from transformers.models.llama.modeling_llama import (
+    rotate_half,
+)
+
+from hf_paged.model.capture.fusion import ROTARY, Fusion, current
+
+CONFIG = tf.LlamaConfig(num_key_value_heads=2, **SMALL, **TOKENS, **LONG)
+
+
+WIDTH = CONFIG.hidden_size
+
+
+class Kernels:
+    """The kernels' formulas in torch, rounding where they round, and a list of who was called in which
+    thread.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.threads: set[int] = set()
+
+    def _note(self, name: str) -> None:
+        self.calls[name] += 1
+        self.threads.add(threading.get_ident())
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, centered: bool = False
+    ) -> torch.Tensor:
+        self._note("rms_norm")
+        return self._norm(x, weight, eps, centered)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, centered: bool) -> torch.Tensor:
+        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+        return (normed * (1 + weight.float())).to(x.dtype) if centered else weight * normed.to(x.dtype)
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        centered: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._note("add_rms_norm")
+        return residual + x, self._norm(residual + x, weight, eps, centered)
+
+    def swiglu(self, gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Tensor:
+        self._note(activation)
+        return {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}[activation](gate) * up
+
+    def rotary(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._note("rotary")
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def replaced(fusion: Fusion) -> dict[str, int]:
+    """How many modules of the model are replaced by what."""
+    return dict(Counter(forward.func.__name__ for forward in fusion.forwards.values()))  # type: ignore[attr-defined]
+
+
+def surroundings(model: nn.Module) -> list[Any]:
+    """All that a fusion might leave changed."""
+    files = {type(module).__module__ for module in model.modules()}
+    functions = [getattr(sys.modules[file], ROTARY, None) for file in sorted(files)]
+    return [
+        current.get(),
+        *functions,
+        *((module, dict(module.__dict__), type(module).forward) for module in model.modules()),
+    ]

@@ -1,0 +1,224 @@
+"""Shared by the tests: Case, DEVICE, GPU, assert_close, ints, load."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+
+
+DEVICE = "cuda" if GPU else "cpu"
+
+
+FOLDER = Path(__file__).parents[2] / "kernels" / "hf_paged_kernels"
+
+
+TOLERANCE = {torch.float32: 3e-5 if GPU else 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+LOSSES = {torch.float32: 1e-5 if GPU else 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+
+
+def load() -> ModuleType:
+    """The kernels: compiled where there is a GPU, else interpreted, over a copy of Triton of their own.
+
+    Triton decides at its own import whether its functions are interpreted, and transformers may have imported
+    it long ago.
+    """
+    name = "hf_paged_kernels" if GPU else "hf_paged_kernels_interpreted"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            name, FOLDER / "__init__.py", submodule_search_locations=[str(FOLDER)]
+        )
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        with nullcontext() if GPU else _interpreted_triton():
+            spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@contextmanager
+def _interpreted_triton() -> Iterator[None]:
+    """Import Triton anew for what is imported inside; everybody else keeps theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        theirs = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_triton(name)}
+        try:
+            yield
+        finally:
+            for name in [name for name in sys.modules if _is_triton(name)]:
+                del sys.modules[name]
+            sys.modules.update(theirs)
+
+
+def _is_triton(name: str) -> bool:
+    # The compiled part cannot be loaded twice in a process, and need not be.
+    return name.split(".")[0] == "triton" and not name.startswith("triton._C.")
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+@dataclass
+class Case:
+    """One layer of a cache and what is asked of it. Whatever may not be read is NaN."""
+
+    lengths: list[int]
+    """Tokens of a row."""
+    queries: list[int] | None = None
+    """Query tokens of a row, its last ones; None: one each, as in decoding."""
+    heads: int = 2
+    group: int = 2
+    key_dim: int = 64
+    value_dim: int = 0
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    starts: list[int] | None = None
+    window: int | None = None
+    softcap: float | None = None
+    with_sinks: bool = False
+    with_slopes: bool = False
+    causal: bool = True
+    by_head: bool = False
+    """Whether the pool lies head by head, keys and values of a block together, or token by token."""
+    spare: int = 3
+    """Blocks that nobody uses, before those in use."""
+    seed: int = 0
+    query: torch.Tensor = field(init=False)
+    keys: torch.Tensor = field(init=False)
+    values: torch.Tensor = field(init=False)
+    table: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.value_dim = self.value_dim or self.key_dim
+        self.random = torch.Generator(DEVICE).manual_seed(self.seed)
+        counts = self.queries or [1] * len(self.lengths)
+        self.query = self.normal(sum(counts), self.heads * self.group, self.key_dim)
+        self.sinks = self.normal(self.heads * self.group, dtype=torch.float32) if self.with_sinks else None
+        self.slopes = (
+            self.normal(self.heads * self.group, dtype=torch.float32).abs() * 0.1
+            if self.with_slopes
+            else None
+        )
+        self._place()
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.random, device=DEVICE).to(dtype or self.dtype)
+
+    def _place(self) -> None:
+        needs = [-(-length // self.block_size) for length in self.lengths]
+        blocks = self.spare + sum(needs)
+        self.keys, self.values = self._pool(blocks)
+        order = (
+            torch.randperm(sum(needs), generator=torch.Generator().manual_seed(self.seed)) + self.spare
+        ).tolist()
+        table = torch.zeros(len(needs), max([*needs, 1]), dtype=torch.int32)
+        for row, (length, count) in enumerate(
+            zip(self.lengths, self.queries or [1] * len(needs), strict=True)
+        ):
+            mine = [order.pop() for _ in range(needs[row])]
+            table[row, : needs[row]] = torch.tensor(mine, dtype=torch.int32)
+            token = torch.arange(self.first_seen(row, length - count), length)
+            block, inside = (
+                torch.tensor(mine, dtype=torch.long)[token // self.block_size].to(DEVICE),
+                (token % self.block_size).to(DEVICE),
+            )
+            self.keys[block, inside] = self.normal(len(token), self.heads, self.key_dim)
+            self.values[block, inside] = self.normal(len(token), self.heads, self.value_dim)
+        self.table = table.to(DEVICE)
+
+    def _pool(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (blocks, self.block_size, self.heads)
+        if not self.by_head:
+            return tuple(
+                torch.full((*shape, dim), torch.nan, dtype=self.dtype, device=DEVICE)
+                for dim in (self.key_dim, self.value_dim)
+            )
+        pool = torch.full(
+            (2, blocks, 2, self.heads, self.block_size, self.key_dim),
+            torch.nan,
+            dtype=self.dtype,
+            device=DEVICE,
+        )
+        return pool[1, :, 0].transpose(1, 2), pool[1, :, 1].transpose(1, 2)
+
+    def first_seen(self, row: int, at: int) -> int:
+        """The first token that the query token at place `at` of the row sees."""
+        start = self.starts[row] if self.starts else 0
+        return start if self.window is None else max(start, at - self.window + 1)
+
+    def expected(self) -> torch.Tensor:
+        """softmax(...) values in float64, [query tokens, query heads, value_dim]."""
+        out, done = [], 0
+        for row, (length, count) in enumerate(
+            zip(self.lengths, self.queries or [1] * len(self.lengths), strict=True)
+        ):
+            token = torch.arange(length, device=DEVICE)
+            block, inside = self.table[row].long()[token // self.block_size], token % self.block_size
+            k, v = (
+                self.keys[block, inside].double().nan_to_num(),
+                self.values[block, inside].double().nan_to_num(),
+            )
+            q = self.query[done : done + count].double().unflatten(1, (self.heads, self.group))
+            at = (
+                torch.arange(length - count, length, device=DEVICE)
+                if self.causal
+                else torch.full((count,), length - 1, device=DEVICE)
+            )
+            out.append(self._row(q, k, v, at, token, row).flatten(1, 2))
+            done += count
+        return torch.cat(out)
+
+    def _row(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        at: torch.Tensor,
+        token: torch.Tensor,
+        row: int,
+    ) -> torch.Tensor:
+        scores = torch.einsum("qhgd,thd->hgqt", q, k) * self.key_dim**-0.5
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.slopes is not None:
+            scores = scores + self.slopes.double().view(self.heads, self.group, 1, 1) * (token - at[:, None])
+        seen = (token <= at[:, None]) & (token >= (self.starts[row] if self.starts else 0))
+        if self.window is not None:
+            seen &= token > at[:, None] - self.window
+        scores = scores.masked_fill(~seen, -torch.inf)
+        top = (
+            scores.amax(-1, keepdim=True).clamp(min=-1e30)
+            if len(token)
+            else scores.new_full((*scores.shape[:3], 1), -1e30)
+        )
+        sink = 0.0
+        if self.sinks is not None:
+            sinks = self.sinks.double().view(self.heads, self.group, 1, 1)
+            top = torch.maximum(top, sinks)
+            sink = torch.exp(sinks - top)
+        weights = torch.exp(scores - top)
+        weights = weights / (weights.sum(-1, keepdim=True) + sink).clamp(min=1e-300)
+        return torch.einsum("hgqt,thd->qhgd", weights, v)
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Every head's answer within its dtype's rounding of the reference, by norm; what should be 0 is 0."""
+    assert got.shape == expected.shape
+    error = (got.double() - expected).norm(dim=-1)
+    size = expected.norm(dim=-1)
+    assert (error <= TOLERANCE[got.dtype] * size.clamp(min=0.05)).all(), (
+        f"worst error {(error / size.clamp(min=0.05)).max():.2e}"
+    )
+    assert got[size == 0].count_nonzero() == 0
+    if size.norm() > 0:
+        assert error.norm() / size.norm() <= LOSSES[got.dtype]
