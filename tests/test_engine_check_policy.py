@@ -218,7 +218,7 @@ def test_weights_that_another_thread_changes_without_pause(engine: Engine, step:
     for _ in range(3):
         engine.step()
     meanwhile(engine, step, lambda: rewrite(engine.model))
-    with pytest.raises(WeightsChanged, match=rf"{CHANGED} while 2 requests were computed.*engine.pause\(\)"):
+    with pytest.raises(WeightsChanged, match=rf"{CHANGED} while 2 requests were running.*engine.pause\(\)"):
         running[0].result()
     for handle in running:
         output = handle.result()
