@@ -69,7 +69,7 @@ class Steer:
 
 def tuned_ask(model: Any, ids: torch.Tensor = PROMPT, **arguments: Any) -> int:
     """The columns that are computed of a prompt, of a model in peft's wrapper."""
-    from test_generate_dedupe import counted
+    from counted_rows import counted
 
     call = {
         "input_ids": ids,
