@@ -32,7 +32,7 @@ class CacheConfig:
     verify: "tokens" compares a prompt's tokens with those of every block found by its name.
 
     The last three say what a call does with a pool and not what the pool is like: configs that differ there
-        share one.
+    share one.
     """
 
     block_size: int = 16

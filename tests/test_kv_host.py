@@ -2,7 +2,7 @@
 (C30, C31).
 
 On a CUDA device the same tests hold the streams: what is written right behind a swap must not be what was
-    swapped.
+swapped.
 """
 
 from __future__ import annotations

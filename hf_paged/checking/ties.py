@@ -139,7 +139,7 @@ def router_margins(model: Any) -> Iterator[list[torch.Tensor]]:
     score.
 
     Rounding decides where that is nothing, and another expert is another function: no step after it can be
-        compared.
+    compared.
     """
     margins: list[torch.Tensor] = []
 

@@ -15,7 +15,7 @@ class OwnCode(Exception):
     KeyboardInterrupt.
 
     As an Exception it takes the way of every other error of a request: it ends this request and none beside
-        it.
+    it.
     """
 
     def __init__(self, error: BaseException) -> None:

@@ -86,7 +86,7 @@ def longest(model: Any) -> int | None:
     """The most tokens of a sequence, or None if the model does not say.
 
     Where positions turn differently beyond some length, that length: one long sequence would change its
-        neighbours' positions.
+    neighbours' positions.
     """
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions")]

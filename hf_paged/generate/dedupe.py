@@ -90,7 +90,7 @@ def repeat_rows(value: Any, rows: int, copies: int, layout: Any = ROWS_FIRST) ->
     """What a forward over `rows` rows answered, as if each had stood there `copies` times.
 
     A model may have put the cache beside one of its own, for what it sees of a picture: that has as many rows
-        as were computed.
+    as were computed.
     """
     both = value.get("past_key_values") if isinstance(value, ModelOutput) else None
     if isinstance(both, EncoderDecoderCache) and not isinstance(both.cross_attention_cache, PagedCache):

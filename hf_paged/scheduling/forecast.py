@@ -216,7 +216,7 @@ class FuturePeak(Watermark):
         of which is not stored.
 
         Where that is an estimate, the slots that a last block leaves unused are, too: half of it, as for
-            lengths at random.
+        lengths at random.
         """
         shelf, width = self.shelves[i], len(group.sequences)
         size = shelf.pool.block_size

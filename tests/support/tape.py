@@ -2,7 +2,7 @@
 to them.
 
 Like a graph, it knows nothing of Python: a number that the host put in stays in, and tensors are reused from
-    replay to replay.
+replay to replay.
 """
 
 from __future__ import annotations

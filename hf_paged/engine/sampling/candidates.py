@@ -16,7 +16,7 @@ class BeamScorer:
     """Searches of one shape whose scores nobody processes, looked at together on the device.
 
     The number of operations does not depend on how many there are, and nobody waits: `tensors` are what the
-        host has to hear.
+    host has to hear.
     """
 
     def __init__(self, searches: Sequence[BeamSearch], rows: Sequence[int], logits: torch.Tensor) -> None:
