@@ -240,7 +240,20 @@ def test_the_source_of_a_copy_is_not_taken_in_its_step() -> None:
     assert (world.pools[0].cached, world.pools[0].free) == (2, 1)
     groups = [world.submit(Request(2, (1, 2, 3, 9), 5)), world.submit(Request(3, (5, 6, 7, 9), 5))]
     world.run()
-    assert [group.cached_tokens for group in groups] == [3, 3]
+    assert [group.cached_tokens for group in groups] == [3, 0]
+    world.assert_answered()
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("admission", ["watermark", "future"])
+def test_a_request_that_needs_every_block_copies_none(admission: str) -> None:
+    """C8, C21: it is admitted to an empty pool, although a cached block begins as it does."""
+    world = Simulated.of(total=3, size=4, tokens=32, sequences=4, admission=admission)
+    world.submit(Request(0, (1, 2, 3, 4), 5))
+    world.run()
+    group = world.submit(Request(1, (1, 2, 3, *range(20, 28)), 12))
+    world.run()
+    assert group.cached_tokens == 0
     world.assert_answered()
     world.assert_empty()
 

@@ -42,7 +42,11 @@ class PrefixLookup:
         self, pool: BlockPool, prompt: Prompt, window: int | None = None, verify: bool = False
     ) -> None:
         self.pool, self.prompt, self.window, self.verify = pool, prompt, window, verify
-        self._found = [self._find(index) for index in range(len(prompt.digests))]
+        self._found: list[int | None] = []
+        for index in range(len(prompt.digests)):
+            self._found.append(self._find(index))
+            if window is None and self._found[-1] is None:
+                break  # without a window nothing behind a gap can be handed out
         self._run = [0]
         """For each number of full blocks how many of the last ones are there without a gap."""
         for block in self._found:
@@ -65,7 +69,7 @@ class PrefixLookup:
     def reach(self, most: int) -> int:
         """How many of the first `most` tokens can be handed out together."""
         size = self.prompt.size
-        for full in range(min(max(most, 0), len(self.prompt.tokens)) // size, 0, -1):
+        for full in range(min(max(most, 0) // size, len(self._found)), 0, -1):
             # A part of a block more, and the window may have left a block behind that is gone.
             if self._run[full] >= full - self._first((full + 1) * size - 1):
                 tokens = full * size + self._rest(full, most)

@@ -328,10 +328,15 @@ class Scheduler:
                 )
                 continue
             moment, bid = self._moment(draft.room), self._bid(group, found)
-            if (
-                moment.taken + len(group.sequences) > self.limits.sequences
-                or self.admission.verdict(bid, moment) is not Admission.OK
-            ):
+            if moment.taken + len(group.sequences) > self.limits.sequences:
+                return
+            verdict = self.admission.verdict(bid, moment)
+            if verdict is not Admission.OK and any(each.partial for each in found):
+                # The source of a copy is held beside the copy: a group that needs every block does without.
+                found = self._find(group, whole=True) or found
+                bid = self._bid(group, found)
+                verdict = self.admission.verdict(bid, moment)
+            if verdict is not Admission.OK:
                 return
             del queue[passed]
             self.admission.enter(bid, moment)
@@ -344,9 +349,9 @@ class Scheduler:
                 raise AssertionError(f"{group!r} was let in and its first step does not fit")
             self._take(draft, steps)
 
-    def _find(self, group: SequenceGroup) -> list[Match] | None:
-        """What every pool has of the group's beginning, to the token; None if a twin is computing the next
-        block right now.
+    def _find(self, group: SequenceGroup, whole: bool = False) -> list[Match] | None:
+        """What every pool has of the group's beginning, to the token or in whole blocks; None if a twin is
+        computing the next block right now.
 
         Of a group on the host, those of its blocks that are on the device as well.
         """
@@ -359,6 +364,8 @@ class Scheduler:
         prompt, names = group.prompt, group.names()
         trails = [PrefixLookup(shelf.pool, prompt, shelf.window, self.verify) for shelf in self.shelves]
         reached = reach_in_all(trails, group.common - 1)
+        while whole and reached % prompt.size:
+            reached = reach_in_all(trails, reached - reached % prompt.size)
         full = reached // prompt.size
         if full < len(names) and self._promised[names[full]]:
             return None
