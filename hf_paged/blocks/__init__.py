@@ -1,6 +1,6 @@
-"""The books: which block belongs to whom. Standard library only; they never see a tensor.
+"""The books: which block belongs to which table. Standard library only; no module here sees a tensor.
 
-Nothing here locks: whoever owns a pool lets one thread in at a time (`kv` does so with one lock per model).
+Nothing here locks: the owner of a pool admits one thread at a time (`kv` does so with one lock per model).
 """
 
 from .block_table_array import BlockTableArray

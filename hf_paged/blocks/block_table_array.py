@@ -1,4 +1,4 @@
-"""Many tables in one piece of memory, as whoever uploads them wants it."""
+"""Many block tables in one array, ready for one upload."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class BlockTableArray:
     """A row of `width` block numbers for every table: block j of row i is `ids[i * width + j]`, counted from
     the sequence's first.
 
-    A place that its table does not name holds some block that exists. Whoever changes a table that is on the
-    sheet says so here.
+    Entries beyond the end of a table hold some existing block. Every change of a table in the array must be
+    reported here.
     """
 
     def __init__(self) -> None:
         self.width, self.height = NARROWEST, 0
         self.ids = array("i")
-        """Another array whenever the sheet grows, so that one in use stays as it is."""
+        """Replaced by a new array whenever it grows, so that an array in use never changes its size."""
 
     def put(self, row: int, table: BlockTable, first: int = 0) -> None:
         """Write down a table, or what it names from its block `first` on."""

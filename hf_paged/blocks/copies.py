@@ -36,7 +36,7 @@ def move(
     if new > room:
         raise OutOfBlocks(f"{new} blocks are to move into a pool that has room for {room} of {pool.total}")
     named = [_leading(table, images) if there is not None else len(table.digests) for table in sources]
-    # First hold what is there already: taking a block may evict what nobody holds.
+    # Existing blocks are referenced first: taking a new block may evict an unreferenced one.
     kept = set(images)
     for table in sources:
         for block in table.blocks:

@@ -1,15 +1,15 @@
-"""Which cached block goes first when room is needed."""
+"""Which cached block is evicted next."""
 
 import heapq
 from collections.abc import Iterator
 
 
 class Evictor:
-    """Blocks that nobody holds but that can still be matched, least recently used first (contract C20).
+    """Cached blocks without references, least recently used first (contract C20).
 
-    Among blocks of one last access the one whose hash covers most tokens goes first: the end of a prefix is
-    worth less than its beginning. A heap with lazy deletion: an entry counts only while `_live` still names
-    it.
+    Among blocks of one last access the block whose hash covers most tokens is evicted first: the end of a
+    prefix is worth less than its beginning. A heap with lazy deletion: an entry counts only while `_live`
+    still names it.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Evictor:
         return iter(self._live)
 
     def add(self, block: int, last_access: int, covered: int) -> None:
-        """Put `block` up for eviction; `covered` is the number of tokens its hash stands for."""
+        """Make `block` evictable; `covered` is the number of tokens that its hash covers."""
         if block in self._live:
             raise ValueError(f"block {block} is up for eviction already")
         entry = (last_access, -covered, block)

@@ -12,17 +12,17 @@ NO_EXTRA = bytes(8)
 
 
 def chain(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
-    """Name the block that holds `tokens` behind the block named `parent`.
+    """The hash of a block that holds `tokens` after the block with the hash `parent`.
 
     `extra` carries what changes K and V for the same tokens (adapter, weights, salt: contract C24). It is
-    keyed in by its length, so no choice of tokens can imitate another choice of extras.
+    hashed with its length, so no choice of tokens can imitate another choice of extras.
     """
     key = parent + len(extra).to_bytes(8, "little") + extra if extra else parent + NO_EXTRA
     return blake2b(key + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 def seat(parent: bytes, extra: bytes = b"") -> bytes:
-    """A key of all blocks that were computed behind the block named `parent`, with the same extras."""
+    """The key of all blocks that follow the block with the hash `parent` under the same extras."""
     return parent + extra
 
 
@@ -34,10 +34,10 @@ def check_salt(salt: object) -> str:
 
 
 def extra_key(*parts: object) -> bytes:
-    """Join extras into one key; the parts are told apart, so ("ab", "c") is not ("a", "bc").
+    """Join extras into one key. The parts stay distinct: ("ab", "c") is not ("a", "bc").
 
-    Only plain values have a representation that says all they are: a tensor's is abridged, an object's may be
-    an address that is used again.
+    Only plain values have a complete representation: a tensor's is abridged, and an object's may be an
+    address that is reused.
     """
     digest = blake2b(digest_size=DIGEST_BYTES)
     for part in parts:

@@ -1,4 +1,4 @@
-"""Named blocks behind one and the same beginning: which of them goes on most like given tokens."""
+"""Cached blocks that follow the same prefix: which of them shares the most leading tokens with a prompt."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import takewhile
 
 
 class PartialBlockIndex:
-    """Blocks by what they stand behind, in order of their tokens: the best one is a neighbour of what is
-    looked for.
+    """Blocks by the prefix they follow, sorted by their tokens: the best match is a neighbour of the tokens
+    searched for.
 
-    So however many begin alike (thousands behind one system prompt, or behind one that an attacker chose),
-    finding one takes a few comparisons.
+    However many blocks follow one prefix (thousands after one system prompt, or after one that an attacker
+    chose), a search takes a few comparisons.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class PartialBlockIndex:
         return sum(len(family) for family in self._of.values())
 
     def add(self, seat: bytes, tokens: tuple[int, ...], block: int) -> None:
-        """Note `block`, which holds `tokens` behind what `seat` names."""
+        """Add `block`, which holds `tokens` after the prefix that `seat` names."""
         insort(self._of.setdefault(seat, []), (tokens, block))
 
     def remove(self, seat: bytes, tokens: tuple[int, ...], block: int) -> None:

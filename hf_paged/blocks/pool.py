@@ -1,4 +1,4 @@
-"""The blocks of one layer group: who holds each, which are free, which are cached."""
+"""The blocks of one layer group: which are held, which are free, which are cached."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def check_block_size(block_size: object) -> int:
 
 
 class _Name(NamedTuple):
-    """What a block can be matched by: the digest, how many tokens it stands for, the block's own if kept, and
-    its seat.
+    """What a block can be matched by: its digest, how many tokens the digest covers, the block's own tokens
+    if kept, and its seat.
 
-    The seat names the place that the block stands at; it is empty if nobody shall find the block by its first
-    tokens.
+    The seat is the key of the prefix that the block follows. It is empty if the block must not be found by
+    its first tokens.
     """
 
     digest: bytes
@@ -51,8 +51,8 @@ class BlockPool:
     """Reference counts of `total` blocks of `block_size` tokens each.
 
     Every block is in one of three states: free (never used or emptied), held (the reference count is the
-    number of tables that name it) or cached (nobody holds it, its digest can still be matched). free + held +
-    cached = total after every operation; available = free + cached.
+    number of tables that name it) or cached (no table names it, its digest can still be matched). free + held
+    + cached = total after every operation; available = free + cached.
     """
 
     def __init__(self, total: int, block_size: int) -> None:
@@ -68,7 +68,7 @@ class BlockPool:
         self._names: dict[int, _Name] = {}
         self._block_of: dict[bytes, int] = {}
         self.siblings = PartialBlockIndex()
-        """The named blocks by seat and tokens: for prompts that go on with a part of one."""
+        """Cached blocks by prefix and tokens: for prompts that continue with a part of a block."""
         self._clock = 0
         self.epoch = 0
         """How often `forget` was called. What a table computed in an earlier epoch is never named."""
@@ -170,7 +170,7 @@ class BlockPool:
         return None if start < 0 or length == 0 else start
 
     def share(self, block: int) -> None:
-        """Add a reference to a held block, or bring a cached one back into use."""
+        """Add a reference to a held block, or make a cached one held again."""
         if self._state[block] == CACHED:
             self._evictor.remove(block)
             self._state[block] = HELD
@@ -197,7 +197,7 @@ class BlockPool:
             self._set_free(block)
 
     def drop_several(self, blocks: Sequence[int], last_access: int = 0) -> None:
-        """Take a reference away from each: those that nobody else names and that have no name are free at
+        """Drop one reference of each block. Blocks without further references and without a hash are free at
         once.
         """
         references, state, names, times = self._references, self._state, self._names, self._last_access
@@ -287,7 +287,7 @@ class BlockPool:
         return self._names[block].digest
 
     def covered(self, block: int) -> int:
-        """How many tokens, from a sequence's first, the name of `block` stands for."""
+        """How many tokens, from the sequence's first, the hash of `block` covers."""
         return self._names[block].covered
 
     def published_tokens(self, block: int) -> tuple[int, ...]:
@@ -296,9 +296,10 @@ class BlockPool:
         return name.tokens if name else ()
 
     def forget(self) -> None:
-        """Drop every name: cached blocks become free, held ones keep their content but match nobody any more.
+        """Drop every hash: cached blocks become free; held ones keep their content but match no prompt any
+        more.
 
-        What the tables of today compute later rests on what is forgotten here, so that gets no names either.
+        Blocks that existing tables fill later depend on the dropped content, so they get no hash either.
         """
         for block in list(self._evictor):
             self._evictor.remove(block)
@@ -324,7 +325,7 @@ class BlockPool:
     # ---- the audit
 
     def register(self, table: BlockTable) -> None:
-        """Remember a table, so that `check` can recount who names what."""
+        """Register a table, so that `check` can recount its references."""
         self._tables.add(table)
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ from .table import BlockTable
 
 
 class Partial(NamedTuple):
-    """The first `tokens` tokens of a block with a name: what comes behind them is somebody else's."""
+    """The first `tokens` tokens of a cached block; its further tokens belong to another prompt."""
 
     block: int
     tokens: int
@@ -23,7 +23,7 @@ class Match(NamedTuple):
     blocks: list[int]
     digests: list[bytes]
     released: int = 0
-    """Leading blocks that are not among them, because a sliding window has left them behind."""
+    """Leading blocks that are not among them because a sliding window has passed them."""
     partial: Partial | None = None
     """A further block of which only the first tokens are the prompt's."""
 
@@ -35,8 +35,8 @@ class Match(NamedTuple):
 def adopt(table: BlockTable, found: Match) -> None:
     """Begin an empty table with the blocks of a match: one more reference each.
 
-    A partial block is named like the others; `detach` gives the table one of its own before anything is
-    written. A match holds nothing: if another caller had a block of it evicted or rewritten since, nothing
+    A partial block is named like the others; `detach` gives the table a copy before anything is written. A
+    match holds no references: if another caller had one of its blocks evicted or rewritten since, nothing
     changes and the error says so.
     """
     pool = table.pool
@@ -66,15 +66,15 @@ def commit(
     exchange: bool = True,
     until: int | None = None,
 ) -> bool:
-    """Name every full block of `table`; `tokens` are the sequence's tokens from its first, of which the first
-    `until` are there.
+    """Hash every full block of `table`. `tokens` are the sequence's tokens from its first, of which the first
+    `until` are computed. The answer is whether the table names other blocks now.
 
-    The answer is whether it names other blocks now. Call it only once the forward that filled the blocks has
-    succeeded (C22) and no launched step names them. A private block whose content is cached under another id
-    is exchanged for that one, unless told not to (C17). With `keep_tokens` the pool keeps the tokens, so that
-    hits can be compared with them and a prompt can begin with a part of a block. Naming ends at the first
-    block that cannot bear its name, and what rests on forgotten blocks gets none: no later block may be found
-    behind a content that it was not computed from (C24, C25).
+    Call it only once the forward that filled the blocks has succeeded (C22) and no launched step names them.
+    A private block whose content is cached under another id is exchanged for that one, unless `exchange` is
+    False (C17). With `keep_tokens` the pool keeps the tokens, so that hits can be compared with them and a
+    prompt can begin with a part of a block. Hashing ends at the first block that cannot be hashed, and blocks
+    that depend on dropped ones get no hash: no later block may be found after a content that it was not
+    computed from (C24, C25).
     """
     size = table.pool.block_size
     full = min(len(tokens) if until is None else until, len(tokens), table.length) // size

@@ -1,4 +1,4 @@
-"""How much of a prompt a pool can hand out, to the token, whatever window its layers look through."""
+"""How much of a prompt a pool has cached, to the token, for layers with and without a sliding window."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Prompt:
             self.digests.append(parent)
 
     def seat(self, full: int) -> bytes:
-        """The place behind the first `full` blocks."""
+        """The key of the prefix made of the first `full` blocks."""
         return seat(self.digests[full - 1] if full else ROOT, self.extra)
 
 
 class PrefixLookup:
-    """What one pool holds of a prompt. It looks and counts nothing; whoever follows it adopts and counts.
+    """What one pool has cached of a prompt. A lookup changes no count; `adopt` takes the references.
 
-    Layers with a window need only the blocks that the next token looks at, so a beginning may be handed out
-    whose first blocks are gone.
+    Layers with a window need only the blocks that the next token attends to, so a prefix can match even if
+    its first blocks are gone.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PrefixLookup:
         for index in range(len(prompt.digests)):
             self._found.append(self._find(index))
             if window is None and self._found[-1] is None:
-                break  # without a window nothing behind a gap can be handed out
+                break  # without a window no block after a gap is usable
         self._run = [0]
         """For each number of full blocks how many of the last ones are there without a gap."""
         for block in self._found:
@@ -63,14 +63,14 @@ class PrefixLookup:
         return tuple(self.prompt.tokens[index * size : (index + 1) * size])
 
     def _first(self, tokens: int) -> int:
-        """The first block that the token behind `tokens` others looks at."""
+        """The first block that the token at position `tokens` attends to."""
         return 0 if self.window is None else max(0, tokens - self.window + 1) // self.prompt.size
 
     def reach(self, most: int) -> int:
         """How many of the first `most` tokens can be handed out together."""
         size = self.prompt.size
         for full in range(min(max(most, 0) // size, len(self._found)), 0, -1):
-            # A part of a block more, and the window may have left a block behind that is gone.
+            # With a part of one more block the window may need a block that is gone.
             if self._run[full] >= full - self._first((full + 1) * size - 1):
                 tokens = full * size + self._rest(full, most)
                 if self._run[full] >= full - self._first(tokens):
@@ -82,7 +82,7 @@ class PrefixLookup:
         return partial.tokens if partial else 0
 
     def _partial(self, full: int, most: int) -> Partial | None:
-        """Of which block the tokens behind `full` blocks are copied, if that is worth it."""
+        """The block whose first tokens continue the prompt after `full` blocks, if copying it is worth it."""
         size = self.prompt.size
         wanted = self.prompt.tokens[full * size : min(max(most, 0), (full + 1) * size)]
         if not wanted:
@@ -100,7 +100,7 @@ class PrefixLookup:
         return Partial(*best, self.pool.name(best[0]))
 
     def take(self, tokens: int) -> Match:
-        """The blocks of the first `tokens` tokens, which `reach` said are there."""
+        """The blocks of the first `tokens` tokens, a length that `reach` returned."""
         full, rest = divmod(max(tokens, 0), self.prompt.size)
         first = min(self._first(tokens), full)
         blocks = [block for block in self._found[first:full] if block is not None]
@@ -117,12 +117,12 @@ def reach_in_all(trails: Sequence[PrefixLookup], most: int) -> int:
 
 
 def detach(tables: Sequence[BlockTable], drop: bool = True) -> list[Copy]:
-    """Give tables one of their own for a last block that holds more than theirs, or that others name: they
-    will write in it.
+    """Give each table a copy of its last block if that block holds more tokens than the table or has other
+    references: the table will write in it.
 
     The answer is the copies to carry out. Without `drop` the tables' references to the sources stay, and the
-    caller drops them once the step is planned: until then no source can become a target (C15). Without room
-    the last reader goes on in place, and the block is no longer found.
+    caller drops them once the step is planned: until then no source can become a target (C15). If the pool is
+    full, the last table keeps its block in place, and the block loses its hash.
     """
     shared = [table for table in tables if table.length % table.pool.block_size and not _is_its_own(table)]
     copies = []
@@ -145,10 +145,10 @@ def _is_its_own(table: BlockTable) -> bool:
 def commit_tail(
     table: BlockTable, tokens: Sequence[int], extra: bytes = b"", until: int | None = None
 ) -> None:
-    """Name the last block too, although it is not full: another prompt may go on from its tokens with a copy
-    of it.
+    """Hash the last block too, although it is not full: another prompt may continue from its tokens with a
+    copy of it.
 
-    until: how many tokens of the table are computed; all of them if it is not given.
+    until: how many tokens of the table are computed; by default all of them.
     """
     pool, end = table.pool, table.length if until is None else until
     full, rest = divmod(end, pool.block_size)

@@ -31,9 +31,9 @@ class BlockTable:
     """The blocks of one sequence in order of position: token t lives in `blocks[t // B - released]`, slot t %
     B.
 
-    `released` counts the leading blocks that were given back because they lie behind a sliding window. A
-    table holds one reference per block it names. If two tables name one block at one place, the blocks at all
-    places before it are the same or hold the same content: blocks are shared by forking and by content, in no
+    `released` counts the leading blocks that were freed because a sliding window has passed them. A table
+    holds one reference per block it names. If two tables name one block at one place, the blocks at all
+    earlier places are the same or hold the same content: blocks are shared by forking and by content, in no
     other way.
     """
 
@@ -61,7 +61,7 @@ class BlockTable:
 
     @property
     def end(self) -> int:
-        """The index behind the last block, counted from the sequence's first."""
+        """The index after the last block, counted from the sequence's first."""
         return self.released + len(self.blocks)
 
     def slot(self, position: int) -> int:
@@ -81,7 +81,7 @@ class BlockTable:
         return append([self], [tokens])
 
     def step(self, now: int) -> Copy | None:
-        """Take one more token, as `append` does; whoever calls this has seen that there is a block for it."""
+        """Take one more token, as `append` does. The caller has checked that a block is available."""
         pool, copy = self.pool, None
         if self.length % pool.block_size:
             copy = self._own_last_block()
@@ -108,8 +108,8 @@ class BlockTable:
         return copy
 
     def _own_last_block(self) -> Copy | None:
-        """Write in place if nobody else names the block; a name from before a crop would then lie. Else copy
-        (C14).
+        """Write in place if the block has no other reference, and drop its hash, which covers other tokens.
+        Else copy (C14).
         """
         last, pool = self.blocks[-1], self.pool
         if pool.references(last) == 1:
@@ -148,9 +148,7 @@ class BlockTable:
         del self.digests[length // self.pool.block_size :]
 
     def release_before(self, position: int) -> None:
-        """Give back the blocks that lie wholly before `position`: a sliding window has left them behind
-        (C10).
-        """
+        """Free the blocks that lie wholly before `position`: a sliding window has passed them (C10)."""
         count = min(position // self.pool.block_size, self.length // self.pool.block_size) - self.released
         if count > 0:
             self.pool.drop_several(self.blocks[:count], self.stamp)
@@ -176,7 +174,7 @@ class BlockTable:
             and len(set(self.blocks)) == len(self.blocks)
             and len(self.digests) <= self.length // self.pool.block_size
         ):
-            return  # the messages below cost more than the look
+            return  # building the messages below costs more than the check
         expect(self.end == need, f"{self!r} ends at block {self.end}, its tokens at {need}")
         expect(len(set(self.blocks)) == len(self.blocks), f"{self!r} names a block twice")
         expect(
@@ -202,7 +200,7 @@ def blocks_needed(tables: Sequence[BlockTable], tokens: Sequence[int]) -> int:
         if more and table.length % size:
             writers[table.blocks[-1]] += 1
     for block, count in writers.items():
-        # The last reference writes in place, unless somebody outside this step keeps one.
+        # The last reference writes in place, unless a table outside this step holds one too.
         need += min(count, pool.references(block) - 1)
     return need
 
@@ -235,10 +233,9 @@ def append(tables: Sequence[BlockTable], tokens: Sequence[int]) -> list[Copy]:
 def reorder(tables: Sequence[BlockTable], sources: Sequence[int]) -> list[BlockTable]:
     """The tables after row i was replaced by row `sources[i]`; the answer may have more or fewer rows.
 
-    Rows keep their table object. A row that lives on once moves as it is, so a permutation counts nothing.
-    One that lives on twice takes the place of one that nobody asked for, and references move only in the
-    tails where these two differ (C6). All references are added before any is dropped: nothing that stays in
-    use is free in between.
+    Rows keep their table object. A row that is used once moves as it is, so a permutation changes no count. A
+    row that is used twice replaces one that is unused, and references change only in the tails where the two
+    differ (C6). All references are added before any is dropped: no block in use is free in between.
     """
     check_sources(tables, sources)
     heirs = _heirs(sources)
@@ -275,8 +272,8 @@ def check_sources(tables: Sequence[BlockTable], sources: Sequence[int]) -> None:
 
 
 def _heirs(sources: Sequence[int]) -> dict[int, int]:
-    """Which new row takes over each old one as it is: the same if it stays in place, else the first that asks
-    for it.
+    """Which new row keeps the table of each old one: the same row if it uses itself, else the first that uses
+    it.
     """
     heirs: dict[int, int] = {}
     for new, old in enumerate(sources):
@@ -288,11 +285,11 @@ def _heirs(sources: Sequence[int]) -> dict[int, int]:
 
 
 def _ending(heirs: dict[int, int], new: int) -> int:
-    """The old row that ends because row `new` is filled a second time: whoever moved into its place left one
-    empty.
+    """The old row that ends because row `new` is filled a second time: following the moves leads to the empty
+    place.
 
-    It lies in the same beam group, where little differs. A number beyond the old rows if there are more rows
-    now.
+    It lies in the same beam group, where little differs. The answer is beyond the old rows if there are more
+    rows now.
     """
     while new in heirs:
         new = heirs[new]
@@ -313,7 +310,7 @@ def _second(tables: Sequence[BlockTable], old: int, ending: int, tails: dict[int
 
 
 def _common(one: BlockTable, other: BlockTable) -> int:
-    """How many leading blocks two rows share, looked at from the end: see the promise in `BlockTable`."""
+    """How many leading blocks two rows share, compared from the end: see the invariant in `BlockTable`."""
     same = min(len(one.blocks), len(other.blocks)) if one.released == other.released else 0
     while same and one.blocks[same - 1] != other.blocks[same - 1]:
         same -= 1

@@ -1,4 +1,6 @@
-"""Who runs next, and on which blocks. Standard library only; it writes the books and never sees a tensor."""
+"""Which requests run next, and on which blocks. Standard library only; it keeps the books and never sees a
+tensor.
+"""
 
 from .admission import Admission, judge, why_infeasible
 from .decode_batch import DecodeBatch, DecodeRows

@@ -12,7 +12,7 @@ from .request import Request, SequenceGroup, Status, TokenSequence, blocks_of_gr
 
 
 class Admission(Enum):
-    """What admission says. LATER ends the scan: nobody jumps the queue for memory (C12)."""
+    """The decision on one candidate. LATER ends the scan: no request overtakes another for memory (C12)."""
 
     OK = "ok"
     LATER = "later"
@@ -24,8 +24,8 @@ def judge(
 ) -> Admission:
     """Whether a pool has room for `need` blocks and `reserve` more (C8, C9).
 
-    hits: blocks of the need that are there already; cached_hits: those of them that nobody holds, which count
-    as available now and would not any more.
+    hits: blocks of the need that are cached already. cached_hits: those of them without references, which
+    count as available now and stop doing so once they are held.
     """
     if total - need < reserve:
         return Admission.NEVER
@@ -64,12 +64,11 @@ def why_infeasible(request: Request, shelves: Sequence[KVCacheGroup], limits: Li
 def headroom(
     group: SequenceGroup, need: int, running: Sequence[SequenceGroup], shelf: int, chunk: int
 ) -> int:
-    """The blocks that a group to which preemption happens again and again leaves available when it comes back
-    with `need` blocks.
+    """The blocks that a repeatedly preempted group must leave available when it returns with `need` blocks.
 
-    For every sequence that runs, and its own, twice as many with each time that blocks ran out for it, up to
-    all they can come to
-    need: then nobody older can push it out any more, so it goes only so often.
+    For every running sequence, and its own, twice as many with each preemption, up to all that they can come
+    to need. Then no older sequence can preempt it again for long, so the number of its preemptions is
+    bounded.
     """
     each = 1 << (group.setbacks - 1)
     # Alone it finds all of the pool, and must never wait for more.
@@ -84,12 +83,13 @@ def headroom(
 
 
 class Candidate(NamedTuple):
-    """A group that asks to be let in.
+    """A group that waits for admission.
 
-    blocks: for every pool the full blocks of its beginning that are there. needs: for every pool what all its
-        tokens need.
+    blocks: for every pool the cached full blocks of its prefix. needs: for every pool the blocks that all its
+    tokens need.
+
     sources: for every pool a block of which it copies a part, if there is one. cached: the tokens that it
-        does not compute.
+    need not compute.
     """
 
     group: SequenceGroup
@@ -100,8 +100,8 @@ class Candidate(NamedTuple):
 
 
 class SchedulerState(NamedTuple):
-    """When somebody asks to be let in: the number of the step, the tokens left in it, who runs, and how many
-    sequences that is.
+    """The scheduler's state at an admission: the number of the step, the tokens left in it, the running
+    groups, and how many sequences these are.
     """
 
     step: int
@@ -111,21 +111,21 @@ class SchedulerState(NamedTuple):
 
 
 class Watermark:
-    """Lets in whoever finds room for the tokens it has so far and leaves the watermark free: answers grow
-    into that (C8, C9).
+    """Admits a group if its tokens so far fit and the watermark stays free for answers to grow into (C8, C9).
 
-    The scheduler says who comes and goes; other routers build on this one and listen to it.
+    The scheduler reports admissions and departures; other policies extend this one.
     """
 
     def __init__(self, shelves: Sequence[KVCacheGroup], limits: Limits) -> None:
         self.shelves, self.limits = tuple(shelves), limits
         self._behind: dict[SequenceGroup, None] = {}
-        """Who runs and has still to compute more than a token: few, so that a verdict does not ask everybody.
+        """Running groups with more than one token left to compute: few, so that a decision does not visit
+        every group.
         """
 
     def verdict(self, bid: Candidate, moment: SchedulerState) -> Admission:
-        """Whether every pool has room for all tokens of the group, beside what those that run have still to
-        compute.
+        """Whether every pool has room for all tokens of the group, beside what the running groups have still
+        to compute.
         """
         self._behind = {other: None for other in self._behind if not other.decoding}
         fits = all(self._judge(i, bid, moment) is Admission.OK for i in range(len(self.shelves)))
@@ -140,8 +140,8 @@ class Watermark:
         outstanding = sum(max(0, other.need(i, chunk) - other.held(i)) for other in self._behind)
         reserve = self.limits.reserve(shelf)
         if group.status is Status.PREEMPTED:
-            # No watermark; but it must not take the next block of those who run, or it would be the next to
-            # go (C9).
+            # No watermark; but it must not take the next block of a running sequence, or it would be the next
+            # to be preempted (C9).
             reserve = moment.taken if group.setbacks < 2 else headroom(group, need, moment.running, i, chunk)
         return judge(
             shelf.pool.total,
@@ -170,7 +170,7 @@ class Watermark:
         """The sequence, one of its group's, has its last token."""
 
     def clear(self) -> None:
-        """Nobody holds anything any more."""
+        """All blocks were given back."""
         self._behind.clear()
 
     def check(self, moment: SchedulerState) -> None:

@@ -19,8 +19,8 @@ def check_shelves(shelves: Iterable[KVCacheGroup]) -> None:
 
 
 def check_groups(by_status: Mapping[Status, Sequence[SequenceGroup]], key: Key) -> None:
-    """Every group stands where its status says, in order, and its tables hold what is computed, here or on
-    the host (C30).
+    """Check that every group is in the queue that its status names, in order, and that its tables hold what
+    is computed, on the device or on the host (C30).
     """
     for status, groups in by_status.items():
         keys = [key(group) for group in groups]

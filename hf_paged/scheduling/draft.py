@@ -27,8 +27,8 @@ class Draft:
         self._sources: list[tuple[BlockPool, int, int]] = []
 
     def detach(self, i: int, table: BlockTable) -> None:
-        """Give a table of shelf `i` its own copy of a last block that it shares. The source stays held until
-        the step is planned.
+        """Give a table of shelf `i` its own copy of a last block that it shares. The source stays referenced
+        until the step is planned.
         """
         for copy in detach([table], drop=False):
             self.copies[i].append(copy)
@@ -45,8 +45,8 @@ class Draft:
 
 
 def samples(sequence: TokenSequence, count: int) -> tuple[TokenSequence, ...]:
-    """Whose next token is known after this row: nobody's if tokens are left, and all of the group's before it
-    is forked.
+    """The sequences that are sampled after this row: none if tokens are left, all of the group's before it is
+    forked.
     """
     if sequence.computed + count < len(sequence.tokens):
         return ()
@@ -54,9 +54,7 @@ def samples(sequence: TokenSequence, count: int) -> tuple[TokenSequence, ...]:
 
 
 def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
-    """Who takes how many of so many tokens: whoever decodes has its token, who computes a prompt gets what
-    that leaves.
-    """
+    """Divide `room` tokens: each decoding sequence gets its one token, prompts get what is left."""
     found, decoding = [], [group.decoding for group in groups]
     owed = sum([len(group.sequences) for group, each in zip(groups, decoding, strict=True) if each])
     for group, each in zip(groups, decoding, strict=True):
@@ -72,8 +70,8 @@ def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
 
 
 def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], beside: int = 0) -> bool:
-    """Whether every pool has the blocks for these steps and `beside` more; what lies behind a window goes
-    back first (C10).
+    """Whether every pool has the blocks for these steps and `beside` more. Blocks that a window has passed
+    are freed first (C10).
     """
     for i, shelf in enumerate(shelves):
         every = [([sequence.tables[i] for sequence, _ in steps], steps) for steps in several]
@@ -83,7 +81,7 @@ def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], beside: int =
                     table.release_before(table.length - shelf.window + 1)
         most = beside + sum([count // shelf.pool.block_size + 2 for steps in several for _, count in steps])
         if not shelf.cross and most <= shelf.pool.available:
-            continue  # nobody takes more than that, so nobody has to count
+            continue  # an upper bound fits, so an exact count is unnecessary
         need = sum(
             blocks_needed(tables, [sequence.growth(i, count) for sequence, count in steps])
             for tables, steps in every

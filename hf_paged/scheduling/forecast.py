@@ -1,4 +1,4 @@
-"""Admission by what those who run will hold, not by what they hold now (C40)."""
+"""Admission by what the running groups will hold at their peak, not by what they hold now (C40)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from .limits import KVCacheGroup, Limits
 from .request import UNKNOWN, SequenceGroup, Status, TokenSequence, blocks_of_group
 
 FAR = 1 << 60
-"""The end of groups whose prompt takes more steps: nobody knows how many."""
+"""The end of groups whose prompt takes several steps: it is unknown."""
 LAG = 1
-"""Whoever ends is found and freed this many steps later, if the host works ahead."""
+"""A group that ends is freed this many steps later when the host runs ahead."""
 SHORTEST_REVIEW = 16
-"""An estimate is looked at again after so many tokens at the soonest; later after a quarter of the answer so
-far.
-"""
+"""The fewest tokens between two estimates of one group; later a quarter of its answer so far."""
 MARGIN = 0.5
 """Estimates are wrong by about their own size, and errors add up as squares: this share of their sum stays
 free.
@@ -32,9 +30,7 @@ GOLDEN = 0.6180339887498949
 
 
 class Part(NamedTuple):
-    """The slots of a pool that somebody holds at a step, `start + slope * step`, until the step `end` is
-    over.
-    """
+    """The slots of a pool that a group holds at a step, `start + slope * step`, through step `end`."""
 
     end: int
     slope: int
@@ -42,10 +38,10 @@ class Part(NamedTuple):
 
 
 def peak(parts: Iterable[Part]) -> int:
-    """The most slots that are ever held; the parts come in order of their ends, the last to end first.
+    """The most slots that are ever held. The parts come in order of their ends, the last to end first.
 
-    While everybody grows the most is held at a moment when somebody ends, and then all those are there that
-    end no sooner.
+    Every part grows, so the maximum is reached at a step where some part ends, and the parts that end no
+    sooner are all there.
     """
     most = slots = slope = 0
     for part in parts:
@@ -87,24 +83,23 @@ class _Entry:
 
 
 class FuturePeak(Watermark):
-    """Lets in whoever can stay to the end: the future peak of all that run, with the newcomer, must fit every
-    pool.
+    """Admits a group if the future peak of all running groups, with the newcomer, fits every pool.
 
-    How long answers become is taken from those that have ended, given what each has said already. Every group
-    stands for a share of the answers, spread evenly over the groups, so that a crowd is as long as the
-    answers were; a margin for the errors stays free. With a history that knows nothing each is taken to
-    become as long as it may, there is no margin, and nobody is ever preempted. An empty engine lets in the
-    first one, whatever is estimated.
+    The expected length of an answer comes from the answers that have ended, given what the group has
+    generated already. Each group is assigned another quantile, spread evenly over the groups, so that many
+    groups together are as long as the answers were; a margin for errors stays free. Without a history each
+    answer is taken to reach its limit, there is no margin, and no group is ever preempted. An empty engine
+    admits the first group, whatever is estimated.
 
     Slots are counted, not blocks: a sequence of L tokens holds less than L + block_size of them, and half a
-    block more on average, which is what an estimate gets. Full blocks of a beginning that several groups
-    share are counted once, for as long as one of them runs. Behind a window a sequence is taken to hold the
-    most at once. So is one whose prompt takes several steps, and without an end, because nobody knows when it
-    begins to grow.
+    block more on average, which is what an estimate adds. Full blocks of a prefix that several groups share
+    are counted once, for as long as one of them runs. With a sliding window a sequence is taken to hold its
+    maximum at once. So is a group whose prompt takes several steps, and without an end, because the step at
+    which it begins to grow is unknown.
 
-    An event (somebody comes, goes, or is estimated anew) costs O(log n) and the move of n pointers, the
-    verdict on the first one in the queue n additions; whoever decodes as expected costs nothing, because its
-    part is a line.
+    An event (a group is admitted, leaves, or is estimated anew) costs O(log n) and the move of n pointers;
+    the decision on the first of the queue costs n additions. A group that decodes as expected costs nothing,
+    because its part is a line.
     """
 
     def __init__(
@@ -160,10 +155,10 @@ class FuturePeak(Watermark):
         return peak(parts) + size * (len(shared) + sum(1 for block in blocks if block not in shared))
 
     def _owners(self, i: int, blocks: list[int]) -> Iterator[tuple[_Entry, list[int]]]:
-        """Who counts some of these blocks, the first of a newcomer, as its own only, and which.
+        """The shared prefix blocks that each group counts as its own, the newcomer's first.
 
-        What all of them share with others already comes first. A block that is not found here is counted
-        twice, and never too little.
+        Blocks shared by all of them come first. A block that is not found here is counted twice, and never
+        too little.
         """
         shared, size = self._shared[i], self.shelves[i].pool.block_size
         first = next((place for place, block in enumerate(blocks) if block not in shared), len(blocks))
@@ -247,7 +242,7 @@ class FuturePeak(Watermark):
         self._put(self._entry(group, step, entry.settled or group.decoding, entry.shared))
 
     def _catch_up(self, step: int) -> None:
-        """Estimate anew for whom it is time."""
+        """Estimate anew the groups whose review is due."""
         changed, self._changed = self._changed, {}
         for group in changed:
             self._renew(group, step)
@@ -256,7 +251,7 @@ class FuturePeak(Watermark):
             if self._entries.get(entry.group) is entry:
                 self._renew(entry.group, step)
 
-    # ---- who comes and goes
+    # ---- groups that are admitted and leave
 
     def enter(self, bid: Candidate, moment: SchedulerState) -> None:
         super().enter(bid, moment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 ENDLESS = 0
-"""Stands for an answer that reached its limit: how long it would have become is not known."""
+"""Marks an answer that reached its limit: its full length is not known."""
 
 
 class AnswerLengths:
@@ -40,10 +40,9 @@ class AnswerLengths:
             self._count(self._lengths.popleft(), -1)
 
     def expected(self, said: int, most: int, share: float) -> int:
-        """The length that `share` of the answers stay within that were longer than `said` tokens; never above
-        `most`.
+        """The length that `share` of the answers longer than `said` tokens stay within; never above `most`.
 
-        `most` if nobody knows, because none was longer or there is none at all.
+        `most` if no such answer is known.
         """
         if not 0 <= share < 1:
             raise ValueError(f"share={share} is not in [0, 1)")
@@ -57,7 +56,7 @@ class AnswerLengths:
         if length == ENDLESS:
             return
         while length >= len(self._tree):
-            # The next power of two stands for everything so far; nothing lies between.
+            # The next power of two counts every answer so far; none lies between.
             size = len(self._tree) - 1
             self._tree += [0] * (size - 1) + [self._ended]
         self._ended += change

@@ -9,11 +9,11 @@ from ..blocks import BlockPool
 
 
 class KVCacheGroup(NamedTuple):
-    """The pool of one kind of layer, how far back those layers look, and the pool on the host that its blocks
-    are swapped to.
+    """The pool of one kind of layer, the window of those layers, and the host pool that its blocks are
+    swapped to.
 
-    cross: whether they look at what an encoder made of a request's input: as long as that from the request's
-        first step on.
+    cross: whether they attend to the output of an encoder, whose length is fixed from the request's first
+    step.
     """
 
     pool: BlockPool
@@ -33,11 +33,10 @@ class KVCacheGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """The budgets of a step and of the whole batch.
+    """The budgets of a step and of the batch.
 
     tokens: the most tokens of one step. sequences: the most that run at once; a step must be able to hold one
-        token of each.
-    watermark: the share of every pool that admission leaves free for those who run already.
+    token of each. watermark: the share of every pool that admission leaves free for running sequences.
     """
 
     tokens: int

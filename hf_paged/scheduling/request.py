@@ -11,11 +11,11 @@ from ..blocks.pool import NOWHERE
 from .limits import KVCacheGroup
 
 UNKNOWN = -1
-"""Stands for a token that is chosen already and that the host has not heard of yet."""
+"""Stands for a sampled token that has not reached the host yet."""
 
 
 class Status(Enum):
-    """Where a group stands. Only the scheduler writes it."""
+    """Which queue a group is in. Only the scheduler writes it."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -25,14 +25,13 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked, as far as memory and time go.
+    """A request as the scheduler sees it.
 
     number: its place in the order of arrival. prompt: token ids. most_tokens: how long a sequence may become,
-        prompt included.
-    width: how many sequences it becomes after its prompt (samples or beams). priority: higher is sooner, if
-        the policy asks for it.
-    extra: what changes keys and values for the same tokens (C24). source: how many tokens its encoder makes,
-    if it has one. steady: whether its sequence, if it is one, may run in the crew while it decodes.
+    prompt included. width: how many sequences it becomes after its prompt (samples or beams). priority:
+    higher is sooner, if the policy uses it. extra: what changes keys and values for the same tokens (C24).
+    source: how many tokens its encoder makes, if it has one. steady: whether its sequence, if it is one, may
+    be in the decode batch.
     """
 
     number: int
@@ -50,11 +49,11 @@ class Request:
 
 
 class TokenSequence:
-    """Tokens, and how many of them have keys and values: `computed` catches up with `tokens`, whatever the
+    """Tokens, and how many of them have keys and values: `computed` catches up with `tokens`, for whatever
     reason it is behind.
 
-    A prefix hit begins further on, a chunk goes part of the way, decoding is one behind, a preempted sequence
-    starts again at 0 or, if it was swapped, where it was.
+    A prefix hit begins further on, a chunk covers a part, decoding is one behind, a preempted sequence starts
+    again at 0 or, if it was swapped, where it was.
     """
 
     __slots__ = ("computed", "group", "index", "parked", "place", "tables", "tokens")
@@ -67,7 +66,7 @@ class TokenSequence:
         """Its tables in the pools of the host while it is swapped; the others are empty then."""
         self.computed = 0
         self.place: int | None = None
-        """Where it is in the crew, if it is."""
+        """Its row in the decode batch, if it is in it."""
 
     def __repr__(self) -> str:
         name = f"{self.group.request.number}.{self.index}"
@@ -124,7 +123,7 @@ class SequenceGroup:
         return f"Group({self.request.number}, {self.status.value}, {self.sequences})"
 
     def scatter(self) -> None:
-        """Its tokens turn out to stand where they are not expected: its rows are asked for one by one."""
+        """Its tokens turn out to have other positions than expected: its rows are scheduled one by one."""
         if self.request.steady:
             self.request = replace(self.request, steady=False)
 
@@ -148,7 +147,7 @@ class SequenceGroup:
         """Whether the next step takes exactly one token of every sequence."""
         if not self.forked or self.complete:
             return False
-        # A generator costs more than what it asks, for everybody in every step.
+        # A generator would cost more than the comparison, for every group in every step.
         for sequence in self.sequences:  # noqa: SIM110
             if len(sequence.tokens) - sequence.computed != 1:
                 return False
@@ -156,8 +155,8 @@ class SequenceGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether its sequences are as long as they may become: the host has only to hear of their last
-        tokens.
+        """Whether its sequences have reached their full length: only their last tokens have yet to reach the
+        host.
         """
         return len(self.sequences[0].tokens) >= self.request.most_tokens
 
@@ -175,8 +174,8 @@ class SequenceGroup:
             sequence.computed = self.leader.computed
 
     def seek_runs(self) -> None:
-        """With blocks of one token a prompt goes where all of it can lie side by side, if there is such a
-        place (C38).
+        """With blocks of one token a prompt is placed where all of it can lie side by side, if there is such
+        a place (C38).
         """
         for table in self.leader.tables:
             if not table.blocks:
@@ -184,7 +183,7 @@ class SequenceGroup:
                 table.near = NOWHERE if run is None else run
 
     def advance(self, room: int) -> list[tuple[TokenSequence, int]]:
-        """Who takes how many tokens of a step that has `room` for so many.
+        """How many of `room` tokens each sequence takes.
 
         The sequences of a group take their last token together, so that beams can be compared and samples
         stay equally long.
@@ -205,8 +204,8 @@ class SequenceGroup:
         return steps
 
     def need(self, shelf: int, chunk: int) -> int:
-        """The blocks that the tokens so far fill, what is in common counted once; behind a window what can be
-        seen.
+        """The blocks that the tokens so far fill. The common prefix is counted once; with a window, only what
+        it can see.
         """
         if self.shelves[shelf].cross:
             return self.shelves[shelf].pool.blocks_for(self.request.source)
@@ -243,8 +242,8 @@ class SequenceGroup:
 def blocks_of_group(shelf: KVCacheGroup, width: int, common: int, length: int, chunk: int) -> int:
     """The most blocks of `width` sequences of `length` tokens whose first `common` are the same (C11).
 
-    The blocks that are full of common tokens are there once, the rest once for each. Behind a window every
-    sequence keeps what it sees, and one step's tokens come on top.
+    Blocks full of common tokens exist once, the rest once for each sequence. With a window every sequence
+    keeps what it sees, and one step's tokens are added.
     """
     size = shelf.pool.block_size
     shared = common // size

@@ -1,5 +1,5 @@
-"""The books of the host's memory: who waits there, what is on its way, and what is not worth bringing
-back.
+"""The books of the host's memory: which groups wait there, what is in transfer, and what is not worth
+bringing back.
 """
 
 from __future__ import annotations
@@ -14,31 +14,30 @@ from .request import SequenceGroup
 
 
 class Victim(NamedTuple):
-    """A group that must go, as far as it matters to whoever decides how."""
+    """A group to be preempted, as far as the policy that decides how needs it."""
 
     blocks: tuple[int, ...]
-    """What it holds of every shelf, shared blocks counted once."""
+    """The blocks it holds of every pool, shared blocks counted once."""
     tokens: int
     """What would have to be computed again."""
 
 
 Decide = Callable[[Victim], bool]
-"""Whether a victim is swapped, asked before the books are looked at; it may see to it that the host has room.
-"""
+"""Whether a victim is swapped. It is called before the books are read, and may make room on the host."""
 
 
 def never(victim: Victim) -> bool:
-    """Everybody is computed again."""
+    """Every victim is recomputed."""
     return False
 
 
 class Swapping:
-    """Moves whole groups between the pools of the shelves and those of the host.
+    """Moves whole groups between the device's pools and the host's.
 
     While a group waits on the host its sequences' `parked` tables name its blocks there; `computed` and the
-    fork stay as they were. Every block goes out, since a name on the device lasts only until somebody needs
-    the room; a block whose content the device still has under its name is not copied back. What rests on
-    names that were forgotten since (other weights, a pool given back) is never brought back.
+    fork stay as they were. Every block is copied out, since a hash on the device lasts only until its block
+    is needed; a block whose content the device still has cached is not copied back. Blocks that depend on
+    dropped hashes (other weights, a pool given back) are never brought back.
     """
 
     def __init__(self, shelves: tuple[KVCacheGroup, ...], decide: Decide, verify: bool) -> None:
@@ -48,8 +47,8 @@ class Swapping:
     def clear(self) -> None:
         """Nothing is on its way any more."""
         self._out: list[dict[int, int]] = [{} for _ in self.shelves]
-        """For every shelf the host's blocks that are to be filled, and from which of the device's: by whoever
-        got the block last.
+        """For every pool the host blocks to be filled, and the device blocks they are filled from, by the
+        block's latest owner.
         """
         self._back: list[list[Copy]] = [[] for _ in self.shelves]
 
@@ -80,7 +79,7 @@ class Swapping:
                 for table in _tables(group, i):
                     table.release_before(table.length - shelf.window + 1)
         held = tuple(distinct(_tables(group, i)) for i in range(len(self.shelves)))
-        # The common tokens are computed once by whoever is computed again.
+        # Common tokens are computed once in a recomputation.
         tokens = sum(sequence.computed for sequence in group.sequences)
         if group.forked:
             tokens -= (len(group.sequences) - 1) * group.common
@@ -121,7 +120,7 @@ class Swapping:
         return found
 
     def need(self, group: SequenceGroup, i: int, chunk: int) -> int:
-        """The blocks that a group on the host takes of a shelf for all its tokens, like `Group.need`."""
+        """The blocks of a pool that a group on the host needs for all its tokens, like `Group.need`."""
         most = group.need(i, chunk)
         if not group.forked:
             return most
@@ -131,7 +130,7 @@ class Swapping:
         )
 
     def bring_back(self, group: SequenceGroup) -> int:
-        """Move a group from the host to the shelves, which have room: the blocks that travel."""
+        """Move a group from the host to the device's pools, which have room: the blocks to copy."""
         blocks = 0
         for i, of_shelf in enumerate(self._back):
             parked = [sequence.parked[i] for sequence in group.sequences]
