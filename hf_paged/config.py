@@ -18,21 +18,19 @@ class CacheConfig:
     """The options of `cache_config={...}` and of `PagedCache(model, ...)`.
 
     block_size: tokens in a block, a power of two from 1 to 256.
-    num_blocks: blocks of every layer group, fixed. Without it the pool is sized from what the call needs and
-        grows.
-    memory_fraction: instead of num_blocks: the share of the device's free memory that the pools get, fixed as
+    num_blocks: blocks of every layer group, fixed. Without it the pool is sized by the call's need and grows.
+    memory_fraction: instead of num_blocks, the share of the device's free memory that the pools get, fixed as
         well.
-    kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is not there
+    kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is missing
         (both are an error where they cannot run); or "auto": Triton in captured steps where it can run, the
         C++ op where it is built, else torch.
-    graphs: whether decoding steps are captured in CUDA graphs and replayed; on a CPU there are none.
-    prefix_caching: whether a prompt may begin with blocks of earlier calls, and later ones with blocks of
-        this.
-    salt: calls share blocks only with calls of the same salt: one for each tenant keeps them apart.
-    verify: "tokens" compares a prompt's tokens with those of every block found by its name.
+    graphs: whether decoding steps are captured in CUDA graphs and replayed; a CPU has none.
+    prefix_caching: whether a prompt may begin with blocks of earlier calls, and later calls with blocks of
+        this one.
+    salt: calls share blocks only with calls of the same salt: one salt per tenant keeps them apart.
+    verify: "tokens" compares a prompt's tokens with those of every block found by its hash.
 
-    The last three say what a call does with a pool and not what the pool is like: configs that differ there
-    share one.
+    The last three describe how a call uses a pool, not the pool: configs that differ only there share one.
     """
 
     block_size: int = 16

@@ -23,9 +23,9 @@ PACKAGES = ("torch", "transformers", "accelerate", "triton", "peft")
 class Facts:
     """The facts of an installation.
 
-    versions: of hf_paged, Python and the packages beside it; None for one that is not installed. devices:
-    every CUDA device, or the CPU. kernels: what reads pages, by its name in `kernels=`: "available", or why
-    it is not.
+    versions: of hf_paged, Python and the related packages; None for one that is not installed.
+    devices: every CUDA device, or the CPU.
+    kernels: what reads pages, by its name in `kernels=`: "available", or why it is not.
     """
 
     versions: dict[str, str | None]

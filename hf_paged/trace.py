@@ -58,8 +58,8 @@ class Ended(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A pool while a step runs: held by somebody, of those by more than one table, cached, free; and what
-    lies in the host's memory.
+    """A pool during a step: blocks held, blocks held by more than one table, cached, free; and the blocks in
+    the host's memory.
     """
 
     held: int
@@ -70,8 +70,8 @@ class Blocks(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The blocks of a sequence in order of position, behind the `released` ones that a sliding window has
-    left.
+    """The blocks of a sequence in order of position, after the `released` ones that a sliding window has
+    passed.
     """
 
     released: int
@@ -79,8 +79,8 @@ class Table(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What became of a table: of its blocks from number `released` on the first `same` stayed, and behind
-    them come `new` ones.
+    """How a table changed: of its blocks from number `released` on the first `same` stayed, and `new` ones
+    follow them.
     """
 
     released: int
@@ -98,9 +98,7 @@ class Change(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of layer: what it is called, how far it looks back (None: all the way), and how many blocks its
-    pool has.
-    """
+    """A kind of layer: its name, its window (None: all tokens), and how many blocks its pool has."""
 
     name: str
     window: int | None
@@ -109,12 +107,13 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """A step as it ran. The first record of a trace has no rows: it is how things stood when the trace began.
+    """A step as it ran. The first record of a trace has no rows: it shows the state at its beginning.
 
-    at: seconds since the trace began. preempted: who had to go since the step before. waiting, running,
-    preempted_waiting: how many requests there were of each. blocks: of each kind of layer. tables: for each
-    kind what changed in whose tables; None for a sequence that holds nothing any more. cached: for each kind
-    the blocks that came into the cache and those that left it.
+    at: seconds since the trace began. preempted: the groups preempted since the step before.
+    waiting, running, preempted_waiting: how many requests there were of each.
+    blocks: of each kind of layer. tables: for each kind the tables that changed; None for a sequence that
+        holds no blocks any more.
+    cached: for each kind the blocks that came into the cache and those that left it.
     """
 
     number: int
@@ -138,8 +137,8 @@ class Step:
 
 @dataclass(frozen=True)
 class BlockMap:
-    """Which block belongs to whom while a step runs: for each sequence its table of each kind of layer, and
-    the cached blocks.
+    """Which block belongs to which sequence during a step: for each sequence its table of each kind of layer,
+    and the cached blocks.
     """
 
     step: Step
@@ -261,12 +260,12 @@ class Writer:
         self.count += 1
 
     def close(self) -> None:
-        """Say that this is all."""
+        """Mark the end of the trace."""
         with self._file:
             self._line({"steps": self.count})
 
     def abandon(self) -> None:
-        """Let go of a file that cannot be written."""
+        """Close a file that cannot be written."""
         with contextlib.suppress(OSError):  # what could not be written is tried once more
             self._file.close()
 
@@ -275,7 +274,7 @@ class Writer:
 
 
 def read(path: str | os.PathLike[str], partial: bool = False) -> Trace:
-    """Read a trace. One that breaks off is an error, unless `partial` asks for the steps that are there."""
+    """Read a trace. One that breaks off is an error, unless `partial` requests the steps before."""
     steps: list[Step] = []
     header: Trace | None = None
     with _open(path, "r") as file:

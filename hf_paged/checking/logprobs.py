@@ -1,4 +1,4 @@
-"""A sampler's log-probabilities of some tokens beside those of a trainer's forward on the same tokens."""
+"""Log-probabilities of a sampler, compared with those of a trainer's forward on the same tokens."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _judge(
     noise: float,
     mode: Mode,
 ) -> list[RowMismatch]:
-    """The rows that differ, each by its logits [vocabulary] behind the common prefix."""
+    """The rows that differ, each by its logits [vocabulary] after the common prefix."""
     found = []
     for row, step in places.items():
         one, other = (each[row] for each in logits)

@@ -35,10 +35,9 @@ class RowMismatch:
     paged: int | None
     """The token that each of the two chose."""
     gap: float | None
-    """By how much one token leads the other in stock's logits behind the common prefix, processors applied.
-    """
+    """By how much one token leads the other in stock's logits after the common prefix, processors applied."""
     apart: float | None
-    """The largest difference between stock's and the paged logits behind the common prefix."""
+    """The largest difference between stock's and the paged logits after the common prefix."""
     verdict: Verdict
     reason: str
 

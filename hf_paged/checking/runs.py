@@ -54,7 +54,7 @@ class Width(LogitsProcessor):
 
 
 class Enough(StoppingCriteria):
-    """Stop behind a number of steps."""
+    """Stop after a number of steps."""
 
     def __init__(self, steps: int) -> None:
         self.left = steps
@@ -101,7 +101,7 @@ class Runs:
             module.training = training
         self._begin_anew()
 
-    # ---- what is asked
+    # ---- requested outputs
 
     @property
     def dtype(self) -> torch.dtype:
@@ -123,7 +123,7 @@ class Runs:
 
     @property
     def padding(self) -> int:
-        """The token behind the end of a row."""
+        """The token after the end of a row."""
         found = self.option("pad_token_id")
         ends = self.option("eos_token_id")
         if found is None:

@@ -209,7 +209,7 @@ class Follow(LogitsProcessor):
 
 
 def rounding(model: Any, arguments: dict[str, Any], stock: Any, prompt: int) -> float:
-    """How far stock's own logits lie from what the same weights say in a wider format to the same tokens,
+    """How far stock's own logits lie from those of the same weights in a wider format on the same tokens,
     relative to the largest.
     """
     wide = WIDER[model.dtype]

@@ -10,12 +10,11 @@ T = TypeVar("T")
 
 
 def without_collections(act: Callable[[], T]) -> T:
-    """The answer of `act`; the garbage collector runs after it, not in between.
+    """The answer of `act`; the garbage collector runs after it, not within.
 
-    A step makes some objects for each of its rows and drops them again. A collection in the middle of it
-    takes them for objects that live on, and after enough of them all of Python's objects are looked through:
-    a quarter of a second where torch is loaded. Behind the step they are gone. Whoever has switched the
-    collector off finds it off.
+    A step makes some objects for each of its rows and drops them again. A collection within a step would move
+    them to an older generation, and after enough of those Python walks all of its objects: a quarter of a
+    second where torch is loaded. After the step they are gone. A collector that was disabled stays disabled.
     """
     on = gc.isenabled()
     try:

@@ -22,38 +22,38 @@ class EngineConfig:
     """The options of `Engine(model, ...)`.
 
     block_size: tokens in a block, a power of two from 1 to 256.
-    num_blocks: blocks of every layer group. memory_fraction: instead, the share of the device's free memory
-    that they get; without either the engine takes what max_batch_sequences of the model's longest length
-    need, within a share of the memory.
+    num_blocks: blocks of every layer group.
+    memory_fraction: instead of num_blocks, the share of the device's free memory for the blocks. Without
+        either the engine takes what max_batch_sequences of the model's longest length need, within a share of
+        the memory.
     max_batch_tokens: the most tokens of one step; longer prompts are computed in chunks.
-    max_batch_sequences: the most sequences at once; a request of n samples or beams counts n. Without it 256,
-    or max_batch_tokens if that is less: a step must hold one token of each.
-    watermark: the share of the blocks that new requests leave to those who run already.
-    prefix_caching: whether blocks with the same tokens before them are computed once. check_hits: compare the
-        tokens of every hit.
+    max_batch_sequences: the most sequences at once; a request of n samples or beams counts n. Default 256, or
+        max_batch_tokens if that is less: a step must hold one token of each.
+    watermark: the share of the blocks that new requests leave free for running ones.
+    prefix_caching: whether blocks with the same tokens before them are computed once.
+    check_hits: whether the tokens of every hit are compared.
     policy: "fcfs" (first come, first served) or "priority" (the higher first; there is no ageing, so a
-    request waits as long as higher ones keep the engine full).
+        request waits as long as higher ones fill the engine).
     preemption: what happens to the newest request when blocks run out. "swap": its blocks wait in the host's
-    memory, if there is room; "recompute": they are given up and computed again later; "auto": what costs
-    less, by what was measured.
-    host_blocks: blocks of every layer group that may wait on the host, allocated at once; 0 for none. Without
-    it as many as the pool has, within a share of the host's free memory, allocated when they are needed.
-    admission: "watermark" lets in whoever finds room now, "future" whoever has room to its end as far as
-    answers can be foreseen: fewer preemptions.
-    keep_pools: whether the pools stay when the model trains between requests, with the steps captured over
-    them; else the first training forward takes their memory and the next request allocates them again. What
-    is cached is forgotten either way if weights change.
+        memory, if there is room. "recompute": they are freed and computed again later. "auto": what costs
+        less, by measured times.
+    host_blocks: blocks of every layer group that may wait on the host, allocated at once; 0 for none.
+        Default: as many as the pool has, within a share of the host's free memory, allocated when they are
+        needed.
+    admission: "watermark" admits a request that fits now; "future" admits a request that is expected to fit
+        to its end, which preempts less often.
+    keep_pools: whether the pools, with the steps captured over them, stay when the model trains between
+        requests. Otherwise the first training forward takes their memory and the next request allocates them
+        again. Cached blocks are dropped either way if weights change.
     kernels: "torch", "triton", "native" (the C++ op of CPUs) or "auto": Triton on a CUDA device, on a CPU the
         C++ op if it is built.
-
-    graphs: whether steps in which everybody takes one token are captured in CUDA graphs and replayed.
-    run_ahead: whether a step is launched before the host has heard which tokens the last one chose, but for
-    those of requests that need the host for their next token (beams, processors); None means on CUDA devices.
-
+    graphs: whether decoding steps are captured in CUDA graphs and replayed.
+    run_ahead: whether a step is launched before the last one's tokens have reached the host, except for
+        requests whose next token needs the host (beams, processors). None means on CUDA devices.
     compile: whether the decoder layers of captured steps are compiled by torch.compile, into one code for all
-    that are alike. It takes seconds when the first steps are captured. For it, weights with one input (q, k
-    and v; gate and up) are moved next to each other in memory. A model whose layers cannot be compiled, or
-    answer otherwise then, is served without, and a warning says why.
+        that are alike. It takes seconds when the first steps are captured. For it, weights with one input (q,
+        k and v; gate and up) are moved next to each other in memory. A model whose layers cannot be compiled,
+        or whose answers would change, is served without it, and a warning gives the reason.
     """
 
     block_size: int = 16

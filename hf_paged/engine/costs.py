@@ -73,15 +73,14 @@ class Costs:
         self._usual.append(tokens)
 
     def of_swap(self, bytes: int) -> float | None:
-        """Seconds by which the steps are held up if so much goes and comes back."""
+        """Seconds by which swapping so much out and in delays the steps."""
         out, back = self.out.at(bytes), self.back.at(bytes)
         return None if out is None or back is None else out + back
 
     def of_recomputation(self, tokens: int) -> float | None:
-        """Seconds by which the steps become longer if so many tokens are computed again beside what is
-        computed anyway.
+        """Seconds by which recomputing so many tokens lengthens the steps.
 
-        What the prefix cache might still have then is not counted: where blocks run out it is evicted first.
+        Hits in the prefix cache are not counted: where blocks run out it is evicted first.
         """
         usual = median_low(self._usual) if self._usual else 0
         alone, together = self.steps.at(usual), self.steps.at(usual + tokens)

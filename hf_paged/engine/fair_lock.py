@@ -37,9 +37,9 @@ class FairLock:
 
     @property
     def mine(self) -> bool:
-        """Whether the thread that asks has the lock."""
+        """Whether the calling thread has the lock."""
         lock: Any = self.lock
-        return bool(lock._is_owned())  # as threading.Condition asks
+        return bool(lock._is_owned())  # the name that threading.Condition uses
 
     def give_way(self) -> None:
         """Between two steps: let the threads have the lock that have waited for it."""

@@ -1,5 +1,5 @@
-"""Random numbers by counting: a draw is a function of a seed and a place, whoever else is in the batch
-(C35).
+"""Counter-based random numbers: a draw is a function of a seed and a position, independent of the rest of the
+batch (C35).
 """
 
 from __future__ import annotations

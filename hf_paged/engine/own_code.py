@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class OwnCode(Exception):
-    """What a request's own code raised that is no Exception: asyncio.CancelledError, SystemExit,
+    """An exception of a request's own code that is no Exception: asyncio.CancelledError, SystemExit,
     KeyboardInterrupt.
 
-    As an Exception it takes the way of every other error of a request: it ends this request and none beside
-    it.
+    Wrapped in an Exception it is handled like every other error of a request: it ends this request and no
+    other.
     """
 
     def __init__(self, error: BaseException) -> None:

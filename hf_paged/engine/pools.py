@@ -31,13 +31,12 @@ from .support import Unservable
 logger = logging.getLogger("hf_paged")
 
 SHARE_OF_CUDA, SHARE_OF_CPU = 0.8, 0.25
-"""The share of the free memory that an engine takes at most if nobody says how much."""
+"""The largest share of the free memory that an engine takes by default."""
 SHARE_AT_FIRST = 1 / 16
 """The share of its blocks that a pool on the host has memory for at first. On a device it has memory for all
 of them, because growth would drop captured steps in service."""
 SHARE_OF_HOST = 0.2
-"""The share of the host's free memory in which preempted blocks may wait, at most, if nobody says how many.
-"""
+"""The largest share of the host's free memory in which preempted blocks wait by default."""
 LONGEST = 4096
 """How long sequences are taken to become where the model has no limit."""
 _engines = itertools.count()
@@ -45,7 +44,7 @@ _engines = itertools.count()
 
 @dataclass(frozen=True)
 class _OwnPages(CacheConfig):
-    """The options of one engine's pools: equal to nobody else's, so nobody else takes their blocks."""
+    """The options of one engine's pools: equal to no other options, so no other cache shares its blocks."""
 
     engine: int = -1
 
@@ -83,7 +82,7 @@ class Pools:
 
     @property
     def shelves(self) -> tuple[KVCacheGroup, ...]:
-        """What the scheduler knows of them."""
+        """The same as the scheduler sees them."""
         return tuple(
             KVCacheGroup(
                 group.pool, kind.window, None if group.host is None else group.host.pool, kind == CROSS
@@ -98,11 +97,11 @@ class Pools:
                 group.resize(2 * (group.pool.blocks_for(tokens) + 1))
 
     def settle(self, longest: int | None, longest_source: int | None = None) -> None:
-        """Take what the options say, or what the most sequences of the longest length need, within a share of
-        the memory.
+        """Size the pools by the options, or by the need of the most sequences of the longest length, within a
+        share of the memory.
 
-        After a trial, which has shown what a block is made of. longest_source: the most that an encoder
-        makes.
+        Called after a trial, which has shown the layers' shapes. longest_source: the most tokens that an
+        encoder makes.
         """
         lengths = [(longest_source if kind == CROSS else longest) or LONGEST for kind in self.groups]
         with self.memory.lock:
@@ -141,7 +140,7 @@ class Pools:
             return
         for device, wanted in need.items():
             if wanted > free_bytes(device):
-                gc.collect()  # engines and caches that nobody holds any more
+                gc.collect()  # engines and caches that are no longer referenced
                 self.memory.drain()
             if wanted > (free := free_bytes(device)):
                 raise OutOfBlocks(
@@ -150,8 +149,8 @@ class Pools:
                 )
 
     def _make_host(self) -> None:
-        """Let blocks wait on the host: what the options say, now; else as many as are ever held here, when
-        they are needed.
+        """Let blocks wait on the host: as many as the options say, now; else as many as are ever held here,
+        when they are needed.
         """
         wanted = self.config.host_blocks
         for group in self.groups.values():
@@ -198,7 +197,7 @@ class Pools:
         for need, group in zip(needs, self.groups.values(), strict=True):
             with suppress(
                 OutOfBlocks
-            ):  # it may not come to that, and blocks in use ask for no more than they need
+            ):  # it may not be needed, and blocks in use claim no more than they need
                 group.reserve(min(need, group.pool.total))
 
     def cover(self) -> None:
@@ -235,7 +234,7 @@ class Pools:
         )
 
     def swap(self, swaps: Swaps) -> None:
-        """Carry out the swaps of a step: all that goes, then all that comes back."""
+        """Carry out the swaps of a step: all copies to the host, then all copies back."""
         for group, pairs in zip(self.groups.values(), swaps.out, strict=False):
             if pairs and group.host is not None:
                 group.host.out(pairs)
@@ -267,7 +266,7 @@ class Pools:
                 self.memory.groups.pop((kind, self.options), None)
 
     def described(self, model: str) -> Trace:
-        """What a trace says before its first step."""
+        """The header of a trace."""
         kinds = tuple(
             TracedKind(name_of(kind), kind.window, group.pool.total) for kind, group in self.groups.items()
         )
@@ -323,5 +322,5 @@ def _no_host(wanted: int, group: LayerGroup) -> OutOfBlocks:
 
 
 def name_of(kind: LayerKind) -> str:
-    """What a kind of layer is called: "full", or "window" and how far it looks back."""
+    """The name of a kind of layer: "full", or "window" and its length."""
     return kind.name if kind.window is None else f"{kind.name}{kind.window}"

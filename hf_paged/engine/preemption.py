@@ -1,4 +1,4 @@
-"""How a group goes for want of blocks: to the host's memory, or to be computed again."""
+"""How a preempted group leaves: swapped to the host's memory, or to be recomputed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .pools import Pools
 
 
 class Preemption:
-    """Decides for the scheduler, and listens to what steps and swaps take.
+    """Decides for the scheduler, by the measured times of steps and swaps.
 
-    mode: "swap" and "recompute" are what they say; "auto" takes what costs less. The choice changes when
-        tokens come, not which.
+    mode: "swap" and "recompute" always; "auto" takes what costs less. The choice changes when tokens come,
+        not which.
     """
 
     def __init__(self, pools: Pools, mode: str) -> None:
@@ -34,11 +34,10 @@ class Preemption:
         return self.pools.reserve(victim.blocks)
 
     def heard(self, plan: StepPlan, begin: float) -> None:
-        """The host has just heard of the tokens of a plan that it began to launch at `begin`.
+        """The tokens of a plan, whose launch began at `begin`, have just reached the host.
 
-        What came before that, or before it had heard of the plan before, was not this plan's time. From a
-        plan that gives nobody a token there is nothing to hear, and the host has not waited for it: its time
-        is found in the next one.
+        Time before `begin`, or before the previous plan's tokens arrived, was not this plan's. A plan without
+        sampled tokens returns nothing to wait for: its time is counted in the next one.
         """
         if self.mode != "auto" or not self.pools.swaps:
             return

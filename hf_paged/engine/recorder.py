@@ -77,9 +77,10 @@ class _RecordedPool:
 
 
 class Recorder:
-    """A trace that is being written: a context manager, or `close()` it. The engine tells it what it does.
+    """A trace that is being written: a context manager, or `close()` it.
 
-    A record shows the tables as the forward of its step sees them, and what ended before the next one.
+    The engine reports its steps to it. A record shows the tables as the forward of its step sees them, and
+    the requests that ended before the next one.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Recorder:
     def __exit__(self, *trouble: object) -> None:
         self.close()
 
-    # ---- what the engine tells
+    # ---- reports of the engine
 
     def planned(self, plan: StepPlan) -> None:
         """A step is about to run."""
@@ -181,7 +182,7 @@ class Recorder:
     # ---- what changed
 
     def _preempted(self) -> tuple[int, ...]:
-        """Who has had to go since the last record, whoever sent them."""
+        """The groups preempted since the last record, for whatever reason."""
         alive = {group: group.preemptions for group in self._scheduler.running + self._scheduler.preempted}
         before, self._preemptions = self._preemptions, alive
         return tuple(group.request.number for group, times in alive.items() if times > before.get(group, 0))

@@ -69,7 +69,7 @@ def check_servable(model: Any, outer: Any) -> None:
 
 
 def check_routers(model: Any, tokens: int) -> None:
-    """Raise if a token may become something else beside others: steps of up to `tokens` are not what
+    """Raise if a token's result may depend on others in the batch: steps of up to `tokens` are not what
     generate() computes together.
     """
     routers = routers_of(model)
@@ -83,10 +83,10 @@ def check_routers(model: Any, tokens: int) -> None:
 
 
 def longest(model: Any) -> int | None:
-    """The most tokens of a sequence, or None if the model does not say.
+    """The most tokens of a sequence, or None if the model does not limit it.
 
-    Where positions turn differently beyond some length, that length: one long sequence would change its
-    neighbours' positions.
+    Where rotary angles change beyond some length, that length: one long sequence would change its neighbours'
+    positions.
     """
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions")]
@@ -99,7 +99,7 @@ def longest(model: Any) -> int | None:
 
 
 def longest_source(model: Any) -> int | None:
-    """The most tokens that an encoder makes, or None if the model does not say."""
+    """The most tokens that an encoder makes, or None if the model does not limit it."""
     config = model.config.get_text_config(encoder=True)
     limits = [getattr(config, name, None) for name in ("max_source_positions", "max_position_embeddings")]
     return next((int(limit) for limit in limits if limit), None)

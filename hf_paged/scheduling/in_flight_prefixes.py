@@ -18,7 +18,9 @@ class InFlightPrefixes(Counter[bytes]):
         self.update(names)
 
     def withdraw(self, group: SequenceGroup) -> None:
-        """The group has computed its shared prefix, or will not do so: no other group waits for it any more."""
+        """The group has computed its shared prefix, or will not do so: no other group waits
+        for it any more.
+        """
         for name in group.promised:
             self[name] -= 1
             if not self[name]:

@@ -16,8 +16,8 @@ _RECORD = tl.constexpr(RECORD)
 
 
 class Plan:
-    """Who reads what in a decode step: `update` writes it on the GPU once a step, every layer of one window
-    reads it.
+    """Which program reads which keys in a decode step: `update` writes it on the GPU once a step, every layer
+    of one window reads it.
 
     Long rows are cut into pieces of about one size, at most `most` in all; a program works on one piece of
     one head, and the last to finish a row merges them. The plan owns their workspace, so one plan serves one
@@ -145,7 +145,7 @@ def _plan(
     longest pieces first.
 
     LENGTHS, STARTS [rows]; PIECES [most, 8]; COUNT [1]. One program a row: it works out the cut of all rows,
-    then writes its own pieces behind those of the rows whose pieces are longer. Tiles lie at multiples of
+    then writes its own pieces after those of the rows whose pieces are longer. Tiles lie at multiples of
     TILE, whatever the start.
     """
     row = tl.program_id(0)

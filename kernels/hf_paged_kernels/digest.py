@@ -9,8 +9,8 @@ import triton.language as tl
 from .launching import launch
 
 GOLDEN = -7046029254386353131
-"""2^64 divided by the golden ratio, an odd number, as a signed one: what a word is multiplied with depends on
-where it stands.
+"""2^64 divided by the golden ratio, an odd number, as a signed one: the factor of a word depends on its
+place.
 """
 
 

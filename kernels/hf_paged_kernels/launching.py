@@ -22,14 +22,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def _compile(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Have the binary in Triton's memory, and the C code that launches it in Triton's cache on the disk.
+    """Put the binary into Triton's memory, and the C code that launches it into Triton's cache on disk.
 
-    Nothing is loaded on a device: whoever launches the kernel first does that, in its own thread.
+    Nothing is loaded on a device: the first launch does that, in its own thread.
     """
     if not isinstance(kernel, triton.JITFunction):
         return  # the interpreter's, which needs nothing
     made = kernel.warmup(*arguments, grid=(1,), **constants)
-    if getattr(made, "module", made) is None:  # nobody has launched it yet
+    if getattr(made, "module", made) is None:  # not launched yet
         driver.active.launcher_cls(made.src, made.metadata)
 
 

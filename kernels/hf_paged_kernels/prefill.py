@@ -16,9 +16,9 @@ class Spans:
     """Which tiles of which rows a launch works on: `update` writes it on the GPU once a step, every layer
     reads it.
 
-    A launch without it has as many tiles for every row as the longest has, and nobody on the host knows that
-    of a captured step. Rows of fewer than `least` query tokens get no tile: they are somebody else's. What it
-    needs is static, so update and prefill can be captured in a CUDA graph.
+    A launch without it has as many tiles for every row as the longest has, and the host does not know that
+    number in a captured step. Rows of fewer than `least` query tokens get no tile: another kernel computes
+    them. All of its tensors are static, so update and prefill can be captured in a CUDA graph.
     """
 
     def __init__(

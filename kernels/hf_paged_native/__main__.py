@@ -10,7 +10,7 @@ from .plan import load
 
 
 def main() -> int:
-    """Build it unless it is there, try whether it loads, and say where it is."""
+    """Build it unless it exists, check that it loads, and print where it is."""
     logging.basicConfig(format="%(message)s")
     known = find() is not None
     try:

@@ -33,7 +33,7 @@ SECONDS = 300
 
 
 class Unavailable(RuntimeError):
-    """The library cannot be had here; the message says why."""
+    """The library is unavailable; the message gives the reason."""
 
 
 def capability() -> str:
@@ -44,7 +44,7 @@ def capability() -> str:
 
 
 def folder() -> Path:
-    """Where libraries are kept: beside the extensions that torch itself builds."""
+    """Where libraries are kept: next to the extensions that torch itself builds."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen) / "hf_paged_native"
@@ -66,7 +66,7 @@ def place(registers: str | None = None) -> Path:
 
 
 def find(registers: str | None = None) -> Path | None:
-    """The library's file if it is there. Nothing is built, no compiler is looked for."""
+    """The library's file if it exists. Nothing is built, no compiler is searched for."""
     try:
         file = place(registers)
         return file if file.exists() else None
@@ -84,10 +84,10 @@ def compiler() -> list[str] | None:
 
 
 def build(registers: str | None = None) -> Path:
-    """Compile the library unless it is there, and answer with its file.
+    """Compile the library unless it exists, and return its file.
 
-    Two processes may do it at once: each compiles into a file of its own and puts it in place whole. Nobody
-    waits for anybody, and one that is killed leaves nothing that is taken for a library.
+    Two processes may do it at once: each compiles into a file of its own and moves it into place whole.
+    Neither waits, and a process that is killed leaves no file that would be taken for a library.
     """
     target = place(registers)
     if target.exists():
@@ -117,7 +117,7 @@ def build(registers: str | None = None) -> Path:
     try:
         _compile([*command, *FLAGS, *REGISTERS.get(registers or capability(), []), str(SOURCE), "-o", own])
         ctypes.CDLL(own)  # what cannot be loaded is not put in place
-        os.chmod(own, 0o755)  # who shares the folder shares the library
+        os.chmod(own, 0o755)  # sharing the folder means sharing the library
         os.replace(own, target)
     except OSError as error:
         raise Unavailable(f"the library that {command[0]} made cannot be used: {error}") from error

@@ -15,7 +15,7 @@ class Desk(Protocol):
     """Where handles turn to: an engine."""
 
     def _drive_for(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
-        """Bring a job forward, or wait for what the engine's thread makes of it: for its end, or for `each`
+        """Drive the engine, or wait for its thread, until a job ends or, with `each`, until its next
         increment.
         """
 
@@ -30,9 +30,9 @@ class Handle:
     """A request in the engine: wait for its `result()`, iterate over its increments as they come, or
     `cancel()` it.
 
-    Whoever waits drives the engine, everybody's requests with his own, unless the engine has a thread that
-    does. In a coroutine `await` it, or iterate with `async for`; a task that is cancelled meanwhile ends the
-    request. Dropping a handle does not.
+    Waiting drives the engine, with all of its requests, unless the engine's own thread does. In a coroutine
+    `await` it, or iterate with `async for`; a task that is cancelled meanwhile ends the request. Dropping a
+    handle does not.
     """
 
     def __init__(self, job: Job, desk: Desk) -> None:
@@ -60,9 +60,7 @@ class Handle:
         return self._job.output is not None
 
     def result(self, timeout: float | None = None) -> Output:
-        """The output, as soon as it is there; TimeoutError after `timeout` seconds, and the request goes
-        on.
-        """
+        """The output, once it is there. TimeoutError after `timeout` seconds; the request continues."""
         end = None if timeout is None else time.monotonic() + timeout
         while self._job.output is None:
             left = None if end is None else end - time.monotonic()
@@ -74,21 +72,21 @@ class Handle:
         return self._job.output
 
     def cancel(self) -> None:
-        """End the request, whatever its state, with finish_reason "abort"; what it has said so far stays.
-        Twice is once.
+        """End the request, whatever its state, with finish_reason "abort". Its tokens so far stay. A second
+        call does nothing.
         """
         self._desk._cancel(self._job)
 
     def read(self) -> list[Increment]:
-        """What is new since the last time somebody looked, without waiting for more: for those who drive the
-        engine by hand.
+        """The increments since the last read, without waiting for more: for callers that drive the engine by
+        hand.
         """
         increments = self._job.news.drain()
         self._see_to_trouble()
         return increments
 
     def _read_one(self) -> Increment | None:
-        """The first of what is new: whoever leaves a loop after it has not taken what comes behind it."""
+        """The first unread increment: leaving a loop after it does not consume the following ones."""
         increment = self._job.news.next()
         self._see_to_trouble()
         return increment
@@ -102,11 +100,11 @@ class Handle:
             raise interrupt
 
     def __iter__(self) -> Iterator[Increment]:
-        """What is new since the last time somebody looked, to the end of the request. Whoever leaves the loop
-        may go on with another.
+        """The increments since the last read, to the end of the request. A loop that is left can be continued
+        by another.
         """
         while True:
-            over = self.done  # looked at first: the last increment comes before the output
+            over = self.done  # read first: the last increment comes before the output
             while (increment := self._read_one()) is not None:
                 yield increment
             if over:
@@ -136,6 +134,6 @@ class Handle:
     async def _arrival(self, each: bool) -> None:
         try:
             await self._desk._arrival(self._job, each)
-        except (asyncio.CancelledError, GeneratorExit):  # whoever waited is gone
+        except (asyncio.CancelledError, GeneratorExit):  # the waiting task is gone
             self.cancel()
             raise

@@ -25,8 +25,9 @@ class SequenceOutput:
     """One answer: new tokens only.
 
     finish_reason: "stop" (an end-of-sequence token, a stop string or a stopping criterion), "length"
-    (max_new_tokens, max_length or max_time), "abort", "refused" or "error". score: of a beam, as generate()
-    scores it. logprobs: if asked for.
+        (max_new_tokens, max_length or max_time), "abort", "refused" or "error".
+    score: of a beam, as generate() scores it.
+    logprobs: if they were requested.
     """
 
     token_ids: list[int]
@@ -37,7 +38,7 @@ class SequenceOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of the tokens' logprobs, if they were asked for."""
+        """The sum of the tokens' logprobs, if they were requested."""
         return None if self.logprobs is None else sum(each.logprob for each in self.logprobs)
 
 

@@ -1,4 +1,4 @@
-"""What a request has said and nobody has read yet, and who is to be woken when there is more."""
+"""The unread increments of a request, and the readers to be woken by the next one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from .output import Increment
 from .stream import Stream
 
 Wake = Callable[[], None]
-"""Tells somebody that there is something new. Called in the middle of a step, by whatever thread: it neither
-waits nor raises.
+"""Notifies a reader of something new. It is called within a step, by any thread: it neither waits nor raises.
 """
 
 
 class OutputQueue:
-    """What is new in a request's answers, on its way from the step that makes it to whoever reads it, perhaps
+    """Increments of a request's answers, on their way from the step that makes them to their reader, perhaps
     in another thread.
     """
 
@@ -25,11 +24,11 @@ class OutputQueue:
         self._streams = streams
         self._reading = fork_safe_lock()
         self._made: deque[Increment] = deque()
-        """Increments that were made, and that nobody has taken yet."""
+        """Increments that were made and not read yet."""
         self.readers: set[Wake] = set()
-        """Those who want to know of every increment."""
+        """Readers that are woken by every increment."""
         self.waiters: set[Wake] = set()
-        """Those who want the end only."""
+        """Readers that are woken by the end only."""
 
     def __bool__(self) -> bool:
         return bool(self._made) or any(stream.unread for stream in self._streams)
@@ -46,8 +45,8 @@ class OutputQueue:
             wake()
 
     def drain(self) -> list[Increment]:
-        """What nobody has read yet: the first of every answer, then the second of every one, as they were
-        made.
+        """All unread increments: the first of every answer, then the second of every one,
+        as they were made.
         """
         with self._reading:
             self._make()
@@ -56,9 +55,7 @@ class OutputQueue:
         return increments
 
     def next(self) -> Increment | None:
-        """The first of what nobody has read yet. Whoever stops after it leaves the others to whoever asks
-        next.
-        """
+        """The first unread increment. The others stay for the next call."""
         with self._reading:
             if not self._made:
                 self._make()

@@ -1,4 +1,4 @@
-"""One answer as it grows, and what of it somebody has read."""
+"""One answer as it grows, and how much of it has been read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .text import Detokeniser
 
 
 class _End(NamedTuple):
-    """How an answer ended, in one piece: another thread may look at any time."""
+    """How an answer ended, in one object: another thread may read it at any time."""
 
     tokens: list[int]
     """All of them."""
@@ -19,17 +19,17 @@ class _End(NamedTuple):
 
 
 class Stream:
-    """An answer. Increments are made when somebody reads them: an answer that is only fetched at its end
-    costs none.
+    """An answer. Increments are made when they are read: an answer that is only fetched at its end makes
+    none.
 
     `whole`: all tokens are one increment, as beams are known only at their end. The tokenizer is the user's:
-    what it raises stays here as `trouble`, and ends the request.
+    an exception that it raises is kept as `trouble` and ends the request.
     """
 
     def __init__(self, index: int, tokenizer: Any, whole: bool) -> None:
         self.index, self.whole = index, whole
         self.so_far: list[int] = []
-        """Its tokens while it goes on; the last one comes with its end."""
+        """Its tokens until it ends; the last one comes with its end."""
         self.logprobs: list[TokenLogprob] = []
         self.score: float | None = None
         self.trouble: BaseException | None = None
@@ -37,13 +37,13 @@ class Stream:
         self._end: _End | None = None
         self._read = 0
         self._closed = False
-        """Whether somebody has read the last increment."""
+        """Whether the last increment has been read."""
         self._tokenizer = tokenizer
         self._text = None if tokenizer is None else Detokeniser(tokenizer)
 
     @property
     def tokens(self) -> list[int]:
-        """What it has said."""
+        """Its tokens."""
         return self.so_far if self._end is None else self._end.tokens
 
     @property
@@ -63,14 +63,14 @@ class Stream:
 
     @property
     def unread(self) -> bool:
-        """Whether there is an increment that nobody has read."""
+        """Whether there is an unread increment."""
         end = self._end
         return self._read < len(self.so_far if end is None else end.tokens) or (
             end is not None and not self._closed
         )
 
     def take(self) -> list[Increment]:
-        """The increments that nobody has read yet: one for each token."""
+        """The unread increments: one for each token."""
         end, made = self._end, []
         tokens = self.so_far if end is None else end.tokens
         there = len(tokens)

@@ -9,10 +9,10 @@ BROKEN = "\ufffd"
 
 
 class Detokeniser:
-    """The text of one sequence, token by token. What it answers, joined, is the text of all tokens.
+    """The text of one sequence, token by token. The pieces it returns, joined, are the text of all tokens.
 
-    How a token reads depends on its neighbours, so each is read behind those before it: from `_begin` on,
-    where the text was settled once, to `_read`, up to which it has been handed out.
+    A token's text depends on its neighbours, so each is decoded together with those before it: from `_begin`,
+    where the text was last final, to `_read`, up to which it has been returned.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -29,7 +29,7 @@ class Detokeniser:
         try:
             before = self._text(self._begin, self._read)
             now = self._text(self._begin, len(self._tokens))
-        except BaseException:  # the tokenizer is the user's: what it has not read, it is asked for again
+        except BaseException:  # the tokenizer is the user's: what it has not decoded is decoded again
             del self._tokens[known:]
             raise
         if not last and (now.endswith(BROKEN) or not now.startswith(before)):

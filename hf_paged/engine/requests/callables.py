@@ -17,8 +17,8 @@ def stops(criterion: Any, ids: torch.Tensor, beams: bool, ends: bool) -> list[bo
 
     generate() joins the answers of all criteria by `|` and reads the lowest bit; beam search computes with
     booleans alone.
-    ends: whether the request has ends of sequence. Without them generate() only asks whether all rows have
-        stopped.
+    ends: whether the request has end-of-sequence tokens. Without them generate() only checks whether all rows
+        have stopped.
     """
     rows = ids.shape[0]
     with torch.no_grad():
@@ -50,11 +50,11 @@ def _refused(criterion: Any, answer: object) -> str:
 
 
 def scores_of(answer: object, rows: int, vocabulary: int, drawn: bool, single: bool) -> torch.Tensor:
-    """Scores [rows, tokens] as logits processors answered them.
+    """Scores [rows, tokens] as logits processors returned them.
 
-    single: whether one row may stand for all. generate() brings the chosen tokens to its rows where there are
-    ends of sequence and no beams. A vocabulary may be cut, and may be longer if no token behind its end is
-    chosen.
+    single: whether one row may stand for all. generate() broadcasts the chosen tokens to its rows if there
+        are end-of-sequence tokens and no beams. A vocabulary may be cut, and may be longer if no token beyond
+        its end is chosen.
     """
     if not isinstance(answer, torch.Tensor):
         raise TypeError(
@@ -71,7 +71,7 @@ def scores_of(answer: object, rows: int, vocabulary: int, drawn: bool, single: b
 
 
 def require_known(tokens: list[int], vocabulary: int, scores: torch.Tensor) -> list[int]:
-    """Tokens chosen by processed scores, if the model knows all of them."""
+    """Tokens chosen by processed scores, if all of them are in the model's vocabulary."""
     if max(tokens) >= vocabulary:
         raise ValueError(
             f"the logits processors made scores {list(scores.shape)} in which token {max(tokens)} is the "

@@ -54,7 +54,7 @@ BESIDE_AN_ASSISTANT = frozenset(
         "max_matching_ngram_size",
     }
 )
-"""They say something only where an assistant drafts, and that is refused."""
+"""They have an effect only with an assistant model, which is refused."""
 ABOUT_ITSELF = frozenset({"transformers_version", "return_dict_in_generate"})
 """The answer is an object in any case."""
 
@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "force_words_ids": ((None,), "constrained beam search is not there"),
     "low_memory": ((None, False), "beams share their blocks as it is"),
 }
-"""The values that say nothing, and why no other is taken."""
+"""Values without an effect, and why no other value is accepted."""
 
 KNOWN = HONOURED | BESIDE_AN_ASSISTANT | ABOUT_ITSELF | REFUSED.keys()
 
@@ -102,7 +102,7 @@ class Written(NamedTuple):
     config: Any
 
     def place(self, name: str) -> str:
-        """The place of an option, as errors name it behind the option; nothing for a keyword."""
+        """The suffix that names the option's source in an error; empty for a keyword."""
         if self.keywords.get(name) is not None:
             return ""
         return (
@@ -141,7 +141,7 @@ def counted(name: str, value: Any, place: str = "") -> int:
 
 
 def check_fields(config: Any, written: Written) -> None:
-    """Raise for the first field that asks for what the engine does not do, or that is not known here."""
+    """Raise for the first field that asks for something that the engine does not do or does not know."""
     for name, value in fields_of(config):
         remedy = f"{written.remedy(name)}, or use generate()"
         if name in REFUSED:

@@ -95,7 +95,7 @@ class PromptParts(TypedDict, total=False):
 class ProcessorTensors(TypedDict, total=False):
     """Pictures and recordings as processors return them.
 
-    A model may take more beside them, as its processor knows: `submit(**processor(...))` passes all of that.
+    A model may take more inputs, as its processor knows: `submit(**processor(...))` passes all of them.
     """
 
     pixel_values: Any
@@ -111,7 +111,7 @@ class ProcessorTensors(TypedDict, total=False):
 
 
 class Callables(TypedDict, total=False):
-    """What generate() takes beside its options."""
+    """Keywords of generate() that are not generation options."""
 
     logits_processor: Iterable[LogitsProcessor | Callable[..., torch.Tensor]] | None
     stopping_criteria: Iterable[StoppingCriteria | Callable[..., Any]] | None
@@ -121,7 +121,7 @@ class Callables(TypedDict, total=False):
 
 
 class Unnamed(NeutralOptions, ProcessorTensors, total=False):
-    """Keywords that signatures leave behind `**options`: few callers know them."""
+    """Keywords that signatures leave to `**options`: they are rarely used."""
 
 
 class GenerateKeywords(GenerationOptions, Callables, PromptParts, Unnamed, total=False):

@@ -41,8 +41,8 @@ class ParsedOptions(NamedTuple):
 
 
 class Options:
-    """Reads options, and knows those that it read last: most requests of an engine come with the same, and
-    reading takes a while.
+    """Reads options and keeps the last result: most requests of an engine come with the same options, and
+    reading them is slow.
     """
 
     def __init__(self) -> None:
@@ -104,8 +104,7 @@ def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Parse
             counted(name, keywords[name])  # transformers' own checks come with the completion, in other words
     # The engine has its own pages: the word is no news to it.
     if generation_config is None:
-        # As transformers goes about it, but for a look at what the model's own config says about generation
-        # (`check_model`).
+        # As transformers does, except for a check of the generation settings in the model's own config
         config, unknown = model._prepare_generation_config(GenerationConfig())
         unknown |= config.update(**keywords)
     else:

@@ -47,12 +47,12 @@ EXPECTED = {
         "decoder_start_token_id",
     ],
 }
-"""The methods of GenerationMixin that say what its options mean, so that they mean the same here."""
+"""The methods of GenerationMixin that interpret its options, so that they mean the same here."""
 PASSED_ON = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask")
 """Keywords of generate() that are arguments of its processors."""
 
 PROMPTS = ("inputs_embeds", "input_features", "decoder_input_ids")
-"""Keywords that are a prompt or a part of one, beside the prompt itself."""
+"""Keywords that are a prompt, or a part of one."""
 KEY = os.urandom(16)
 """What the names of embeddings and of pictures are made with in this process."""
 
@@ -61,13 +61,16 @@ KEY = os.urandom(16)
 class RequestParams:
     """A request, read and checked.
 
-    prompt: what the books know of it, a number for each position. ids: what processors and criteria see of
-    it: the same, or of a prompt of embeddings [tokens, hidden] the ids that were given beside them, if any
-    were. media: what is put in the place of some of the ids. source: what an encoder is given; prompt and ids
-    are then what its decoder begins with. max_length: of a sequence in the books. processors and criteria:
-    what is not done for the whole batch at once; criteria without those about length and ends of sequence.
-    recipe: what the processors do to scores, if that is done for the whole batch at once. slow: the names of
-    the processors that run for this request alone.
+    prompt: what the scheduler sees, a number for each position.
+    ids: what processors and criteria see: the same, or for a prompt of embeddings [tokens, hidden] the ids
+        given with them, if any.
+    media: what replaces some of the ids.
+    source: the encoder's input; prompt and ids are then what its decoder begins with.
+    max_length: of a sequence, as the scheduler counts it.
+    processors and criteria: those that do not run for the whole batch at once; criteria without those about
+    length and end-of-sequence tokens.
+    recipe: what the processors do to scores, if they run for the whole batch at once.
+    slow: the names of the processors that run for this request alone.
     """
 
     prompt: tuple[int, ...]
@@ -112,15 +115,15 @@ class RequestParams:
 
     @property
     def steady(self) -> bool:
-        """Whether its next token is chosen with everybody's and stands where all would expect it, and may
-        only be the last one.
+        """Whether its next token is sampled with the whole batch and has the expected position, and can only
+        be the last one by its length or an end-of-sequence token.
         """
         moved = self.media is not None and self.media.shift
         return self.recipe is not None and not self.criteria and self.favourites is None and not moved
 
     @property
     def told(self) -> tuple[int, ...]:
-        """The ids of the prompt as the user knows it."""
+        """The ids of the prompt as the caller gave them."""
         return self.ids if self.source is None else self.source.ids
 
     def seen_length(self, position: int) -> int:
@@ -167,8 +170,8 @@ def check_transformers() -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise if the model's config says how to generate, as it did once; that takes longer to find out than to
-    read a request.
+    """Raise if the model's config holds generation settings, an old form. The check takes longer than reading
+    a request, so its result is kept.
     """
     model._prepare_generation_config(None)
 
@@ -418,7 +421,9 @@ def _seed(seed: int | None, drawn: bool) -> int:
 
 
 def _favourites(logprobs: int | bool | None, model: Any) -> int | None:
-    """How many favourites are reported beside each token's logprob; None if nobody asked for any of it."""
+    """How many of the most likely tokens are reported with each token's logprob; None if logprobs were not
+    requested.
+    """
     if logprobs is None or logprobs is False:
         return None
     count, vocabulary = (

@@ -1,5 +1,5 @@
-"""Prompts in all their forms: texts, chat messages, token ids, and what a processor makes of pictures beside
-them.
+"""Prompts in all their forms: texts, chat messages, token ids, and what a processor makes of pictures and
+recordings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from transformers import ProcessorMixin
 
 RAW = ("images", "videos", "audio")
-"""What a processor takes beside a text."""
+"""What a processor takes in addition to a text."""
 SAID = ("text", "refusal")
 """Parts of chat messages that are words."""
 
@@ -160,7 +160,5 @@ def _ids_of(ids: object) -> tuple[int, ...] | None:
 
 
 def _as_computed(model: Any, value: Any) -> Any:
-    """What a processor has made, in the type that the model computes in, as everybody converts it for
-    generate().
-    """
+    """What a processor has made, in the model's dtype, as callers of generate() convert it."""
     return value.to(model.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -50,7 +50,7 @@ class StopStrings(StoppingCriteria):
         for token in islice(reversed(tokens), 1, self._longest):
             text = self._texts.get(token)
             if text is None or len(reverse) >= wanted:
-                break  # no string goes beyond a token that has no text
+                break  # no string extends past a token without text
             reverse += text[::-1]  # type: ignore[operator]  # both are str, or both bytes
         return any(self._found(reverse[place : place + self._longest]) for place in range(len(last)))
 
@@ -95,7 +95,7 @@ class StopLists:
         """The text of every token as transformers' criterion reads it, kept while the vocabulary is the
         same.
         """
-        # The objects themselves are kept: another one may get the number of one that is gone.
+        # The objects themselves are kept: a new object may get the id of one that is gone.
         now = (tokenizer, getattr(tokenizer, "backend_tokenizer", None), len(tokenizer), mode)
         if self._vocabulary is None or not _same(self._vocabulary[0], now):
             texts, ids = StopStringCriteria.clean_tokenizer_vocab(tokenizer, stop_string_matching_mode=mode)
