@@ -90,8 +90,9 @@ class PagedCache(DynamicCache):
         config: CacheConfig,
         cross: PagedCache | None = None,
     ) -> None:
-        """Take `sequences` as this cache's own: they are freed when the cache is gone. Layers that attend
-        across are those of `cross`.
+        """Take `sequences` as this cache's own: they are freed when the cache is gone.
+
+        Layers of cross attention use those of `cross`.
         """
         across = iter(() if cross is None else cross.layers)
         layers = [
@@ -125,7 +126,7 @@ class PagedCache(DynamicCache):
 
     @property
     def complete(self) -> bool:
-        """Whether pages hold all that the cache keeps: no layer has a state beside or instead of them."""
+        """Whether pages hold everything the cache keeps: no layer has another state."""
         return all(getattr(layer, "complete", type(layer) in NO_CONTENT) for layer in self.layers)
 
     @property
@@ -196,7 +197,7 @@ class PagedCache(DynamicCache):
             self.spread()
 
     def spread(self) -> None:
-        """Fork the rows that stand for several equal ones, in every layer."""
+        """Fork the rows that represent several equal ones, in every layer."""
         repeats = self.sequences.unforked
         if repeats > 1:
             index = torch.arange(self.sequences.count, device="cpu").repeat_interleave(repeats)

@@ -1,4 +1,4 @@
-"""One call of generate(): what was asked, and what must be as before when it ends."""
+"""One call of generate(): its request, and the state to restore at its end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Plug:
     def pull_out(self, model: nn.Module) -> None:
         self.inside = False
         restore(self.configs, self)
-        # Somebody may have wrapped our wrapper meanwhile; without a paged cache it only passes through.
+        # Our wrapper may have been wrapped meanwhile; without a paged cache it only passes through.
         if model.__dict__.get("forward") is self.wrapper:
             if self.own is None:
                 del model.__dict__["forward"]
@@ -86,10 +86,10 @@ def settle_models() -> None:
 
 @dataclass(eq=False)
 class Call:
-    """A running generate(). `asked` is the word as a keyword; a config may ask as well.
+    """A running generate(). `asked` is the word as a keyword; a config may request pages as well.
 
-    Everything that a call takes it gives back in `close`, which may be repeated: an interrupt in the middle
-    of it leaves what it has not reached to the next time.
+    Everything that a call takes it gives back in `close`, which may be repeated: an interrupt within it
+    leaves the rest to the next call of it.
     """
 
     asked: bool
@@ -167,7 +167,7 @@ class Call:
                         cache.reuse.leave()
 
     def _give_back(self, model: nn.Module, succeeded: bool) -> None:
-        """Give back what the caches hold and the call was not asked for."""
+        """Free what the caches hold and the call was not asked to return."""
         memory = memory_of(model)
         memory.paths = [str(path) for path in self.used[0].paths]
         if not succeeded:

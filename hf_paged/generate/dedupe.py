@@ -21,8 +21,8 @@ SCALARS = (bool, int, float, str, torch.dtype, type(None), Cache)
 
 @cache
 def keeps_another_cache(cls: Any) -> bool:
-    """Whether the forward of a model class takes a second cache from step to step, whose rows nobody could
-    repeat.
+    """Whether the forward of a model class takes a second cache from step to step, whose rows cannot be
+    repeated.
     """
     names = inspect.signature(cls.forward).parameters
     return any(
@@ -87,10 +87,10 @@ def _equal(value: Any, rows: int, copies: int) -> bool:
 
 
 def repeat_rows(value: Any, rows: int, copies: int, layout: Any = ROWS_FIRST) -> Any:
-    """What a forward over `rows` rows answered, as if each had stood there `copies` times.
+    """The answer of a forward over `rows` rows, as if each were repeated `copies` times.
 
-    A model may have put the cache beside one of its own, for what it sees of a picture: that has as many rows
-    as were computed.
+    A model may have put the cache next to one of its own, for what it sees of a picture: that has as many
+    rows as were computed.
     """
     both = value.get("past_key_values") if isinstance(value, ModelOutput) else None
     if isinstance(both, EncoderDecoderCache) and not isinstance(both.cross_attention_cache, PagedCache):

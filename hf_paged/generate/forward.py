@@ -47,7 +47,7 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
         parts = paged_parts(arguments.get("past_key_values"))
         step = running.get()
         if step is not None and step.cache is arguments.get("past_key_values"):
-            return original(*args, **kwargs)  # whoever made this cache has said all there is to say
+            return original(*args, **kwargs)  # the maker of this cache has set up the forward already
         if not parts:
             return _without_pages(original, args, kwargs)
         with parts[0].sequences.memory.lock:
@@ -156,7 +156,7 @@ def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache
     """
     copies = cache.sequences.unforked
     in_prompt = cache.sequences.columns == 0 or cache.prompt_in_chunks
-    # A recurrent state may live in the modules, where nobody could fork it.
+    # A recurrent state may live in the modules, where it cannot be forked.
     kind: Any = type(model)
     keeps_rows = model.training or getattr(model, "_is_stateful", False) or keeps_another_cache(kind)
     if not in_prompt or keeps_rows or rows % copies or not adapters_agree(model, rows, copies):
@@ -173,8 +173,7 @@ def _paged(
     masks_known: bool,
 ) -> Any:
     dense = any(_asks_for(model, arguments, name) for name in DENSE_OUTPUTS)
-    # A prompt in one piece has its padded columns at hand; in pieces, later ones look at what earlier ones
-    # stored.
+    # A prompt in one piece has its padded columns at hand; later pieces read what earlier ones stored.
     _note_padding(
         model, arguments, parts[0], store_all=(dense and parts[0].prompt_in_chunks) or not masks_known
     )
@@ -248,7 +247,7 @@ def _step(
 
 
 def _mask_name(model: nn.Module) -> str:
-    """The argument that says what is padding in the rows of the cache."""
+    """The argument that marks the padding in the rows of the cache."""
     return (
         "decoder_attention_mask" if getattr(model.config, "is_encoder_decoder", False) else "attention_mask"
     )
@@ -263,7 +262,7 @@ def _new(arguments: Mapping[str, Any]) -> int:
 
 
 def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, store_all: bool) -> None:
-    """Learn from the attention mask where each row begins, or that the mask says something else."""
+    """Learn from the attention mask where each row begins, or that it is no left padding."""
     sequences = cache.sequences
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
     mask = arguments.get(_mask_name(model))

@@ -130,7 +130,7 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether generate() knows the word."""
+    """Whether generate() accepts the word."""
     patch = _patch()
     return patch is not None and patch.owner is globals()
 
@@ -209,14 +209,14 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
 
 
 def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether this call runs on pages: it was given a paged cache, or asks for one and can have it."""
+    """Whether this call runs on pages: it was given a paged cache, or requests one that is available."""
     given, asked = model_kwargs.get("past_key_values"), generation_config.cache_implementation == WORD
     if paged_parts(given):
         # A cache and the name of another: stock has its own error for that, here and below.
         return asked or generation_config.cache_implementation is None
     if asked and given is not None and generation_config.is_assistant:
-        # The main model's config brought the word. Whisper's generate() and decoder make caches of their own
-        # in the first round.
+        # The main model's config set the word. Whisper's generate() and decoder make caches of their own in
+        # the first round.
         warn(f"the assistant {type(model).__name__} continues on a cache that it made itself")
         generation_config.cache_implementation = generation_config.cache_config = None
     if not asked or given is not None:
@@ -254,7 +254,7 @@ def _with_cross(model: Any, cache: PagedCache) -> Any:
 
 
 def _given(model: Any, given: Any, asked: CacheConfig | None) -> Any:
-    """A cache that the user passed: check whose it is and what `asked` for, and complete it for an
+    """A cache that the user passed: check its model and the `asked` options, and complete it for an
     encoder-decoder.
     """
     own = paged_parts(given)[0]
@@ -276,7 +276,7 @@ def _given(model: Any, given: Any, asked: CacheConfig | None) -> Any:
 
 
 def _prepare(cache: Any, parts: list[PagedCache], generation_config: Any, max_cache_length: int) -> None:
-    """Tell the caches what the call is going to do with them."""
+    """Prepare the caches for what the call is going to do with them."""
     fork = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     if isinstance(cache, EncoderDecoderCache) and len(parts) < 2:
         fork = 1  # a half that is not ours cannot be forked late

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .cache import PagedCache
 
 PLACES = ("input_ids", "inputs_embeds", "position_ids")
-"""The arguments that go on from token to token."""
+"""The arguments that grow from token to token."""
 NO_MATTER = frozenset(
     {
         "use_cache",
@@ -35,7 +35,7 @@ NO_MATTER = frozenset(
 
 
 class NotShareable(Exception):
-    """Why what is computed here is nobody else's."""
+    """Why what is computed here cannot be shared."""
 
 
 class ForwardInputs(NamedTuple):
@@ -47,7 +47,7 @@ class ForwardInputs(NamedTuple):
 
 
 class PrefixOrigin(NamedTuple):
-    """Where the keys and values of a call come from: the model's state, and who asked."""
+    """What the keys and values of a call depend on: the model's state, and the caller's salt."""
 
     secret: bytes
     state: int
@@ -55,8 +55,8 @@ class PrefixOrigin(NamedTuple):
     hooked: Sequence[nn.Module]
 
     def read(self, arguments: Mapping[str, Any], starts: Sequence[int] | None, before: int) -> ForwardInputs:
-        """What a forward behind `before` columns is given; raises Private if something in it has no place in
-        a key.
+        """The inputs of a forward after `before` columns; raises NotShareable if something in it has no place
+        in a key.
         """
         tokens = _tokens(arguments, self.secret)
         rows, new = tokens.shape
@@ -82,7 +82,7 @@ def _settings(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The plain arguments that may change what is computed."""
     for name, value in arguments.items():
         if name in PLACES or name in NO_MATTER or name == "attention_mask" or isinstance(value, Cache):
-            continue  # padding is no token, and a mask that says more is seen elsewhere
+            continue  # padding is no token, and a mask with more information is detected elsewhere
         if type(value) not in PLAIN:
             raise NotShareable(f"{name} is given")
         yield name, repr(value)
@@ -99,11 +99,11 @@ def _tokens(arguments: Mapping[str, Any], secret: bytes) -> torch.Tensor:
 
 
 def fold(embeddings: torch.Tensor, secret: bytes) -> torch.Tensor:
-    """Boil embeddings [rows, new, dim] down to a negative number of 63 bits each, [rows, new]: no token id is
+    """Hash embeddings [rows, new, dim] to a negative number of 63 bits each, [rows, new]: no token id is
     negative.
 
     Every 16 bits are multiplied with a random odd number that only this process knows: two embeddings that
-    differ come out equal once in 2^47 times, whoever made them.
+    differ collide once in 2^47 times, whatever their source.
     """
     words = embeddings.detach().contiguous().view(torch.int16)
     random = torch.Generator().manual_seed(int.from_bytes(secret[:8], "little", signed=True))
@@ -126,7 +126,7 @@ def _products() -> str:
     """How torch multiplies float32 matrices."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # somebody mixes torch's two ways to say it
+    except RuntimeError:  # torch's two ways to set it are mixed
         return str(torch.backends.cuda.matmul.fp32_precision)
 
 

@@ -40,31 +40,30 @@ class Reuse:
         self.sequences, self.config = sequences, config
         self.history: TokenHistory = sequences.keep_history()
         self.spoiled: str | None = None
-        """Why what the rows hold is nobody else's, if it is not."""
+        """Why what the rows hold cannot be shared, or None if it can."""
         self.state = 0
         """The state of the model that the rows come from."""
         self._keys: list[bytes] = []
-        """What decides the keys and values of each row beside its tokens; rows as they were in the beginning.
+        """What the keys and values of each row depend on in addition to its tokens; rows as they were in the
+        beginning.
         """
         self._tokens: list[list[int]] | None = None
-        """The tokens [rows][columns] so far, padding included, as long as the host knows all of them."""
+        """The tokens [rows][columns] so far, padding included, while the host knows all of them."""
         self._forward: Forward | None = None
-        """The running call's, once it has looked at the model."""
+        """The running call's forward, once it has checked the model."""
         self._origin: PrefixOrigin | None = None
         self._onlookers = HookMonitor()
         self._moves = 0
-        """How often the model's state had moved when the running call looked at it."""
+        """How often the model's state had changed when the running call checked it."""
         self._closely = False
-        """Whether somebody's code runs between the forwards of the running call, which may change the model
-        and change it back.
+        """Whether foreign code runs between the forwards of the running call, which may change the model and
+        change it back.
         """
         self._seen = 0
-        """How many columns there were when the model was looked at behind the call's last forward, as far as
-        that was known to be it.
-        """
+        """Cache length at the last check of the model; 0 if the call's last forward was not recognised."""
 
     def fork(self, sequences: Sequences) -> Reuse:
-        """The same for a second cache that goes on from here."""
+        """A copy for a second cache that continues from here."""
         twin = copy.copy(self)
         assert sequences.history is not None
         twin.sequences, twin.history, twin._onlookers = sequences, sequences.history, HookMonitor()
@@ -95,8 +94,8 @@ class Reuse:
             self._name(model, self.history.read(), self._keys_now())
 
     def _see_that_nothing_changed(self, model: nn.Module, forward: Forward) -> None:
-        """Spoil what the rows hold if the model is not what it was when the call looked at it, or was not all
-        the time.
+        """Disable sharing if the model is not what it was when the call checked it, or was changed
+        meanwhile.
         """
         survey = Survey.of(model, forward)
         if not self._onlookers.know(survey.hooked) or not identity_of(model).still(
@@ -105,7 +104,7 @@ class Reuse:
             self.spoil("the model changed while it was used")
 
     def _is_sound(self) -> bool:
-        """Whether the rows hold what is known of them, computed as their keys say."""
+        """Whether the rows hold what their keys and tokens say."""
         if self._onlookers.changed:
             self.spoil("a hook changes what layers compute")
         if not self.sequences.padding_known:
@@ -135,7 +134,7 @@ class Reuse:
         dense: bool,
         compute: Compute,
     ) -> Any:
-        """Compute a forward, less what is cached of it. With `dense` it is asked for more than logits."""
+        """Compute a forward, except for its cached part. With `dense` more than logits is requested."""
         fed = None
         if self.spoiled is None:
             try:
@@ -155,7 +154,7 @@ class Reuse:
         return answer
 
     def _look(self, cache: PagedCache, model: nn.Module, forward: Forward) -> PrefixOrigin:
-        """Where this call's keys and values come from; the model is looked at once a call."""
+        """What this call's keys and values depend on; the model is checked once a call."""
         if self.history.columns != self.sequences.columns:
             raise NotShareable("the cache was filled outside of generate()")
         if self._origin is not None:
@@ -185,7 +184,7 @@ class Reuse:
     def _read(
         self, cache: PagedCache, arguments: Mapping[str, Any], origin: PrefixOrigin
     ) -> ForwardInputs | None:
-        """What a prompt, or a part of one, is made of; None for a step that goes on behind it."""
+        """The inputs of a prompt, or of a part of one; None for a step that continues it."""
         ids, before, first = arguments.get("input_ids"), self.history.columns, self._origin is None
         self._origin = origin
         if (
@@ -225,8 +224,8 @@ class Reuse:
         trust = identity_of(model).trust.get(self.state)
         prefix, reason = None, self._why_whole(model, arguments, dense)
         if reason is None:
-            # One token alone is a step to many a model: only where masks say all is it computed as the end of
-            # a prompt.
+            # A single token is a decoding step to many models: only under known masks is it computed as the
+            # end of a prompt.
             most = columns - max(arguments["logits_to_keep"], 1 if trust == "masks" else 2)
             prefix = longest(sequences, prompts, most, verify=self.config.verify == "tokens")
             prefix = prefix if prefix is not None and prefix.columns > before else None
@@ -254,12 +253,11 @@ class Reuse:
         columns: int,
         compute: Compute,
     ) -> Any:
-        """Compute all of a prompt, and learn whether its beginning could have been left out.
+        """Compute all of a prompt, and learn whether its cached prefix could have been left out.
 
-        Attention that reads pages under masks of ours says by itself that a token's keys and values depend on
-        what stands before it and on nothing else. A model with any other is tried once: a prefix that was
-        found is computed again, before another end than it had, and so is what follows it, with and without
-        it.
+        Attention that reads pages under masks of ours guarantees that a token's keys and values depend only
+        on the tokens before it. A model with any other attention is tried once: a prefix that was found is
+        computed again, before another end than it had, and so is what follows it, with and without it.
         """
         trust, state = identity_of(model).trust, self.state
         if (
@@ -317,8 +315,8 @@ class Reuse:
         columns: int,
         compute: Compute,
     ) -> Any:
-        """Let the rows begin with the prefix and compute the rest; None if that does not stand for the
-        whole.
+        """Let the rows begin with the prefix and compute the rest; None if the answer cannot replace the
+        whole prompt's.
         """
         sequences, before, starts = self.sequences, self.history.columns, self.sequences.starts
         mark = cache.mark()

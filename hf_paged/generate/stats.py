@@ -25,7 +25,7 @@ class PoolStats:
     held: int
     """Blocks that caches hold."""
     cached: int
-    """Blocks that nobody holds and that a prompt may begin with."""
+    """Blocks without references that a prompt may begin with."""
     free: int
     hits: int
     """Blocks that prompts found."""

@@ -18,7 +18,7 @@ once for all of them.
 
 
 class StridedView(NamedTuple):
-    """Rows that lie side by side: token t of row i is in slot first + i * stride + t, so the batch is one
+    """Rows at equal distances: token t of row i is in slot first + i * stride + t, so the batch is one
     strided view.
     """
 
@@ -79,7 +79,7 @@ class Batch:
         return not any(table.length for table in self.tables)
 
     def first_visible(self, window: int | None) -> int:
-        """The first column that any of the new tokens may look at."""
+        """The first column that any of the new tokens may attend to."""
         return 0 if window is None else max(0, self.columns - (window - 1 + self.new))
 
     def check(self) -> None:
@@ -117,10 +117,10 @@ class Batch:
         return torch.full((self.rows * self.new,), -1, device=device).index_copy_(0, sources, slots)
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """Block ids [rows, most blocks of a row or some more], int32: token t of row i lies in block t //
+        """Block ids [rows, at least the most blocks of a row], int32: token t of row i lies in block t //
         block_size of row i.
 
-        Places that hold nothing (behind a window, after a shorter row's end) name some block that exists.
+        Unused places (behind a window, after a shorter row's end) name some existing block.
         """
         tables = self.workspace.setdefault("tables", {})
         if device not in tables:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Singles(NamedTuple):
-    """Rows of one new token, read side by side: row i sees `slots[i]` where `mask[i]` says so."""
+    """Rows of one new token, read together: row i attends to `slots[i]` where `mask[i]` is true."""
 
     tokens: torch.Tensor | None
     """Their places [rows] in the row of tokens; None if they are all there is."""
@@ -36,15 +36,15 @@ class _Span(NamedTuple):
     slots: torch.Tensor | None
     """[columns] of all that it sees; None if the step's own tokens are all there is."""
     mask: torch.Tensor | None
-    """[1, 1, new, columns]; None where causal says it all."""
+    """[1, 1, new, columns]; None where `causal` suffices."""
 
 
 class FlatBatch(Batch):
-    """Sequence i brings counts[i] new tokens, the last ones of its table, and they lie one behind the other
-    in one row.
+    """Several sequences in one row: sequence i brings counts[i] new tokens, the last ones of its table, one
+    sequence after the other.
 
-    A model sees one row of `new` tokens; which belong together only the attention knows. Whoever made the
-    batch sees to it that the tables stay as they are until the step is over.
+    A model sees one row of `new` tokens; only attention separates the sequences. The maker of the batch keeps
+    the tables unchanged until the step is over.
     """
 
     def __init__(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
@@ -164,7 +164,7 @@ def attend_flat(
     singles, spans = batch.parts(window, query.device)
     if (
         singles is not None and singles.tokens is None
-    ):  # everybody decodes: the tokens are in their rows' order
+    ):  # every sequence decodes: the tokens are in their rows' order
         return _attend_singles(query[0].transpose(0, 1), pages, singles, attention, options)[None]
     out = query.new_empty(query.shape[2], query.shape[1], value_dim or pages.values.shape[2])
     if singles is not None and singles.tokens is not None:

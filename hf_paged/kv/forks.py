@@ -1,5 +1,5 @@
-"""Locks that a forked process finds free: a fork copies a lock that another thread holds, and leaves that
-thread behind.
+"""Locks that are free in a forked process: a fork copies a lock that another thread holds, but not that
+thread.
 """
 
 from __future__ import annotations

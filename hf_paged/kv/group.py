@@ -54,7 +54,7 @@ class LayerGroup:
         self._count: Counter[Layout] = Counter()
         self._stores: dict[Layout, Store] = {}
         self.host: HostBlocks | None = None
-        """Where its blocks may wait outside the device, for whoever swaps."""
+        """Where its blocks may wait outside the device, if blocks are swapped."""
         self.reserved: int | None = None
         """The blocks that have memory, the first ones of the pool; None for all of them."""
         self.kept = False
@@ -63,15 +63,13 @@ class LayerGroup:
     # ---- layers and their stores
 
     def look_at(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Note what layer number `layer` looks like by its tensors of a step; in most steps it looks as
-        before.
-        """
+        """Note the layout of layer number `layer` from its tensors in a step; it rarely changes."""
         known = self._place.get(layer)
         if known is None or not self.pool.held or not known[0].describes(keys, values):
             self.place(layer, Layout.of(keys, values))
 
     def place(self, layer: int, layout: Layout) -> None:
-        """Note what layer number `layer` looks like, before its first token or when it has changed."""
+        """Note the layout of layer number `layer`, before its first token or when it has changed."""
         known = self._place.get(layer)
         if known is not None and known[0] == layout and (self.pool.held or self.pool.cached):
             return
@@ -81,7 +79,7 @@ class LayerGroup:
                 "caches you keep"
             )
         if known is not None:
-            # Nobody holds anything: whatever the layers looked like before, they may look otherwise now.
+            # No block is held, so the layout may change.
             if known[0] != layout:
                 self.give_back()
             self._place.clear()
@@ -90,9 +88,7 @@ class LayerGroup:
         self._count[layout] += 1
 
     def look_anew(self) -> None:
-        """Whatever the layers looked like, they may look otherwise from now on; only while nobody holds any
-        blocks.
-        """
+        """Forget the layouts of all layers, which may change from now on; only while no block is held."""
         if self.pool.held:
             raise ValueError(f"{self.pool.held} blocks are held; their layers cannot look otherwise")
         self.give_back()
@@ -138,7 +134,7 @@ class LayerGroup:
 
     @property
     def layouts(self) -> dict[Layout, int]:
-        """What the layers look like, and how many look so, as far as they are known."""
+        """The known layouts of the layers, and how many layers have each."""
         return dict(self._count)
 
     @property
@@ -220,8 +216,8 @@ class LayerGroup:
         self._grow_to(max(pool.held + need, min(2 * pool.total, self._affordable())))
 
     def resize(self, total: int) -> None:
-        """Have exactly `total` blocks from now on, for whoever plans with a fixed number; only while nobody
-        holds any.
+        """Set the pool to exactly `total` blocks, for a planner with a fixed number; only while no block is
+        held.
         """
         if self.pool.held:
             raise ValueError(f"{self.pool.held} blocks are held; a pool in use cannot be resized")
@@ -258,8 +254,7 @@ class LayerGroup:
         cached.
         """
         pool = self.pool
-        # A pool that grows takes more than it was asked for: whoever generates on and on must not move it
-        # every time.
+        # A growing pool takes more than it needs: a long generation must not move it every time.
         wanted, affordable = max(pool.held + pool.cached + hint, 2 * pool.total), self._affordable()
         if hint > pool.available or wanted <= affordable:
             self._grow_to(max(pool.held + need, min(wanted, affordable)))
@@ -312,7 +307,7 @@ class LayerGroup:
         )
 
     def _translate(self, error: Exception, total: int | None = None) -> Exception:
-        """Say in the pool's own words that the device has no memory; any other error stays what it is."""
+        """Turn an out-of-memory error of the device into the pool's own; any other error stays as it is."""
         if not is_out_of_memory(error):
             return error
         blocks = total or self.pool.total
@@ -323,7 +318,7 @@ class LayerGroup:
         )
 
     def give_back(self) -> None:
-        """Let go of the tensors, those on the host too; the books keep their size."""
+        """Free the tensors, those on the host too; the books keep their size."""
         self.memory.captured.clear()
         self.pool.forget()
         self._stores.clear()
@@ -354,8 +349,8 @@ class Memory:
         """How attention read each layer in the last call."""
 
     def group(self, kind: LayerKind, config: CacheConfig, layers: int, share: float) -> LayerGroup:
-        """The group of `kind` under `config`: other options mean another pool, so nobody's choice changes a
-        pool in use.
+        """The group of `kind` under `config`: other options mean another pool, so no call changes the options
+        of a pool in use.
         """
         with self.lock:
             self.drain()
@@ -384,8 +379,9 @@ class Memory:
             self._streams[device] = stream
 
     def abandon(self, holder: Holder) -> None:
-        """Note what a cache held that is gone. Finalizers call it, in any thread, in the middle of anything:
-        it only notes.
+        """Note the holdings of a cache that is gone.
+
+        Finalizers call it, in any thread and at any point: it only notes.
         """
         self._abandoned.append(holder)
 
@@ -405,7 +401,7 @@ class Memory:
                 self.suspect = False
 
     def forget(self) -> None:
-        """Drop every name: no prefix is found again, cached blocks are free, caches that are kept go on."""
+        """Drop every hash: no prefix is found again, cached blocks become free, caches in use continue."""
         with self.lock:
             self.drain()
             for group in self.groups.values():

@@ -10,17 +10,16 @@ import torch
 
 class TokenHistory:
     """Everything that happened to the rows of a cache, in order: tokens fed, rows that changed places,
-    columns taken back.
+    columns cropped.
 
-    A step costs a reference to its tokens, wherever these are; nobody waits for a device before `read`.
+    A step costs a reference to its tokens, on whatever device they are; nothing waits for a device before
+    `read`.
     """
 
     def __init__(self) -> None:
         self._events: list[torch.Tensor | list[int] | int] = []
         self.columns = 0
-        """The columns that are noted; a cache that holds another number was used by somebody who notes
-        nothing.
-        """
+        """The columns noted; a cache with another number of columns was used without noting them."""
 
     def feed(self, tokens: torch.Tensor) -> None:
         """Every row got its tokens of [rows, new]."""
@@ -44,7 +43,7 @@ class TokenHistory:
         self.columns = 0
 
     def fork(self) -> TokenHistory:
-        """The same past, to go on from in another cache."""
+        """A copy of this history, for a cache that continues separately."""
         twin = TokenHistory()
         twin._events, twin.columns = list(self._events), self.columns
         return twin

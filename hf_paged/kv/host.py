@@ -1,4 +1,4 @@
-"""Blocks that wait in the host's memory: gathered, copied beside the steps, and put back where they fit."""
+"""Blocks in the host's memory: gathered, copied while steps run, and put back into any free blocks."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Transfer(NamedTuple):
 class HostBlocks:
     """Room on the host for the blocks of one layer group: its books, and memory that grows with them.
 
-    Block h lies in slab h // slab_blocks of every store's way. Whatever the books say is done in the order of
-    the plans: all that goes out is gathered on the stream of the steps before the next step writes anything,
-    so its blocks are free at once.
+    Block h lies in slab h // slab_blocks of every store's buffer. Copies run in the order of the plans: all
+    blocks that leave are gathered on the stream of the steps before the next step writes anything, so they
+    are free at once.
     """
 
     def __init__(self, group: LayerGroup, most: int) -> None:
@@ -75,8 +75,8 @@ class HostBlocks:
         return self.pool.available >= blocks
 
     def _settle(self) -> None:
-        """Have a way for every store as it is now. What waited for another layout is stale, and nobody brings
-        it back.
+        """Make a host buffer for every store as it is now. Blocks saved from another layout are stale and are
+        never copied back.
         """
         kinds = [(store.layout, store.layers) for store in self.group.stores] or list(
             self.group.layouts.items()
@@ -111,18 +111,18 @@ class HostBlocks:
             self._ways[store.layout, store.layers].back(store, copies)
 
     def trips(self) -> list[Transfer]:
-        """The journeys that are over and have not been asked for."""
+        """The finished transfers that have not been reported yet."""
         return [trip for way in self._ways.values() for trip in way.trips()]
 
     def give_back(self) -> None:
-        """Let go of the memory; the books keep their size, and what waits is lost."""
+        """Free the memory; the books keep their size, and the blocks that wait are lost."""
         for way in self._ways.values():
             way.leave()
         self._ways.clear()
 
 
 class _Staging(NamedTuple):
-    """A buffer on the device, and the events behind which it may be read and written again."""
+    """A staging buffer on the device, and the events after which it may be read and written again."""
 
     data: torch.Tensor
     """[blocks, elements of a block]"""
@@ -131,11 +131,11 @@ class _Staging(NamedTuple):
 
 
 class _HostBuffer:
-    """The way of one store's blocks to the host and back, two buffers taking turns.
+    """Copies one store's blocks to the host and back, through two buffers that take turns.
 
-    On a CUDA device copies run on a stream of their own, one for both directions: what goes to a place on the
-    host and what leaves it keep their order. The stream of the steps waits for what comes back, and for a
-    buffer only if both are on their way.
+    On a CUDA device copies run on a stream of their own, one for both directions: copies to and from one
+    place on the host keep their order. The stream of the steps waits for blocks that come back, and for a
+    buffer only if both are in use.
     """
 
     def __init__(self, layout: Layout, layers: int, block_size: int, slab_blocks: int) -> None:
@@ -168,11 +168,11 @@ class _HostBuffer:
                     pin_memory=self._side is not None,
                 )
                 if self._side is None:
-                    slab.zero_()  # memory that nobody has touched is not there yet; what is pinned is
+                    slab.zero_()  # pageable memory is not allocated before it is written; pinned memory is
                 self.slabs.append(slab)
 
     def leave(self) -> None:
-        """Let the device's memory go to others only behind what is on its way."""
+        """Make later users of the device's memory wait for copies in progress."""
         if self._side is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
 
@@ -286,8 +286,8 @@ class _Event:
             self._event.record(torch.cuda.current_stream(self.device))
 
     def wait(self) -> None:
-        """What the current stream does next comes behind it; the host goes on. Before it was ever noted
-        nothing waits.
+        """Make later work of the current stream wait for it; the host does not wait. An event that was never
+        recorded makes nothing wait.
         """
         if self._event is not None:
             torch.cuda.current_stream(self.device).wait_event(self._event)
@@ -333,7 +333,7 @@ class _Measured:
         return self.exposed.last.over and self.copied.last.over
 
     def trip(self) -> Transfer:
-        # On a CPU nothing runs beside the steps: all of it is exposed.
+        # On a CPU the copies run between the steps: all of their time is exposed.
         first = self.exposed.first
         exposed = max(
             self.exposed.seconds, self.copied.last.since(first) if first.device.type == "cpu" else 0.0

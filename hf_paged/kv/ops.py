@@ -1,4 +1,4 @@
-"""What is done to pages, behind one interface: plain torch, Triton or C++. Chosen once, when the pages are
+"""Operations on pages, behind one interface: plain torch, Triton or C++. Chosen once, when the pages are
 allocated.
 """
 
@@ -30,7 +30,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class NoKernels(ValueError):
-    """Kernels that were asked for cannot run here."""
+    """The requested kernels cannot run here."""
 
 
 class TritonOps(Ops):
@@ -69,8 +69,8 @@ class TritonOps(Ops):
         sin: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Give query and key [rows, heads, new, dim] their positions; the key goes to its slots with the
-        value, the query comes back.
+        """Rotate query and key [rows, heads, new, dim] to their positions; the key is written to its slots
+        with the value, the query is returned.
         """
         blocks = [_by_block(data, pages.batch.block_size) for data in (pages.keys, pages.values)]
         with on(key.device):
@@ -111,7 +111,7 @@ class TritonOps(Ops):
         # A whole prompt has its keys at hand, and rows of several lengths would have to be packed: both are
         # torch's.
         whole = query.shape[2] > 1 and (not seen.causal or batch.fresh or batch.starts is not None)
-        # What an encoder said is seen whole, under no mask if none of its rows is shorter.
+        # The encoder's output is visible whole, without a mask if no row is shorter.
         masked = not seen.causal and (seen.mask is not None or not isinstance(batch, StaticBatch))
         if masked or whole or query.dtype != pages.keys.dtype:
             return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
@@ -209,7 +209,7 @@ class TritonOps(Ops):
         window: int | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Rows of one token by the kernel of decoding steps, the chunks behind them by that of prompts."""
+        """Rows of one token by the decode kernel, the chunks after them by the prefill kernel."""
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
         packed, few = query[:, :, 0], min(batch.most, batch.rows)
         out = packed.new_zeros(*packed.shape[:2], values.shape[3])
@@ -348,9 +348,9 @@ def _by_block(data: torch.Tensor, block_size: int) -> torch.Tensor:
 def choose(wanted: str, layout: Layout, captured: bool) -> Ops:
     """The ops for pages of `layout`, in steps that are `captured` or launched one operation at a time.
 
-    "auto" is the Triton kernels where they can run and steps are captured: launched one by one from Python,
-    they cost the host more than they save the device. On a CPU it is the C++ op where somebody has built it;
-    asking for "native" builds it.
+    "auto" means the Triton kernels where they can run and steps are captured: launched one by one from
+    Python, they cost the host more than they save the device. On a CPU it means the C++ op if it has been
+    built; "native" builds it.
     """
     if wanted == "native":
         return Ops() if captured else _native(layout)
@@ -377,7 +377,7 @@ def _native(layout: Layout) -> Ops:
 
 
 def _native_if_built() -> Ops:
-    """The C++ op if it is there. Nobody who did not ask waits for a compiler."""
+    """The C++ op if it has been built. Without an explicit request no compiler runs."""
     import hf_paged_native
 
     file = hf_paged_native.find()

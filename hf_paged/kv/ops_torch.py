@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Seen(NamedTuple):
-    """What the new tokens of a layer look at: the columns from `first` on.
+    """What the new tokens of a layer attend to: the columns from `first` on.
 
     mask: [rows or 1, query_heads or 1, new, columns - first], boolean or added. Without one, everything from
-    `first` on, or if `causal` each token what is at or before it and, with a window, not further back than
-    that.
+        `first` on, or if `causal` each token what is at or before it and, with a window, not further back
+        than that.
     """
 
     first: int
@@ -44,7 +44,7 @@ class Ops:
     """Plain torch: right on every device, and the path of CPUs."""
 
     kernels: Any = None
-    """The kernels, where they are used, for whoever else can use some of them."""
+    """The kernels, where they are used, for other parts that can use some of them."""
 
     def advance(
         self,

@@ -66,7 +66,7 @@ class Found:
         self._tables: dict[LayerKind, list[BlockTable]] = {}
 
     def __enter__(self) -> Found:
-        """Hold the blocks meanwhile: nobody may evict them."""
+        """Hold the blocks meanwhile, so that they cannot be evicted."""
         for kind, matches in self.prefix.found.items():
             self._tables[kind] = [BlockTable(self.sequences.rows[kind].group.pool) for _ in matches]
             for table, match in zip(self._tables[kind], matches, strict=True):

@@ -155,7 +155,7 @@ def attend_latents(
     rank], positions [rows, 1, columns, rope], mask as in `attend`. The answer is like the query; a token that
     sees nothing gives 0.
     """
-    # All heads look at the same latents: they become tokens of one head.
+    # All heads read the same latents: they become tokens of one head.
     scores = query.flatten(1, 2)[:, None] @ latents.transpose(2, 3) + turned.flatten(1, 2)[
         :, None
     ] @ positions.transpose(2, 3)

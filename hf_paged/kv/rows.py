@@ -39,12 +39,12 @@ class Rows:
         """The column at which each row begins; None where no row is padded."""
         self.columns = 0
         self.expected_columns = 0
-        """How long the rows may become; 0 if nobody knows."""
+        """How long the rows may become; 0 if unknown."""
         self.expected_fork = 1
         """Into how many rows each row will be forked after the prompt."""
         self._keep_past = False
         self._cut = 0
-        """The column at which a window last gave back what lies behind it, while it keeps its past."""
+        """The column at which blocks that the window has passed were last freed, while the past is kept."""
         self.keeps_prefixes = False
         """Whether other rows may begin with what these hold: a new pool then gets room for more than one
         call.
@@ -55,7 +55,7 @@ class Rows:
         more.
         """
         self.stamp = object()
-        """Another one after every change: whoever noted it knows whether he is still up to date."""
+        """A new object after every change: a caller that noted it can tell whether its copy is current."""
         self._counted = 0
         """Tokens of every row that are counted in `columns` and not yet entered in the tables."""
         self._room = 0
@@ -82,7 +82,9 @@ class Rows:
 
     @property
     def keep_past(self) -> bool:
-        """Whether blocks behind a window stay until `crop` says how far back the next step may go."""
+        """Whether blocks that the window has passed stay until `crop`, which bounds how far back the next
+        step may reach.
+        """
         return self._keep_past
 
     @keep_past.setter
@@ -97,7 +99,7 @@ class Rows:
         return self.columns - self._cut if self._keep_past else 0
 
     def begin_at(self, starts: list[int] | None) -> None:
-        """Say at which column each row begins; what lies before is padding and is not stored."""
+        """Set the column at which each row begins; earlier columns are padding and are not stored."""
         self.starts = list(starts) if starts is not None and any(starts) else None
 
     # ---- a step
@@ -135,7 +137,7 @@ class Rows:
                 self.stage(new, static, copies)
                 if copies:
                     self.group.copy_pairs(*static.copies(len(copies)))
-            # A block that was written is nobody else's; whoever shares it again changes the stamp or empties
+            # A block that was written has no other reference; sharing it again changes the stamp or empties
             # the room.
             self._room = min(-table.length % table.pool.block_size for table in self._tables)
 
@@ -221,7 +223,7 @@ class Rows:
         return [min(new, max(0, self.columns + new - start)) for start in self.starts]
 
     def _row_blocks(self, new: int) -> int:
-        """The blocks of one row when it is as long as somebody said it becomes."""
+        """The blocks of one row at its expected length."""
         blocks = self.group.pool.blocks_for(max(self.expected_columns, self.columns + new))
         if self.window is None:
             return blocks
@@ -243,7 +245,7 @@ class Rows:
         return calls * rows * (prompt + self.expected_fork * (max(0, whole - prompt) + 1))
 
     def _lay_out(self) -> None:
-        """Ask for blocks that keep each row in one run and all rows at one distance."""
+        """Request blocks that keep each row contiguous and all rows at one distance."""
         pool = self.group.pool
         stride = pool.blocks_for(max(self.expected_columns, 1))
         first = (
@@ -336,10 +338,10 @@ class Rows:
             self._changed()
 
     def commit(self, tokens: Sequence[Sequence[int]], extras: Sequence[bytes], exchange: bool) -> None:
-        """Let other rows begin with what these hold: tokens [rows][columns], padding included, and what else
-        decided them.
+        """Let other rows begin with what these hold: tokens [rows][columns], padding included, and the extras
+        that their keys and values depend on.
 
-        With `exchange` blocks that say the same as cached ones are given back for those.
+        With `exchange` blocks that hold the same as cached ones are replaced by those.
         """
         with self.group.memory.lock:
             with self._whole():
@@ -379,7 +381,7 @@ class Rows:
                 self._changed()
 
     def crop(self, columns: int) -> None:
-        """Forget the last `columns` columns; behind a window, also what no later step can see."""
+        """Drop the last `columns` columns; with a window, also what no later step can see."""
         with self.group.memory.lock:
             if not 0 <= columns <= self.columns:
                 raise ValueError(
@@ -402,7 +404,7 @@ class Rows:
                 self._changed()
 
     def check_past(self, columns: int) -> None:
-        """Refuse to go back to where the window would look at blocks that were given back."""
+        """Raise if a crop would make the window see blocks that were freed."""
         if self.window is None or columns in (0, self.columns):
             return
         for table in self.tables:

@@ -18,10 +18,10 @@ from .static import StaticBatch
 class Sequences:
     """What a cache and its layers share: one `Rows` per kind of layer, all holding the same rows.
 
-    Two debts are paid late. `unforked`: the rows so far stand for that many equal rows each (beams and
-    samples of one prompt) and are forked when they begin to differ. A pending reorder: its indices are on
-    their way from the device and are applied when the next step is planned. Whoever reads rows settles first
-    (C16): the cache does, which also tells the layers that are not paged.
+    Two operations are deferred. `unforked`: the rows so far stand for that many equal rows each (beams and
+    samples of one prompt) and are forked when they begin to differ. A pending reorder: its indices are being
+    copied from the device and are applied when the next step is planned. A reader of rows settles both first
+    (C16): the cache does, which also informs the layers that are not paged.
     """
 
     def __init__(self, memory: Memory, groups: Mapping[LayerKind, LayerGroup]) -> None:
@@ -29,7 +29,7 @@ class Sequences:
         self.rows = {kind: Rows(group) for kind, group in groups.items()}
         self.unforked = 1
         self.padding_known = True
-        """Whether the rows' starts say all that the attention mask of this call says."""
+        """Whether the rows' starts describe the attention mask of this call completely."""
         self.static: Mapping[LayerKind, StaticBatch] | None = None
         """The index tensors of the step that is being captured, while it is."""
         self.changes_all = False
@@ -64,17 +64,17 @@ class Sequences:
         return self.history
 
     def expect(self, columns: int, fork: int) -> None:
-        """Say how long the rows may become, and into how many each prompt's row will be forked."""
+        """Set how long the rows may become, and into how many rows each prompt will be forked."""
         for rows in self.rows.values():
             rows.expected_columns, rows.expected_fork = columns, fork
 
     @property
     def expected(self) -> int:
-        """How many columns the rows may come to have, 0 if nobody knows."""
+        """How many columns the rows may come to have, 0 if unknown."""
         return max((rows.expected_columns for rows in self.rows.values()), default=0)
 
     def begin_at(self, starts: list[int] | None) -> None:
-        """Say at which column each row begins; what lies before is padding and is not stored."""
+        """Set the column at which each row begins; earlier columns are padding and are not stored."""
         for rows in self.rows.values():
             rows.begin_at(starts)
 
@@ -107,7 +107,7 @@ class Sequences:
         self.select(index.tolist())
 
     def spread(self) -> None:
-        """Fork every row into the rows it stands for."""
+        """Fork every row into the rows that it represents."""
         copies, self.unforked = self.unforked, 1
         if copies > 1:
             self.select([row for row in range(self.count) for _ in range(copies)])
@@ -151,7 +151,7 @@ class Sequences:
                 self.history.crop(columns)
 
     def keep_past(self) -> None:
-        """Keep what lies behind windows until `crop`, so that a step can be taken back."""
+        """Keep what windows have passed until `crop`, so that a step can be taken back."""
         for rows in self.rows.values():
             rows.keep_past = True
 

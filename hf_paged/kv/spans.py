@@ -1,5 +1,5 @@
-"""The index tensors of a captured step in which sequences bring several tokens: chunks of prompts beside rows
-that decode.
+"""The index tensors of a captured step in which sequences bring several tokens: chunks of prompts and
+decoding rows together.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 class StaticSpans(StaticBatch):
-    """A `StaticBatch` whose rows are the tokens of at most `most` sequences, a sequence's one behind the
-    other.
+    """A `StaticBatch` whose rows are the tokens of at most `most` sequences, one sequence after the other.
 
-    Sequences of one token come first: sequence i's is row i, which the kernel of decoding steps reads. The
-    chunks behind them have their tables once for all of their tokens.
+    Sequences of one token come first: sequence i's is row i, which the decode kernel reads. The chunks after
+    them have one table for all of their tokens.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class StaticSpans(StaticBatch):
         """[most]: the same of sequences with one new token, 0 of others; this run's, once it has begun."""
 
     def spread(self, tables: Sequence[BlockTable], counts: Sequence[int], ranks: Ranks | None = None) -> None:
-        """Upload a step in which sequence i has taken counts[i] tokens, behind the ranks; those of one token
+        """Upload a step in which sequence i has taken counts[i] tokens, after the ranks; those of one token
         come first.
         """
         _, ids, tokens, owners, totals, borders = self._stage()
@@ -71,7 +70,7 @@ class StaticSpans(StaticBatch):
         self._send()
 
     def begin(self, ops: Ops) -> None:
-        """Begin a run: see where the new tokens go, and who brings one."""
+        """Begin a run: work out where the new tokens are written, and which sequences bring one."""
         self.step = object()
         self._visible.clear()
         there, at = self.tokens >= 0, self.tokens.clamp(min=0).long()

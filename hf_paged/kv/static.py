@@ -20,7 +20,7 @@ LONGS = 4
 
 
 class Ranks(NamedTuple):
-    """Rows of one token each that stand on a sheet: row i of it has starts[i] + step tokens before this one,
+    """Rows of one token each from a block table array: row i has starts[i] + step tokens before this one,
     none more than `most`.
     """
 
@@ -46,13 +46,12 @@ class Ranks(NamedTuple):
 
 
 class StaticBatch:
-    """What a `Batch` says, in tensors that stay where they are, for at most `rows` rows of at most `width`
-    blocks.
+    """The contents of a `Batch` in static tensors, for at most `rows` rows of at most `width` blocks.
 
-    `begin` is the first operation of every run and part of the capture: it works out where the new tokens go
-    and advances the lengths, all on the device. The host uploads a step (`load`) only when it knows more than
-    the device: a new block, a copy, rows that changed places. Rows beyond those that were loaded write
-    nothing and see nothing.
+    `begin` is the first operation of every run and part of the capture: it computes where the new tokens are
+    written and advances the lengths, all on the device. The host uploads a step (`load`) only when something
+    changed that the device cannot know: a new block, a copy, rows that changed places. Rows beyond those that
+    were loaded write nothing and see nothing.
     """
 
     fresh = False
@@ -71,7 +70,7 @@ class StaticBatch:
     ) -> None:
         self.rows, self.new, self.width, self.block_size, self.device = rows, new, width, block_size, device
         self.window = window
-        """Blocks behind it may have been given back: nothing of them is read, masked or not."""
+        """Blocks that it has passed may have been freed: none of their contents is read, masked or not."""
         self.columns = columns
         """About how many columns there are, to choose tilings for; exact where no tokens are added (an
         encoder's).
@@ -98,7 +97,7 @@ class StaticBatch:
         self._turn = 0
 
     def _parts(self) -> list[int]:
-        """How many numbers an upload has of what. The third part says of each row whether it is there."""
+        """The sizes of the parts of an upload. The third part marks the rows in use."""
         return [LONGS, self.rows * self.width, self.rows, self.rows, self.rows]
 
     def _take(self, parts: Sequence[torch.Tensor]) -> None:
@@ -134,7 +133,7 @@ class StaticBatch:
         self._send()
 
     def spread(self, tables: Sequence[BlockTable], counts: Sequence[int], ranks: Ranks | None = None) -> None:
-        """Upload a step in which table i has taken counts[i] tokens, each of them a row of its own, behind a
+        """Upload a step in which table i has taken counts[i] tokens, each of them a row of its own, after one
         row for each of the ranks.
         """
         _, ids, tokens, _, _ = self._stage()
@@ -198,7 +197,7 @@ class StaticBatch:
         return number
 
     def check(self) -> None:
-        """Nothing to check: whoever replays a step has loaded it."""
+        """Nothing to check: the caller of a replay has loaded the step."""
 
     def first_visible(self, window: int | None) -> int:
         return 0
@@ -248,7 +247,7 @@ class StaticBatch:
 
     @property
     def _positions(self) -> int:
-        """How many positions plain torch looks at: all there may ever be; of an encoder, whose length stays,
-        just those.
+        """How many positions plain torch reads: all that may ever be used; for an encoder, whose length is
+        fixed, exactly those.
         """
         return self.width * self.block_size if self.new else self.columns

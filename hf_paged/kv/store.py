@@ -21,7 +21,7 @@ shapes.
 
 
 class Layout(NamedTuple):
-    """What a layer's keys and values look like, read off the tensors themselves (tensor parallel, MLA, device
+    """The layout of a layer's keys and values, read off the tensors themselves (tensor parallel, MLA, device
     maps).
     """
 
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
         )
 
     def describes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether these keys [rows, heads, tokens, key_dim] and values look like this; cheaper than reading
+        """Whether these keys [rows, heads, tokens, key_dim] and values have this layout; cheaper than making
         another layout.
         """
         _, heads, _, key_dim = keys.shape
@@ -83,7 +83,7 @@ class Pages(NamedTuple):
 class Store:
     """Keys and values of `layers` layers of one layout: `blocks` blocks, one allocation (contract C5).
 
-    Slot s belongs to block s // block_size. Layers lie one behind the other, all keys before all values.
+    Slot s belongs to block s // block_size. Layers are consecutive, all keys before all values.
     """
 
     def __init__(

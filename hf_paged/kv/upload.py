@@ -1,4 +1,4 @@
-"""Numbers on their way between the host and a device, without anybody waiting."""
+"""Numbers copied between the host and a device without waiting."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 
 
 def upload(numbers: Any, device: torch.device, dtype: torch.dtype = torch.long) -> torch.Tensor:
-    """A tensor of `numbers` on `device`. The host goes on at once; the allocator keeps the staging memory
-    until it is read.
+    """A tensor of `numbers` on `device`.
+
+    The host does not wait; the allocator keeps the staging memory until it is read.
     """
     pinned = device.type == "cuda"
     return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=pinned)
 
 
 class Download:
-    """Tensors of one device on their way to the host: the copies are launched, and waited for together when
-    somebody wants them.
+    """Tensors of one device on their way to the host: all copies are launched, and `wait` waits for them
+    together.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Kernels that are compiled side by side, before anybody waits for them."""
+"""Kernels compiled in parallel before their first launch."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ logger = logging.getLogger("hf_paged")
 MOST_THREADS = 16
 META = torch.device("meta")
 PROMPT, SHORT, WRITTEN = 133, 3, 385
-"""Tokens of a prompt, of one that has the tiles of short ones, and those behind which a sequence decodes:
-enough for the tiles of long ones, a multiple of nothing."""
+"""Tokens of a prompt, of one short enough for the tiles of short ones, and of a past to decode after: long
+enough for the tiles of long ones, a multiple of nothing.
+"""
 PIECES = 100
 Job = Callable[[], object]
 
 
 class Warming:
-    """Jobs that compile kernels, done by threads from when this is made until `wait` returns.
+    """Jobs that compile kernels, run by threads from when this is made until `wait` returns.
 
-    The threads only compile, which is work of the host: the jobs call kernels on tensors without data, and so
-    nothing is allocated, loaded or launched on a device, and whoever captures a CUDA graph meanwhile does not
-    notice. A kernel that is launched before its job is over is compiled twice, which costs time and no more.
-    Nor does a job that fails: whoever launches that kernel meets the same error and says so.
+    The threads only compile, on the host: the jobs call kernels on tensors without data, so nothing is
+    allocated, loaded or launched on a device, and a CUDA graph may be captured meanwhile. A kernel that is
+    launched before its job is over is compiled twice, which only costs time. A job that fails is ignored: the
+    launch of that kernel raises the same error.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Warming:
         try:
             with on(self._device):
                 return job()
-        except Exception as error:  # nobody waits for what it makes
+        except Exception as error:  # its result is not used
             logger.debug("a kernel is not compiled ahead (%s: %s)", type(error).__name__, error)
             return None
 
@@ -154,5 +155,5 @@ class Attention(NamedTuple):
 
 
 def digest(ops: TritonOps) -> None:
-    """The kernel that looks at weights."""
+    """The kernel that hashes weights."""
     ops.kernels.digest(torch.empty(3, PIECES, dtype=torch.long, device=META), [(0, PIECES)])

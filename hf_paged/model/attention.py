@@ -22,7 +22,7 @@ from .switch import original_implementation, sdpa_refuses_softcap
 
 NAME = "hf_paged"
 WIDEST = 8192
-"""Positions of latents that a captured step may look at, however few of them hold anything yet."""
+"""Positions of latents that a captured step may read, however few of them are filled."""
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -36,9 +36,9 @@ class OnPages(Protocol):
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward that is running: on which cache, and whether stock's own attention must be asked.
+    """The forward that is running: its cache, and whether stock's own attention must be used.
 
-    flat: whether several sequences lie one behind the other in one row, which only the pages can tell apart.
+    flat: whether several sequences share one row, which only the pages can separate.
     """
 
     cache: OnPages
@@ -53,8 +53,8 @@ running: ContextVar[Forward | None] = ContextVar("hf_paged_forward", default=Non
 
 
 def paged_mask(**arguments: Any) -> torch.Tensor | None:
-    """Make an attention mask: a lazy one where the pages say the same, else what the model's own setting
-    makes.
+    """Make an attention mask: a lazy one where the pages imply the same mask, else what the model's own
+    setting makes.
     """
     implementation = _dense_implementation(original_implementation(arguments["config"]))
     stock = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
@@ -64,7 +64,7 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
     captured = forward is not None and forward.cache.sequences.static is not None
     if captured:
         arguments["allow_is_bidirectional_skip"] = (
-            False  # stock would look whether there is padding, on the host
+            False  # stock would check on the host whether there is padding
         )
     plain = forward is not None and _says_no_more(arguments, forward.cache)
     if forward is not None and not plain:
@@ -93,15 +93,15 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
 
 
 def _keep_to_yourself(cache: OnPages) -> None:
-    """Under such a mask a token may have seen what comes behind it: nobody else shall begin with these keys
-    and values.
+    """Under such a mask a token may depend on later ones: no other prompt may begin with these keys and
+    values.
     """
     if cache.reuse is not None:
         cache.reuse.spoil("the attention mask is more than causal or sliding")
 
 
 def _flat_mask(arguments: dict[str, Any], cache: OnPages) -> torch.Tensor:
-    """The mask of a row of several sequences, which nobody may look at."""
+    """The mask of a row of several sequences, which must not be read."""
     if not _says_no_more(arguments, cache):
         raise NotFlat("the attention mask says more than causal or sliding")
 
@@ -115,7 +115,7 @@ def _flat_mask(arguments: dict[str, Any], cache: OnPages) -> torch.Tensor:
 def _says_no_more(arguments: dict[str, Any], cache: OnPages) -> bool:
     """Whether a mask is plainly causal or sliding over rows whose padding the cache knows.
 
-    Overlays and packed sequences forbid stock to skip the mask; chunked attention looks like a window but is
+    Overlays and packed sequences forbid stock to skip the mask; chunked attention resembles a window but is
     none.
     """
     if not arguments.get("allow_is_causal_skip", False) or arguments.get("use_vmap", False):
@@ -142,7 +142,8 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend from the pages; whatever they cannot say is left to the model's own attention on dense tensors.
+    """Attend from the pages; cases that they do not cover are left to the model's own attention on dense
+    tensors.
 
     query [rows, query_heads, new, key_dim] -> [rows, new, query_heads, value_dim].
     """
@@ -233,7 +234,7 @@ def _seen(
     """What the mask lets each new token see, or None if the pages have no words for it."""
     cross, window = key.layer.kind.name == "cross", key.layer.kind.window
     if isinstance(mask, LazyMask):
-        # A layer that forgets behind its window under a mask without one shows what stock's cache would show.
+        # A layer with a window under a mask without one sees what stock's cache would hold.
         if cross or window not in (None, mask.window) or kwargs.get("is_causal") is False:
             return None
         return Seen(key.pages.batch.first_visible(mask.window), causal=True, window=mask.window)
@@ -248,11 +249,11 @@ def _seen(
 
 
 def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether the keywords ask for nothing beyond scale, softcap, sinks and a bias."""
+    """Whether the keywords contain nothing beyond scale, softcap, sinks and a bias."""
     if kwargs.get("dropout") and module.training:
         return False
     if kwargs.get("softcap") is not None and drops_caps(module) and sdpa_refuses_softcap():
-        return False  # and we leave it to stock to say so
+        return False  # stock raises the error
     return UNDERSTOOD.issuperset(kwargs) or all(
         name in UNDERSTOOD or setting is None or setting is False for name, setting in kwargs.items()
     )
@@ -262,8 +263,8 @@ def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def drops_caps(module: nn.Module) -> bool:
-    """Whether the model's own setting computes without softcap and sinks, whatever the model says: we answer
-    as stock does.
+    """Whether the model's own setting computes without softcap and sinks, whatever the model passes: our
+    answer is stock's.
     """
     return original_implementation(getattr(module, "config", None)) == "sdpa"
 
@@ -278,7 +279,7 @@ def _stock_attention(module: nn.Module) -> Attention:
     dense: Attention | None = ALL_ATTENTION_FUNCTIONS.get(_dense_implementation(implementation))
     if dense is not None:
         return dense
-    # "eager" stands in no registry: each model file has its own.
+    # "eager" is not in the registry: each model file has its own.
     for cls in type(module).__mro__:
         eager: Attention | None = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if eager is not None:

@@ -1,4 +1,4 @@
-"""One layer of the cache, as transformers knows cache layers."""
+"""One layer of the cache, as transformers' cache layers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PagedLayer(DynamicLayer):
         if kind.window is not None:
             self.sliding_window = kind.window
         self.columns = 0
-        """How many columns this layer has seen; behind its rows only in the middle of a step."""
+        """How many columns this layer has seen; fewer than its rows have only within a step."""
         self.path: Path = "unused"
         """How attention last read this layer: from the pages, or through a dense copy."""
         self.widths: dict[str, tuple[int, int]] = {}
@@ -67,8 +67,8 @@ class PagedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys [rows, heads, new, key_dim] and values, and answer with all that the new tokens may
-        look at.
+        """Store new keys [rows, heads, new, key_dim] and values, and return everything that the new tokens
+        may attend to.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError(
@@ -101,7 +101,7 @@ class PagedLayer(DynamicLayer):
     def _captured(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same in a step that is being captured: the books are done by whoever replays it."""
+        """The same in a step that is being captured: the replay's caller keeps the books."""
         batch = (self.sequences.static or {}).get(self.kind)
         if batch is None or not batch.new:
             raise NotCapturable("layers that attend across are given another picture")
@@ -167,8 +167,8 @@ class PagedLayer(DynamicLayer):
 
     @property
     def length(self) -> Any:
-        """The visible columns in a step that is being captured, where only the device knows them and they
-        grow; None elsewhere.
+        """The visible columns in a step that is being captured, where only the device knows the growing
+        number; None elsewhere.
         """
         static = self.sequences.static
         if static is None or not static[self.kind].new:
@@ -231,7 +231,7 @@ class PagedLayer(DynamicLayer):
         self.columns = self.rows.columns if self.is_initialized else 0
 
     def continue_from(self, other: PagedLayer) -> None:
-        """Go on where a layer of another cache is, over a fork of its rows."""
+        """Continue from the state of another cache's layer, over a fork of its rows."""
         self.columns = other.columns
         self.path = other.path
         self.widths = other.widths
@@ -260,7 +260,7 @@ class WindowLayer(PagedLayer, DynamicSlidingWindowLayer):
 
     @property
     def record_past(self) -> bool:
-        """Whether what lies behind the window is kept until `crop`."""
+        """Whether what the window has passed is kept until `crop`."""
         return self.rows.keep_past
 
     @record_past.setter

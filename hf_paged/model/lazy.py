@@ -1,8 +1,8 @@
-"""Tensors that exist only if somebody looks: keys and values in their pages, and masks that the pages make
+"""Tensors that are materialised only when read: keys and values in their pages, and masks that the pages make
 needless.
 
 A model hands what the cache returned straight to its attention function, so a view of the pages can travel in
-the tensors' place. Whoever computes with it instead (a model with an attention of its own) gets the dense
+the tensors' place. A model that computes with it instead (one with an attention of its own) gets the dense
 tensor.
 """
 
@@ -90,9 +90,9 @@ def as_dense(value: Any) -> Any:
 class LazyPages(LazyTensor):
     """Keys or values [rows, heads, visible columns, dim] of one layer, in their pages.
 
-    `step_tokens` are those of the step that handed it out: where they are all there is, nobody needs to
-    gather them. In a captured step the visible columns grow from replay to replay, so there the shape tells
-    them as a number on the device.
+    `step_tokens` are those of the step that returned it: where they are all there is, nothing has to be
+    gathered. In a captured step the visible columns grow from replay to replay, so there the shape holds a
+    number on the device.
     """
 
     def __init__(
@@ -137,17 +137,16 @@ class LazyPages(LazyTensor):
             )
         if isinstance(self.pages.batch, FlatBatch):
             raise NotFlat("the model computes with keys or values itself")
-        if self.step_tokens is not None:  # else somebody reads the cache, which is no attention
+        if self.step_tokens is not None:  # else the reader of the cache is no attention function
             self.layer.path = "dense"
         return self.columns_from(self.first).contiguous()
 
 
 class LazyMask(LazyTensor):
-    """A causal or sliding mask [rows, 1, new, columns] that says no more than the pages do.
+    """A causal or sliding mask [rows, 1, new, columns] that the pages imply already.
 
     `window` is how far back a token sees, None for all the way. `build` makes the mask, `as_stock` what stock
-    hands its layers in its
-    place: often nothing.
+    passes to its layers in its place: often nothing.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class Rotation:
         self.query = pages.ops.rotary_write(pages, query, key, cos, sin, value)
 
     def turned(self, which: int) -> torch.Tensor:
-        """Query or key, if somebody wants it without storing."""
+        """Query or key, if it is needed without being stored."""
         done = (self.query, self.key)[which]
         if done is None:
             self.query, self.key = self.kernels.rotary(*self.inputs)
@@ -204,7 +203,7 @@ class Rotation:
 
 
 class LazyRotated(LazyTensor):
-    """A query or a key that nobody has turned yet."""
+    """A query or a key that has not been rotated yet."""
 
     rotation: Rotation
     which: int

@@ -1,6 +1,4 @@
-"""How long a cache is, in a step that is captured: only the device knows, and it is another number at every
-replay.
-"""
+"""The length of a cache in a captured step: only the device knows it, and it differs in every replay."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ WARNING = "warn_if_padding_and_no_attention_mask"
 
 
 class DeviceNumber(torch.Tensor):
-    """A number that only the device knows: whatever is computed from it changes from replay to replay,
-    nothing can ask for it.
+    """A number that only the device knows: values computed from it change from replay to replay, and the host
+    cannot read it.
     """
 
     base: torch.Tensor
@@ -47,7 +45,7 @@ class DeviceNumber(torch.Tensor):
 
     @staticmethod
     def of(number: torch.Tensor, base: torch.Tensor | None = None, more: int = 0) -> DeviceNumber:
-        """Look at number [] as one."""
+        """Wrap number [] as one."""
         made = number.as_subclass(DeviceNumber)
         made.base, made.more = number if base is None else base, more
         return made
@@ -86,7 +84,7 @@ def _plain(value: Any) -> Any:
 
 
 class GrowingOnes(LazyTensor):
-    """A mask of ones over all that the cache holds: it says nothing, and it has no length that would stay
+    """A mask of ones over everything the cache holds: it masks nothing, and no static length of it would stay
     right.
     """
 
@@ -103,8 +101,9 @@ class GrowingOnes(LazyTensor):
 
 
 class LengthsOnDevice(TorchFunctionMode):
-    """Let a model count from, and make masks up to, a length that the device knows. Every call of torch
-    passes through here.
+    """Let a model count from, and make masks up to, a length that the device knows.
+
+    Every call of torch passes through here.
     """
 
     def __init__(self) -> None:
@@ -157,7 +156,7 @@ def lengths_on_device(model: nn.Module, mode: LengthsOnDevice | None) -> Iterato
 
 @contextmanager
 def lengths_apart() -> Iterator[None]:
-    """Run what knows no device numbers, and must not meet the mode for them: a traced layer."""
+    """Run code that does not support device numbers outside their mode: a traced layer."""
     if not isinstance(_get_current_function_mode(), LengthsOnDevice):
         yield
         return

@@ -1,8 +1,8 @@
-"""Keys and values that a model keeps as latents (MLA): steps of few tokens read them as they are, and expand
+"""Keys and values that a model keeps as latents (MLA): steps of few tokens read the latents, and expand
 nothing of the past.
 
-Such a model expands what its cache hands out before it asks for attention. Here the expansion waits; when
-attention is asked for, the queries go to the latents instead: q (W c) = (q W) c.
+Such a model expands what its cache returns before it calls attention. Here the expansion is deferred; when
+attention is called, the queries are projected to the latents instead: q (W c) = (q W) c.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _lock = fork_safe_lock()
 
 
 class Expansion:
-    """What a layer's latents stand for: its heads' keys and values, made once and only if somebody looks."""
+    """What a layer's latents expand to: its heads' keys and values, made once and only if they are read."""
 
     def __init__(
         self, module: Any, latents: LazyPages, turned: LazyPages, expand: Callable[..., Any]
@@ -119,7 +119,7 @@ class Expansion:
 
 
 class LazyExpanded(LazyTensor):
-    """Keys or values of all heads that nobody has expanded yet."""
+    """Keys or values of all heads that have not been expanded yet."""
 
     expansion: Expansion
     which: int

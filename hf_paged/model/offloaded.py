@@ -31,7 +31,7 @@ class Offloaded(NamedTuple):
     weights: Mapping[str, Any]
     prefix: str
     buffers: bool
-    """Whether its persistent buffers are offloaded beside its parameters."""
+    """Whether its persistent buffers are offloaded together with its parameters."""
 
     def names(self, module: nn.Module) -> set[str]:
         """The module's own tensors that are offloaded."""
@@ -101,7 +101,7 @@ def stored(modules: Iterable[nn.Module], where: Mapping[int, Offloaded]) -> Offl
 
 
 def input_device(model: Any) -> torch.device:
-    """The device that the model takes its inputs on. Offloaded weights do not say it, their hooks do."""
+    """The device on which the model takes its inputs. Offloaded weights do not reveal it; their hooks do."""
     device: torch.device = model.device
     if HOOK not in model.__dict__ and device.type != "meta":
         return device

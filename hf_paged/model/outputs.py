@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 IN_CONFIGS = ("output_attentions", "output_hidden_states", "output_router_logits")
-"""Settings that ask for more than logits for every forward of a model."""
+"""Settings that request more than logits from every forward of a model."""
 CLOSE = 5e-2
 """How far a field of equal rows may differ between few rows and many, as a share of its largest number."""
 
@@ -29,7 +29,7 @@ class Unlike(RuntimeError):
 
 
 class Layouts:
-    """What is known of the fields of one model's answers, by what its forward is asked for.
+    """The known fields of one model's answers, by what its forward is asked to return.
 
     A layout has the shape of an answer, with the dimension of the rows in the place of each tensor, None for
     a tensor without rows.
@@ -49,7 +49,9 @@ class Layouts:
         return self._known.get(key) is not None
 
     def learn(self, key: Hashable, few: Any, many: Any, rows: int, copies: int) -> None:
-        """Compare the answer over `rows` rows with the one in which each of them stands `copies` times."""
+        """Compare the answer over `rows` rows with the one in which each of them is repeated
+        `copies` times.
+        """
         try:
             self._known[key] = layout_of(few, many, rows, copies)
         except Unlike:
@@ -65,8 +67,8 @@ def layouts_of(model: nn.Module) -> Layouts:
 
 
 def asked_fields(model: nn.Module, arguments: Mapping[str, Any]) -> Hashable | None:
-    """What a forward is asked for beside logits, with all that may decide its fields; None if it is asked for
-    nothing else.
+    """The outputs that a forward is asked for in addition to logits, with everything that may decide its
+    fields; None without such outputs.
     """
     asked = {name for name, value in arguments.items() if name.startswith("output_") and value}
     asked |= {name for name in IN_CONFIGS if getattr(model.config, name, False)}
@@ -123,7 +125,7 @@ def repeated(x: torch.Tensor, dimension: int, rows: int, copies: int) -> torch.T
 
 
 def repeat_fields(answer: Any, layout: Any, rows: int, copies: int) -> Any:
-    """An answer over `rows` rows as if each had stood there `copies` times; raises `Unlike` if it has another
+    """An answer over `rows` rows as if each were repeated `copies` times; raises `Unlike` if it has another
     layout.
     """
     if isinstance(answer, torch.Tensor):

@@ -1,5 +1,5 @@
-"""What quantized layers keep beside their weights, and which of them round a token by what else is computed
-with it.
+"""Tensors that quantized layers keep in addition to their weights, and which layers round a token by the rest
+of the batch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ NESTED = 2
 
 
 def scales_of(module: nn.Module, weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors without which a quantized weight of a module says nothing, where no parameter and no buffer
-    names them.
+    """The tensors without which a quantized weight of a module cannot be read, where they are neither
+    parameters nor buffers.
 
-    Types that say themselves what they consist of (torchao's) need nothing here.
+    Types that list their own parts (torchao's) need nothing here.
     """
     if hasattr(weight, "__tensor_flatten__"):
         return
@@ -42,8 +42,7 @@ def _inside(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def looks_around(module: nn.Module, weight: torch.Tensor) -> bool:
-    """Whether the layer rounds a token by the others of its batch: then what it makes of a token is nobody
-    else's.
+    """Whether the layer rounds a token by the others of its batch: then its result must not be shared.
 
     bitsandbytes' int8 layers keep those columns exact in which any token is an outlier; a scale for a whole
     tensor of activations (torchao's PerTensor) is the largest token's.

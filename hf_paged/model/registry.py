@@ -24,7 +24,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def memory_of(model: nn.Module) -> Memory:
-    """The model's memory, made when first asked for. It lives as long as the model."""
+    """The model's memory, made at the first call. It lives as long as the model."""
     with _lock:
         memory = _memories.get(model)
         if memory is None:
@@ -75,11 +75,10 @@ def release(model: nn.Module) -> int:
 
 
 def invalidate(model: nn.Module) -> None:
-    """Let no prompt begin with anything that is cached now: say so when a model was changed in a way that
-    nobody can see.
+    """Let no prompt begin with anything that is cached now: call this after a change of the model that cannot
+    be detected.
 
-    Caches that are kept go on as they are; what they hold, and what is computed behind it, is not found
-    either.
+    Caches in use continue as they are; what they hold, and what is computed after it, is not found either.
     """
     memory = _memories.get(base_model(model))
     if memory is not None:

@@ -1,5 +1,5 @@
-"""Routers that drop tokens beyond an expert's capacity: what is computed beside a token may decide what it
-becomes.
+"""Routers that drop tokens beyond an expert's capacity: a token's result may depend on the rest of
+its batch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CROWD = 0.7
 
 
 class RouterInputs(NamedTuple):
-    """What a module was called with: some tokens' hidden states, how tokens were laid out, and the arguments
-    beside them.
+    """The arguments of a module's call: some tokens' hidden states, the shape of the batch, and the other
+    arguments.
     """
 
     kinds: torch.Tensor
@@ -84,8 +84,8 @@ class Routers:
         return all(module in self.seen for module in self.modules)
 
     def keep_rows_apart(self, rows: int, copies: int, tokens: int) -> bool:
-        """Whether `tokens` tokens of `rows` rows, and the step behind them, come out the same if each row
-        stands there `copies` times.
+        """Whether `tokens` tokens of `rows` rows, and the step after them, come out the same if each row is
+        repeated `copies` times.
         """
         for module in self.modules:
             for pattern in range(PATTERNS):
@@ -163,7 +163,7 @@ def _alike(
     rows: int,
     copies: int,
 ) -> bool:
-    """Whether a module answers one series of calls as another in which everything stands there `copies`
+    """Whether a module answers one series of calls like another in which everything is repeated `copies`
     times.
 
     A series, because a router may keep the capacity of its first call. A module that cannot be tried is not

@@ -134,7 +134,7 @@ class BesideLayer(PagedLayer):
 
     complete = False
     at_first: dict[str, Any]
-    """What the layer keeps beside its pages before the first token."""
+    """The state that the layer keeps in addition to its pages before the first token."""
 
     def reset(self) -> None:
         # Not every stock layer drops its own: an older one fills it with zeros and keeps its length.
@@ -144,12 +144,12 @@ class BesideLayer(PagedLayer):
 
 @functools.cache
 def paged_class(stock: Any) -> Any:
-    """The paged layer that stands for a class of stock layers, or None if nothing of it can be paged."""
+    """The paged layer that replaces a class of stock layers, or None if nothing of it can be paged."""
     if stock is DynamicLayer:
         return PagedLayer
     if stock is DynamicSlidingWindowLayer:
         return WindowLayer
-    # Stock asks for the full one by name: whoever is not one of them counts as having no attention.
+    # Stock compares the full layer's class name: any other class counts as having no attention.
     if stock is STATE_AND_FULL and stock is not None:
         return _class_beside(stock, (StatefulLayer, stock), {})
     if stock is STATE_AND_WINDOW and stock is not None:
@@ -158,7 +158,7 @@ def paged_class(stock: Any) -> Any:
         getattr(stock, name) is not getattr(DynamicLayer, name) for name in KEPT_FROM_STOCK
     ):
         return None
-    # Plain keys and values with something beside them (an indexer's keys): its methods end in ours instead of
+    # Plain keys and values with a further state (an indexer's keys): its methods end in ours instead of
     # DynamicLayer's. Without a layer type of its own, or transformers would take it for stock's.
     return _class_beside(stock, (stock, BesideLayer), {"_layer_type": None, "__init__": PagedLayer.__init__})
 
@@ -173,7 +173,7 @@ def _class_beside(stock: Any, bases: tuple[Any, ...], namespace: dict[str, Any])
 
 
 def take_over(layer: PagedLayer, source: Any) -> None:
-    """Give a layer what `source` keeps beside keys and values."""
+    """Copy the state that `source` keeps in addition to keys and values."""
     if type(layer) in (PagedLayer, WindowLayer):
         return
     own = vars(layer).keys() | IN_PAGES

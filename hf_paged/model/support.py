@@ -9,7 +9,7 @@ from typing import Any
 from .slots import slots_of
 
 READS = "_can_checkpoint_with_cache"
-"""Layers that say so only read the cache, and keep it."""
+"""Layers with this attribute only read the cache, and keep it."""
 
 
 class FallbackWarning(UserWarning):
@@ -77,7 +77,7 @@ def ropes_of(model: Any) -> list[dict[str, Any]]:
 
 
 def warn(reason: str) -> None:
-    """Say once per place and reason that stock takes over."""
+    """Warn once per place and reason that stock runs instead."""
     warnings.warn(
         f"cache_implementation='paged': {reason}; transformers' own cache is used",
         FallbackWarning,

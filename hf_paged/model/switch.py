@@ -65,8 +65,8 @@ def decoder_configs(model: nn.Module) -> list[Any]:
     """The configs of the attention modules that read a cache and look their function up in transformers'
     registry.
 
-    A config that some other attention reads too stays as it is: that module would not know our name. So does
-    one whose attention is the user's own: it is called as ever, on dense copies.
+    A config that other attention reads too stays as it is: that module would not know our name. So does one
+    whose attention is the user's own: it is called as before, on dense copies.
     """
     ours: dict[int, Any] = {}
     others: set[int] = set()
@@ -106,14 +106,13 @@ def sdpa_refuses_softcap() -> bool:
 
 @cache
 def uses_registry(cls: Any) -> bool:
-    """Whether an attention class asks transformers' registry for its function."""
+    """Whether an attention class looks its function up in transformers' registry."""
     try:
         source = inspect.getsource(cls)
     except (OSError, TypeError):
         return False
-    # A class that asks whether its function is one of stock's would take ours for something else. One that
-    # makes a mask of its own asks whether it was given one, and stock gives none where a mask would be
-    # plainly causal.
+    # A class that compares its function with stock's names would misjudge ours. One that makes a mask of its
+    # own checks whether it was given one, and stock gives none where a mask would be plainly causal.
     return "ALL_ATTENTION_FUNCTIONS" in source and not re.search(
         r"_attn_implementation (not )?in |attention_mask=attn_mask\b", source
     )

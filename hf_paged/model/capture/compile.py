@@ -1,9 +1,9 @@
-"""The decoder layers of a captured step under torch.compile: one code for all layers that are alike, and
-nothing left in the model.
+"""The decoder layers of a captured step under torch.compile: one code for all layers that are alike, and no
+change left in the model.
 
 A layer is compiled whole, as it is; only its cache and its attention are one opaque operation over plain
-tensors, told by one of them which layer asks. Code of Llama's kind also makes the norm that its follower
-begins with, so that adding and norm are one kernel.
+tensors, one of which names the layer. Code of Llama's kind also makes the norm with which the next layer
+begins, so that adding and norm are one kernel.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def _chained(
     own: tuple[bool, bool] | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer like Llama's from behind its first norm: what it answers, and the norm of that by which its
-    follower begins.
+    """A layer like Llama's without its first norm: its answer, and the norm of it with which the next layer
+    begins.
 
     own: for our own kernel, whether the two norms are centered; None leaves them to the compiler.
     """
@@ -156,8 +156,8 @@ def _added(
 
 
 class Compilation:
-    """The compiled layers of one engine's model. The codes are its own: nobody else's compilations count with
-    them or see them.
+    """The compiled layers of one engine's model. The codes are its own: they share no cache or limit with
+    other compilations.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class Compilation:
         self._substitutes: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def substitute(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for a rotary embedding in traced layers: always the same, or they would be compiled
+        """Stands for a rotary embedding in traced layers: always the same object, or they would be compiled
         again.
         """
         if stock not in self._substitutes:
@@ -176,12 +176,12 @@ class Compilation:
         return self._substitutes[stock]
 
     def give_up(self, reason: str) -> None:
-        """Compile nothing any more, and say why."""
+        """Stop compiling, and give the reason."""
         self.why_not = self.why_not or reason
         self.tell(reason)
 
     def tell(self, reason: str) -> None:
-        """Say why layers run as they are, the first time."""
+        """Warn, the first time, why layers run uncompiled."""
         if not self._told:
             self._told = True
             warnings.warn(
@@ -258,7 +258,7 @@ class CompiledFusion(Fusion):
             self.rotaries = set()
 
     def layer_of(self, tag: torch.Tensor) -> PagedLayer:
-        """The layer of the cache that a traced layer asks for."""
+        """The layer of the cache that a traced layer uses."""
         return self._tags[tag.data_ptr()]
 
     # ---- what the modules do instead
@@ -345,7 +345,7 @@ def _plain(given: Any, place: Place) -> Any:
 def _turn_later(compilation: Compilation, stock: Callable[..., Any]) -> Callable[..., Any]:
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def ours() -> bool:
-        # Whoever else traces the model's code meanwhile traces stock's.
+        # Other code that traces the model meanwhile traces stock's.
         return getattr(current.get(), "compilation", None) is compilation
 
     def choose(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
@@ -375,7 +375,7 @@ def decoder_layers(model: nn.Module, count: int) -> list[nn.Module]:
 
 
 def number_of(layer: nn.Module) -> int | None:
-    """Which layer of the cache a decoder layer is; None if its parts do not say, or say several."""
+    """Which layer of the cache a decoder layer is; None if its parts name none, or several."""
     numbers = {number for part in layer.modules() if (number := getattr(part, "layer_idx", None)) is not None}
     return numbers.pop() if len(numbers) == 1 else None
 

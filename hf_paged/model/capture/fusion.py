@@ -125,7 +125,7 @@ class Fusion:
         return None
 
     def leave_ahead(self, module: nn.Module, x: torch.Tensor, normed: torch.Tensor) -> None:
-        """Keep what `module` will be asked for next."""
+        """Keep the value that `module` will be called for next."""
         self.ahead = (module, x, _version(x), normed)
 
     def norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ class Fusion:
         return Rotation(self.kernels, q, k, cos, sin).lazy()
 
     def substitute(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for a module file's rotary embedding meanwhile."""
+        """Replaces a module file's rotary embedding meanwhile."""
         return _only_here(self, partial(self.rotary, stock), stock)
 
 
@@ -185,9 +185,7 @@ current: ContextVar[Fusion | None] = ContextVar("hf_paged_fusion", default=None)
 
 @contextmanager
 def fused(fusion: Fusion) -> Iterator[None]:
-    """Let the model's modules call the fusion, in this thread; whoever else calls them meanwhile gets their
-    own code.
-    """
+    """Let the model's modules call the fusion, in this thread; other threads get the modules' own code."""
     with _lock:
         modules = [sys.modules[name] for name in fusion.rotaries]
         stocks = [getattr(module, ROTARY) for module in modules]
@@ -249,7 +247,7 @@ def epsilon(module: Any) -> float:
 
 
 def activation(module: Any) -> str | None:
-    """The name by which the kernel knows a feed-forward layer's activation."""
+    """The kernel's name for a feed-forward layer's activation."""
     function = module.act_fn
     if not isinstance(function, nn.Module) or "forward" in function.__dict__:
         return None

@@ -1,8 +1,8 @@
-"""Products of one input with several weights as one: rows of q, k and v, or of gate and up, lie side by side
-in memory.
+"""Products of one input with several weights as one: rows of q, k and v, or of gate and up, are adjacent in
+memory.
 
-The parameters stay who they are, with their names, shapes, values and gradients; only where their numbers lie
-changes, once.
+The parameters stay the same objects, with their names, shapes, values and gradients; only the place of their
+numbers changes, once.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def lay_side_by_side(model: nn.Module, run: Callable[[], Any]) -> int:
 
 @contextmanager
 def _noting(model: nn.Module) -> Iterator[list[list[nn.Linear]]]:
-    """Who is given the very tensor that the one before was given, both parts of one module."""
+    """Modules that get the same input tensor as the module before, both parts of one module."""
     groups: list[list[nn.Linear]] = []
     last: list[Any] = [None, None]
     hooks = []
@@ -159,7 +159,7 @@ def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def _may_move(tensors: Sequence[Any], storages: Counter[tuple[torch.device, int]]) -> bool:
-    """Whether they are plain parameters that nobody shares memory with, and not side by side already."""
+    """Whether they are plain parameters that share memory with no other, and not adjacent already."""
     first = tensors[0]
     alike = len(tensors) > 1 and all(
         type(tensor) is nn.Parameter

@@ -33,12 +33,11 @@ MOVES = frozenset({aten._to_copy, aten.copy_})
 
 
 class Rehearsal(TorchDispatchMode):
-    """Run a step once before it is captured, and refuse what a replay would get silently wrong.
+    """Run a step once before it is captured, and refuse what a replay would silently get wrong.
 
-    That is whatever the host must wait for, what draws at random, every tensor that is neither a weight nor
-    an input nor made in the step (nobody says that it will still be there, or still be the right one, at the
-    next replay), and those that lie elsewhere than on the graph's device: a kernel gets such a tensor's
-    number once and for all.
+    That is every operation that makes the host wait, every random draw, every tensor that is neither a weight
+    nor an input nor made in the step (it may be gone, or hold another value, at the next replay), and tensors
+    on another device than the graph's: a kernel would keep such a tensor's number forever.
     """
 
     def __init__(self, device: torch.device, known: Iterable[torch.Tensor]) -> None:
@@ -91,7 +90,7 @@ def _draws(func: Any) -> bool:
 
 
 def _waits(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:
-    """Whether the host must know what the device has computed before it can go on."""
+    """Whether the host needs a result of the device before it can continue."""
     packet = func.overloadpacket
     if packet in WAITS:
         return True
@@ -124,7 +123,7 @@ def cuda_graph(step: Callable[[], Any], pool: Any, device: torch.device) -> tupl
     gc.disable()  # a finalizer must not free device memory in the middle
     try:
         with torch.cuda.device(device), torch.cuda.stream(side):
-            # Other threads may go on working with the device.
+            # Other threads may continue to use the device.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 answer = step()
@@ -140,8 +139,8 @@ def cuda_graph(step: Callable[[], Any], pool: Any, device: torch.device) -> tupl
 
 
 def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-    """End a capture that failed. Torch then thinks that its random numbers are still being captured; an empty
-    capture tells it.
+    """End a capture that failed. Torch then still treats its random generator as captured; an empty capture
+    resets that.
     """
     with contextlib.suppress(RuntimeError):
         graph.capture_end()

@@ -17,7 +17,7 @@ PASSED_ALONG = frozenset(
         "logits_to_keep",
     }
 )
-"""Keywords that reach every attention function and change nothing that the mask does not say."""
+"""Keywords that reach every attention function and add nothing to the mask."""
 UNDERSTOOD = PASSED_ALONG | {"scaling", "dropout", "softcap", "s_aux", "is_causal", "position_bias"}
 """Keywords that attention over pages has words for."""
 
