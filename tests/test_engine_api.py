@@ -536,7 +536,7 @@ def test_layers_that_round_by_the_batch_are_refused(model: Any) -> None:
     """A neighbour would change what they make of a token."""
     layer = model.model.layers[0].self_attn
     layer.q_proj = EightBit(layer.q_proj, threshold=6.0)
-    with pytest.raises(Unservable, match="round a token by all that is computed with it"):
+    with pytest.raises(Unservable, match="round a token by the rest of its batch"):
         Engine(model)
     layer.q_proj.state.threshold = 0.0
     with Engine(model, num_blocks=60) as engine:

@@ -143,7 +143,7 @@ def test_the_rest_is_refused_by_name(engine: Engine, name: str) -> None:
     """None is dropped silently, and nothing was queued."""
     config = GenerationConfig(max_new_tokens=3)
     setattr(config, name, REFUSED_HERE[name])
-    with pytest.raises(ValueError, match=rf"{name}=.* is not taken by the engine"):
+    with pytest.raises(ValueError, match=rf"{name}=.* is not supported by the engine"):
         engine.submit(PROMPTS[0], config)
     assert engine.stats()["waiting"] == 0
 
@@ -214,7 +214,7 @@ def test_unknown_keywords_are_refused(engine: Engine, keyword: str) -> None:
         ("attention_mask", "without padding"),
         ("inputs", "first argument"),
         ("past_key_values", "pages"),
-        ("xyzzy", "what a request may say"),
+        ("xyzzy", "a request takes"),
     ],
 )
 def test_an_unknown_keyword_says_what_to_do(engine: Engine, keyword: str, hint: str) -> None:

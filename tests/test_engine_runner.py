@@ -79,12 +79,12 @@ def test_a_model_that_counts_by_itself_runs_row_by_row() -> None:
 
 
 def test_a_model_that_cannot_be_cut_is_refused() -> None:
-    """A token that looks at later ones answers otherwise in pieces."""
+    """A token that looks at later ones answers differently in pieces."""
     model = build(BY_NAME["llama"])
     model.model.embed_tokens.register_forward_hook(
         lambda module, inputs, out: out + out.mean(1, keepdim=True)
     )
-    with pytest.raises(Unservable, match="answers otherwise when its prompt comes in pieces"):
+    with pytest.raises(Unservable, match="answers differently when its prompt comes in pieces"):
         Engine(model)
     assert model.config._attn_implementation == "sdpa"
 
@@ -106,7 +106,7 @@ def test_a_model_in_half_precision_may_be_off_by_rounding(monkeypatch: pytest.Mo
     model.model.embed_tokens.register_forward_hook(
         lambda module, inputs, out: out + out.mean(1, keepdim=True) / 4
     )
-    with pytest.raises(Unservable, match="answers otherwise when its prompt comes in pieces"):
+    with pytest.raises(Unservable, match="answers differently when its prompt comes in pieces"):
         Engine(model)
 
 
@@ -148,7 +148,7 @@ def test_a_model_that_answers_at_random_is_said_to_do_so() -> None:
         lambda module, inputs, out: torch.nn.functional.dropout(out, 0.5)
     )
     with pytest.raises(
-        Unservable, match=r"otherwise each time that it is given the same tokens .*random or keeps a state"
+        Unservable, match=r"the same tokens differently each time .*random or keeps a state"
     ):
         Engine(model)
 
@@ -157,7 +157,7 @@ def test_a_forward_that_fails_by_itself_is_not_sent_to_generate() -> None:
     """generate() would fail as well; a forward that fails on pages alone would not."""
     model = build(BY_NAME["llama"])
     model.model.norm.register_forward_hook(lambda *arguments: 1 / 0)
-    with pytest.raises(Unservable, match=r"fails by itself, without any cache.*ZeroDivisionError") as error:
+    with pytest.raises(Unservable, match=r"fails without any cache.*ZeroDivisionError") as error:
         Engine(model)
     assert "use generate()" not in str(error.value)
     model = build(BY_NAME["llama"])

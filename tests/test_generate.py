@@ -355,7 +355,7 @@ def test_long_rope_drops_the_cache() -> None:
         assert_same(model, **call(ids, max_new_tokens=12, min_new_tokens=12))
     said = {str(each.message) for each in seen if issubclass(each.category, hf_paged.FallbackWarning)}
     assert len(said) == 1
-    assert "Phi3ForCausalLM went on with another cache, in which its long rope" in said.pop()
+    assert "Phi3ForCausalLM continued with another cache, in which its long rope" in said.pop()
     assert_clean(model, "sdpa")
 
 

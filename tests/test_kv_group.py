@@ -37,10 +37,10 @@ def test_bytes_of_a_block() -> None:
 
 
 def test_books_that_the_host_cannot_keep(llama: Any) -> None:
-    """More blocks than there is memory for the books of: an error at once, and the call's neighbours do not
+    """More blocks than there is memory for the bookkeeping of: an error at once, and the call's neighbours do not
     notice.
     """
-    with pytest.raises(hf_paged.OutOfBlocks, match="the books of 1000000000000 blocks do not fit"):
+    with pytest.raises(hf_paged.OutOfBlocks, match="the bookkeeping of 1000000000000 blocks does not fit"):
         llama.generate(
             torch.tensor([[5, 6]]),
             max_new_tokens=2,

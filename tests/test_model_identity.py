@@ -495,7 +495,7 @@ def test_weights_that_nobody_can_read_keep_everything_private(llama: Any) -> Non
     llama.register_buffer("elsewhere", torch.empty(3, device="meta"))
     ask(llama, PROMPT, 4)
     assert ask(llama, PROMPT, 4)[1][0] == 45
-    assert "has no memory to look into" in next(iter(hf_paged.stats(llama).reasons))
+    assert "has no memory to read" in next(iter(hf_paged.stats(llama).reasons))
 
 
 def test_looking_keeps_no_weights_alive(llama: Any) -> None:

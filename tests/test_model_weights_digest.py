@@ -171,7 +171,7 @@ def test_subclasses_are_read_where_their_numbers_are() -> None:
     "tensor", [torch.empty(3, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"]
 )
 def test_what_has_no_memory_is_refused(tensor: torch.Tensor) -> None:
-    with pytest.raises(Unreadable, match="has no memory to look into"):
+    with pytest.raises(Unreadable, match="has no memory to read"):
         Contents([tensor])
 
 

@@ -156,7 +156,7 @@ class EngineConfig:
             raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}")
         if options:
             raise ValueError(
-                f"config and the options {sorted(options)} both say how the engine is made; give one of them"
+                f"config and the options {sorted(options)} both configure the engine; give one of them"
             )
         return config
 

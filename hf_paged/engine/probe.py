@@ -56,11 +56,11 @@ def otherwise(model: nn.Module, far: float, again: float | None) -> Unservable:
     name = type(model).__name__
     if again is not None:
         return Unservable(
-            f"{name} answers otherwise each time that it is given the same tokens (by {again:.1e} of its "
-            "logits): something in it is random or keeps a state, perhaps a hook; take it away"
+            f"{name} answers the same tokens differently each time (by {again:.1e} of its "
+            "logits): something in it is random or keeps a state, perhaps a hook; remove it"
         )
     return Unservable(
-        f"{name} answers otherwise when its prompt comes in pieces (by {far:.1e} of its logits); use "
+        f"{name} answers differently when its prompt comes in pieces (by {far:.1e} of its logits); use "
         "generate()"
     )
 

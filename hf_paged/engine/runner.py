@@ -265,7 +265,7 @@ class Runner:
             running.set(outer)
         if answer.past_key_values is not arguments["past_key_values"]:
             raise Unservable(
-                f"{type(self.model).__name__} went on with another cache than the engine's; use generate()"
+                f"{type(self.model).__name__} continued with another cache than the engine's; use generate()"
             )
         logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
         kept: torch.Tensor = logits[: len(last)].to(torch.float32)
@@ -320,7 +320,7 @@ class Runner:
         ]
         self.pools.lend(max(lengths))
         name = type(self.model).__name__
-        with tried(f"{name} fails by itself, without any cache; mend its forward"):
+        with tried(f"{name} fails without any cache; fix its forward"):
             if self.encoder is not None:
                 self._trial_source = self.encoder.trial(vocabulary)
                 self.pools.lend(max(*lengths, self.encoder.length(self._trial_source)))
@@ -355,7 +355,7 @@ class Runner:
         return (
             None
             if far is None
-            else f"{name} answers its own embeddings otherwise than their ids (by {far:.1e} of its logits)"
+            else f"{name} answers its own embeddings differently from their ids (by {far:.1e} of its logits)"
         )
 
     def _why_not_flat(self, rows: list[list[int]], right: torch.Tensor, cuts: list[list[int]]) -> str | None:

@@ -40,7 +40,7 @@ def check_servable(model: Any, outer: Any) -> None:
     try:
         reason = why_not(model, model.generation_config)
     except AttributeError as error:
-        raise Unservable(f"{name} does not say what its layers are ({error}); use generate()") from error
+        raise Unservable(f"{name} does not describe its layers ({error}); use generate()") from error
     if reason is not None:
         raise Unservable(f"{reason}; use generate()")
     absent = unloaded(model)
@@ -57,7 +57,7 @@ def check_servable(model: Any, outer: Any) -> None:
         if weight is not None
     ):
         raise Unservable(
-            f"{name} has quantized layers that round a token by all that is computed with it, so its "
+            f"{name} has quantized layers that round a token by the rest of its batch, so its "
             "neighbours would change its tokens; "
             "use generate(), or layers with a scale for each row (threshold 0 in bitsandbytes' int8)"
         )

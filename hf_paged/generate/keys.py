@@ -133,7 +133,7 @@ def _products() -> str:
 def why_never(cache: PagedCache, model: Any) -> str | None:
     """Why nothing that this model computes into this cache can be shared, or None if it can."""
     if model.config.is_encoder_decoder:
-        return "a decoder's keys and values depend on what its encoder said"
+        return "a decoder's keys and values depend on its encoder's output"
     if model.training:
         return "the model is in training mode, and prompts are reused after model.eval() only"
     if getattr(model, "_is_stateful", False) or not cache.complete:

@@ -24,7 +24,7 @@ def require_room_for_books(blocks: int) -> int:
     free = free_bytes(torch.device("cpu"))
     if blocks * BYTES_OF_BOOKS > free:
         raise OutOfBlocks(
-            f"the books of {blocks} blocks do not fit into the host's memory ({free} bytes are free); lower "
-            "num_blocks"
+            f"the bookkeeping of {blocks} blocks does not fit into the host's memory ({free} bytes are "
+            "free); lower num_blocks"
         )
     return blocks

@@ -90,7 +90,7 @@ class LayerGroup:
     def look_anew(self) -> None:
         """Forget the layouts of all layers, which may change from now on; only while no block is held."""
         if self.pool.held:
-            raise ValueError(f"{self.pool.held} blocks are held; their layers cannot look otherwise")
+            raise ValueError(f"{self.pool.held} blocks are held; the layout of their layers cannot change")
         self.give_back()
         self._place.clear()
         self._count.clear()

@@ -103,7 +103,7 @@ def _keep_to_yourself(cache: OnPages) -> None:
 def _flat_mask(arguments: dict[str, Any], cache: OnPages) -> torch.Tensor:
     """The mask of a row of several sequences, which must not be read."""
     if not _says_no_more(arguments, cache):
-        raise NotFlat("the attention mask says more than causal or sliding")
+        raise NotFlat("the attention mask is more than causal or sliding")
 
     def build() -> torch.Tensor:
         raise NotFlat("the model computes with its attention mask")
@@ -186,7 +186,7 @@ def _attend_pages(
     if isinstance(key.pages.batch, FlatBatch) and (
         not seen.causal or kwargs.get("position_bias") is not None
     ):
-        raise NotFlat("the attention mask or a bias says which token sees which")
+        raise NotFlat("the attention mask or a bias decides which token attends to which")
     if kwargs.get("position_bias") is not None and seen.causal and isinstance(key.pages.batch, StaticBatch):
         raise NotCapturable("the attention has a bias for every pair of positions")
     new = (
@@ -221,7 +221,7 @@ def _attend_latents(
     seen = _seen(query, latents, mask, kwargs, forward)
     if isinstance(batch, FlatBatch):
         if seen is None or not seen.causal:
-            raise NotFlat("the attention mask says which token sees which")
+            raise NotFlat("the attention mask decides which token attends to which")
     elif seen is None or key.expansion.weights(query) is None:
         return None
     scale = query.shape[3] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
@@ -241,7 +241,7 @@ def _seen(
     if not cross:
         _keep_to_yourself(forward.cache)
     if not cross and isinstance(key.pages.batch, StaticBatch):
-        raise NotCapturable("the attention mask says more than causal or sliding")
+        raise NotCapturable("the attention mask is more than causal or sliding")
     if mask is None:
         return Seen(0) if cross else None
     fits = mask.ndim == 4 and mask.shape[0] in (1, query.shape[0]) and mask.shape[1] in (1, query.shape[1])

@@ -157,6 +157,6 @@ def _repeat(x: torch.Tensor, layout: Any, rows: int, copies: int) -> torch.Tenso
     if layout is None or isinstance(layout, int):
         return x if layout is None else repeated(x, layout, rows, copies)
     raise Unlike(
-        f"a model answered a tensor {list(x.shape)} that it did not answer when its outputs were looked at; "
+        f"a model answered a tensor {list(x.shape)} that it did not answer when its outputs were examined; "
         "please report it"
     )

@@ -50,7 +50,7 @@ def why_dropped(model: Any) -> str | None:
 
 
 def why_left(model: Any) -> str:
-    """Why a call that began on pages went on with another cache, as far as the model shows it."""
+    """Why a call that began on pages continued with another cache, as far as the model shows it."""
     name = type(model).__name__
     dropped = why_dropped(model)
     if dropped is not None:
@@ -62,10 +62,10 @@ def why_left(model: Any) -> str:
         return f"peft's prefix tuning gave {name} another cache, with its keys and values in it"
     if any(rope.get("rope_type") == "longrope" for rope in ropes_of(model)):
         return (
-            f"{name} went on with another cache, in which its long rope computes everything anew "
+            f"{name} continued with another cache, in which its long rope computes everything anew "
             "beyond its original length"
         )
-    return f"{name} went on with another cache, which its forward or its prepare_inputs_for_generation made"
+    return f"{name} continued with another cache, which its forward or its prepare_inputs_for_generation made"
 
 
 def ropes_of(model: Any) -> list[dict[str, Any]]:

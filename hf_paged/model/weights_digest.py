@@ -250,7 +250,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
             yield from _parts(getattr(tensor, name).detach())
         return
     if tensor.device.type == "meta" or tensor.layout != torch.strided:
-        raise Unreadable(f"a tensor {list(tensor.shape)} on {tensor.device} has no memory to look into")
+        raise Unreadable(f"a tensor {list(tensor.shape)} on {tensor.device} has no memory to read")
     if tensor.numel():
         strides = tensor.stride()
         order = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])

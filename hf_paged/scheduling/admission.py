@@ -180,4 +180,4 @@ class Watermark:
                 group.decoding or group.complete or group in self._behind,
                 f"{group!r} is behind and admission does not know",
             )
-        expect(self._behind.keys() <= set(moment.running), "admission counts somebody who does not run")
+        expect(self._behind.keys() <= set(moment.running), "admission counts a group that does not run")

@@ -26,7 +26,7 @@ def check_groups(by_status: Mapping[Status, Sequence[SequenceGroup]], key: Key) 
         keys = [key(group) for group in groups]
         expect(keys == sorted(keys), f"the {status.value} groups are out of order")
         for group in groups:
-            expect(group.status is status, f"{group!r} stands among the {status.value}")
+            expect(group.status is status, f"{group!r} is queued as {status.value}")
             expect(not group.swapped or status is Status.PREEMPTED, f"{group!r} waits on the host")
             for sequence in group.sequences:
                 tables = list(zip(group.shelves, sequence.parked or sequence.tables, strict=True))

@@ -46,7 +46,7 @@ class Encoder:
                 f"the encoder of {name} takes {self.input_name}, the engine has {INPUTS} only; use generate()"
             )
         if self.input_name == "input_features" and not all(hasattr(model.config, name) for name in RECORDING):
-            raise Unservable(f"{name} does not say how long a recording is; use generate()")
+            raise Unservable(f"{name} does not give the length of a recording; use generate()")
         self._module = model.get_encoder()
         self._shape: tuple[int, ...] = ()
         self._length = 0

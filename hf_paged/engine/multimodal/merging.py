@@ -92,7 +92,7 @@ class Merger:
         merged = shown.get("inputs_embeds")
         if not isinstance(merged, torch.Tensor):
             raise Unservable(
-                f"{name} gives its decoder no embeddings for {sorted(media.kind)}; use generate()"
+                f"{name} passes no embeddings to its decoder for {sorted(media.kind)}; use generate()"
             )
         own = self._runner.embedded(torch.tensor([media.plain], device=device))
         if merged.shape != own.shape:
@@ -105,8 +105,7 @@ class Merger:
             torch.equal(merged[:, :first], own[:, :first]) and torch.equal(merged[:, last:], own[:, last:])
         ):
             raise Unservable(
-                f"{name} gives its decoder other embeddings of text beside {sorted(media.kind)}; use "
-                "generate()"
+                f"{name} changes the embeddings of text next to {sorted(media.kind)}; use generate()"
             )
         if media.kind not in self._held:
             self._hold(media, merged)
@@ -201,8 +200,8 @@ class Merger:
         if far is not None:
             name = type(self._model).__name__
             raise Unservable(
-                f"{name} answers otherwise to {sorted(media.kind)} than to what it makes of them (by "
-                f"{far:.1e}); use generate()"
+                f"{name} answers {sorted(media.kind)} differently from the embeddings that it makes of them "
+                f"(by {far:.1e}); use generate()"
             )
 
 

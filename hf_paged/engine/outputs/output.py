@@ -108,8 +108,8 @@ def with_errors_noticed(outputs: list[Output], strict: bool) -> list[Output]:
             raise error
         first = f"prompts[{place}] ended as {output.finish_reason!r}, {type(error).__name__}: {error}"
         warnings.warn(
-            f"{len(failed)} of {len(outputs)} requests have no whole answer: {first}. "
-            "Look at finish_reason and error of the outputs, or give strict=True to raise",
+            f"{len(failed)} of {len(outputs)} requests have no complete answer: {first}. "
+            "Check finish_reason and error of the outputs, or pass strict=True to raise",
             stacklevel=3,
         )
     return outputs

@@ -61,10 +61,10 @@ ABOUT_ITSELF = frozenset({"transformers_version", "return_dict_in_generate"})
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_cache": ((None, True), "the engine is a cache"),
     "cache_implementation": ((None, "paged"), "the engine has its own pages"),
-    "cache_config": ((None,), "the engine's options say how its pages are"),
+    "cache_config": ((None,), "the engine's own options configure its pages"),
     "max_cache_len": ((None,), "the engine's pools have one size for all requests"),
     "prefill_chunk_size": ((None,), "the engine cuts prompts by max_batch_tokens"),
-    "compile_config": ((None,), "the engine's option compile says whether its steps are compiled"),
+    "compile_config": ((None,), "the engine's option compile decides whether its steps are compiled"),
     "disable_compile": ((None, False, True), ""),
     "continuous_batching_config": ((None,), "that is transformers' own continuous batching"),
     "output_attentions": ((None, False), "the engine keeps no attention weights"),
@@ -150,7 +150,7 @@ def check_fields(config: Any, written: Written) -> None:
                 value is allowed or (type(value) is type(allowed) and value == allowed)
                 for allowed in harmless
             ):
-                raise ValueError(f"{name}={value!r} is not taken by the engine: {why}; {remedy}")
+                raise ValueError(f"{name}={value!r} is not supported by the engine: {why}; {remedy}")
         elif name not in KNOWN and value is not None:
             raise ValueError(
                 f"{name}={value!r} is a generation option that the engine does not know; {remedy}"
@@ -179,7 +179,7 @@ def why_unknown(unknown: Iterable[str], known: Iterable[str]) -> str:
     if not hints:
         close = [found for name in names for found in difflib.get_close_matches(name, known, 1)]
         hints = [f"did you mean {close[0]!r}?"] if close else []
-    hint = hints[0] if hints else "what a request may say are generate()'s options, seed, logprobs, ..."
+    hint = hints[0] if hints else "a request takes generate()'s options, seed, logprobs, ..."
     return f"the engine does not take {names}; {hint}"
 
 

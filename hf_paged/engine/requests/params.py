@@ -164,7 +164,7 @@ def check_transformers() -> None:
         )
         if found[: len(expected)] != expected:
             raise ImportError(
-                f"the engine asks GenerationMixin.{name}{tuple(expected)} and found {tuple(found)}; use a "
+                f"the engine calls GenerationMixin.{name}{tuple(expected)} and found {tuple(found)}; use a "
                 "tested transformers"
             )
 

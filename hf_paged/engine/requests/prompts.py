@@ -53,7 +53,8 @@ def opened(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str, Any]) ->
         return TokenizedPrompt(prompt, {})
     if raw and not text:
         raise ValueError(
-            f"{sorted(raw)} stand beside a text, got {short(prompt)}; put those of chat messages into them"
+            f"{sorted(raw)} belong to a text prompt, got {short(prompt)}; put those of chat "
+            "messages into them"
         )
     if not text and not chat:
         return TokenizedPrompt(prompt, {})

@@ -369,9 +369,9 @@ def decoder_layers(model: nn.Module, count: int) -> list[nn.Module]:
             and [number_of(layer) for layer in module] == list(range(count))
         ):
             if any("forward" in layer.__dict__ for layer in module):
-                raise NotCompilable("somebody has replaced the forward of a layer")
+                raise NotCompilable("the forward of a layer was replaced")
             return list(module)
-    raise NotCompilable(f"it has no list of {count} layers that say their numbers")
+    raise NotCompilable(f"it has no list of {count} layers with a layer_idx")
 
 
 def number_of(layer: nn.Module) -> int | None:
