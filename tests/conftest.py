@@ -25,16 +25,16 @@ def _whole_pools() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool begins with NaN wherever nobody has written, for that may be what lies in fresh memory: whoever
-    reads it is found out.
+    """A pool begins with NaN in every slot that has not been written, as fresh memory may: a read of such a slot
+    shows.
     """
 
     def poisoned(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         data = empty(elements, dtype, device)
         return data.fill_(float("nan")) if dtype.is_floating_point else data
 
-    empty = store._empty
-    monkeypatch.setattr(store, "_empty", poisoned)
+    empty = store.allocate
+    monkeypatch.setattr(store, "allocate", poisoned)
 
 
 @pytest.fixture(scope="session", autouse=True)

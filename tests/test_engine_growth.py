@@ -133,7 +133,7 @@ def test_memory_that_is_short_is_taken_as_far_as_it_goes(monkeypatch: pytest.Mon
     """Where twice as much is refused, what is needed is enough."""
     with Engine(build(BY_NAME["llama"]), **OPTIONS) as engine:
         expected = answers(engine.generate([[5, 6, 7]], max_new_tokens=60, do_sample=False)[0])
-    inner = store._empty
+    inner = store.allocate
     with Engine(build(BY_NAME["llama"]), **OPTIONS) as engine:
         block = engine.pools.groups[next(iter(engine.pools.groups))].block_bytes // 4
 
@@ -142,6 +142,6 @@ def test_memory_that_is_short_is_taken_as_far_as_it_goes(monkeypatch: pytest.Mon
                 raise MemoryError
             return inner(elements, dtype, device)
 
-        monkeypatch.setattr(store, "_empty", scarce)
+        monkeypatch.setattr(store, "allocate", scarce)
         assert answers(engine.generate([[5, 6, 7]], max_new_tokens=60, do_sample=False)[0]) == expected
         engine.check()

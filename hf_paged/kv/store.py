@@ -115,7 +115,7 @@ class Store:
         device, dtype, heads, key_dim, value_dim = self.layout
         slots = blocks * self.block_size
         border = self.layers * slots * heads * key_dim
-        buffer = _empty(self.layers * slots * heads * (key_dim + value_dim), dtype, device)
+        buffer = allocate(self.layers * slots * heads * (key_dim + value_dim), dtype, device)
         keys = buffer[:border].view(self.layers, slots, heads, key_dim)
         values = buffer[border:].view(self.layers, slots, heads, value_dim)
         return keys, values
@@ -157,7 +157,7 @@ def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(furthest <= ALIKE.get(one.dtype, 0.0) * other.double().abs().amax())
 
 
-def _empty(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def allocate(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # What lives on must be writable outside inference mode too, wherever it was allocated.
     with torch.inference_mode(False):
         return torch.empty(elements, dtype=dtype, device=device)
