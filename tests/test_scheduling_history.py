@@ -58,27 +58,6 @@ def test_whoever_said_more_becomes_longer() -> None:
         assert all(length > said for said, length in enumerate(lengths))
 
 
-def test_an_answer_costs_a_few_steps_and_no_search() -> None:
-    """O(log n): the counts touched by an answer and by a question grow like the logarithm of the longest
-    answer.
-    """
-
-    class Counted(list):
-        touched = 0
-
-        def __getitem__(self, place):
-            Counted.touched += 1
-            return super().__getitem__(place)
-
-    history = AnswerLengths(keep=5000)
-    for length in range(1, 5000):
-        history.add(length)
-    history._tree = Counted(history._tree)
-    history.add(17)
-    history.expected(40, 10**6, 0.7)
-    assert Counted.touched < 5 * 13
-
-
 def test_wrong_values_are_refused() -> None:
     with pytest.raises(ValueError, match="keep=-1"):
         AnswerLengths(-1)
