@@ -9,9 +9,9 @@ from collections import deque
 class AnswerLengths:
     """The lengths of the last `keep` answers.
 
-    Answers that reached their limit count as longer than all others: their full length is not known. The first
-    to end are the short ones: `doubt` more answers without an end count from the beginning, so that few prove
-    little.
+    Answers that reached their limit count as longer than all others: their full length is not known. The
+    first to end are the short ones: `doubt` more answers without an end count from the beginning, so that few
+    prove little.
     """
 
     def __init__(self, keep: int = 1024, doubt: int = 1) -> None:
