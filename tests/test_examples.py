@@ -160,22 +160,30 @@ def test_a_saved_word(tmp_path: Path) -> None:
 
 
 def test_demo_draws_the_blocks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What scripts/demo shows: identical tokens, blocks that several rows share, and what both caches cost at
-    two sizes.
+    """What scripts/demo prints: identical tokens, blocks that several rows share, and what both caches cost;
+    many rows of one prompt cost less time and memory on pages.
     """
     monkeypatch.setattr("sys.argv", ["demo", "--new", "16", "--calls", "1"])
     runpy.run_module("hf_paged.demo", run_name="__main__")
     out = capsys.readouterr().out
     assert re.search(r"tokens +identical", out)
     assert re.search(r"row 3 .*\dx4", out)
-    assert re.search(r"^medians of 1 warm calls, CPU, \d+ thread\(s\), a model of 3 layers$", out, re.M)
-    sizes = re.findall(
-        r"^(\d) beams of (\d+) tokens +seconds +\d+\.\d{3} +\d+\.\d{3} +x \d+\.\d\d$", out, re.M
+    assert re.search(r"^medians of 1 warm calls, CPU, \d+ thread\(s\)$", out, re.M)
+    cost = re.findall(
+        r"^(\S.*?) {2,}seconds +(\S+) +(\S+) +x \d+\.\d\d\n +cache bytes +(\S+) +(\S+) +x \d\.\d\d$",
+        out,
+        re.M,
     )
-    assert [(int(beams), int(tokens)) for beams, tokens in sizes] == [(4, 23), (8, 800)]
-    stock, paged = zip(*re.findall(r"cache bytes +([\d,]+) +([\d,]+)", out), strict=True)
-    before, after = ([int(each.replace(",", "")) for each in column] for column in (stock, paged))
-    per_token = 3 * 2 * 2 * 32 * 4
-    assert before == [4 * 22 * per_token, 8 * 799 * per_token]
-    assert after[1] < before[1] / 5  # 8 beams of a prompt of 768 tokens hold it once
-    assert all(each % (8 * per_token) == 0 for each in after)
+    assert [line[0] for line in cost] == [
+        "16 samples, prompt of 512, 5.2M model",
+        "8 beams, prompt of 512, 5.2M model",
+        "4 beams above, 23 tokens, tiny model",
+    ]
+    seconds = [(float(line[1]), float(line[2])) for line in cost]
+    assert all(paged < stock for stock, paged in seconds[:2])  # a third or less on an idle machine
+    sizes = [tuple(int(number.replace(",", "")) for number in line[3:]) for line in cost]
+    larger, tiny = 4 * 2 * 4 * 32 * 4, 3 * 2 * 2 * 32 * 4  # bytes of a token: layers, K and V, heads, width
+    assert [before for before, _ in sizes] == [16 * 535 * larger, 8 * 535 * larger, 4 * 22 * tiny]
+    assert all(after < before / 5 for before, after in sizes[:2])  # the prompt is held once
+    assert all(after % (16 * larger) == 0 for _, after in sizes[:2])
+    assert sizes[2][1] % (8 * tiny) == 0
