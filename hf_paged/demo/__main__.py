@@ -72,7 +72,7 @@ def random_model() -> Any:
 
 def long_prompt(tokens: int) -> dict[str, torch.Tensor]:
     """A prompt of that many random tokens."""
-    ids = torch.randint(5, 4096, (1, tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(5, 4096, (1, tokens), generator=torch.Generator().manual_seed(0), device="cpu")
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
