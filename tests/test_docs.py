@@ -106,3 +106,13 @@ def test_the_chart_is_what_its_script_draws(monkeypatch: pytest.MonkeyPatch) -> 
     assert drawn != chart.draw(page.replace("| 20.83 |", "| 20.84 |"))
     with pytest.raises(SystemExit, match="expected one figure"):
         chart.draw(page.replace("| 1 row | 20.83 |", "| one row | 20.83 |"))
+
+
+def test_readme_counts_what_the_sweep_counted() -> None:
+    """The figures of README are those at the head of docs/models.md."""
+    head = (ROOT / "docs" / "models.md").read_text().split("\n## ")[0]
+    counted = dict(re.findall(r"^\| (.+?) \| ([\d,]+) \|$", head, re.M))
+    families, same = counted["families that run"], counted["answers that are the same"]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{families} families run, {same} answers are the same and none differs" in readme
+    assert counted["answers that differ, or that only the paged call fails to give"] == "0"
