@@ -39,9 +39,22 @@ OPTIONS = {"block_size": 4, "num_blocks": 60, "max_batch_tokens": 11, "max_batch
 TITLES = {
     "causal": "Decoders",
     "seq2seq": "Encoder-decoders",
-    "image": "Models for pictures",
-    "audio": "Models for recordings",
+    "image": "Vision-language models",
+    "audio": "Audio models",
 }
+LEGEND = """A tiny random model of every architecture: greedy and beam search of several prompts at once, compared with `generate()` on
+each alone.
+
+| form | meaning |
+|---|---|
+| flat | all scheduled tokens of a step run in one row `[1, tokens]`; captured on a CUDA device |
+| rows | one forward per sequence; the remark says why |
+| texts only | text prompts are served, the model's pictures or recordings are refused |
+| refused | `Engine(model)` or `submit()` raises the remark |
+| not tried, not built | this script has no inputs for the model, or cannot make a tiny one |
+
+**greedy, beams**: `=` the same tokens, `~` the same up to rounding (the same in float64), `X` different, `-` stock fails.
+"""
 SHOW = {"image": with_pictures, "audio": with_recordings}
 Request = dict[str, Any]
 
@@ -184,7 +197,7 @@ def main() -> int:
     totals: Counter[str] = Counter()
     print(
         f"# Models in the engine\n\nMade by `scripts/engine_models.py`: transformers {tf.__version__}, torch "
-        f"{torch.__version__}.\n"
+        f"{torch.__version__}.\n\n{LEGEND}"
     )
     for kind in options.kinds:
         print(f"## {TITLES[kind]}\n\n| family | form | greedy, beams | remark |\n|---|---|---|---|")

@@ -12,8 +12,8 @@ PAGED = {"cache_implementation": "paged", "cache_config": {"block_size": 4}}
 TITLES = {
     "causal": "Causal language models",
     "seq2seq": "Encoder-decoders over text",
-    "image": "Models that look at pictures",
-    "audio": "Models that listen",
+    "image": "Vision-language models",
+    "audio": "Audio models",
 }
 GROUPS = ("paged", "paged beside stock's state", "dense", "stock", "not run")
 BAD = ("X", "E", "!")
@@ -133,9 +133,9 @@ def page(run: Row, other: Row | None, device: Row | None = None) -> str:
 
 DEPENDENT = """## Rows that are not independent
 
-`tests/test_model_routers.py`: a router with an expert capacity drops the tokens that come too late, so what is computed beside a
-token may decide what it becomes. Beams and samples of one prompt are then computed row by row, as stock computes them; the answers are
-the same. Which routers these are is tried out, with as many tokens as the prompt has.
+`tests/test_model_routers.py`: a router with an expert capacity drops tokens beyond it, so a token's result may depend on the others of
+its batch. Beams and samples of one prompt are then computed row by row, as stock computes them; the answers are the same. Such routers
+are found by a test with as many tokens as the prompt has.
 
 | router | prompts of beams and samples | engine |
 |---|---|---|
@@ -143,10 +143,10 @@ the same. Which routers these are is tried out, with as many tokens as the promp
 | NLLB-MoE with a smaller fraction, or 0.0 and an `expert_capacity` that all rows together may exceed | row by row | refused |
 | NLLB-MoE, `second_expert_policy` "random" or "sampling" | row by row | refused |
 | Switch Transformers: counts the tokens of each row | shared | refused where a sequence may exceed its capacity |
-| code of others that names a capacity | row by row, if it counts beyond a row | refused, if it counts at all |
+| other code that names a capacity | row by row, if it counts beyond a row | refused, if it counts at all |
 
 In transformers 5.17.0 Switch drops nothing, and is served. The tiny NLLB-MoE of the tables above has no sparse layers; the models of
-that test have nothing else. Steps of such models are not captured, and no prompt begins with another one's prefix.
+that test have only sparse ones. Steps of such models are not captured, and their prompts share no prefixes.
 """
 
 
@@ -163,7 +163,7 @@ a LoRA, padded, greedy and beams, against stock. 2026-11-21, torchao 0.18.0, bit
 | bitsandbytes, int8 with outliers (its default) | the same up to ties | no: a column is exact if any token of the batch is an outlier |
 | bitsandbytes, nf4, with and without double quantization | the same up to ties | yes |
 
-A change of the weights or of their scales, in place or by another tensor, is noticed by prefix reuse.
+A change of the weights or of their scales, in place or by another tensor, is detected by prefix reuse.
 """
 
 
@@ -185,7 +185,7 @@ HEAD = """# Models
 Made by `python scripts/sweep_models.py --write docs/models.md` on {date} with transformers {transformers}, torch {torch}, float32 on
 the CPU: a tiny random model of every architecture that transformers generates with, in every mode that stock itself can do,
 compared with stock: tokens equal, scores within 2e-4. `tests/support/expected_paths.json` holds the paths: the suite checks a sample of
-them, the script all.
+them, the script all of them.
 
 | | |
 |---|---|
@@ -200,10 +200,10 @@ them, the script all.
 | answers that stock itself cannot give | {cannot} |
 | families whose steps are captured | {captured} |
 
-**path**: how many layers of a kind (full attention, a window, cross attention, a recurrent state) are read how; "and more": the layer
-keeps something beside keys and values, which stays in stock's tensors. **modes**: the number of modes that are the same as stock's,
-and which ones are not. **apart**: the largest difference of a score. **captured**: whether decoding steps are replayed, tried with
-a tape that stands for CUDA graphs, or why not.
+**path**: the number of layers of each kind (full attention, a window, cross attention, a recurrent state) and how they are read. "and
+more": the layer keeps something beside keys and values, which stays in stock's tensors. **modes**: the number of modes equal to stock's,
+and those that are not. **apart**: the largest difference of a score. **captured**: whether decoding steps are replayed, tested with a
+stand-in for CUDA graphs, or why not.
 """
 
 
