@@ -437,7 +437,7 @@ def test_cross_tables_need_room() -> None:
         Status.WAITING,
         Status.WAITING,
     ]
-    with pytest.raises(Infeasible, match="encoder's 25 tokens need 7 blocks of 4 and 6 can be had"):
+    with pytest.raises(Infeasible, match="to 25 tokens needs 7 blocks of 4 and 6 can be had"):
         world.submit(Request(3, prompt(3), 12, source=25))
     world.run()
     world.assert_answered()

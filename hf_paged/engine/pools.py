@@ -65,10 +65,8 @@ class Pools:
             )
         kinds = [slot.kind for slot in slots if slot.kind is not None]
         cross = len(slots_of(model, cross=True)) if getattr(model.config, "is_encoder_decoder", False) else 0
-        counts = Counter(
-            kind for kind in kinds if kind != CROSS
-        )  # without a picture there is nothing to attend to across
-        counts.update([CROSS] * cross)  # the last of them
+        counts = Counter(kind for kind in kinds if kind != CROSS)
+        counts.update([CROSS] * (cross or kinds.count(CROSS)))  # the last of them
         self.config, self.layers, self.cross_layers = config, kinds, cross
         self._model, self._dtype = weakref.ref(model), getattr(model, "dtype", None)
         self.memory = memory_of(model)
@@ -80,6 +78,17 @@ class Pools:
         }
         for group in self.groups.values():
             group.kept = config.keep_pools
+
+    @property
+    def own(self) -> dict[LayerKind, LayerGroup]:
+        """The groups whose tables hold a sequence's own tokens, the first ones of all."""
+        return {kind: group for kind, group in self.groups.items() if kind != CROSS}
+
+    def drop_cross(self) -> None:
+        """Have no blocks for cross-attention layers: nothing will be stored in them."""
+        with self.memory.lock:
+            self.groups.pop(CROSS).give_back()
+            self.memory.groups.pop((CROSS, self.options), None)
 
     @property
     def shelves(self) -> tuple[KVCacheGroup, ...]:
@@ -102,7 +111,7 @@ class Pools:
         the memory.
 
         After a trial, which has shown what a block is made of. longest_source: the most that an encoder
-        makes.
+        makes, or that a picture becomes.
         """
         lengths = [(longest_source if kind == CROSS else longest) or LONGEST for kind in self.groups]
         with self.memory.lock:

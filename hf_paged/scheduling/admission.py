@@ -46,8 +46,9 @@ def why_infeasible(request: Request, shelves: Sequence[KVCacheGroup], limits: Li
             need, most = shelf.pool.blocks_for(request.source), shelf.pool.total - limits.reserve(shelf)
             if need > most:
                 return (
-                    f"an encoder's {request.source} tokens need {need} blocks of {shelf.pool.block_size} and "
-                    f"{most} can be had; shorten the input or raise num_blocks"
+                    f"cross attention to {request.source} tokens needs {need} blocks of "
+                    f"{shelf.pool.block_size} and {most} can be had; give a shorter input or fewer pictures, "
+                    "or raise num_blocks"
                 )
             continue
         need = blocks_of_group(shelf, request.width, len(request.prompt), request.most_tokens, limits.tokens)
@@ -137,6 +138,8 @@ class Watermark:
             self.limits.tokens,
             (bid.group, bid.blocks[i], bid.needs[i]),
         )
+        if shelf.cross and not need:
+            return Admission.OK  # a full pool is none of its business
         outstanding = sum(max(0, other.need(i, chunk) - other.held(i)) for other in self._behind)
         reserve = self.limits.reserve(shelf)
         if group.status is Status.PREEMPTED:

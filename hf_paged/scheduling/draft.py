@@ -72,8 +72,8 @@ def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
 
 
 def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], beside: int = 0) -> bool:
-    """Whether every pool has the blocks for these steps and `beside` more; what lies behind a window goes
-    back first (C10).
+    """Whether every pool has the blocks for these steps and `beside` more, which no cross-attention table
+    takes; what lies behind a window goes back first (C10).
     """
     for i, shelf in enumerate(shelves):
         every = [([sequence.tables[i] for sequence, _ in steps], steps) for steps in several]
@@ -81,13 +81,14 @@ def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], beside: int =
             for tables, _ in every:
                 for table in tables:
                     table.release_before(table.length - shelf.window + 1)
-        most = beside + sum([count // shelf.pool.block_size + 2 for steps in several for _, count in steps])
+        own = 0 if shelf.cross else beside
+        most = own + sum([count // shelf.pool.block_size + 2 for steps in several for _, count in steps])
         if not shelf.cross and most <= shelf.pool.available:
             continue  # nobody takes more than that, so nobody has to count
         need = sum(
             blocks_needed(tables, [sequence.growth(i, count) for sequence, count in steps])
             for tables, steps in every
         )
-        if beside + need > shelf.pool.available:
+        if own + need > shelf.pool.available:
             return False
     return True

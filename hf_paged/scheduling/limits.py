@@ -12,8 +12,8 @@ class KVCacheGroup(NamedTuple):
     """The pool of one kind of layer, how far back those layers look, and the pool on the host that its blocks
     are swapped to.
 
-    cross: whether they look at what an encoder made of a request's input: as long as that from the request's
-        first step on.
+    cross: whether they attend across, to what an encoder made of a request's input or to its pictures: as
+        long as that from the request's first step on, and empty for a request without. It is the last group.
     """
 
     pool: BlockPool
