@@ -115,6 +115,9 @@ class StepLayer(PagedLayer):
         """The past of the one sequence of the step, of which only the shape is known; models ask how much
         there is.
         """
+        if self.sequences.static is not None and self.kind.window is None:
+            pages = self._pages()  # whose columns only the device knows
+            return self._lazy(pages, getattr(pages, which), None)
         if not self.step.past:
             raise RuntimeError(UNREADABLE)
         store, index = self.step.pools.groups[self.kind].store(self.number)
@@ -162,12 +165,21 @@ class OwnCrossLayer(CrossLayer):
             )
         return super().update(key_states, value_states, *args, **kwargs)
 
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it holds something; captured steps are of texts."""
+        return self._filled and self.sequences.static is None
+
+    @is_initialized.setter
+    def is_initialized(self, filled: bool) -> None:
+        self._filled = filled
+
     def _stored(self, which: Any) -> torch.Tensor | None:
         return super()._stored(which) if self.is_initialized else None
 
     def get_seq_length(self) -> int:
         """The tokens of the pictures that are in the pages before the step."""
-        return self.step.across
+        return self.step.across if self.is_initialized else 0
 
     def reset(self) -> None:
         super().reset()
