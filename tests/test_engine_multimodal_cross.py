@@ -13,7 +13,7 @@ import torch
 import transformers as tf
 from engine_answers import PROMPTS, alone, answers
 from tape import record
-from tiny import PROMPT_IDS, build, config_class
+from tiny import PROMPT_IDS, build, config_class, tiny
 
 from hf_paged import demo
 from hf_paged.engine import Engine
@@ -410,19 +410,32 @@ def test_layers_that_take_nothing_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- prompts
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def talker() -> tuple[Any, Any]:
     """A tiny model over the demo's words, and its processor."""
+    pytest.importorskip("PIL", reason="the processor takes pictures of pillow's")
     tokenizer = demo.tokenizer()
     tokenizer.add_tokens(["<|image|>"], special_tokens=True)
-    config = config_class("image", "mllama")
     template = (
         "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' "
         "%}<|image|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
     )
     images = tf.MllamaImageProcessorPil(size={"height": 32, "width": 32}, max_image_tiles=TILES)
     processor = tf.MllamaProcessor(images, tokenizer, chat_template=template)
-    model = build("image", config, vocab_size=len(tokenizer))
+    config_type = config_class("image", "mllama")
+    config = config_type(**tiny(config_type))
+    config.text_config.vocab_size = len(tokenizer)
+    config.vision_config.supported_aspect_ratios = [
+        [wide, high] for wide in range(1, TILES + 1) for high in range(1, TILES // wide + 1)
+    ]
+    config.image_token_index = tokenizer.convert_tokens_to_ids("<|image|>")
+    torch.manual_seed(0)
+    model = tf.MllamaForConditionalGeneration(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    end = tokenizer.eos_token_id
+    model.generation_config = tf.GenerationConfig(pad_token_id=end, eos_token_id=end)
     return model, processor
 
 
@@ -431,3 +444,36 @@ def photo(seed: int, high: int = 40) -> Any:
 
     chance = torch.Generator().manual_seed(seed)
     return Image.fromarray(torch.randint(0, 256, (high, 40, 3), generator=chance, dtype=torch.uint8).numpy())
+
+
+def test_a_processor_and_chat_messages(talker: tuple[Any, Any]) -> None:
+    """Texts beside pictures, and messages with several, each of its own number of tiles; what the processor makes
+    can be handed over as for generate().
+    """
+    model, processor = talker
+    prompt = "Once upon <|image|> a time <|image|> the fox"
+    pictures = [photo(1), photo(2, high=90)]
+    made = dict(processor(images=pictures, text=prompt, return_tensors="pt"))
+    talk = [
+        {"type": "image", "image": pictures[0]},
+        {"type": "text", "text": "One day"},
+        {"type": "image", "image": pictures[1]},
+        {"type": "text", "text": " a little bear"},
+    ]
+    chat = [{"role": "user", "content": talk}]
+    of_chat = processor.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    plain = processor(text="The owl")["input_ids"][0]
+    expected = [right(model, made, **GREEDY)] * 2
+    expected += [right(model, dict(of_chat), **GREEDY), alone(model, plain, **GREEDY)]
+    with Engine(
+        model, processor, block_size=4, num_blocks=200, max_batch_tokens=16, max_batch_sequences=8
+    ) as e:
+        handles = [e.submit(prompt, images=pictures, **GREEDY), e.submit(**made, **GREEDY)]
+        handles += [e.submit(chat, **GREEDY), e.submit("The owl", **GREEDY)]
+        assert run(e, handles) == expected
+        assert handles[0].result().sequences[0].text == processor.tokenizer.decode(
+            expected[0][0], skip_special_tokens=True
+        )
+        assert handles[1].result().cached_tokens > 4
