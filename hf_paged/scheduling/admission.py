@@ -138,14 +138,15 @@ class Watermark:
             self.limits.tokens,
             (bid.group, bid.blocks[i], bid.needs[i]),
         )
-        if shelf.cross and not need:
-            return Admission.OK  # a full pool is none of its business
         outstanding = sum(max(0, other.need(i, chunk) - other.held(i)) for other in self._behind)
         reserve = self.limits.reserve(shelf)
         if group.status is Status.PREEMPTED:
             # No watermark; but it must not take the next block of those who run, or it would be the next to
             # go (C9).
-            reserve = moment.taken if group.setbacks < 2 else headroom(group, need, moment.running, i, chunk)
+            # A cross-attention table takes none.
+            reserve = 0 if shelf.cross else moment.taken
+            if group.setbacks >= 2:
+                reserve = headroom(group, need, moment.running, i, chunk)
         return judge(
             shelf.pool.total,
             shelf.pool.available - outstanding,

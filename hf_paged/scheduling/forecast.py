@@ -137,8 +137,6 @@ class FuturePeak(Watermark):
         self._catch_up(moment.step)
         entry = self._newcomer(bid, moment)
         for i, shelf in enumerate(self.shelves):
-            if shelf.cross and not bid.group.request.source:
-                continue
             reserve = 0 if bid.group.status is Status.PREEMPTED else self.limits.reserve(shelf)
             known = shelf.window is not None or shelf.cross
             margin = 0 if known else MARGIN * math.sqrt(self._spread + entry.spread)
