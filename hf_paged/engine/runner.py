@@ -149,7 +149,7 @@ class Runner:
             # In the order of the pieces again: a stable sort of the parts' order, turned around.
             order = sorted(range(len(is_apart)), key=is_apart.__getitem__)
             places = sorted(range(len(order)), key=order.__getitem__)
-            return Answer(torch.cat(parts)[places] if parts else apart)
+            return Answer(torch.cat(parts)[upload(places, self.device)] if parts else apart)
 
     def _compute(
         self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None, decoding: Decoding | None
