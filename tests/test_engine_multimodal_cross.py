@@ -6,6 +6,7 @@ C29, C30, C34, C36).
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from engine_answers import PROMPTS, alone, answers
 from tape import record
 from tiny import PROMPT_IDS, build, config_class, tiny
 
+import hf_paged
 from hf_paged import demo
 from hf_paged.engine import Engine
 from hf_paged.model.capture.rehearsal import RECORDERS
@@ -405,6 +407,24 @@ def test_layers_that_take_nothing_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
             engine.submit(**asks(1), **GREEDY)
         assert answers(engine.submit(PROMPTS[1], **GREEDY).result()) == alone(model, PROMPTS[1], **GREEDY)
         engine.check()
+
+
+def test_a_decoder_that_is_shown_nothing() -> None:
+    """The text model alone takes no pictures: no memory is kept for them."""
+    model = build("causal", config_class("image", "mllama"))
+    with small(model) as engine:
+        assert "cross" not in engine.stats()["blocks"]
+        assert answers(engine.submit(PROMPTS[1], **GREEDY).result()) == alone(model, PROMPTS[1], **GREEDY)
+
+
+def test_a_trace(model: Any, tmp_path: Path) -> None:
+    """A trace holds the tables of both kinds."""
+    with small(model) as engine, engine.trace(tmp_path / "steps.jsonl"):
+        engine.generate([PROMPTS[0]], **GREEDY)
+        engine.submit(**asks(1), **GREEDY).result()
+    trace = hf_paged.trace.read(tmp_path / "steps.jsonl")
+    assert [kind.name for kind in trace.kinds] == ["full", "cross"]
+    assert max(step.blocks[1].held for step in trace.steps) == PICTURE // 4
 
 
 # ---- prompts

@@ -146,7 +146,7 @@ class Runner:
             )
             parts = [each for each in (self.run(texts, latest).logits, apart) if len(each)]
             is_apart = [*[False] * crew, *(piece.across is not None for piece in others if piece.wanted)]
-            # In the order of the pieces again: a stable sort of the parts' order, turned around.
+            # The parts hold the texts first; row i of the answer is their row places[i].
             order = sorted(range(len(is_apart)), key=is_apart.__getitem__)
             places = sorted(range(len(order)), key=order.__getitem__)
             return Answer(torch.cat(parts)[upload(places, self.device)] if parts else apart)
