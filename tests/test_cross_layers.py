@@ -100,6 +100,16 @@ def test_modes(model: Any, mode: str, pictures: int) -> None:
     assert_same(model, **arguments)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("call", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_without_a_mask(call: dict[str, Any], implementation: str) -> None:
+    """Stock's sdpa attends causally to a picture whose mask is left out, and eager attention does not."""
+    model = build("image", config_class("image", "mllama"))
+    model.set_attn_implementation(implementation)
+    given = {name: value for name, value in shown(3, 13, 2).items() if name != "cross_attention_mask"}
+    assert_same(model, input_ids=text(), **given, max_new_tokens=8, do_sample=False, **call)
+
+
 @pytest.mark.parametrize("mode", NEEDS_NO_STOCK)
 def test_rejected_drafts_leave_the_picture(model: Any, mode: str) -> None:
     arguments = MODES[mode](model, text())

@@ -440,26 +440,6 @@ def test_a_model_that_does_more_with_pictures() -> None:
         engine.check()
 
 
-def test_layers_that_attend_to_a_picture() -> None:
-    """Mllama's text runs in one flat row as ever, past the layers that attend to pictures; a prompt with one
-    is refused by name.
-    """
-    model = kept("mllama")
-    shown, other = one_each("mllama")
-    expected = [alone(model, prompt, **GREEDY) for prompt in PROMPTS]
-    with small(model) as engine:
-        assert engine._runner.form == "flat", engine._runner.why_rows
-        texts = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS]
-        engine.step()
-        output = engine.submit(**shown, **GREEDY).result()
-        assert "gives its decoder ['cross_attention_states'" in str(output.error)
-        assert "use generate()" in str(output.error)
-        with pytest.raises(ValueError, match="cross_attention_states"):
-            engine.submit(**other, **GREEDY)
-        assert [answers(handle.result()) for handle in texts] == expected
-        engine.check()
-
-
 def stands(
     name: str, *seeds: int, before: list[int] = BEFORE, after: list[int] = AFTER
 ) -> dict[str, torch.Tensor]:

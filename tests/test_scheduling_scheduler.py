@@ -437,11 +437,88 @@ def test_cross_tables_need_room() -> None:
         Status.WAITING,
         Status.WAITING,
     ]
-    with pytest.raises(Infeasible, match="encoder's 25 tokens need 7 blocks of 4 and 6 can be had"):
+    with pytest.raises(Infeasible, match="to 25 tokens needs 7 blocks of 4 and 6 can be had"):
         world.submit(Request(3, prompt(3), 12, source=25))
     world.run()
     world.assert_answered()
     world.assert_empty()
+
+
+def test_pictures_share_prefixes_by_content() -> None:
+    """C18, C24: behind equal content equal tokens are found, and the cross-attention table is filled all the
+    same; other content, none, or content that nobody names is never shared.
+    """
+    world = behind_encoders(total=60, encoders=40, tokens=64)
+    for number, (key, hit) in enumerate([(b"a", 0), (b"a", 8), (b"b", 0), (b"", 0), (b"", 0), (b"b", 8)]):
+        group = world.submit(Request(number, prompt(9), 13, source=10, source_key=key))
+        world.run()
+        assert group.cached_tokens == hit, number
+    text = world.submit(Request(10, prompt(9), 13))
+    world.run()
+    assert text.cached_tokens == 0
+    world.assert_answered()
+    world.assert_empty()
+
+
+def test_a_text_needs_no_room_for_pictures() -> None:
+    """C9, C12: with the other pool full a text is let in, decodes in the batch and grows."""
+    world = behind_encoders(total=60, encoders=3, admission="future", tokens=64)
+    world.submit(Request(2, prompt(3), 16, width=3))
+    world.run()  # some answers have ended early: later ones are estimated, with a margin
+    world.submit(Request(0, prompt(3), 20, source=12, source_key=b"a"))
+    world.step()
+    assert world.encoders.available == 0
+    text = world.submit(Request(1, prompt(5, 4), 20))
+    plans = [world.step(), world.step()]
+    world.scheduler.preempt(text)
+    world.step()
+    assert text.status is Status.RUNNING
+    assert world.encoders.available == 0
+    plans += world.run()
+    assert any(plan.stride is not None and plan.stride.sequences == (text.leader,) for plan in plans)
+    assert world.scheduler.counts["preemptions"] == 1
+    world.assert_answered()
+    world.assert_empty()
+
+
+def test_the_pool_of_cross_attention_is_the_last() -> None:
+    pools = [BlockPool(8, 4), BlockPool(8, 4)]
+    with pytest.raises(ValueError, match="behind all others"):
+        Scheduler([KVCacheGroup(pools[0], cross=True), KVCacheGroup(pools[1])], Limits(16, 8))
+
+
+@pytest.mark.parametrize("admission", ["watermark", "future"])
+@pytest.mark.parametrize("host", [None, 30])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_walk_of_texts_and_pictures(seed: int, host: int | None, admission: str) -> None:
+    """C18, C23, C24, C30, C36: texts beside requests that attend to one of two pictures, on few blocks of both
+    kinds, preempted and aborted.
+    """
+    rng = random.Random(seed)
+    world = behind_encoders(total=22, encoders=24, tokens=9, sequences=6, host=host, admission=admission)
+    alive: list[SequenceGroup] = []
+    strides = 0
+    for number in range(80):
+        width, length = rng.choice([1, 1, 2, 3]), rng.randrange(1, 14)
+        source, key = rng.choice([(0, b""), (0, b""), (7, b"a"), (18, b"b"), (5, b"")])
+        most = length + rng.randrange(6, 20)
+        request = Request(
+            number, prompt(length, rng.randrange(3)), most, width, source=source, source_key=key
+        )
+        alive.append(world.submit(request, beams=width > 1 and rng.random() < 0.5))
+        for _ in range(rng.randrange(6)):
+            strides += world.step().stride is not None
+        if rng.random() < 0.15:
+            world.scheduler.abort(alive.pop(rng.randrange(len(alive))))
+        if rng.random() < 0.1 and world.scheduler.running:
+            world.scheduler.preempt(world.scheduler.running[-1])
+    world.run()
+    world.assert_answered()
+    world.assert_empty()
+    assert strides
+    assert world.scheduler.counts["hits"] > 3
+    assert world.scheduler.counts["preemptions"] > 3
+    assert (world.scheduler.counts["swapped_out"] > 0) == (host is not None)
 
 
 @pytest.mark.parametrize("admission", ["watermark", "future"])

@@ -32,8 +32,11 @@ class StepCache(DynamicCache):
         self.batches: Mapping[LayerKind, Batch] = {}
         self.past = 0
         """The tokens before the step, where one sequence runs by itself."""
+        self.across = 0
+        """What that sequence attends to across, as far as it is in the pages before the step."""
         layers: list[Any] = [
-            (EmptyLayer if kind == CROSS else StepLayer)(i, kind, self) for i, kind in enumerate(pools.layers)
+            (OwnCrossLayer if kind == CROSS else StepLayer)(i, kind, self)
+            for i, kind in enumerate(pools.layers)
         ]
         Cache.__init__(self, layers=layers)
         self._cross = DynamicCache()
@@ -47,24 +50,21 @@ class StepCache(DynamicCache):
         both.is_updated = dict.fromkeys(range(len(self._cross.layers)), filled)
         return both
 
-    def begin(self, batches: Mapping[LayerKind, Batch], past: int = 0) -> None:
-        """Stand for another step, of one sequence behind `past` tokens or of several in one row.
+    def begin(self, batches: Mapping[LayerKind, Batch], past: int = 0, across: int = 0) -> None:
+        """Stand for another step, of one sequence behind `past` tokens or of several in one row. across: the
+        tokens of its pictures whose keys and values are in the pages.
 
         Until it is updated a layer is initialized if there is a past: models ask that to know a prompt. Of
         several sequences some may be at their prompt, so none of the layers is.
         """
-        self.batches, self.past = batches, past
+        self.batches, self.past, self.across = batches, past, across
         for layer in self.layers:
             layer.reset()
 
     @property
     def paths(self) -> set[str]:
         """How attention has read the layers in this step."""
-        return {
-            layer.path
-            for layer in self.layers
-            if isinstance(layer, StepLayer) and not isinstance(layer, EmptyLayer)
-        }
+        return {layer.path for layer in self.layers if isinstance(layer, StepLayer) and layer.kind != CROSS}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -115,6 +115,9 @@ class StepLayer(PagedLayer):
         """The past of the one sequence of the step, of which only the shape is known; models ask how much
         there is.
         """
+        if self.sequences.static is not None and self.kind.window is None:
+            pages = self._pages()  # whose columns only the device knows
+            return self._lazy(pages, getattr(pages, which), None)
         if not self.step.past:
             raise RuntimeError(UNREADABLE)
         store, index = self.step.pools.groups[self.kind].store(self.number)
@@ -137,29 +140,6 @@ class StepLayer(PagedLayer):
         self.is_initialized = self.step.past > 0
 
 
-class EmptyLayer(StepLayer):
-    """A layer of a decoder that attends to a picture and to nothing else: prompts here have none (Mllama)."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Refuse: there are no tables for a picture's tokens."""
-        raise Unservable(
-            f"layer {self.number} attends to a picture, for whose tokens the engine has no tables; use "
-            "generate()"
-        )
-
-    def _stored(self, which: Any) -> torch.Tensor | None:
-        return None
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def reset(self) -> None:
-        super().reset()
-        self.is_initialized = False
-
-
 class CrossLayer(StepLayer):
     """What one sequence's decoder attends to in its encoder: written with its first tokens, read with all
     later ones.
@@ -168,3 +148,39 @@ class CrossLayer(StepLayer):
     def _stored(self, which: Any) -> torch.Tensor | None:
         pages = self._pages()
         return self._lazy(pages, getattr(pages, which), None)
+
+
+class OwnCrossLayer(CrossLayer):
+    """A cross-attention layer among a decoder's own: it attends to the pictures of one sequence, and is empty
+    for a text (Mllama).
+    """
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store what the sequence attends to; a step of texts has no table for it."""
+        if CROSS not in self.step.batches:
+            raise Unservable(
+                f"layer {self.number} attends across and the step has no table for it; use generate()"
+            )
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it holds something; captured steps are of texts."""
+        return self._filled and self.sequences.static is None
+
+    @is_initialized.setter
+    def is_initialized(self, filled: bool) -> None:
+        self._filled = filled
+
+    def _stored(self, which: Any) -> torch.Tensor | None:
+        return super()._stored(which) if self.is_initialized else None
+
+    def get_seq_length(self) -> int:
+        """The tokens of the pictures that are in the pages before the step."""
+        return self.step.across if self.is_initialized else 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.is_initialized = self.step.across > 0

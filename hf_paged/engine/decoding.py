@@ -211,7 +211,7 @@ class Decoding:
             or not all(piece.of_ids for piece in others)
         ):
             return None
-        groups = self.runner.pools.groups.values()
+        groups = self.runner.pools.own.values()
         if len(pieces) > self._most or not all(group.stores for group in groups):
             return None  # the pools were given back, and come again with this step
         # Latents are read by plain torch, whatever the kernels are.
@@ -251,7 +251,7 @@ class Decoding:
     def _pools(self) -> tuple[Any, ...]:
         return tuple(
             (data.data_ptr(), data.dtype)
-            for group in self.runner.pools.groups.values()
+            for group in self.runner.pools.own.values()
             for data in group.tensors
         )
 
@@ -349,7 +349,7 @@ class Decoding:
     def _capture(
         self, shape: Shape, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None, vocabulary: int
     ) -> _CapturedStep:
-        model, groups = self.runner.model, self.runner.pools.groups
+        model, groups = self.runner.model, self.runner.pools.own
         rows, device, mixed = shape.rows, self.runner.device, shape.form != "single"
         batches = {kind: self._batch(shape, group) for kind, group in groups.items()}
         with torch.inference_mode(False):
@@ -395,7 +395,7 @@ class Decoding:
             self._forward(step, fusion, self._rehearsed[form])
             return
         model, lengths = self.runner.model, LengthsOnDevice()
-        stores = [data for group in self.runner.pools.groups.values() for data in group.tensors]
+        stores = [data for group in self.runner.pools.own.values() for data in group.tensors]
         static = [
             step.ids,
             *(each for each in step.answer if each is not None),

@@ -21,14 +21,14 @@ from .config import EngineConfig, EngineOptions
 from .fair_lock import in_turn
 from .front import Front
 from .job import Job
-from .multimodal.encoder import EncoderInput
+from .multimodal.cross import CrossMedia, longest_picture
 from .multimodal.media import Media
 from .outputs.output import Output
 from .pools import Pools
 from .preemption import Preemption
 from .recorder import Recorder
 from .requests.keywords import spell_out
-from .requests.params import check_model, check_transformers
+from .requests.params import RequestParams, check_model, check_transformers
 from .runner import Runner
 from .settings import Settings
 from .stepping import Steps
@@ -69,6 +69,9 @@ class Engine(Front):
         check_servable(self.model, model)
         check_model(self.model)
         self._longest, self._longest_source = longest(self.model), longest_source(self.model)
+        longest_across = self._longest_source
+        if not self.model.config.is_encoder_decoder:
+            self._longest_source, longest_across = None, longest_picture(self.model)
         self.pools = Pools(self.model, self.config)
         # Finalizers run in the middle of anything, so this one only notes that the pools are nobody's.
         weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
@@ -77,7 +80,7 @@ class Engine(Front):
         with self.pools.memory.lock:
             settings = Settings(self.model)
         self._runner.try_out()
-        self.pools.settle(self._longest, self._longest_source)
+        self.pools.settle(self._longest, longest_across)
         self._preemption = Preemption(self.pools, self.config.preemption)
         self._scheduler = Scheduler(
             self.pools.shelves,
@@ -133,13 +136,19 @@ class Engine(Front):
             )
         return why_infeasible(request, self.pools.shelves, self.config.limits())
 
-    def _source_length(self, source: EncoderInput) -> int:
+    def _source_length(self, asked: RequestParams) -> int:
+        if isinstance(asked.media, CrossMedia):
+            return asked.media.length
+        if asked.source is None:
+            return 0
         assert self._runner.encoder is not None
-        return self._runner.encoder.length(source)
+        return self._runner.encoder.length(asked.source)
 
     def _require_vectors(self, media: Media | None) -> None:
         if self._runner.why_no_embeddings is not None:
             raise ValueError(f"{self._runner.why_no_embeddings}; give token ids, or use generate()")
+        if isinstance(media, CrossMedia) and self._runner.why_not_across is not None:
+            raise ValueError(f"{self._runner.why_not_across}; use generate()")
         if media is not None:
             self._runner.merger.require(media)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from ..blocks import BlockTable
 from ..kv.upload import upload
 from ..scheduling import UNKNOWN, DecodeRows, SequenceGroup, StepPlan, TokenSequence
+from .multimodal.cross import CrossInputs, CrossMedia
 from .multimodal.encoder import EncoderInput
 from .multimodal.extras import DecoderExtras
 from .requests.params import RequestParams
@@ -38,11 +40,13 @@ class ScheduledChunk(NamedTuple):
     """How far they stand behind their number, if one number says it."""
     beside: DecoderExtras | None = None
     """What its decoder is given for some of them beside embeddings."""
+    across: CrossInputs | None = None
+    """What its decoder attends to across, and under which masks."""
 
     @property
     def of_ids(self) -> bool:
         """Whether its tokens are ids and nothing else, and one number says where they stand."""
-        return self.embeds is None and self.shift is not None
+        return self.embeds is None and self.shift is not None and self.across is None
 
     @property
     def positions(self) -> range:
@@ -98,6 +102,10 @@ class ForwardBatch(Sequence[ScheduledChunk]):
         asked = self._given.get(sequence.group) if self._given else None
         if asked is None:
             return made
+        if isinstance(asked.media, CrossMedia):
+            assert asked.media.across is not None
+            across = asked.media.across.part(start, count, stored=sequence.begun)
+            return made._replace(tokens=asked.media.ids_of(start, tokens), across=across)
         if asked.media is not None:
             media, where = asked.media, asked.media.where(start, count)
             made = made._replace(
@@ -106,6 +114,13 @@ class ForwardBatch(Sequence[ScheduledChunk]):
                 beside=media.near(start, count),
             )
         return made._replace(embeds=asked.vectors(start, count), source=asked.source)
+
+    def without_across(self) -> ForwardBatch:
+        """The same without the chunks that attend across."""
+        texts = copy(self)
+        texts.__dict__.pop("_all", None)
+        texts.others = [piece for piece in self.others if piece.across is None]
+        return texts
 
     def ids(self, device: torch.device) -> torch.Tensor:
         """The tokens [crew] of the stride on a device: from the last step's if the host has not heard of

@@ -23,13 +23,12 @@ from .background import Background
 from .check_policy import CheckPolicy, WeightsChanged
 from .fair_lock import FairLock, in_turn
 from .job import Job
-from .multimodal.encoder import EncoderInput
 from .multimodal.media import Media
 from .outputs.handle import Handle
 from .outputs.output import Increment, Output, with_errors_noticed
 from .requests.keywords import GenerateKeywords, RequestKeywords, spell_out
 from .requests.options import Options
-from .requests.params import read
+from .requests.params import RequestParams, read
 from .requests.prompts import words_of
 
 T = TypeVar("T")
@@ -109,7 +108,6 @@ class Front(ABC):
         if asked.embeds is not None or asked.media is not None:
             self._require_vectors(asked.media)
         job = Job(asked, None, self.tokenizer)
-        source = 0 if asked.source is None else self._source_length(asked.source)
         extra = extra_key(None if salt is None else check_salt(salt))
         request = Request(
             next(self._numbers),
@@ -118,8 +116,9 @@ class Front(ABC):
             asked.width,
             priority,
             extra,
-            source,
+            self._source_length(asked),
             asked.steady,
+            asked.source_key,
         )
         reason = self._why_never(request)
         if reason is not None:
@@ -411,8 +410,8 @@ class Front(ABC):
         """Why a request can never be computed, or None if it can. Asked without the lock."""
 
     @abstractmethod
-    def _source_length(self, source: EncoderInput) -> int:
-        """How many tokens the encoder makes of an input."""
+    def _source_length(self, asked: RequestParams) -> int:
+        """How many tokens a request attends to across: those that an encoder makes, or those of pictures."""
 
     @abstractmethod
     def _require_vectors(self, media: Media | None) -> None:

@@ -64,10 +64,8 @@ class Pools:
             )
         kinds = [slot.kind for slot in slots if slot.kind is not None]
         cross = len(slots_of(model, cross=True)) if getattr(model.config, "is_encoder_decoder", False) else 0
-        counts = Counter(
-            kind for kind in kinds if kind != CROSS
-        )  # without a picture there is nothing to attend to across
-        counts.update([CROSS] * cross)  # the last of them
+        counts = Counter(kind for kind in kinds if kind != CROSS)
+        counts.update([CROSS] * (cross or kinds.count(CROSS)))  # the last of them
         self.config, self.layers, self.cross_layers = config, kinds, cross
         self._model, self._dtype = weakref.ref(model), getattr(model, "dtype", None)
         self.memory = memory_of(model)
@@ -79,6 +77,17 @@ class Pools:
         }
         for group in self.groups.values():
             group.kept = config.keep_pools
+
+    @property
+    def own(self) -> dict[LayerKind, LayerGroup]:
+        """The groups whose tables hold a sequence's own tokens, the first ones of all."""
+        return {kind: group for kind, group in self.groups.items() if kind != CROSS}
+
+    def drop_cross(self) -> None:
+        """Have no blocks for cross-attention layers: nothing will be stored in them."""
+        with self.memory.lock:
+            self.groups.pop(CROSS).give_back()
+            self.memory.groups.pop((CROSS, self.options), None)
 
     @property
     def shelves(self) -> tuple[KVCacheGroup, ...]:
@@ -101,7 +110,7 @@ class Pools:
         share of the memory.
 
         Called after a trial, which has shown the layers' shapes. longest_source: the most tokens that an
-        encoder makes.
+        encoder makes, or that a picture becomes.
         """
         lengths = [(longest_source if kind == CROSS else longest) or LONGEST for kind in self.groups]
         with self.memory.lock:

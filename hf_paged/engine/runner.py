@@ -25,7 +25,8 @@ from ..model.switch import decoder_configs, restore, switch
 from .cache import StepCache
 from .check_policy import CheckPolicy
 from .decoding import Decoding
-from .forward_batch import ForwardBatch, ScheduledChunk, merged, placed
+from .forward_batch import ForwardBatch, ScheduledChunk, merged, placed, split
+from .multimodal.cross import STATES, CrossInputs, trial_inputs, why_not_across
 from .multimodal.encoder import Encoder, EncoderInput
 from .multimodal.extras import given, joined
 from .multimodal.media import Media
@@ -49,6 +50,8 @@ lengths.
 """
 LONGEST = 512
 """Models for shorter sequences are tried out with short ones everywhere."""
+ACROSS = 5
+"""Tokens that cross-attention layers are tried out with."""
 CLOSE = {torch.float32: 1e-2, torch.float64: 1e-6}
 CLOSE_IN_HALF = 5e-2
 """How far logits may be apart that should be the same, as a share of their size. A token that sees what it
@@ -90,6 +93,8 @@ class Runner:
         """Why a prompt cannot be embeddings; None if it can."""
         self.merger = Merger(self)
         """Its way from pictures and recordings to embeddings."""
+        self.why_not_across: str | None = None
+        """Why its cross-attention layers get no pictures; None if they may, or if it has none."""
         self._trial_source: EncoderInput | None = None
         self._warming: Warming | None = None
         """What compiles kernels while the model is tried out."""
@@ -114,6 +119,8 @@ class Runner:
 
         latest: the tokens that the last step chose, if there are pieces that follow them.
         """
+        if self.why_rows is None and any(piece.across is not None for piece in split(pieces)[1]):
+            return self._run_apart(pieces, latest)
         with self.pools.memory.lock, torch.no_grad():
             decoding = self.decoding if self.why_rows is None else None
             replayed = None if decoding is None else decoding.run(pieces, latest)
@@ -121,6 +128,28 @@ class Runner:
                 return replayed
             self.device = input_device(self.model)
             return self.plugged(lambda: self._compute(pieces, latest, decoding))
+
+    def _run_apart(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> Answer:
+        """Chunks that attend across, one by one, and the others as ever."""
+        stride, others = split(pieces)
+        crew = 0 if stride is None else len(stride.sequences)
+        across = [piece for piece in others if piece.across is not None]
+        with self.pools.memory.lock, torch.no_grad():
+            self.device = input_device(self.model)
+            apart = self.plugged(lambda: self._one_by_one(across, latest))
+            if len(across) == crew + len(others):
+                return Answer(apart)
+            texts = (
+                pieces.without_across()
+                if isinstance(pieces, ForwardBatch)
+                else [piece for piece in others if piece.across is None]
+            )
+            parts = [each for each in (self.run(texts, latest).logits, apart) if len(each)]
+            is_apart = [*[False] * crew, *(piece.across is not None for piece in others if piece.wanted)]
+            # The parts hold the texts first; row i of the answer is their row places[i].
+            order = sorted(range(len(is_apart)), key=is_apart.__getitem__)
+            places = sorted(range(len(order)), key=order.__getitem__)
+            return Answer(torch.cat(parts)[upload(places, self.device)] if parts else apart)
 
     def _compute(
         self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None, decoding: Decoding | None
@@ -168,7 +197,7 @@ class Runner:
         counts = [len(piece.tokens) for piece in pieces]
         batches = {
             kind: FlatBatch([piece.tables[i] for piece in pieces], counts)
-            for i, kind in enumerate(self.pools.groups)
+            for i, kind in enumerate(self.pools.own)
         }
         self.cache.begin(batches)
         borders = next(iter(batches.values())).borders
@@ -185,12 +214,16 @@ class Runner:
         length = piece.start + count
         batches = {
             kind: Batch([piece.tables[i]], None, length, count, None, lambda: True)
-            for i, kind in enumerate(self.pools.groups)
+            for i, kind in enumerate(self.pools.own)
         }
-        inputs = self._inputs([piece], latest)
+        inputs, across = self._inputs([piece], latest), 0
         if piece.source is not None:
             inputs = self._behind_encoder(piece, inputs["input_ids"], batches)
-        self.cache.begin(batches, past=piece.start)
+        elif piece.across is not None:
+            tokens = piece.tables[-1].length
+            batches[CROSS] = Batch([piece.tables[-1]], None, tokens, tokens, None, lambda: True)
+            across = 0 if piece.across.states else tokens
+        self.cache.begin(batches, past=piece.start, across=across)
         logits = self._forward([piece], inputs, [count - 1] if piece.wanted else [], flat=False)
         if piece.wanted:
             yield logits
@@ -257,6 +290,8 @@ class Runner:
         if self.keeps_some:
             arguments["logits_to_keep"] = places
         beside, outer = joined([piece.beside for piece in pieces], [*map(len, tokens)]), running.get()
+        for piece in pieces:
+            beside |= {} if piece.across is None else piece.across.arguments
         try:
             running.set(Forward(self.cache, flat=flat))
             with given(self.model, beside):
@@ -336,8 +371,31 @@ class Runner:
         if self.why_rows is None:
             self.why_rows = self._why_not_flat(rows, whole, cuts)
         self.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])
+        if CROSS in self.pools.groups and self.encoder is None:
+            self.why_not_across = why_not_across(self.model) or self._why_not_across(rows, cuts)
+            if self.why_not_across is not None:
+                self.pools.drop_cross()
         if self.decoding is not None:
             self.decoding.prepare(lambda: self._without_cache(rows[:1]))
+
+    def _why_not_across(self, rows: list[list[int]], cuts: list[list[int]]) -> str | None:
+        """Why cross-attention layers do not get what they attend to from the pages. The trial also shows what
+        a block of theirs is made of.
+        """
+        name = type(self.model).__name__
+        like = self.embedded(torch.zeros(1, ACROSS, dtype=torch.long, device=self.device))
+        across = trial_inputs(like, max(map(len, rows)))
+        try:
+            whole = self._without_cache(rows, across=across)
+            pieces = self._trial(rows, "rows", cuts, across)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return f"{name} fails with {STATES} ({type(error).__name__}: {error})"
+        far = self._apart(rows, whole, pieces, across)
+        if far is None:
+            return None
+        return f"{name} answers {STATES} differently in pieces (by {far:.1e} of its logits)"
 
     def _why_no_embeddings(self, rows: list[list[int]], right: torch.Tensor) -> str | None:
         """Why the model does not take its own embeddings for the ids that they are of."""
@@ -374,9 +432,11 @@ class Runner:
             else f"in one row with others its sequences get other logits (by {far:.1e} of their size)"
         )
 
-    def _without_cache(self, rows: list[list[int]], embedded: bool = False) -> torch.Tensor:
+    def _without_cache(
+        self, rows: list[list[int]], embedded: bool = False, across: CrossInputs | None = None
+    ) -> torch.Tensor:
         """The logits [rows, vocabulary] after each row, by the model as it is, from ids or from its own
-        embeddings of them.
+        embeddings of them. across: what every row attends to.
         """
         last = []
         for row in rows:
@@ -390,9 +450,10 @@ class Runner:
                     arguments = {self.encoder.input_name: source.inputs, "decoder_input_ids": ids}
                 if self._takes_positions:
                     arguments["position_ids"] = torch.arange(len(row), device=self.device)[None]
-                last.append(
-                    self.model(**arguments, use_cache=False, return_dict=True).logits[0, -1].to(torch.float32)
-                )
+                part = {} if across is None else across.part(0, len(row), stored=False).arguments
+                with given(self.model, part):
+                    answer = self.model(**arguments, use_cache=False, return_dict=True)
+                last.append(answer.logits[0, -1].to(torch.float32))
         return torch.stack(last)
 
     def logits_of(self, embeds: torch.Tensor, count: int, where: torch.Tensor | None) -> torch.Tensor:
@@ -411,9 +472,15 @@ class Runner:
         logits: torch.Tensor = answer.logits[0, -count:]
         return logits.to(torch.float32)
 
-    def _apart(self, rows: list[list[int]], right: torch.Tensor, found: torch.Tensor) -> float | None:
+    def _apart(
+        self,
+        rows: list[list[int]],
+        right: torch.Tensor,
+        found: torch.Tensor,
+        across: CrossInputs | None = None,
+    ) -> float | None:
         """How far logits after `rows` are from the right ones, if that is more than rounding."""
-        return self.far(right, found, lambda: self._moved(rows, right))
+        return self.far(right, found, lambda: self._moved(rows, right, across))
 
     def far(self, right: torch.Tensor, found: torch.Tensor, moved: Callable[[], float]) -> float | None:
         """How far logits are from the right ones, if that is more than rounding; `moved` finds out what
@@ -425,7 +492,7 @@ class Runner:
         rounding = dtype not in CLOSE and far <= MOST_IN_HALF and far <= ROUNDINGS * moved()
         return None if rounding else far
 
-    def _moved(self, rows: list[list[int]], right: torch.Tensor) -> float:
+    def _moved(self, rows: list[list[int]], right: torch.Tensor, across: CrossInputs | None) -> float:
         """How far the logits after `rows` are from the right ones if every embedding is off by what rounding
         may do to it.
 
@@ -439,7 +506,7 @@ class Runner:
 
         hook = self.model.get_input_embeddings().register_forward_hook(shake)  # type: ignore[operator]
         try:
-            return distance(right, self._without_cache(rows))
+            return distance(right, self._without_cache(rows, across=across))
         finally:
             hook.remove()
 
@@ -450,9 +517,15 @@ class Runner:
             self.logits_of(shaken(embeds, torch.Generator(self.device).manual_seed(0)), len(right), where),
         )
 
-    def _trial(self, rows: list[list[int]], form: Form, cuts: list[list[int]]) -> torch.Tensor:
+    def _trial(
+        self,
+        rows: list[list[int]],
+        form: Form,
+        cuts: list[list[int]],
+        across: CrossInputs | None = None,
+    ) -> torch.Tensor:
         """The logits [rows, vocabulary] after the last of the steps that take row i up to cuts[step][i]
-        tokens.
+        tokens; across: what every row attends to.
         """
         if self._warming is not None and (form == "flat" or self.pools.config.kernels != "auto"):
             self._warming.wait()  # here the first kernel is launched
@@ -467,13 +540,14 @@ class Runner:
                     for group, table in zip(self.pools.groups.values(), of_row, strict=True):
                         if group.kind.window is not None:
                             table.release_before(table.length - group.kind.window + 1)
-                        cross = (
-                            0
-                            if first or source is None or self.encoder is None
-                            else self.encoder.length(source)
-                        )
+                        cross = 0 if first or across is None else ACROSS
+                        if not first and source is not None and self.encoder is not None:
+                            cross = self.encoder.length(source)
                         append([table], [cross if group.kind == CROSS else end - first])
-                    pieces.append(ScheduledChunk(row[first:end], first, of_row, True, source=source))
+                    part = None if across is None else across.part(first, end - first, stored=bool(first))
+                    pieces.append(
+                        ScheduledChunk(row[first:end], first, of_row, True, source=source, across=part)
+                    )
                 logits = self.run(pieces).logits
                 begin = ends
         finally:

@@ -219,7 +219,7 @@ class Steps:
         shown = self._show(plan) if self._given else []
         logits = self.runner.run(ForwardBatch(plan, latest, self._given), latest.tokens)
         for media in shown:
-            media.forget()
+            media.forget_spent()
         return logits
 
     def _show(self, plan: StepPlan) -> list[Media]:
@@ -234,11 +234,11 @@ class Steps:
                 continue
             if media.shift is None:
                 self.runner.merger.recall(media)  # by now somebody else may have brought the same
-            if media.made is None and (media.shift is None or media.concerns(start, count)):
+            if media.due(start, count, sequence.begun):
                 self.runner.show(media)
             if media.shift:
                 sequence.group.scatter()
-            if media.made is not None and start + count >= media.place.stop:
+            if media.spent(start, count):
                 done.append(media)
         return done
 

@@ -71,7 +71,7 @@ def jobs(runner: Runner) -> Sequence[Job]:
         None if original_implementation(config) == "sdpa" else getattr(config, "attn_logit_softcapping", None)
     )
     found: list[Job] = []
-    for kind in runner.pools.groups:
+    for kind in runner.pools.own:
         attention = Attention(
             layout, query_heads, runner.pools.config.block_size, kind.window, softcap, turns
         )

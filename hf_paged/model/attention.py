@@ -180,6 +180,8 @@ def _attend_pages(
     forward = running.get()
     if forward is None or forward.dense or not _plain(module, kwargs):
         return None
+    if mask is None and query.shape[2] > 1 and _causal_across(module, key, kwargs):
+        return None
     seen = _seen(query, key, mask, kwargs, forward)
     if seen is None:
         return None
@@ -248,6 +250,14 @@ def _seen(
     return Seen(key.first, mask) if fits and mask.shape[2:] == (query.shape[2], key.columns) else None
 
 
+def _causal_across(module: nn.Module, key: LazyPages, kwargs: dict[str, Any]) -> bool:
+    """Whether stock's cross attention is causal: sdpa's is without a mask, unless its module says no."""
+    if key.layer.kind.name != "cross" or _dense_implementation(_setting(module)) != "sdpa":
+        return False
+    told = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if told is None else told)
+
+
 def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether the keywords contain nothing beyond scale, softcap, sinks and a bias."""
     if kwargs.get("dropout") and module.training:
@@ -266,7 +276,11 @@ def drops_caps(module: nn.Module) -> bool:
     """Whether the model's own setting computes without softcap and sinks, whatever the model passes: our
     answer is stock's.
     """
-    return original_implementation(getattr(module, "config", None)) == "sdpa"
+    return _setting(module) == "sdpa"
+
+
+def _setting(module: nn.Module) -> str:
+    return original_implementation(getattr(module, "config", None))
 
 
 def _dense_implementation(original: str) -> str:
@@ -275,7 +289,7 @@ def _dense_implementation(original: str) -> str:
 
 
 def _stock_attention(module: nn.Module) -> Attention:
-    implementation = original_implementation(getattr(module, "config", None))
+    implementation = _setting(module)
     dense: Attention | None = ALL_ATTENTION_FUNCTIONS.get(_dense_implementation(implementation))
     if dense is not None:
         return dense

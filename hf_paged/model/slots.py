@@ -5,6 +5,7 @@ both.
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -72,6 +73,11 @@ class Slot(NamedTuple):
         )
 
 
+def cross_layers(config: Any) -> Collection[int]:
+    """The layers of a decoder's own cache that attend across, to other tokens than the text's."""
+    return getattr(config, "cross_attention_layers", None) or ()
+
+
 def slots_of(model: Any, cross: bool) -> list[Slot]:
     """The places of a model's cache, as its config lays them out; `cross` for the cache of what an encoder
     made.
@@ -81,7 +87,7 @@ def slots_of(model: Any, cross: bool) -> list[Slot]:
     """
     config = model.config.get_text_config(decoder=True)
     stock = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
-    across = getattr(config, "cross_attention_layers", None) or ()
+    across = cross_layers(config)
     return [Slot.of(layer, cross or i in across) for i, layer in enumerate(stock)]
 
 

@@ -46,8 +46,9 @@ def why_infeasible(request: Request, shelves: Sequence[KVCacheGroup], limits: Li
             need, most = shelf.pool.blocks_for(request.source), shelf.pool.total - limits.reserve(shelf)
             if need > most:
                 return (
-                    f"an encoder's {request.source} tokens need {need} blocks of {shelf.pool.block_size} and "
-                    f"{most} can be had; shorten the input or raise num_blocks"
+                    f"cross attention to {request.source} tokens needs {need} blocks of "
+                    f"{shelf.pool.block_size} and {most} can be had; give a shorter input or fewer pictures, "
+                    "or raise num_blocks"
                 )
             continue
         need = blocks_of_group(shelf, request.width, len(request.prompt), request.most_tokens, limits.tokens)
@@ -141,8 +142,10 @@ class Watermark:
         reserve = self.limits.reserve(shelf)
         if group.status is Status.PREEMPTED:
             # No watermark; but it must not take the next block of a running sequence, or it would be the next
-            # to be preempted (C9).
-            reserve = moment.taken if group.setbacks < 2 else headroom(group, need, moment.running, i, chunk)
+            # to be preempted (C9). A cross-attention table takes none.
+            reserve = 0 if shelf.cross else moment.taken
+            if group.setbacks >= 2:
+                reserve = headroom(group, need, moment.running, i, chunk)
         return judge(
             shelf.pool.total,
             shelf.pool.available - outstanding,

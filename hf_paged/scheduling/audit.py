@@ -35,7 +35,7 @@ def check_groups(by_status: Mapping[Status, Sequence[SequenceGroup]], key: Key) 
                 encoded = {table.length for shelf, table in tables if shelf.cross}
                 expect(
                     encoded <= {group.request.source if sequence.computed else 0},
-                    f"{sequence!r} has {encoded} tokens of an encoder",
+                    f"{sequence!r} attends across to {encoded} tokens",
                 )
                 here = any(table.blocks for table in sequence.tables)
                 expect(status is Status.RUNNING or not here, f"{sequence!r} does not run and holds blocks")

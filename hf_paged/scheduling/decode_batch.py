@@ -48,6 +48,7 @@ class DecodeBatch:
     """
 
     def __init__(self, shelves: tuple[KVCacheGroup, ...]) -> None:
+        """shelves: those whose tables grow with the tokens; a member's cross-attention table is empty."""
         self.shelves = shelves
         self.sequences: list[TokenSequence] = []
         self.clear()
@@ -79,12 +80,7 @@ class DecodeBatch:
 
     def accepts(self, group: SequenceGroup) -> bool:
         """Whether a group may join: nobody else names the block that it would write in next."""
-        if (
-            group.request.width > 1
-            or not group.request.steady
-            or not group.decoding
-            or any(shelf.cross for shelf in self.shelves)
-        ):
+        if group.request.width > 1 or not group.request.steady or not group.decoding or group.request.source:
             return False
         return all(
             not table.length % self._size or table.pool.references(table.blocks[-1]) == 1
@@ -100,7 +96,7 @@ class DecodeBatch:
         self._full[-start % self._size][sequence] = None
         self._ends.setdefault(self._end_of(sequence), {})[sequence] = None
         for shelf, sheet, tables, table in zip(
-            self.shelves, self.sheets, self._tables, sequence.tables, strict=True
+            self.shelves, self.sheets, self._tables, self._growing(sequence), strict=True
         ):
             if table.length % self._size:
                 shelf.pool.withdraw(table.blocks[-1])  # a name from before something was taken back would lie
@@ -119,7 +115,7 @@ class DecodeBatch:
         end.pop(sequence, None)
         if not end:
             self._ends.pop(self._end_of(sequence), None)
-        for table, now in zip(sequence.tables, self._now, strict=True):
+        for table, now in zip(self._growing(sequence), self._now, strict=True):
             table.stamp = max(table.stamp, now)
         columns: list[list[Any] | array[int]] = [self.sequences, self._starts, *self._tables]
         for column in columns:
@@ -139,6 +135,10 @@ class DecodeBatch:
     def stands(self, stride: DecodeRows) -> bool:
         """Whether nobody has joined or left since a stride."""
         return self._as_it_is is not None and self._as_it_is[0] is stride.sequences
+
+    def _growing(self, sequence: TokenSequence) -> tuple[BlockTable, ...]:
+        """The tables of a member that take its tokens."""
+        return sequence.tables[: len(self.shelves)]
 
     def _end_of(self, sequence: TokenSequence) -> int:
         """The number of the step that a member does not take any more: with the one before it gets its last
@@ -166,7 +166,7 @@ class DecodeBatch:
         """One token for everybody; every pool has the blocks for it."""
         if not self.sequences:
             return None
-        self._now = now
+        self._now = now[: len(self.shelves)]
         for sequence in self._full[self.steps % self._size]:
             self._extend(sequence)
         for tables in self._tables:
@@ -183,7 +183,7 @@ class DecodeBatch:
     def _extend(self, sequence: TokenSequence) -> None:
         """A new block for a sequence whose blocks are full."""
         assert sequence.place is not None
-        for sheet, table, now in zip(self.sheets, sequence.tables, self._now, strict=True):
+        for sheet, table, now in zip(self.sheets, self._growing(sequence), self._now, strict=True):
             table.stamp = now
             table.blocks.append(table.pool.take(table.blocks[-1] + 1 if table.blocks else NOWHERE))
             sheet.add(sequence.place, table)
@@ -191,7 +191,7 @@ class DecodeBatch:
     def renamed(self, sequence: TokenSequence, first: int) -> None:
         """A member's tables name other blocks from their block `first` on."""
         if sequence.place is not None:
-            for sheet, table in zip(self.sheets, sequence.tables, strict=True):
+            for sheet, table in zip(self.sheets, self._growing(sequence), strict=True):
                 sheet.put(sequence.place, table, first)
 
     # ---- the audit
@@ -211,7 +211,7 @@ class DecodeBatch:
                 sequence in self._full[-self._starts[place] % self._size],
                 f"nobody knows when {sequence!r} needs a block",
             )
-            for sheet, tables, table in zip(self.sheets, self._tables, sequence.tables, strict=True):
+            for sheet, tables, table in zip(self.sheets, self._tables, self._growing(sequence), strict=True):
                 expect(tables[place] is table, f"{sequence!r} has other tables than the crew")
                 expect(sheet.of(place, table), f"{sequence!r} has other blocks than the crew's sheet")
             expect(

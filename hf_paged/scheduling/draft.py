@@ -70,8 +70,8 @@ def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
 
 
 def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], beside: int = 0) -> bool:
-    """Whether every pool has the blocks for these steps and `beside` more. Blocks that a window has passed
-    are freed first (C10).
+    """Whether every pool has the blocks for these steps and `beside` more, which no cross-attention table
+    takes. Blocks that a window has passed are freed first (C10).
     """
     for i, shelf in enumerate(shelves):
         every = [([sequence.tables[i] for sequence, _ in steps], steps) for steps in several]
@@ -79,13 +79,14 @@ def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], beside: int =
             for tables, _ in every:
                 for table in tables:
                     table.release_before(table.length - shelf.window + 1)
-        most = beside + sum([count // shelf.pool.block_size + 2 for steps in several for _, count in steps])
+        own = 0 if shelf.cross else beside
+        most = own + sum([count // shelf.pool.block_size + 2 for steps in several for _, count in steps])
         if not shelf.cross and most <= shelf.pool.available:
             continue  # an upper bound fits, so an exact count is unnecessary
         need = sum(
             blocks_needed(tables, [sequence.growth(i, count) for sequence, count in steps])
             for tables, steps in every
         )
-        if beside + need > shelf.pool.available:
+        if own + need > shelf.pool.available:
             return False
     return True

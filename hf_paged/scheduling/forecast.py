@@ -133,7 +133,8 @@ class FuturePeak(Watermark):
         entry = self._newcomer(bid, moment)
         for i, shelf in enumerate(self.shelves):
             reserve = 0 if bid.group.status is Status.PREEMPTED else self.limits.reserve(shelf)
-            margin = 0 if shelf.window is not None else MARGIN * math.sqrt(self._spread + entry.spread)
+            known = shelf.window is not None or shelf.cross
+            margin = 0 if known else MARGIN * math.sqrt(self._spread + entry.spread)
             if self._peak(i, entry) + margin > (shelf.pool.total - reserve) * shelf.pool.block_size:
                 return Admission.LATER
         return Admission.OK

@@ -12,8 +12,8 @@ class KVCacheGroup(NamedTuple):
     """The pool of one kind of layer, the window of those layers, and the host pool that its blocks are
     swapped to.
 
-    cross: whether they attend to the output of an encoder, whose length is fixed from the request's first
-    step.
+    cross: whether they attend across, to the output of a request's encoder or to its pictures: a length that
+    is fixed from the request's first step, and 0 for a request without. It is the last group.
     """
 
     pool: BlockPool

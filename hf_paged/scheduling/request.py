@@ -30,8 +30,9 @@ class Request:
     number: its place in the order of arrival. prompt: token ids. most_tokens: how long a sequence may become,
     prompt included. width: how many sequences it becomes after its prompt (samples or beams). priority:
     higher is sooner, if the policy uses it. extra: what changes keys and values for the same tokens (C24).
-    source: how many tokens its encoder makes, if it has one. steady: whether its sequence, if it is one, may
-    be in the decode batch.
+    source: how many tokens it attends to across, of its encoder or its pictures. source_key: their content; a
+    source without a key shares no prefix. steady: whether its sequence, if it is one, may be in the decode
+    batch.
     """
 
     number: int
@@ -42,10 +43,21 @@ class Request:
     extra: bytes = b""
     source: int = 0
     steady: bool = True
+    source_key: bytes = b""
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):  # whatever cannot be put in order would break the order of all
             raise TypeError(f"priority={self.priority!r} is not an int; higher is sooner")
+
+    @property
+    def shares(self) -> bool:
+        """Whether `key` and the tokens determine its keys and values, so that prefixes can be shared."""
+        return not self.source or bool(self.source_key)
+
+    @property
+    def key(self) -> bytes:
+        """The extra key of its blocks (C24)."""
+        return self.extra + self.source_key
 
 
 class TokenSequence:
@@ -56,7 +68,7 @@ class TokenSequence:
     again at 0 or, if it was swapped, where it was.
     """
 
-    __slots__ = ("computed", "group", "index", "parked", "place", "tables", "tokens")
+    __slots__ = ("begun", "computed", "group", "index", "parked", "place", "tables", "tokens")
 
     def __init__(
         self, group: SequenceGroup, index: int, tokens: list[int], tables: tuple[BlockTable, ...]
@@ -65,6 +77,8 @@ class TokenSequence:
         self.parked: tuple[BlockTable, ...] = ()
         """Its tables in the pools of the host while it is swapped; the others are empty then."""
         self.computed = 0
+        self.begun = False
+        """Whether its tables have been through a forward, so that its cross-attention table is filled."""
         self.place: int | None = None
         """Its row in the decode batch, if it is in it."""
 
@@ -79,7 +93,7 @@ class TokenSequence:
 
     def growth(self, shelf: int, count: int) -> int:
         """By how many tokens a table grows in a step of `count`: by so many, or in a first step by all that
-        its encoder made (C36).
+        it attends to across (C36).
         """
         return (
             self.group.request.source - self.tables[shelf].length
@@ -93,6 +107,7 @@ class TokenSequence:
             table.free()
         self.parked = ()
         self.computed = 0
+        self.begun = False
 
 
 class SequenceGroup:
@@ -172,6 +187,7 @@ class SequenceGroup:
         for sequence in self.sequences[1:]:
             sequence.tables = tuple(table.fork() for table in self.leader.tables)
             sequence.computed = self.leader.computed
+            sequence.begun = self.leader.begun
 
     def seek_runs(self) -> None:
         """With blocks of one token a prompt is placed where all of it can lie side by side, if there is such
@@ -230,7 +246,7 @@ class SequenceGroup:
         """What the leader computes for all sequences, with the digests of its full blocks."""
         if self._prompt is None:
             size = self.shelves[0].pool.block_size
-            self._prompt = Prompt(self.leader.tokens[: self.common], size, self.request.extra)
+            self._prompt = Prompt(self.leader.tokens[: self.common], size, self.request.key)
         return self._prompt
 
     def names(self) -> list[bytes]:

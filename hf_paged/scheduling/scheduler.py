@@ -7,7 +7,17 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
-from ..blocks import Match, PrefixLookup, adopt, append, commit, commit_tail, reach_in_all, reorder
+from ..blocks import (
+    BlockTable,
+    Match,
+    PrefixLookup,
+    adopt,
+    append,
+    commit,
+    commit_tail,
+    reach_in_all,
+    reorder,
+)
 from ..blocks.pool import expect
 from .admission import Admission, Candidate, SchedulerState, why_infeasible
 from .audit import check_groups, check_shelves
@@ -60,10 +70,11 @@ class Scheduler:
         if admission not in ADMISSIONS:
             raise ValueError(f"admission={admission!r} is not one of {sorted(ADMISSIONS)}")
         self.shelves, self.limits, self.verify = tuple(shelves), limits, verify
-        self._cross = any(shelf.cross for shelf in self.shelves)
-        # Behind an encoder equal tokens are not equal keys and values, and what they look at lies in a table
-        # of its own.
-        self.prefix_caching = prefix_caching and not self._cross
+        self.prefix_caching = prefix_caching
+        self._growing = tuple(shelf for shelf in self.shelves if not shelf.cross)
+        """Those whose tables hold a sequence's own tokens."""
+        if self._growing != self.shelves[: len(self._growing)]:
+            raise ValueError("a pool of cross-attention layers stands behind all others")
         if len({shelf.pool.block_size for shelf in self.shelves}) != 1:
             raise ValueError("the pools of one scheduler must have blocks of one size")
         self._key = POLICIES[policy]
@@ -73,7 +84,7 @@ class Scheduler:
         self.preempted: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         """These three are in the order of the policy."""
-        self.crew = DecodeBatch(self.shelves)
+        self.crew = DecodeBatch(self._growing)
         self._others: list[SequenceGroup] = []
         """Who runs and is not in the crew, in the same order."""
         self._promised = InFlightPrefixes()
@@ -219,6 +230,7 @@ class Scheduler:
             if group in without:
                 continue
             sequence.computed = start + count
+            sequence.begun = True
             if not group.forked and sequence.computed >= group.common:
                 group.fork()
 
@@ -359,17 +371,24 @@ class Scheduler:
             return [
                 Match(list(set(self.swapping.there(group, i).values())), []) for i in range(len(self.shelves))
             ]
-        if not self.prefix_caching:
+        if not self._shares(group):
             return [Match([], []) for _ in self.shelves]
         prompt, names = group.prompt, group.names()
-        trails = [PrefixLookup(shelf.pool, prompt, shelf.window, self.verify) for shelf in self.shelves]
+        trails = [PrefixLookup(shelf.pool, prompt, shelf.window, self.verify) for shelf in self._growing]
         reached = reach_in_all(trails, group.common - 1)
         while whole and reached % prompt.size:
             reached = reach_in_all(trails, reached - reached % prompt.size)
         full = reached // prompt.size
         if full < len(names) and self._promised[names[full]]:
             return None
-        return [trail.take(reached) for trail in trails]
+        # What it attends to across is made anew.
+        return [trail.take(reached) for trail in trails] + [Match([], [])] * (
+            len(self.shelves) - len(self._growing)
+        )
+
+    def _shares(self, group: SequenceGroup) -> bool:
+        """Whether a group takes prefixes of others, and leaves its own."""
+        return self.prefix_caching and group.request.shares
 
     @property
     def _taken(self) -> int:
@@ -398,7 +417,7 @@ class Scheduler:
             computed = len(group.leader.tables[0].digests) if group.leader.computed < group.common else None
         else:
             computed = self._adopt(draft, group, found)
-        if self.prefix_caching and computed is not None:
+        if self._shares(group) and computed is not None:
             self._promised.make(group, group.names()[computed:])
         group.status = Status.RUNNING
         insort(self.running, group, key=self._key)
@@ -415,21 +434,21 @@ class Scheduler:
         if group.status is Status.WAITING:
             group.cached_tokens = leader.computed
         full = len(found[0].digests)
-        if self.prefix_caching:
+        if self._shares(group):
             hits = full + (found[0].partial is not None)
             misses = max(0, len(group.names()) - hits)
             self.counts.update(hits=hits, misses=misses)
-            for shelf in self.shelves:
+            for shelf in self._growing:
                 shelf.pool.counts.update(hits=hits, misses=misses)
         return full
 
     def _name(self, sequence: TokenSequence, end: int) -> None:
         """Let others find the full blocks of the first `end` tokens of a sequence."""
         exchanged = full = end // self.shelves[0].pool.block_size
-        for table in sequence.tables if self.prefix_caching else ():
+        for table in self._named_tables(sequence):
             named = len(table.digests)
             if named < full and commit(
-                table, sequence.tokens, sequence.group.request.extra, keep_tokens=True, until=end
+                table, sequence.tokens, sequence.group.request.key, keep_tokens=True, until=end
             ):
                 exchanged = min(exchanged, named)
         if exchanged < full:
@@ -439,14 +458,16 @@ class Scheduler:
         """Let others find the last, partly filled block of a sequence that ends (C17). Its last token was
         never computed.
         """
-        if not self.prefix_caching:
-            return
         tokens = sequence.tokens
         known = len(tokens)
         while known and tokens[known - 1] == UNKNOWN:
             known -= 1
-        for table in sequence.tables:
-            commit_tail(table, tokens, sequence.group.request.extra, until=known - 1)
+        for table in self._named_tables(sequence):
+            commit_tail(table, tokens, sequence.group.request.key, until=known - 1)
+
+    def _named_tables(self, sequence: TokenSequence) -> tuple[BlockTable, ...]:
+        """The tables whose blocks others may find by the sequence's tokens."""
+        return sequence.tables[: len(self._growing)] if self._shares(sequence.group) else ()
 
     # ---- the audit
 

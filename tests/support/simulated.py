@@ -216,9 +216,9 @@ class Simulated:
         last value.
         """
         self.computed += count
-        right = values_of(sequence.tokens[: start + count], self.salt)
+        right = values_of(sequence.tokens[: start + count], self.salt_of(sequence.group.request))
         if self.encoders is not None:
-            self.attend_to_encoder(sequence, start)
+            self.attend_across(sequence)
         for table, store, window in zip(
             sequence.tables, self.stores, self.windows, strict=self.encoders is None
         ):
@@ -229,12 +229,16 @@ class Simulated:
                 assert store[table.slot(seen)] == right[seen], f"{sequence!r} reads a wrong {seen}"
         return right[-1]
 
-    def attend_to_encoder(self, sequence: TokenSequence, start: int) -> None:
-        """What its encoder made is written with the first token, and is there with all later ones."""
+    def salt_of(self, request: Request) -> int:
+        """Tokens that attend across to other content are other values."""
+        return self.salt + int.from_bytes(request.source_key, "big")
+
+    def attend_across(self, sequence: TokenSequence) -> None:
+        """What it attends to is written in its first forward, behind a hit too, and is there in later ones."""
         table, request = sequence.tables[-1], sequence.group.request
         assert table.length == request.source
         slots = [table.slot(position) for position in range(request.source)]
-        if start == 0:
+        if not sequence.begun:
             self.stores[-1].update(dict.fromkeys(slots, request.number))
         assert {self.stores[-1][slot] for slot in slots} <= {request.number}
 
@@ -262,7 +266,7 @@ class Simulated:
         for number, answers in self.answers.items():
             request = self.requests[number]
             if len(answers) == request.width:
-                expected = (beam_answer if number in self.beams else answer)(request, self.salt)
+                expected = (beam_answer if number in self.beams else answer)(request, self.salt_of(request))
                 assert [answers[i] for i in range(request.width)] == expected, f"request {number}"
 
     def assert_empty(self) -> None:

@@ -51,11 +51,7 @@ class Media:
         """marks: tokens in whose place something is put; of a prompt without any it may be any."""
         self.inputs, self.ids = {name: _kept(name, value) for name, value in inputs.items()}, ids
         self.marks = frozenset(marks).intersection(ids) or frozenset(ids)
-        places = [place for place, token in enumerate(ids) if token in self.marks]
-        self.place = slice(places[0], places[-1] + 1)
-        self.content = content = _digest(self.inputs, key)
-        named = {mark: _name(content, mark, key) for mark in self.marks}
-        self.names = tuple(named.get(token, token) for token in ids)
+        self._name_tokens(key)
         self.made: torch.Tensor | None = None
         """[tokens, hidden]: the embeddings of the whole prompt."""
         self.beside: DecoderExtras | None = None
@@ -70,6 +66,13 @@ class Media:
         self.alike = False
         """Whether the last axis says that for all that matter to the model."""
 
+    def _name_tokens(self, key: bytes) -> None:
+        places = [place for place, token in enumerate(self.ids) if token in self.marks]
+        self.place = slice(places[0], places[-1] + 1)
+        self.content = content = digest_of(self.inputs, key)
+        named = {mark: name_of(content, mark, key) for mark in self.marks}
+        self.names = tuple(named.get(token, token) for token in self.ids)
+
     @property
     def kind(self) -> frozenset[str]:
         """The names of what is shown."""
@@ -78,6 +81,18 @@ class Media:
     def concerns(self, start: int, count: int) -> bool:
         """Whether so many tokens of the prompt from `start` on are more than their ids."""
         return start < self.place.stop and start + count > self.place.start
+
+    def due(self, start: int, count: int, begun: bool) -> bool:
+        """Whether the model must look before so many tokens from `start` on are computed."""
+        return self.made is None and (self.shift is None or self.concerns(start, count))
+
+    def spent(self, start: int, count: int) -> bool:
+        """Whether something that was made is not needed any more behind these tokens."""
+        return self.made is not None and start + count >= self.place.stop
+
+    def forget_spent(self) -> None:
+        """Drop what is not needed any more."""
+        self.forget()
 
     def where(self, start: int, count: int) -> torch.Tensor | None:
         """[axes, count]: where so many tokens of a sequence from `start` on stand; None if that is one behind
@@ -179,7 +194,8 @@ def _kept(name: str, value: Any) -> Any:
     )
 
 
-def _digest(inputs: dict[str, Any], key: bytes) -> bytes:
+def digest_of(inputs: dict[str, Any], key: bytes) -> bytes:
+    """The content of a forward's arguments; different contents have different digests."""
     digest = blake2b(key=key)
     for part in _parts(sorted(inputs.items())):
         digest.update(part)
@@ -201,7 +217,7 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield said
 
 
-def _name(content: bytes, mark: int, key: bytes) -> int:
+def name_of(content: bytes, mark: int, key: bytes) -> int:
     """What stands for a token in whose place something of this content is put. Who does not know the key
     cannot make two of one name.
     """

@@ -17,6 +17,7 @@ from transformers import Cache, GenerationConfig
 
 from ...model.identity import INTERNAL
 from ..support import Unservable, longest
+from .cross import CrossInputs, CrossMedia, cross_inputs_of
 from .extras import beside_of, given, joined
 from .media import Media
 
@@ -67,6 +68,8 @@ class Merger:
 
     def recall(self, media: Media) -> None:
         """Tell a prompt how far it moves what follows, if one with this content was looked at."""
+        if isinstance(media, CrossMedia):
+            return  # it moves nothing
         media.shift = self._shifts.get((media.content, media.ids))
         media.alike = media.kind in self._alike
 
@@ -74,7 +77,10 @@ class Merger:
         """Make a prompt's embeddings; they are kept with it."""
         try:
             with torch.no_grad(), _as_before(self._model):
-                media.made = self._made(media)
+                if isinstance(media, CrossMedia):
+                    media.across = self._across(media)
+                else:
+                    media.made = self._made(media)
         except Unservable as reason:
             self.why_not[media.kind] = str(reason)
             raise
@@ -115,6 +121,64 @@ class Merger:
         if len(self._shifts) > MOST:
             self._shifts.popitem(last=False)
         return merged[0]
+
+    def _across(self, media: CrossMedia) -> CrossInputs:
+        """What the decoder attends to across, and under which masks; its tokens must be those of text."""
+        name, ids = type(self._model).__name__, list(media.ids)
+        shown, plain = self._handed(ids, _on(media.inputs, self._runner.device)), self._handed(ids, {})
+        others = self._others(media, shown, plain)
+        if not all(same(shown.get(each), plain.get(each)) for each in TOKENS):
+            raise Unservable(
+                f"{name} gives its decoder other tokens beside {sorted(media.kind)}, and something to attend "
+                "to across; use generate()"
+            )
+        found = cross_inputs_of(
+            {each: shown[each] for each in others if each in shown}, len(ids), media.length
+        )
+        if found is None or any(plain.get(each) is not None for each in others):
+            shapes = {each: list(getattr(shown.get(each), "shape", ())) for each in others}
+            raise Unservable(
+                f"{name} gives its decoder {shapes} beside {sorted(media.kind)}, expected states of "
+                f"{media.length} tokens to attend to and masks of {len(ids)}; use generate()"
+            )
+        if media.kind not in self._held:
+            self._hold_across(media, found)
+            self._held.add(media.kind)
+        return found
+
+    def _hold_across(self, media: CrossMedia, found: CrossInputs) -> None:
+        """Raise unless the prompt's tokens with what was found lead to the first logits of generate()."""
+        runner = self._runner
+        right, sequence = self._first_logits(media)
+        embeds = runner.embedded(sequence)
+        with given(self._model, found.part(0, embeds.shape[1], stored=False).arguments):
+            self._require_near(media, right, embeds, None)
+
+    def _first_logits(self, media: Media) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first logits [new, vocabulary] of generate() on a prompt, and the tokens [1, tokens] before the
+        last of them.
+        """
+        room = (longest(self._model) or len(media.ids) + NEW) - len(media.ids)
+        new = max(1, min(NEW, room))
+        answer = self._generate(
+            list(media.ids), _on(media.inputs, self._runner.device), max_new_tokens=new, output_logits=True
+        )
+        right = torch.cat([logits[:1] for logits in answer.logits]).to(torch.float32)
+        return right, answer.sequences[:1, : len(media.ids) + len(right) - 1]
+
+    def _require_near(
+        self, media: Media, right: torch.Tensor, embeds: torch.Tensor, where: torch.Tensor | None
+    ) -> None:
+        """Raise unless embeddings [1, tokens, hidden] lead to these logits."""
+        runner = self._runner
+        found = runner.logits_of(embeds, len(right), where)
+        far = runner.far(right, found, lambda: runner.moved(right, embeds, where))
+        if far is not None:
+            name = type(self._model).__name__
+            raise Unservable(
+                f"{name} answers {sorted(media.kind)} differently from the embeddings that it makes of them "
+                f"(by {far:.1e}); use generate()"
+            )
 
     def _generate(self, ids: list[int], inputs: Mapping[str, Any], **options: Any) -> Any:
         """generate() as it is, on ids [tokens], greedily and with nothing of what the model's own config asks
@@ -173,36 +237,17 @@ class Merger:
         prompt.
         """
         runner = self._runner
-        room = (longest(self._model) or len(media.ids) + NEW) - len(media.ids)
-        new = max(1, min(NEW, room))
-        answer = self._generate(
-            list(media.ids), _on(media.inputs, runner.device), max_new_tokens=new, output_logits=True
-        )
-        right = torch.cat([logits[:1] for logits in answer.logits]).to(torch.float32)
-        embeds = torch.cat([merged, runner.embedded(answer.sequences[:1, -new:-1])], 1)
-        count = embeds.shape[1]
+        right, sequence = self._first_logits(media)
+        embeds = torch.cat([merged, runner.embedded(sequence[:, len(media.ids) :])], 1)
+        count, new = embeds.shape[1], len(right)
         where, beside = media.where(0, count), joined([media.near(0, count)], [count])
         with given(self._model, beside):
-            far = runner.far(
-                right, runner.logits_of(embeds, new, where), lambda: runner.moved(right, embeds, where)
-            )
+            self._require_near(media, right, embeds, where)
             behind = count - media.place.stop
-            if (
-                far is None
-                and where is not None
-                and behind
-                and media.shift is not None
-                and len(set(media.shift[1:])) == 1
-            ):
+            if where is not None and behind and media.shift is not None and len(set(media.shift[1:])) == 1:
                 where[:, media.place.stop :] = where[-1:, media.place.stop :].clone()
                 if runner.far(right, runner.logits_of(embeds, new, where), lambda: 0.0) is None:
                     self._alike.add(media.kind)
-        if far is not None:
-            name = type(self._model).__name__
-            raise Unservable(
-                f"{name} answers {sorted(media.kind)} differently from the embeddings that it makes of them "
-                f"(by {far:.1e}); use generate()"
-            )
 
 
 def _on(inputs: Any, device: torch.device) -> Any:

@@ -16,6 +16,8 @@ from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from ...model.offloaded import input_device
+from ...model.slots import cross_layers
+from ..multimodal.cross import CrossMedia, cross_length
 from ..multimodal.embed import checked, names_of
 from ..multimodal.encoder import EncoderInput
 from ..multimodal.media import Media, marks_of, taken
@@ -120,6 +122,11 @@ class RequestParams:
         """
         moved = self.media is not None and self.media.shift
         return self.recipe is not None and not self.criteria and self.favourites is None and not moved
+
+    @property
+    def source_key(self) -> bytes:
+        """The content of what it attends to across, if that is known by content."""
+        return self.media.content if isinstance(self.media, CrossMedia) else b""
 
     @property
     def told(self) -> tuple[int, ...]:
@@ -334,6 +341,8 @@ def _showing(model: Any, given: ParsedPrompt, shown: dict[str, Any]) -> ParsedPr
         raise ValueError(
             f"{sorted(shown)} are put in the place of token ids, got a prompt of embeddings; give one of them"
         )
+    if cross_layers(model.config.get_text_config(decoder=True)):
+        return given._replace(media=CrossMedia(shown, given.tokens, KEY, cross_length(model, shown)))
     return given._replace(media=Media(shown, given.tokens, marks_of(model.config), KEY))
 
 

@@ -1,0 +1,186 @@
+"""Pictures that a decoder attends to across (Mllama): states for its cross-attention layers, whose keys and
+values lie in a table of the request's own (C36), and masks that say which token sees which of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from .media import SHOWN, Media, digest_of, name_of
+
+STATES = "cross_attention_states"
+"""The argument of a decoder that brings what it attends to across."""
+MASK = "cross_attention_mask"
+"""The argument that says which token sees which tiles: of a model [1, tokens, pictures, tiles], of its
+decoder [1, 1, tokens, columns].
+"""
+PIXELS = "pixel_values"
+
+
+class CrossInputs(NamedTuple):
+    """What a decoder is given for some tokens beside them.
+
+    states: what its cross-attention layers make keys and values of, where these are not in the pages yet.
+    rows: by argument a mask [1, 1, tokens, columns].
+    """
+
+    states: Mapping[str, torch.Tensor]
+    rows: Mapping[str, torch.Tensor]
+
+    @property
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """All of it, as the decoder takes it."""
+        return {**self.states, **self.rows}
+
+    def part(self, start: int, count: int, stored: bool) -> CrossInputs:
+        """The same of so many tokens from `start` on; those behind the prompt see what its last token sees.
+
+        stored: whether the keys and values lie in the pages already.
+        """
+        rows = {name: _rows(mask, start, count) for name, mask in self.rows.items()}
+        return CrossInputs({} if stored else self.states, rows)
+
+
+class CrossMedia(Media):
+    """Pictures that a request's decoder attends to across. Its tokens stay token ids.
+
+    Every token's keys and values depend on the pictures: `content` is their key, without the mask. A token is
+    named by its row of the mask where that differs from the row before, and is its id elsewhere: the names
+    determine all rows, also those of generated tokens, which repeat the last one.
+    """
+
+    def __init__(self, inputs: dict[str, Any], ids: tuple[int, ...], key: bytes, length: int) -> None:
+        """length: how many tokens the model makes of all pictures."""
+        self.length = length
+        self.across: CrossInputs | None = None
+        """What the decoder is given; the states are dropped once keys and values lie in the pages."""
+        super().__init__(inputs, ids, (), key)
+        self.shift = ()
+
+    def _name_tokens(self, key: bytes) -> None:
+        mask = self.inputs.get(MASK)
+        by_row = isinstance(mask, torch.Tensor) and mask.shape[:2] == (1, len(self.ids))
+        told = {name: value for name, value in self.inputs.items() if not (by_row and name == MASK)}
+        self.content = digest_of(told, key)
+        self.place = slice(0, 0)
+        self.names = self.ids
+        if by_row and isinstance(mask, torch.Tensor):
+            rows = list(mask[0].cpu())
+            new = [True, *(not torch.equal(one, other) for one, other in pairwise(rows))]
+            self.names = tuple(
+                name_of(digest_of({MASK: row}, key), token, key) if differs else token
+                for token, row, differs in zip(self.ids, rows, new, strict=True)
+            )
+
+    def due(self, start: int, count: int, begun: bool) -> bool:
+        """Whether the model must look before so many tokens from `start` on are computed; begun: whether the
+        sequence's keys and values across lie in the pages.
+        """
+        return self.across is None or not (begun or self.across.states)
+
+    def spent(self, start: int, count: int) -> bool:
+        """Whether something that was made is not needed any more behind these tokens."""
+        return self.across is not None and bool(self.across.states)
+
+    def forget_spent(self) -> None:
+        """The states are in the pages; the masks are asked for by every later token."""
+        if self.across is not None:
+            self.across = CrossInputs({}, self.across.rows)
+
+    def forget(self) -> None:
+        self.across = None
+
+    def ids_of(self, start: int, tokens: list[int]) -> list[int]:
+        """The token ids of a sequence's tokens from `start` on, of which the books have names."""
+        own = self.ids[start : start + len(tokens)]
+        return [*own, *tokens[len(own) :]]
+
+
+def cross_length(model: Any, inputs: Mapping[str, Any]) -> int:
+    """How many tokens a model makes of its pictures [1, pictures, tiles, channels, height, width]: those of
+    every tile, and one for the tile as a whole.
+    """
+    pixels, patch = inputs.get(PIXELS), getattr(_vision(model), "patch_size", None)
+    name = type(model).__name__
+    if not isinstance(patch, int):
+        raise ValueError(
+            f"the config of {name} does not say how many tokens a picture becomes "
+            "(vision_config.patch_size); use generate()"
+        )
+    shape = tuple(getattr(pixels, "shape", ()))
+    if len(shape) != 6 or shape[0] != 1:
+        raise ValueError(
+            f"{PIXELS} is {list(shape)}, expected [1, pictures, tiles, channels, height, width]: the "
+            f"pictures of one prompt, as the processor of {name} makes them"
+        )
+    if inputs.get(MASK) is None:
+        raise ValueError(
+            f"the pictures come without {MASK}, so what a token sees of them depends on how its prompt is "
+            f"cut; give what the processor of {name} makes, or use generate()"
+        )
+    _, pictures, tiles, _, height, width = map(int, shape)
+    return pictures * tiles * ((height // patch) * (width // patch) + 1)
+
+
+def longest_picture(model: Any) -> int | None:
+    """The most tokens that a picture becomes, or None if the model does not say."""
+    vision = _vision(model)
+    names = ("image_size", "patch_size", "max_num_tiles")
+    numbers = [number for name in names if isinstance(number := getattr(vision, name, None), int)]
+    if len(numbers) < len(names):
+        return None
+    size, patch, tiles = numbers
+    return tiles * ((size // patch) ** 2 + 1)
+
+
+def why_not_across(model: Any) -> str | None:
+    """Why no request can bring pictures to the cross-attention layers of a model; None if some may."""
+    name, decoder = type(model).__name__, type(model.get_decoder()).__name__
+    if not any(SHOWN.search(each) for each in inspect.signature(model.forward).parameters):
+        return f"{name}.forward takes no pictures"
+    if STATES not in inspect.signature(model.get_decoder().forward).parameters:
+        return f"{decoder}, the decoder of {name}, takes no {STATES}"
+    return None
+
+
+def trial_inputs(like: torch.Tensor, tokens: int) -> CrossInputs:
+    """States like some embeddings [1, columns, hidden], of which each of `tokens` tokens sees others."""
+    wave = torch.arange(like.numel(), device=like.device).reshape(like.shape)
+    column = torch.arange(like.shape[1], device=like.device)
+    pairs = torch.arange(tokens, device=like.device)[:, None] + column
+    mask = torch.where(pairs % 3 == 0, torch.finfo(like.dtype).min, 0.0).to(like)
+    return CrossInputs({STATES: (wave * 0.37).sin().to(like)}, {MASK: mask[None, None]})
+
+
+def cross_inputs_of(given: Mapping[str, Any], tokens: int, length: int) -> CrossInputs | None:
+    """The arguments of a decoder's call that are states for `length` tokens across and masks of the prompt's
+    `tokens`; None if they are something else.
+    """
+    states, seen = given.get(STATES), given.get(MASK)
+    if not isinstance(states, torch.Tensor) or prod(states.shape[:-1]) != length:
+        return None
+    if not isinstance(seen, torch.Tensor) or seen.shape[-1] != length:
+        return None
+    rows = {name: value for name, value in given.items() if name != STATES}
+    if not all(
+        isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[:3] == (1, 1, tokens)
+        for mask in rows.values()
+    ):
+        return None
+    return CrossInputs({STATES: states}, rows)
+
+
+def _rows(mask: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    own = mask[:, :, start : start + count]
+    missing = count - own.shape[2]
+    return own if not missing else torch.cat([own, mask[:, :, -1:].expand(-1, -1, missing, -1)], 2)
+
+
+def _vision(model: Any) -> Any:
+    return getattr(model.config, "vision_config", None)
