@@ -383,7 +383,7 @@ def test_a_step_of_another_state_is_not_replayed_without_a_look(engine: Engine) 
     before = decoding.counts["replayed"]
     for layer in engine.model.model.layers:
         layer.self_attn.scaling = 3.0
-    decoding._state()  # as whoever captures another step asks
+    decoding._current()  # as whoever captures another step asks
     engine._checks.seen()
     engine._advance()
     assert engine._checks.unseen == 1

@@ -98,7 +98,7 @@ def test_nobody_moves_pools_or_looks_in_the_middle_of_a_forward(
         for _ in range(3):
             engine.step()
         handle.result()
-    assert seen.keys() == {"pools", "weights", "all"}
+    assert {"pools", "weights", "all"} <= seen.keys()
 
 
 def test_the_user_s_attention_is_asked_for_while_another_thread_switches_it() -> None:

@@ -20,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LogitsProcessorList, MinLengthLogitsProcessor, TextStreamer
 
-from hf_paged.model.state import runs_foreign_code
+from hf_paged.model.snapshot import runs_foreign_code
 from hf_paged.model.switch import restore, switch
 
 

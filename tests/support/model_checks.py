@@ -9,38 +9,35 @@ from typing import Any
 
 import pytest
 
-from hf_paged.engine.weights import Weights
+from hf_paged.engine.model_check import ModelCheck
 from hf_paged.model.identity import Identity, identity_of
-from hf_paged.model.lookout import Lookout
-from hf_paged.model.state import ModelState
+from hf_paged.model.snapshot import ModelSnapshot
 from hf_paged.model.weights_digest import Unreadable
 
 
 def graph_key(model: Any) -> Hashable:
     """What a captured step takes for granted about the model."""
-    return ModelState(model, model.forward)
+    return ModelSnapshot(model).graph_key
 
 
 def is_steady(model: Any) -> bool:
     """Whether a captured step may stand for the model's forward."""
-    return ModelState(model, model.forward).steady
+    return ModelSnapshot(model).steady
 
 
 def checker(model: Any) -> Callable[[], bool]:
     """A quick check whether the model is still as it is now."""
-    kept = Lookout(model, model.forward)
-    return lambda: kept.unchanged(model.forward)
+    return ModelSnapshot(model, watch=True).unchanged
 
 
 def prefix_key(model: Any) -> int:
     """The number of the state that cached keys and values come from."""
-    own = identity_of(model)
-    return own.number(own.begin(model, model.forward))
+    return identity_of(model).number(ModelSnapshot(model))
 
 
 def blind_keys(patch: pytest.MonkeyPatch) -> None:
     """Every state of a model has one number, and no check sees a change."""
-    patch.setattr(Identity, "number", lambda self, glance: 1)
+    patch.setattr(Identity, "number", lambda self, snapshot: 1)
     patch.setattr(Identity, "still", lambda self, *args: True)
 
 
@@ -50,12 +47,12 @@ def make_unreadable(patch: pytest.MonkeyPatch) -> None:
     def unreadable(*_: Any) -> Any:
         raise Unreadable("a tensor without memory")
 
-    patch.setattr(Identity, "begin", unreadable)
+    patch.setattr(Identity, "number", unreadable)
 
 
 def change_precision(patch: pytest.MonkeyPatch) -> None:
     """Torch multiplies float32 matrices in another precision."""
-    patch.setattr("hf_paged.model.state._products", lambda: "another")
+    patch.setattr("hf_paged.model.snapshot.torch_settings", lambda: "another")
 
 
 def count_checks(patch: pytest.MonkeyPatch, check: Callable[[str], object]) -> None:
@@ -72,6 +69,6 @@ def count_checks(patch: pytest.MonkeyPatch, check: Callable[[str], object]) -> N
 
         patch.setattr(owner, method, watched)
 
-    watch(Weights, "touched", "weights")
-    watch(Lookout, "unchanged", "graphs")
-    watch(Weights, "_look", "all")
+    watch(ModelCheck, "touched", "weights")
+    watch(ModelSnapshot, "unchanged", "graphs")
+    watch(ModelCheck, "_check", "all")
