@@ -61,7 +61,7 @@ class StateKey:
 
     def fits(self, facts: Any) -> bool:
         """Whether the facts of now are these."""
-        return bool(self._facts == facts) and all(known() is not None for known in self._alive)
+        return bool(self._facts == facts) and not any([known() is None for known in self._alive])
 
     def __hash__(self) -> int:
         return self._hash

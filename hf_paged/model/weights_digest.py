@@ -35,7 +35,7 @@ class Unreadable(Exception):
 
 def tensor_facts(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """What the host knows of tensors without asking devices: which, where, how often torch wrote to them."""
-    return tuple([(id(tensor), *_facts(tensor)) for tensor in tensors])
+    return tuple(map(id, tensors)), tuple(map(_facts, tensors))
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
