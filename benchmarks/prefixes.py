@@ -156,15 +156,15 @@ def check(bench: Bench) -> None:
         return statistics.median(times)
 
     with memory_of(model).lock:
-        state = identity.number(ModelSnapshot(model))
-        begin = timed(lambda: identity.number(ModelSnapshot(model)))
+        state = identity.prefix_key(ModelSnapshot(model))
+        begin = timed(lambda: identity.prefix_key(ModelSnapshot(model)))
         end = timed(lambda: identity.still(ModelSnapshot(model), state, identity.moves))
 
         def renew() -> None:
             with torch.no_grad():
                 next(model.parameters()).add_(0)
-            identity.number(ModelSnapshot(model))
-            identity.number(ModelSnapshot(model))
+            identity.prefix_key(ModelSnapshot(model))
+            identity.prefix_key(ModelSnapshot(model))
 
         again = timed(renew, 3) - begin
     calls: dict[bool, list[float]] = {False: [], True: []}
@@ -184,13 +184,13 @@ def blind(identity: Identity) -> Iterator[None]:
     """Checks of the model find what the last one found, at no price."""
     _, _, state = identity._states[-1]
     walk = ModelSnapshot._walk
-    identity.number = lambda _: state  # type: ignore[method-assign]
+    identity.prefix_key = lambda _: state  # type: ignore[method-assign]
     identity.still = lambda *_: True  # type: ignore[method-assign]
     ModelSnapshot._walk = lambda _: ()  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del identity.number, identity.still  # type: ignore[method-assign]
+        del identity.prefix_key, identity.still  # type: ignore[method-assign]
         ModelSnapshot._walk = walk  # type: ignore[method-assign]
 
 

@@ -74,6 +74,27 @@ def test_an_engine_that_is_made_in_the_middle_of_a_call(llama: Any) -> None:
         ]
 
 
+def test_captured_steps_survive_a_paged_call_around_them(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    long = {"max_new_tokens": 16, "do_sample": False}
+    with Engine(llama, block_size=16, num_blocks=40) as engine:
+        for _ in range(2):
+            engine.generate(PROMPTS[:1], **long)
+        before = engine.stats()["graphs"]
+        handle = engine.submit(PROMPTS[0], **long)
+
+        def between(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+            engine.step()
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        ids = torch.tensor([PROMPTS[2]])
+        llama.generate(ids, **GREEDY, stopping_criteria=[between], cache_implementation="paged")
+        after = engine.stats()["graphs"]
+        assert after["captured"] == before["captured"]
+        assert after["replayed"] > before["replayed"]
+        assert answers(handle.result()) == alone(llama, PROMPTS[0], **long)
+
+
 def test_nobody_moves_pools_or_looks_in_the_middle_of_a_forward(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ and the quick check misses nothing that changes the key.
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import weakref
@@ -110,6 +111,26 @@ def test_calls_leave_the_model_as_it_was(name: str) -> None:
     assert unchanged() or graph_key(model) == before
     model.generate(**inputs, cache_implementation="paged")
     assert graph_key(model) == before
+
+
+def test_a_paged_call_that_runs_leaves_the_key(llama: Any) -> None:
+    """Its forward and its attention are ours, not the user's."""
+    before = graph_key(llama)
+    keys = []
+
+    def note(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        keys.append(graph_key(llama))
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    ids = torch.randint(5, 90, (2, 7))
+    call = {"max_new_tokens": 3, "do_sample": False, "stopping_criteria": [note]}
+    llama.generate(ids, **call, cache_implementation="paged")
+    assert keys == [before] * 3
+    stock = llama.forward
+    llama.forward = functools.wraps(stock)(lambda *args, **kwargs: stock(*args, **kwargs))
+    llama.generate(ids, **call, cache_implementation="paged")
+    assert keys[3:] == [graph_key(llama)] * 3
+    assert graph_key(llama) != before
 
 
 def test_a_key_keeps_no_model_alive() -> None:

@@ -105,7 +105,7 @@ class ModelCheck:
         numbers = [number for number, hook in hooks if not only_observes(hook)]
         self._state: Any = None
         try:
-            self._state = identity_of(snapshot.model).number(snapshot), numbers
+            self._state = identity_of(snapshot.model).prefix_key(snapshot), numbers
         except Unreadable as reason:
             if not self._unreadable:
                 logger.info("no request shares prefixes with those before an idle engine: %s", reason)

@@ -165,7 +165,7 @@ class Reuse:
             raise NotShareable(reason)
         identity = identity_of(model)
         snapshot = ModelSnapshot(model)
-        state = identity.number(snapshot)
+        state = identity.prefix_key(snapshot)
         if snapshot.turns_with_length:
             raise NotShareable("the rotary embedding depends on the longest row")
         if snapshot.looks_around:

@@ -54,8 +54,10 @@ class Identity:
         """After how many calls all weights were read again."""
         return 1 if self._contents is None else self._contents.turns
 
-    def number(self, snapshot: ModelSnapshot) -> int:
-        """The number of a state; some of the weights are read. Raises Unreadable if that cannot be done."""
+    def prefix_key(self, snapshot: ModelSnapshot) -> int:
+        """The number of the model's state, once some of its weights are read. Raises Unreadable if they
+        cannot be.
+        """
         with self._lock:
             tensors, files = snapshot.weights()
             contents = self._contents if self._are(tensors) else None

@@ -1,7 +1,7 @@
 """Whether a model is still the same: for captured steps, for cached keys and values, for running requests.
 
 An adapter per request is one more part of a row's key (generate/keys.py), so base requests keep theirs.
-Weights that step in place keep `graph_key` and get a new number of `identity.py`. Tensor-parallel ranks must
+Weights that step in place keep `graph_key` and get a new prefix key (identity.py). Tensor-parallel ranks must
 share one rank's verdict: each sees its own shards, and identities and numbers are the process's own.
 """
 
@@ -61,7 +61,10 @@ class StateKey:
 
     def fits(self, facts: Any) -> bool:
         """Whether the facts of now are these."""
-        return bool(self._facts == facts) and not any([known() is None for known in self._alive])
+        if self._facts != facts:
+            return False
+        gone = [known() is None for known in self._alive]
+        return not any(gone)
 
     def __hash__(self) -> int:
         return self._hash

@@ -32,12 +32,12 @@ def checker(model: Any) -> Callable[[], bool]:
 
 def prefix_key(model: Any) -> int:
     """The number of the state that cached keys and values come from."""
-    return identity_of(model).number(ModelSnapshot(model))
+    return identity_of(model).prefix_key(ModelSnapshot(model))
 
 
 def blind_keys(patch: pytest.MonkeyPatch) -> None:
     """Every state of a model has one number, and no check sees a change."""
-    patch.setattr(Identity, "number", lambda self, snapshot: 1)
+    patch.setattr(Identity, "prefix_key", lambda self, snapshot: 1)
     patch.setattr(Identity, "still", lambda self, *args: True)
 
 
@@ -47,7 +47,7 @@ def make_unreadable(patch: pytest.MonkeyPatch) -> None:
     def unreadable(*_: Any) -> Any:
         raise Unreadable("a tensor without memory")
 
-    patch.setattr(Identity, "number", unreadable)
+    patch.setattr(Identity, "prefix_key", unreadable)
 
 
 def change_precision(patch: pytest.MonkeyPatch) -> None:
