@@ -272,9 +272,8 @@ class Decoding:
 
     def _current(self) -> ModelSnapshot:
         """The model as it is now."""
-        if self._snapshot is None:
-            self._snapshot = ModelSnapshot(self.runner.model, watch=True)
-        self._snapshot = self._snapshot.current()
+        known = self._snapshot
+        self._snapshot = ModelSnapshot(self.runner.model, watch=True) if known is None else known.current()
         return self._snapshot
 
     # ---- one step
@@ -348,17 +347,10 @@ class Decoding:
         if self._answer is None or self._answer.logits.shape[1] != vocabulary:
             self._answer = place_for(self._most, vocabulary, device)
         answer = self._answer.first(self._most if mixed else rows)
-        step = _CapturedStep(
-            ids,
-            places,
-            batches,
-            self._current().graph_key,
-            self._pools(),
-            shape.form == "spans",
-            answer,
-            shift,
-        )
-        if not self._current().steady:
+        snapshot = self._current()
+        spans = shape.form == "spans"
+        step = _CapturedStep(ids, places, batches, snapshot.graph_key, self._pools(), spans, answer, shift)
+        if not snapshot.steady:
             raise NotCapturable("somebody's hooks run in the model")
         fusion = Fusion(model, next(iter(groups.values())).captured_ops.kernels)
         self._load(step, pieces, latest)

@@ -88,7 +88,7 @@ class ModelCheck:
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has taken a step, on this model or another."""
-        own = set(map(id, self._snapshot.model.parameters()))
+        own = set(map(id, self._snapshot.resident()))
         self._stepped |= any(
             id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]
         )
