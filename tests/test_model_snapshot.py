@@ -16,7 +16,7 @@ import pytest
 import torch
 from families import BY_NAME, FAMILIES, build
 from model_changes import CHANGES, layer
-from model_checks import checker, graph_key, is_steady
+from model_checks import checker, graph_key, is_steady, prefix_key
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LogitsProcessorList, MinLengthLogitsProcessor, TextStreamer
@@ -42,6 +42,20 @@ def test_a_change_changes_the_key(change: str, llama: Any, monkeypatch: pytest.M
     assert hash(graph_key(llama)) == hash(before)
     CHANGES[change](llama, monkeypatch)
     assert graph_key(llama) != before
+
+
+def test_a_forward_on_another_module_changes_the_key(llama: Any) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    mlp = layer(llama).mlp
+    keys = []
+    for module in (mlp.gate_proj, mlp.up_proj):
+        module.forward = forward
+        keys.append((graph_key(llama), prefix_key(llama)))
+        del module.forward
+    assert keys[0][0] != keys[1][0]
+    assert keys[0][1] != keys[1][1]
 
 
 def test_weights_in_place_and_generation_settings_are_no_change(llama: Any) -> None:

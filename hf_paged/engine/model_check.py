@@ -42,7 +42,10 @@ class ModelCheck:
             return True
         if self._snapshot.same_settings():
             return False
-        now = ModelSnapshot(self._snapshot.model, watch=True)
+        try:
+            now = ModelSnapshot(self._snapshot.model, watch=True)
+        except (KeyError, RuntimeError):  # another thread changes a setting at this moment
+            return True
         differ = now.set_since(self._snapshot) - restless_of(now.model)
         if differ or now.modules != self._snapshot.modules:
             return True

@@ -99,7 +99,6 @@ class ModelSnapshot:
         """Attributes of objects that are settings."""
         self._tensors: list[torch.Tensor] = []
         """Tensors among the settings."""
-        self._rope: list[object] = []
         self._types = list(map(type, self.modules))
         self._elsewhere = offloaded(self.modules)
         self.steady = not model.training and not hooks_everywhere() and not self._elsewhere
@@ -123,9 +122,7 @@ class ModelSnapshot:
                 self._configs[id(own["config"])] = own["config"]
                 found.append(self._object(own["config"]))
             if "forward" in own and (forward := patches.own_forward(module)) is not None:
-                found.append(self._object(forward))
-            if "rope_type" in own:
-                self._rope.append(own["rope_type"])
+                found += (len(self._settings), self._object(forward))
             if own["_forward_pre_hooks"] or own["_forward_hooks"]:
                 self._note_hooks(module)
         for config in self._configs.values():
@@ -240,7 +237,7 @@ class ModelSnapshot:
         return frozenset(found)
 
     def is_calm(self, module: nn.Module) -> bool:
-        """Whether another setting of the module means that somebody has set it."""
+        """Whether a forward does not set the module's settings."""
         return module is self.model or not module._buffers
 
     def unchanged(self) -> bool:
@@ -258,7 +255,8 @@ class ModelSnapshot:
     @property
     def turns_with_length(self) -> bool:
         """Whether a rotary embedding takes other angles when a row is long."""
-        return any(one in str(self._rope) for one in BY_LENGTH)
+        kinds = str([module.__dict__.get("rope_type") for module in self.modules])
+        return any(kind in kinds for kind in BY_LENGTH)
 
     @property
     def looks_around(self) -> bool:
