@@ -18,7 +18,7 @@ from shapes import build
 from hf_paged import Engine
 from hf_paged.engine.decoding import Decoding
 from hf_paged.engine.in_flight import InFlightStep
-from hf_paged.engine.weights import Weights
+from hf_paged.engine.model_check import ModelCheck
 from hf_paged.model.capture import rehearsal as capture
 from hf_paged.model.capture.graph import AGREE, bucket_of
 from hf_paged.scheduling import Scheduler
@@ -26,7 +26,7 @@ from hf_paged.scheduling import Scheduler
 PARTS: dict[str, list[tuple[type, str]]] = {
     "plan": [(Scheduler, "schedule"), (Scheduler, "launch")],
     "load": [(Decoding, "_load")],
-    "model": [(Weights, "touched"), (Decoding, "_state")],
+    "model": [(ModelCheck, "touched"), (Decoding, "_current")],
     "choose": [(InFlightStep, "__init__"), (InFlightStep, "launch")],
     "apply": [(InFlightStep, "apply")],
 }

@@ -24,8 +24,9 @@ import torch
 from shapes import Report, build, common_parser, report_of
 
 import hf_paged
-from hf_paged.model.identity import Glance, Identity, Survey, identity_of
+from hf_paged.model.identity import Identity, identity_of
 from hf_paged.model.registry import memory_of
+from hf_paged.model.snapshot import ModelSnapshot
 
 SIDES: dict[str, dict[str, Any]] = {
     "stock": {},
@@ -143,7 +144,7 @@ def check(bench: Bench) -> None:
     )  # fmt: skip
     ids = torch.cat([bench.words(options.shared, 1), bench.words(options.own, 2)], 1)
     bench.warm("reused", ids.shape[1], options.new)
-    identity, forward = identity_of(model), model.forward
+    identity = identity_of(model)
 
     def timed(what: Callable[[], Any], rounds: int = 20) -> float:
         times = []
@@ -155,16 +156,15 @@ def check(bench: Bench) -> None:
         return statistics.median(times)
 
     with memory_of(model).lock:
-        glance = identity.begin(model, forward)
-        state = identity.number(glance)
-        begin = timed(lambda: identity.number(identity.begin(model, forward)))
-        end = timed(lambda: identity.still(Survey.of(model, forward), state, identity.moves))
+        state = identity.prefix_key(ModelSnapshot(model))
+        begin = timed(lambda: identity.prefix_key(ModelSnapshot(model)))
+        end = timed(lambda: identity.still(ModelSnapshot(model), state, identity.moves))
 
         def renew() -> None:
             with torch.no_grad():
                 next(model.parameters()).add_(0)
-            identity.number(identity.begin(model, forward))
-            identity.number(identity.begin(model, forward))
+            identity.prefix_key(ModelSnapshot(model))
+            identity.prefix_key(ModelSnapshot(model))
 
         again = timed(renew, 3) - begin
     calls: dict[bool, list[float]] = {False: [], True: []}
@@ -181,19 +181,17 @@ def check(bench: Bench) -> None:
 
 @contextmanager
 def blind(identity: Identity) -> Iterator[None]:
-    """Whoever looks at the model meanwhile sees what was seen last, at no price."""
+    """Checks of the model find what the last one found, at no price."""
     _, _, state = identity._states[-1]
-    seen = Glance(identity._states[-1][0], None)
-    plain = Survey.of
-    identity.begin = lambda *_: seen  # type: ignore[method-assign]
-    identity.number = lambda _: state  # type: ignore[method-assign]
+    walk = ModelSnapshot._walk
+    identity.prefix_key = lambda _: state  # type: ignore[method-assign]
     identity.still = lambda *_: True  # type: ignore[method-assign]
-    Survey.of = classmethod(lambda *_: seen.survey)  # type: ignore[method-assign, assignment]
+    ModelSnapshot._walk = lambda _: ()  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del identity.begin, identity.number, identity.still  # type: ignore[method-assign]
-        Survey.of = plain  # type: ignore[method-assign]
+        del identity.prefix_key, identity.still  # type: ignore[method-assign]
+        ModelSnapshot._walk = walk  # type: ignore[method-assign]
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {"calls": calls, "turns": turns, "check": check}

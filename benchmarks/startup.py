@@ -29,9 +29,9 @@ from shapes import SHAPES, build, common_parser, line, where
 from hf_paged import Engine
 from hf_paged.engine import runner
 from hf_paged.engine.decoding import Decoding
+from hf_paged.engine.model_check import ModelCheck
 from hf_paged.engine.pools import Pools
 from hf_paged.engine.runner import Runner
-from hf_paged.engine.weights import Weights
 from hf_paged.kv.store import Store
 from hf_paged.kv.warmup import Warming
 from hf_paged.model.capture.fusion import Fusion
@@ -47,7 +47,7 @@ PARTS = {
     "kernels compiled, in threads": (Warming, "_run"),
     "pools sized": (Pools, "settle"),
     "pools allocated": (Store, "_allocate"),
-    "weights looked at": (Weights, "_look"),
+    "model checked": (ModelCheck, "_check"),
     "forwards of steps": (Runner, "flat"),
     "steps captured": (Decoding, "_capture"),
     "- modules compared": (Fusion, "__init__"),

@@ -18,6 +18,7 @@ import pytest
 import torch
 from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, build
+from model_checks import make_unreadable
 from quantized_layers import EightBit
 from tape import record
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -26,9 +27,7 @@ import hf_paged
 from hf_paged import demo
 from hf_paged.engine import Engine, EngineConfig, Unservable
 from hf_paged.model.capture.rehearsal import RECORDERS
-from hf_paged.model.identity import Identity
 from hf_paged.model.registry import memory_of
-from hf_paged.model.weights_digest import Unreadable
 from hf_paged.scheduling import Infeasible
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -522,11 +521,7 @@ def test_a_model_that_nobody_can_look_into(
     model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that run at the same time share; what was cached before an idle engine may be anything."""
-
-    def unreadable(*_: Any) -> Any:
-        raise Unreadable("a tensor without memory")
-
-    monkeypatch.setattr(Identity, "begin", unreadable)
+    make_unreadable(monkeypatch)
     for _ in range(2):
         outputs = engine.generate([PROMPTS[3]] * 2, **GREEDY)
         assert [output.cached_tokens for output in outputs] == [0, 28]

@@ -13,13 +13,12 @@ import torch
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import Does
 from families import BY_NAME, build
+from model_checks import count_checks
 from tape import record
 
 from hf_paged.engine import Engine
 from hf_paged.engine.check_policy import SECONDS, STEPS, CheckPolicy, WeightsChanged
-from hf_paged.engine.weights import Weights
 from hf_paged.model.capture.rehearsal import RECORDERS
-from hf_paged.model.lookout import Lookout
 
 LONG = {"max_new_tokens": 40, "do_sample": False}
 CHANGED = "weights have changed"
@@ -60,13 +59,7 @@ def warm(engine: Engine) -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is looked at from now on; the list grows."""
     seen: list[str] = []
-
-    def watch(owner: Any, name: str) -> None:
-        inner = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda self, *args: (seen.append(name), inner(self, *args))[1])
-
-    watch(Weights, "touched")
-    watch(Lookout, "unchanged")
+    count_checks(monkeypatch, seen.append)
     return seen
 
 
@@ -146,7 +139,7 @@ def test_steps_by_hand_look_each_time(engine: Engine, monkeypatch: pytest.Monkey
     seen = looks(monkeypatch)
     for step in range(1, 20):
         engine.step()
-        assert seen.count("touched") == seen.count("unchanged") == step
+        assert seen.count("weights") == seen.count("graphs") == step
     handle.cancel()
 
 
@@ -159,9 +152,9 @@ def test_the_own_loop_looks_now_and_then(engine: Engine, monkeypatch: pytest.Mon
     handle.result()
     steps = engine.stats()["steps"] - before
     assert steps > 2 * STEPS
-    assert steps // (STEPS + 1) <= seen.count("touched") <= steps // STEPS + 3
+    assert steps // (STEPS + 1) <= seen.count("weights") <= steps // STEPS + 3
     assert len(engine._runner.decoding._steps) > 1  # type: ignore[union-attr]
-    assert seen.count("unchanged") == seen.count("touched")  # once for all captured steps
+    assert seen.count("graphs") == seen.count("weights")  # once for all captured steps
     assert answers(handle.result()) == alone(engine.model, PROMPTS[0], **LONG)
 
 
@@ -173,7 +166,7 @@ def test_whoever_is_let_in_finds_a_model_that_was_looked_at(
     entered: list[int] = []
 
     def watched(*args: Any) -> int:
-        entered.append(len(seen))
+        entered.append(seen.count("weights"))
         return adopt(*args)
 
     monkeypatch.setattr(engine._scheduler, "_adopt", watched)
@@ -390,7 +383,7 @@ def test_a_step_of_another_state_is_not_replayed_without_a_look(engine: Engine) 
     before = decoding.counts["replayed"]
     for layer in engine.model.model.layers:
         layer.self_attn.scaling = 3.0
-    decoding._state()  # as whoever captures another step asks
+    decoding._current()  # as whoever captures another step asks
     engine._checks.seen()
     engine._advance()
     assert engine._checks.unseen == 1

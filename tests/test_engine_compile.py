@@ -19,6 +19,7 @@ import transformers as tf
 from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, LONG, SMALL, TOKENS, build
 from fused_models import Kernels, surroundings
+from model_checks import graph_key
 from torch import nn
 
 from hf_paged import FallbackWarning
@@ -27,7 +28,6 @@ from hf_paged.engine import decoding as decoding_module
 from hf_paged.kv import Ops
 from hf_paged.model.capture import compile as compiled
 from hf_paged.model.capture.rehearsal import RECORDERS
-from hf_paged.model.state import ModelState
 
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 
@@ -190,12 +190,12 @@ def test_the_model_is_as_it_was(llama: Any) -> None:
     before = copy.deepcopy(llama.state_dict())
     parameters = dict(llama.named_parameters())
     with Engine(llama, block_size=4, compile=True) as engine:
-        around, state = surroundings(llama), ModelState(llama, llama.forward)
+        around, key = surroundings(llama), graph_key(llama)
         handle = engine.submit(PROMPTS[0], **GREEDY)
         for _ in range(5):
             engine.step()
             assert surroundings(llama) == around
-            assert ModelState(llama, llama.forward) == state
+            assert graph_key(llama) == key
             alone(llama, PROMPTS[1], max_new_tokens=2)
         assert decoding(engine).counts["compiled"] == 1
         assert answers(handle.result()) == alone(llama, PROMPTS[0], **GREEDY)

@@ -20,7 +20,7 @@ from hf_paged.engine import Engine
 from hf_paged.generate import call as calls
 from hf_paged.model.attention import running
 from hf_paged.model.registry import memory_of
-from hf_paged.model.state import watching
+from hf_paged.model.snapshot import watching
 
 IDS = torch.randint(5, 80, (2, 6), generator=torch.Generator().manual_seed(3))
 PAGED = {"cache_implementation": "paged", "cache_config": {"prefix_caching": True, "block_size": 4}}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from changed_models import PROMPT, Change, Steer, blind, noticed, scored, tuned_ask
 from families import BY_NAME, build
+from model_checks import prefix_key
 from prefix_reuse import ask, continued, words
 
 import hf_paged
@@ -547,36 +548,28 @@ def test_a_kept_cache_that_outlives_a_change_is_private(llama: Any) -> None:
     assert scored(llama, continued(second, second.shape[1], 3))[0] == second.shape[1] + 3
 
 
-# ---- several who look at once
+# ---- several checks at once
 
 
-def test_looks_that_overlap(llama: Any) -> None:
-    """Who has begun to look before somebody else noted what the weights hold finds the same state, and no
-    error.
-    """
-    own = identity_of(llama)
-    first, second = own.begin(llama, llama.forward), own.begin(llama, llama.forward)
-    state = own.number(second)
-    assert own.number(first) == state
-    early = own.begin(llama, llama.forward)
+def test_a_state_has_one_number_until_the_weights_change(llama: Any) -> None:
+    state = prefix_key(llama)
+    assert prefix_key(llama) == state
     with torch.no_grad():
         llama.lm_head.weight.mul_(2)
-    late = own.begin(llama, llama.forward)
-    changed = own.number(late)
+    changed = prefix_key(llama)
     assert changed != state
-    assert own.number(early) == changed == own.number(own.begin(llama, llama.forward))
+    assert prefix_key(llama) == changed
 
 
 def test_one_thread_looks_at_a_time(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines on one model look whenever they are idle, each in its own thread."""
-    own = identity_of(llama)
-    state = own.number(own.begin(llama, llama.forward))
+    state = prefix_key(llama)
     read, inside, most, found = DeviceParts.read, [0], [0], []
     others: list[threading.Thread] = []
     came = threading.Event()
 
     def look() -> None:
-        found.append(own.number(own.begin(llama, llama.forward)))
+        found.append(prefix_key(llama))
 
     def watched(shelf: DeviceParts, ranges: list[tuple[int, int]]) -> Any:
         inside[0] += 1

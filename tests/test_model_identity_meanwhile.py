@@ -16,12 +16,13 @@ import pytest
 import torch
 from changed_models import PROMPT, Steer, scored, tuned_ask
 from families import BY_NAME, build
+from model_checks import blind_keys
 from prefix_reuse import ask, continued
 from transformers import LogitsProcessor, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 
 import hf_paged
 from hf_paged.generate import prefix_reuse as reuse
-from hf_paged.model import hooks, identity
+from hf_paged.model import hooks
 
 CHANGED = "the model changed while it was used"
 STEPS = 12
@@ -101,8 +102,7 @@ def test_without_looking_it_would_be_found(llama: Any, what: str) -> None:
     """The same with nobody looking in between: these changes do matter."""
     change, back = meddlers(llama)[what]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(identity.Identity, "still", lambda self, *args: True)
-        patched.setattr(identity.Identity, "number", lambda self, glance: 1)
+        blind_keys(patched)
         patched.setattr(hooks.HookMonitor, "know", lambda self, modules: True, raising=False)
         answer = call_with(llama, Meddle(change, back))
         with pytest.raises(AssertionError, match="answer"):
@@ -203,9 +203,9 @@ def test_the_last_look_is_taken_while_the_last_step_is_computed(
         where[0] = "end"
         commit(self, model)
 
-    def seeing(self: Any, model: Any, forward: Any) -> None:
+    def seeing(self: Any, *args: Any) -> None:
         looks.append((where[0], self.sequences.columns))
-        see(self, model, forward)
+        see(self, *args)
 
     monkeypatch.setattr(reuse.Reuse, "commit", committing)
     monkeypatch.setattr(reuse.Reuse, "_see_that_nothing_changed", seeing)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
 from families import BY_NAME, build
+from model_checks import is_steady
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 import hf_paged
 from hf_paged.engine import Engine, Unservable
 from hf_paged.model.offloaded import input_device
-from hf_paged.model.state import ModelState
 
 CPU = torch.device("cpu")
 PROMPT = [7, 30, 11, 52, 9, 41, 26, 8, 33, 60, 17, 45, 12]
@@ -177,7 +177,7 @@ def test_adapters_on_top(kind: str, tmp_path: Path) -> None:
 def test_steps_that_load_weights_are_not_captured(offloaded: Any, request: pytest.FixtureRequest) -> None:
     """A replay would read the memory that a loaded weight had once."""
     loads = "with hook" not in request.node.name
-    assert ModelState(offloaded, offloaded.forward).steady != loads
+    assert is_steady(offloaded) != loads
 
 
 def test_weights_that_nothing_loads_are_refused_by_name(llama: Any) -> None:

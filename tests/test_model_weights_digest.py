@@ -11,7 +11,8 @@ import torch
 from kernel_cases import DEVICE, GPU, load
 
 from hf_paged.model import weights_digest as fingerprint
-from hf_paged.model.weights_digest import Contents, Tags, Unreadable
+from hf_paged.model.snapshot import StateKey
+from hf_paged.model.weights_digest import Contents, Unreadable, tensor_facts
 
 
 @pytest.fixture(params=["host", "torch", "kernel"])
@@ -113,27 +114,31 @@ def test_rows_that_changed_places_are_another_content(reader: str) -> None:
     assert not contents.same(contents.look([tensor]))
 
 
-def test_tags_see_what_torch_knows() -> None:
+def tensors_key(several: list[torch.Tensor]) -> StateKey:
+    return StateKey(tensor_facts(several), several)
+
+
+def test_the_key_of_tensors_holds_what_torch_knows() -> None:
     """A write, another address, another tensor, another shape; and no write through `.data`."""
     weight = torch.nn.Parameter(torch.randn(4, 4))
-    tags = Tags([weight])
-    assert tags.fit([weight])
+    key = tensors_key([weight])
+    assert tensors_key([weight]) == key
     with torch.no_grad():
         weight += 0
-    assert not tags.fit([weight])
-    tags = Tags([weight])
+    assert tensors_key([weight]) != key
+    key = tensors_key([weight])
     weight.data += 1
-    assert tags.fit([weight])
+    assert tensors_key([weight]) == key
     weight.data = weight.data.t()
-    assert not tags.fit([weight])
-    tags = Tags([weight])
+    assert tensors_key([weight]) != key
+    key = tensors_key([weight])
     weight.data = weight.data.clone()
-    assert not tags.fit([weight])
-    assert not Tags([weight]).fit([torch.nn.Parameter(weight.data)])
-    assert not Tags([weight]).fit([])
+    assert tensors_key([weight]) != key
+    assert tensors_key([weight]) != tensors_key([torch.nn.Parameter(weight.data)])
+    assert tensors_key([weight]) != tensors_key([])
     with torch.inference_mode():
         inference = torch.ones(3)
-    assert Tags([inference]).fit([inference])
+    assert tensors_key([inference]) == tensors_key([inference])
 
 
 def test_subclasses_are_read_where_their_numbers_are() -> None:
@@ -161,10 +166,10 @@ def test_subclasses_are_read_where_their_numbers_are() -> None:
     assert contents.same(contents.look([packed]))
     packed.scale[2] = 3
     assert not contents.same(contents.look([packed]))
-    tags = Tags([packed])
-    assert tags.fit([packed])
+    key = tensors_key([packed])
+    assert tensors_key([packed]) == key
     packed.scale = packed.scale.clone()
-    assert not tags.fit([packed])
+    assert tensors_key([packed]) != key
 
 
 @pytest.mark.parametrize(
@@ -177,13 +182,13 @@ def test_what_has_no_memory_is_refused(tensor: torch.Tensor) -> None:
 
 def test_looking_keeps_no_tensor_alive(reader: str) -> None:
     tensor = torch.randn(100, 100, device=DEVICE)
-    contents, tags = Contents([tensor]), Tags([tensor])
+    contents, key = Contents([tensor]), tensors_key([tensor])
     contents.look([tensor])
     gone, storage = weakref.ref(tensor), weakref.ref(tensor.untyped_storage())
     del tensor
     assert gone() is None
     assert storage() is None
-    assert not tags.fit([torch.randn(100, 100, device=DEVICE)])
+    assert tensors_key([torch.randn(100, 100, device=DEVICE)]) != key
 
 
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device: there the kernel is what reads by default")

@@ -27,8 +27,7 @@ from ..model.capture.products import lay_side_by_side
 from ..model.capture.rehearsal import RECORDERS, Rehearsal
 from ..model.lazy import NotCapturable
 from ..model.lengths import LengthsOnDevice, lengths_on_device
-from ..model.lookout import Lookout
-from ..model.state import ModelState
+from ..model.snapshot import ModelSnapshot, StateKey
 from .forward_batch import ForwardBatch, ScheduledChunk, split
 from .sampling.answers import Answer, place_for
 
@@ -76,7 +75,7 @@ class _CapturedStep:
     places: torch.Tensor | None
     """[most sequences]: the rows whose logits are wanted; None if all are."""
     batches: dict[LayerKind, StaticBatch]
-    state: ModelState
+    key: StateKey
     pools: tuple[Any, ...]
     """Where the pools lay, and of what."""
     spans: bool
@@ -111,8 +110,8 @@ class Decoding:
         self._most = bucket_of(runner.pools.config.limits().sequences)
         """Rows whose logits may be wanted in one step."""
         self._answer: Answer | None = None
-        self._lookout: Lookout | None = None
-        """What was last seen of the model; it keeps what it saw until it is asked again."""
+        self._snapshot: ModelSnapshot | None = None
+        """The model when it was checked last."""
 
     def prepare(self, run: Callable[[], object]) -> None:
         """Get the model ready for compiled layers, or say why there are none. `run` runs it, somehow."""
@@ -199,7 +198,7 @@ class Decoding:
         self._seen.clear()
         self._idle.clear()
         self._rehearsed.clear()
-        self._lookout = None
+        self._snapshot = None
 
     # ---- what a step is captured for
 
@@ -259,34 +258,23 @@ class Decoding:
         """See whether the model is still the one that the steps were captured over: they read the memory that
         it had then.
         """
-        state = self._state() if self._steps else None
-        if state is not None and not all(self._is_of(step, state) for step in self._steps.values()):
+        key = self._current().graph_key if self._steps else None
+        if any(step.key != key for step in self._steps.values()):
             self.forget()
 
     def _stands(self, step: _CapturedStep) -> bool:
         """Whether the model is still the one that a step was captured over, as far as somebody has to look in
         this step.
         """
-        if self._lookout is None or not self.runner.checks.unseen:
-            return self._is_of(step, self._state())
-        return self._is_of(step, self._lookout.state)
+        if self._snapshot is not None and self.runner.checks.unseen:
+            return step.key == self._snapshot.graph_key
+        return step.key == self._current().graph_key
 
-    @staticmethod
-    def _is_of(step: _CapturedStep, state: ModelState) -> bool:
-        if step.state is not state and step.state == state:
-            step.state = (
-                state  # a state that was read again: the next comparison is of one object with itself
-            )
-        return step.state is state
-
-    def _state(self) -> ModelState:
-        return self.runner.plugged(self._look_out).state
-
-    def _look_out(self) -> Lookout:
-        model = self.runner.model
-        if self._lookout is None or not self._lookout.unchanged(model.forward):
-            self._lookout = Lookout(model, model.forward)
-        return self._lookout
+    def _current(self) -> ModelSnapshot:
+        """The model as it is now."""
+        known = self._snapshot
+        self._snapshot = ModelSnapshot(self.runner.model, watch=True) if known is None else known.current()
+        return self._snapshot
 
     # ---- one step
 
@@ -359,17 +347,17 @@ class Decoding:
         if self._answer is None or self._answer.logits.shape[1] != vocabulary:
             self._answer = place_for(self._most, vocabulary, device)
         answer = self._answer.first(self._most if mixed else rows)
-        step = _CapturedStep(
-            ids, places, batches, self._state(), self._pools(), shape.form == "spans", answer, shift
-        )
-        if not step.state.steady:
+        snapshot = self._current()
+        spans = shape.form == "spans"
+        step = _CapturedStep(ids, places, batches, snapshot.graph_key, self._pools(), spans, answer, shift)
+        if not snapshot.steady:
             raise NotCapturable("somebody's hooks run in the model")
         fusion = Fusion(model, next(iter(groups.values())).captured_ops.kernels)
         self._load(step, pieces, latest)
         self._rehearse(step, fusion, shape.form)
         lengths = self._rehearsed[shape.form]
         compiled = self._compiled(step, fusion, pieces, latest)
-        if self._state() != step.state:
+        if self._current().graph_key != step.key:
             raise NotCapturable("the model's forward changes the model")
         self._load(step, pieces, latest)
         if device.type == "cuda" and self._pool is None:

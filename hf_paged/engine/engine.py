@@ -13,7 +13,9 @@ from itertools import chain
 from typing import Any, TypeVar, Unpack, get_args
 
 from ..kv import in_forked_process
+from ..model.patches import note_restless
 from ..model.registry import base_model
+from ..model.snapshot import ModelSnapshot
 from ..scheduling import Count, Infeasible, Request, Scheduler, SequenceGroup, why_infeasible
 from .check_policy import WeightsChanged
 from .collector import without_collections
@@ -21,6 +23,7 @@ from .config import EngineConfig, EngineOptions
 from .fair_lock import in_turn
 from .front import Front
 from .job import Job
+from .model_check import ModelCheck
 from .multimodal.cross import CrossMedia, longest_picture
 from .multimodal.media import Media
 from .outputs.output import Output
@@ -30,10 +33,8 @@ from .recorder import Recorder
 from .requests.keywords import spell_out
 from .requests.params import RequestParams, check_model, check_transformers
 from .runner import Runner
-from .settings import Settings
 from .stepping import Steps
 from .support import check_servable, longest, longest_source
-from .weights import Weights
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ class Engine(Front):
         self._runner = Runner(self.model, self.pools)
         self._require_eval()
         with self.pools.memory.lock:
-            settings = Settings(self.model)
+            before = ModelSnapshot(self.model)
         self._runner.try_out()
         self.pools.settle(self._longest, longest_across)
         self._preemption = Preemption(self.pools, self.config.preemption)
@@ -97,9 +98,10 @@ class Engine(Front):
         )
         self._checks = self._runner.checks
         with self.pools.memory.lock:
-            self._weights = Weights(self.model, self._checks, settings.after_forwards())
+            note_restless(self.model, ModelSnapshot(self.model).set_since(before))
+            self._model_check = ModelCheck(self.model, self._checks)
         self._steps = Steps(
-            self.pools, self._runner, self._weights, self._scheduler, self._jobs, self._preemption, ahead
+            self.pools, self._runner, self._model_check, self._scheduler, self._jobs, self._preemption, ahead
         )
         self._slow: Counter[str] = Counter()
         """How many requests had a processor that runs for their rows alone, by its name."""
@@ -309,19 +311,19 @@ class Engine(Front):
         closely, else quickly: whenever somebody may have changed them, and before anybody is let in."""
         running = len(self._scheduler.running)
         if not running:
-            if self._weights.changed():
+            if self._model_check.changed():
                 self.pools.forget()
                 self._steps.forget()
                 if self._runner.decoding is not None:
                     self._runner.decoding.look()
         elif self._checks.due or self._scheduler.may_admit:
-            look = partial(self._weights.require_untouched, running)
+            look = partial(self._model_check.require_untouched, running)
             if self._checks.unseen:
                 self._changing(look)
             else:
                 look()
         else:
-            self._checks.skip(self._weights.memory)
+            self._checks.skip(self._model_check.memory)
 
     @in_turn
     def _let_go(self) -> None:

@@ -14,6 +14,7 @@ from .check_policy import WeightsChanged
 from .forward_batch import ForwardBatch, LastTokens
 from .in_flight import InFlightStep
 from .job import Job
+from .model_check import ModelCheck
 from .multimodal.media import Media
 from .outputs.output import FinishReason, Output
 from .own_code import raised_by, reaches_driver
@@ -26,7 +27,6 @@ from .sampling.answers import Answer
 from .sampling.input_batch import InputBatch
 from .sampling.penalties import PenaltyState
 from .sampling.sampler import Sampler, SamplingRows
-from .weights import Weights
 
 
 class _Computed(NamedTuple):
@@ -55,14 +55,14 @@ class Steps:
         self,
         pools: Pools,
         runner: Runner,
-        weights: Weights,
+        model_check: ModelCheck,
         scheduler: Scheduler,
         jobs: dict[SequenceGroup, Job],
         preemption: Preemption,
         ahead: bool,
     ) -> None:
         self.pools, self.runner, self.scheduler, self.jobs, self.ahead = pools, runner, scheduler, jobs, ahead
-        self.weights, self.preemption = weights, preemption
+        self.model_check, self.preemption = model_check, preemption
         self.flight: InFlightStep | None = None
         """The step that is on its way."""
         self._given: dict[SequenceGroup, RequestParams] = {}
@@ -139,7 +139,7 @@ class Steps:
         step has not seen it.
         """
         if self.runner.checks.unseen:
-            self.weights.require_untouched(len(self.scheduler.running))
+            self.model_check.require_untouched(len(self.scheduler.running))
             self.runner.look()
 
     def start_over(self, error: BaseException) -> None:

@@ -16,7 +16,7 @@ from ..kv import fork_safe_lock, in_forked_process
 from ..model.attention import NAME
 from ..model.mla import defer_expansion, expanding_classes
 from ..model.registry import memory_of
-from ..model.state import Watch, watching
+from ..model.snapshot import Watch, watching
 from ..model.support import warn, why_left
 from ..model.switch import decoder_configs, restore, switch
 from .cache import PagedCache

@@ -15,6 +15,7 @@ from ..model.attention import Forward, running
 from ..model.capture.graph import ReplayableStep
 from ..model.capture.pool import graphs_of
 from ..model.outputs import asked_fields, layouts_of
+from ..model.patches import mark_wrapper
 from ..model.routers import routers_of
 from .cache import Mark, PagedCache, paged_parts
 from .dedupe import (
@@ -64,6 +65,7 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
                     _roll_back(parts, before, cache)
                 raise
 
+    mark_wrapper(forward)
     return forward
 
 

@@ -18,7 +18,7 @@ from ..config import CacheConfig
 from ..model.attention import NAME, paged_attention, paged_mask
 from ..model.mla import restore_expansion
 from ..model.registry import memories
-from ..model.state import Watch, runs_foreign_code
+from ..model.snapshot import Watch, runs_foreign_code
 from ..model.support import warn, why_dropped, why_not
 from .cache import PagedCache, paged_parts
 from .call import Call, current, settle_models

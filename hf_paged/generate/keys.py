@@ -12,9 +12,9 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from ..blocks import extra_key
-from ..model.hooks import adapters_of_rows, hooks_everywhere
-from ..model.identity import PLAIN
+from ..model.hooks import adapters_of_rows
 from ..model.routers import WHY, routers_of
+from ..model.snapshot import PLAIN, hooks_everywhere
 
 if TYPE_CHECKING:
     from .cache import PagedCache

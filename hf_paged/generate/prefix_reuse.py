@@ -16,8 +16,8 @@ from ..blocks import Prompt
 from ..config import CacheConfig
 from ..kv import Found, Memory, Prefix, Sequences, TokenHistory, alike, begin_with, count, longest
 from ..model.hooks import HookMonitor
-from ..model.identity import Survey, identity_of
-from ..model.state import watching
+from ..model.identity import identity_of
+from ..model.snapshot import ModelSnapshot, watching
 from ..model.weights_digest import Unreadable
 from .keys import PLACES, ForwardInputs, NotShareable, PrefixOrigin, why_never
 
@@ -89,18 +89,17 @@ class Reuse:
         if self._forward is None or not self._is_sound():
             return
         if self._closely or self._seen != self.sequences.columns:
-            self._see_that_nothing_changed(model, self._forward)
+            self._see_that_nothing_changed(model)
         if self.spoiled is None:
             self._name(model, self.history.read(), self._keys_now())
 
-    def _see_that_nothing_changed(self, model: nn.Module, forward: Forward) -> None:
+    def _see_that_nothing_changed(self, model: nn.Module) -> None:
         """Disable sharing if the model is not what it was when the call checked it, or was changed
         meanwhile.
         """
-        survey = Survey.of(model, forward)
-        if not self._onlookers.know(survey.hooked) or not identity_of(model).still(
-            survey, self.state, self._moves
-        ):
+        snapshot = ModelSnapshot(model)
+        still = identity_of(model).still(snapshot, self.state, self._moves)
+        if not still or not self._onlookers.know(snapshot.hooked):
             self.spoil("the model changed while it was used")
 
     def _is_sound(self) -> bool:
@@ -147,7 +146,7 @@ class Reuse:
         answer = compute(arguments, True)
         full = self.sequences.columns == self.sequences.expected
         if self.spoiled is None and (self._closely or full):
-            self._see_that_nothing_changed(model, forward)  # while a device still works
+            self._see_that_nothing_changed(model)  # while a device still works
             self._seen = self.sequences.columns if full else 0
         if self.spoiled is None:
             self.history.feed(arguments["input_ids"])
@@ -164,11 +163,11 @@ class Reuse:
         if reason is not None:
             raise NotShareable(reason)
         identity = identity_of(model)
-        glance = identity.begin(model, forward)
-        state = identity.number(glance)
-        if glance.survey.turns_with_length:
+        snapshot = ModelSnapshot(model)
+        state = identity.prefix_key(snapshot)
+        if snapshot.turns_with_length:
             raise NotShareable("the rotary embedding depends on the longest row")
-        if glance.survey.looks_around:
+        if snapshot.looks_around:
             raise NotShareable("a quantized layer rounds a token by what else is computed with it")
         if identity.trust.get(state) == "none":
             raise NotShareable("a part of a prompt is not computed like the whole")
@@ -176,10 +175,10 @@ class Reuse:
             raise NotShareable("the model has changed since the cache was begun")
         self.state, self._moves = state, identity.moves
         self._onlookers = HookMonitor()
-        self._onlookers.watch(glance.survey.hooked)
+        self._onlookers.watch(snapshot.hooked)
         watch = watching.get()
         self._closely = self._onlookers.some or (watch is not None and watch.foreign)
-        return PrefixOrigin(identity.secret, state, self.config.salt, glance.survey.hooked)
+        return PrefixOrigin(identity.secret, state, self.config.salt, snapshot.hooked)
 
     def _read(
         self, cache: PagedCache, arguments: Mapping[str, Any], origin: PrefixOrigin

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-HARMLESS = ("hf_paged.", "transformers.utils.output_capturing")
-"""Whose hooks change nothing that a layer computes."""
-KINDS = ("_forward_pre_hooks", "_forward_hooks")
+from .patches import only_observes
+from .snapshot import HOOKS
 
 
 class HookMonitor:
@@ -31,7 +30,7 @@ class HookMonitor:
         does not find.
         """
         for module in modules:
-            for kind in KINDS:
+            for kind in HOOKS:
                 hooks = module.__dict__[kind]
                 for key, hook in list(hooks.items()):
                     if not isinstance(hook, MonitoredHook) and _is_harmless(hook):
@@ -50,7 +49,7 @@ class HookMonitor:
         """Whether all hooks of these modules that may change something have been looked at since this was
         made.
         """
-        hooks = (hook for module in modules for kind in KINDS for hook in module.__dict__[kind].values())
+        hooks = (hook for module in modules for kind in HOOKS for hook in module.__dict__[kind].values())
         return all(
             self in hook.onlookers if isinstance(hook, MonitoredHook) else _is_harmless(hook)
             for hook in hooks
@@ -101,12 +100,7 @@ def _is_harmless(hook: object) -> bool:
     adapter.
     """
     named = isinstance(hook, partial) and set(hook.keywords) == {"adapter_names"}
-    return named or only_looks_on(hook)
-
-
-def only_looks_on(hook: object) -> bool:
-    """Whether a hook is one of those that never change anything, whoever is computed."""
-    return str(getattr(hook, "__module__", "")).startswith(HARMLESS)
+    return named or only_observes(hook)
 
 
 def adapters_of_rows(modules: Sequence[nn.Module], rows: int) -> list[str] | None:
@@ -116,9 +110,3 @@ def adapters_of_rows(modules: Sequence[nn.Module], rows: int) -> list[str] | Non
             if isinstance(hook, partial) and len(hook.keywords.get("adapter_names", ())) == rows:
                 return list(hook.keywords["adapter_names"])
     return None
-
-
-def hooks_everywhere() -> bool:
-    """Whether somebody has hooked all modules of the process."""
-    everywhere = nn.modules.module
-    return bool(everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks)

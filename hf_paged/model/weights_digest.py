@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -34,23 +33,9 @@ class Unreadable(Exception):
     """A tensor whose content nobody can look at: it has no memory of its own."""
 
 
-class Tags:
-    """What the host sees of tensors without asking a device: which they are, where they lie, how often torch
-    wrote to them.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = [weakref.ref(tensor) for tensor in tensors]
-        self._facts = [_facts(tensor) for tensor in tensors]
-
-    def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the same tensors, moved nowhere and written by nobody that torch knows of."""
-        if len(tensors) != len(self._tensors):
-            return False
-        same = all(known() is tensor for known, tensor in zip(self._tensors, tensors, strict=True))
-        return same and all(
-            known == _facts(tensor) for known, tensor in zip(self._facts, tensors, strict=True)
-        )
+def tensor_facts(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What the host knows of tensors without asking devices: which, where, how often torch wrote to them."""
+    return tuple(map(id, tensors)), tuple(map(_facts, tensors))
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:

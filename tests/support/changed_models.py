@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from model_checks import blind_keys
 from prefix_reuse import ask, words
 
 from hf_paged.generate import keys
-from hf_paged.model import hooks, identity
+from hf_paged.model import hooks
 
 PROMPT = words(1, 45)
 
@@ -33,8 +34,7 @@ def blind(patch: pytest.MonkeyPatch) -> None:
     """Key blocks by tokens alone."""
     original = keys.extra_key
     patch.setattr(keys, "extra_key", lambda *parts: original("tokens alone"))
-    patch.setattr(identity.Identity, "number", lambda self, glance: 1)
-    patch.setattr(identity.Identity, "still", lambda self, *args: True)
+    blind_keys(patch)
     patch.setattr(
         hooks.HookMonitor, "changed", property(lambda self: False, lambda self, value: None), raising=False
     )

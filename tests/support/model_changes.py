@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_checks import change_precision
 from torch import nn
 
 
@@ -36,8 +37,8 @@ def _forward_of_the_model(model: Any, patch: pytest.MonkeyPatch) -> None:
     model.forward = lambda *args, **kwargs: stock(*args, **kwargs)
 
 
-def _tf32(model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("hf_paged.model.state._products", lambda: "another")
+def _float32_precision(model: Any, patch: pytest.MonkeyPatch) -> None:
+    change_precision(patch)
 
 
 CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
@@ -60,5 +61,5 @@ CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "object's number": lambda model, patch: setattr(layer(model).mlp.helper, "factor", 3),
     "hook": lambda model, patch: layer(model).mlp.register_forward_hook(lambda *_: None),
     "mode": lambda model, patch: layer(model).train(),
-    "products": _tf32,
+    "products": _float32_precision,
 }

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import Cache, GenerationConfig
 
-from ...model.identity import INTERNAL
+from ...model.snapshot import INTERNAL
 from ..support import Unservable, longest
 from .cross import CrossInputs, CrossMedia, cross_inputs_of
 from .extras import beside_of, given, joined

@@ -16,7 +16,7 @@ from ...kv import Memory, is_out_of_memory
 from ..lazy import NotCapturable
 from ..lengths import LengthsOnDevice, lengths_on_device
 from ..registry import memory_of
-from ..state import ModelState, watching
+from ..snapshot import ModelSnapshot, Watch, watching
 from .fusion import Fusion, fused
 from .graph import Graph, ReplayableStep, agree, filled, shapes, signature, standing, too_wide
 from .rehearsal import RECORDERS, Rehearsal
@@ -49,7 +49,6 @@ class Graphs:
         self.unsteady = False
         """Whether the model's forward changes the model itself, so that no captured step would stay right."""
         self._seen: Counter[Hashable] = Counter()
-        self._states: list[ModelState] = []
         self._pool: Any = None
 
     # ---- one step
@@ -62,41 +61,26 @@ class Graphs:
         if facts is None:
             return forward(step.arguments)
         watch = watching.get()
-        known = None if watch is None else watch.states.get(id(model))
-        if known is not None and self._replay(
-            (known, facts), step, model, check=watch is None or watch.foreign
-        ):
-            return self.memory.captured[known, facts].hand_out(step)
-        state = (
-            known
-            if known is not None and watch is not None and not watch.foreign
-            else self._look(model, step)
-        )
-        if watch is not None:
-            watch.states[id(model)] = state
-        key = (state, facts)
-        if not state.steady or key in self.reasons:
+        known = None if watch is None else watch.snapshots.get(id(model))
+        if known is not None and self._replay((known.graph_key, facts), step, model, watch):
+            return self.memory.captured[known.graph_key, facts].hand_out(step)
+        snapshot = ModelSnapshot(model) if watch is None else watch.current(model)
+        key = (snapshot.graph_key, facts)
+        if not snapshot.steady or key in self.reasons:
             return forward(step.arguments)
-        if state is not known and self._replay(key, step, model, check=False):
+        if snapshot is not known and self._replay(key, step, model):
             return self.memory.captured[key].hand_out(step)
         answer = forward(step.arguments)
         self._learn(key, model, step, forward, answer)
         return answer
 
-    def _look(self, model: nn.Module, step: ReplayableStep) -> ModelState:
-        """The model's state, the same object for equal ones."""
-        state = ModelState(model, step.forward)
-        for known in self._states:
-            if known == state:
-                return known
-        self._states = [*self._states[-7:], state]
-        return state
-
-    def _replay(self, key: Hashable, step: ReplayableStep, model: nn.Module, check: bool) -> bool:
+    def _replay(
+        self, key: Hashable, step: ReplayableStep, model: nn.Module, watch: Watch | None = None
+    ) -> bool:
         """Take the step in its graph, if there is a trusted one, and the pools need not move for it.
 
-        With `check` the model is looked at while the device works, and the step taken back if it is not what
-        it was.
+        Where the user's code runs between the steps of a watched call, the model is checked while the device
+        works, and the step taken back if it has changed.
         """
         graph: Graph | None = self.memory.captured.get(key)
         if graph is None or not graph.trusted:
@@ -108,7 +92,8 @@ class Graphs:
             self.memory.captured.move_to_end(key)
             graph.feed(step)
             graph.replay()
-            valid = not check or (self._look(model, step), _facts(step)) == key
+            if watch is not None and watch.foreign:
+                valid = (watch.current(model).graph_key, _facts(step)) == key
         if not valid:
             for part, mark in zip(step.parts, before, strict=True):
                 part.roll_back(mark)
@@ -158,12 +143,12 @@ class Graphs:
                 return forward({**step.lean, **graph.inputs})
 
         stores = [x for part in step.parts for _, rows in filled(part) for x in rows.group.tensors]
-        before = ModelState(model, step.forward)
+        before = ModelSnapshot(model).graph_key
         graph.stage(step)
         lengths = LengthsOnDevice()
         with Rehearsal(graph.device, [*model.parameters(), *model.buffers(), *graph.tensors, *stores]):
             run(lengths)
-        if ModelState(model, step.forward) != before:
+        if ModelSnapshot(model).graph_key != before:
             self.unsteady = True
             raise NotCapturable("the model's forward changes the model")
         graph.stage(step)

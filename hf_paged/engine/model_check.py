@@ -1,0 +1,121 @@
+"""Whether a model is still the one that the cached blocks were computed with (C24)."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..model.identity import identity_of
+from ..model.patches import only_observes, restless_of
+from ..model.snapshot import HOOKS, ModelSnapshot
+from ..model.weights_digest import PLAIN_TENSORS, Unreadable
+from .check_policy import CheckPolicy, WeightsChanged
+
+logger = logging.getLogger("hf_paged")
+
+
+class ModelCheck:
+    """An engine's checks of its model: quick ones under running requests, full ones while there are none."""
+
+    def __init__(self, model: nn.Module, policy: CheckPolicy) -> None:
+        self._policy = policy
+        self._unreadable = False
+        self._stepped = False
+        """Whether an optimizer has taken a step on the weights: fused ones write without torch's counting."""
+        hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
+        weakref.finalize(self, hook.remove).atexit = False
+        self._snapshot = ModelSnapshot(model, watch=True)
+        self._check()
+
+    def touched(self) -> bool:
+        """Whether a parameter was written by an optimizer, or in a way that torch counts, or replaced, or a
+        setting is another. Cheap, for every step.
+        """
+        if self._stepped or self._snapshot.parameters() != self._parameters:
+            return True
+        if self._snapshot.same_settings():
+            return False
+        try:
+            now = ModelSnapshot(self._snapshot.model, watch=True)
+        except (KeyError, RuntimeError):  # another thread changes a setting at this moment
+            return True
+        differ = now.set_since(self._snapshot) - restless_of(now.model)
+        if differ or now.modules != self._snapshot.modules:
+            return True
+        self._snapshot = now  # equal values in other objects
+        return False
+
+    def require_untouched(self, running: int) -> None:
+        """Raise if they were, under so many requests: WeightsChanged if steps were taken, else nothing is
+        lost yet.
+        """
+        if self.touched():
+            if self._policy.unseen:
+                raise WeightsChanged(
+                    f"the model's weights have changed while {running} requests were running; their latest "
+                    "tokens may mix old and new weights, so they were ended. Call engine.pause() before a "
+                    "change and engine.resume() after it"
+                )
+            raise RuntimeError(
+                f"the model's weights have changed under {running} running requests; call engine.pause() "
+                "before the change (or now) and engine.resume() after it"
+            )
+        self._policy.seen()
+
+    def memory(self) -> list[object]:
+        """What holds the memory of the model's tensors: while it is kept, no other tensor gets that memory.
+
+        A tensor may be given other memory; one that is made of others counts as its own.
+        """
+        return [
+            tensor.untyped_storage() if type(tensor) in PLAIN_TENSORS else tensor
+            for tensor in self._snapshot.resident()
+        ]
+
+    def changed(self) -> bool:
+        """Whether the content of weights, a setting, a hook or an adapter differs since the last such check.
+
+        True where weights cannot be read.
+        """
+        before = self._state
+        self._check()
+        self._policy.seen()
+        return self._state is None or self._state != before
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has taken a step, on this model or another."""
+        own = set(map(id, self._snapshot.resident()))
+        self._stepped |= any(
+            id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]
+        )
+
+    def _check(self) -> None:
+        self._snapshot = snapshot = self._snapshot.current()
+        self._parameters = snapshot.parameters()
+        self._stepped = False
+        # Torch numbers hooks, and gives no number twice. Transformers' own, which collect hidden states,
+        # come with the first picture.
+        hooks = chain.from_iterable(
+            module.__dict__[kind].items() for module in snapshot.hooked for kind in HOOKS
+        )
+        numbers = [number for number, hook in hooks if not only_observes(hook)]
+        self._state: Any = None
+        try:
+            self._state = identity_of(snapshot.model).prefix_key(snapshot), numbers
+        except Unreadable as reason:
+            if not self._unreadable:
+                logger.info("no request shares prefixes with those before an idle engine: %s", reason)
+            self._unreadable = True
+
+
+def _note_step(whose: weakref.ref[ModelCheck], optimizer: torch.optim.Optimizer, *_: object) -> None:
+    check = whose()
+    if check is not None:
+        check.note_step(optimizer)

@@ -1,0 +1,47 @@
+"""Our own changes to a model, made while a call runs: checks of the model leave them out."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+SETTINGS = frozenset({"_attn_implementation_internal"})
+"""Settings of a config that a running call switches; `switch.original_implementation` has the user's."""
+HOOKS = ("hf_paged.", "transformers.utils.output_capturing")
+"""Modules whose hooks change nothing that a layer computes, and may be left out of a replay."""
+WRAPPER = "hf_paged_wrapper"
+Restless = frozenset[tuple[type, str]]
+"""Attributes by kind of module."""
+_restless: weakref.WeakKeyDictionary[nn.Module, Restless] = weakref.WeakKeyDictionary()
+
+
+def only_observes(hook: object) -> bool:
+    """Whether a hook never changes what a layer computes."""
+    return str(getattr(hook, "__module__", "")).startswith(HOOKS)
+
+
+def mark_wrapper(wrapper: Callable[..., Any]) -> None:
+    """Register a forward of ours, made with functools.wraps around the user's."""
+    setattr(wrapper, WRAPPER, wrapper)  # itself: other wrappers copy attributes
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward that the user has set on a module; None where its class has it."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return None
+    own = inspect.unwrap(forward, stop=lambda each: getattr(each, WRAPPER, None) is not each)
+    return None if getattr(own, "__func__", None) is type(module).forward else own
+
+
+def note_restless(model: nn.Module, found: Restless) -> None:
+    """Attributes that the model's own forwards set: another value is no change by the user."""
+    _restless[model] = restless_of(model) | found
+
+
+def restless_of(model: nn.Module) -> Restless:
+    return _restless.get(model, frozenset())
