@@ -14,6 +14,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from ..model.attention import Forward, running
 from ..model.capture.graph import ReplayableStep
 from ..model.capture.pool import graphs_of
+from ..model.capture.rehearsal import can_record
 from ..model.outputs import asked_fields, layouts_of
 from ..model.routers import routers_of
 from .cache import Mark, PagedCache, paged_parts
@@ -214,6 +215,8 @@ def _step(
     the tables do not know.
     """
     cache, sequences = parts[0], parts[0].sequences
+    if not any(can_record(rows.group.devices) for rows in sequences.rows.values()):
+        return None
     inputs = next((arguments[name] for name in INPUTS[::-1] if arguments.get(name) is not None), None)
     if not cache.config.graphs or not sequences.columns or not sequences.padding_known or inputs is None:
         return None
@@ -265,21 +268,20 @@ def _new(arguments: Mapping[str, Any]) -> int:
 def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, store_all: bool) -> None:
     """Learn from the attention mask where each row begins, or that the mask says something else."""
     sequences = cache.sequences
-    encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
-    mask = arguments.get(_mask_name(model))
-    inputs = [
-        arguments[name]
-        for name in (INPUTS[2:] if encoder_decoder else INPUTS[:2])
-        if arguments.get(name) is not None
-    ]
-    columns = sequences.columns + inputs[0].shape[1] if inputs else -1
+    name = _mask_name(model)
+    mask = arguments.get(name)
     if mask is None:
         sequences.padding_known = True
-    elif not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.shape[1] != columns:
+        return
+    own = INPUTS[:2] if name == "attention_mask" else INPUTS[2:]
+    inputs = next((arguments[name] for name in own if arguments.get(name) is not None), None)
+    new = 0 if inputs is None else inputs.shape[1]
+    fits = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == sequences.columns + new
+    if not fits or inputs is None:
         sequences.padding_known = False
-    elif mask.device.type == "cpu" or inputs[0].shape[1] > 1 or not cache.mask_read:
+    elif mask.device.type == "cpu" or new > 1 or not cache.mask_read:
         # Reading a device's mask waits for it, so a decoding step trusts what its call has read.
-        _read_mask(mask.bool(), cache, store_all)
+        _read_mask(mask, cache, store_all)
         cache.mask_read = True
 
 
@@ -293,6 +295,7 @@ def _read_mask(mask: torch.Tensor, cache: PagedCache, store_all: bool) -> None:
     if known is None and sequences.columns:
         sequences.padding_known = bool(mask.all())
         return
+    mask = mask.bool()
     begin = (mask.cumsum(1) == 0).sum(1)
     column = torch.arange(mask.shape[1], device=mask.device)
     plain = bool((mask == (column >= begin[:, None])).all())

@@ -44,7 +44,13 @@ class Batch:
         is_current: Callable[[], bool],
         workspace: dict[str, Any] | None = None,
     ) -> None:
-        self.tables, self.starts, self.columns, self.new, self.lane = tables, starts, columns, new, lane
+        self.tables = tables
+        self.starts = starts
+        self.columns = columns
+        self.new = new
+        self.lane = lane
+        self.rows = len(tables)
+        """The rows of keys and values that a model hands to its cache."""
         self._is_current = is_current
         self.workspace: dict[str, Any] = {} if workspace is None else workspace
         """What outlives a step: plans of kernels, and the device's copy of the tables until a block changes.
@@ -54,10 +60,6 @@ class Batch:
         self._slots: dict[tuple[torch.device, int], torch.Tensor] = {}
         self._lengths: dict[torch.device, torch.Tensor] = {}
         self._visible: dict[tuple[torch.device, int, int | None], torch.Tensor | None] = {}
-
-    @property
-    def rows(self) -> int:
-        return len(self.tables)
 
     @property
     def block_size(self) -> int:
@@ -180,6 +182,9 @@ class Batch:
         return self._visible[key]
 
     def _make_visible(self, first: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+        padded = self.starts is not None and max(self.starts) > first
+        if self.new == 1 and not padded:
+            return None
         column = torch.arange(first, self.columns, device=device)
         seen = None
         if self.new > 1:
@@ -188,7 +193,7 @@ class Batch:
             if window is not None:
                 seen = seen & (column > at - window)
             seen = seen[None, None]
-        if self.starts is not None and max(self.starts) > first:
+        if padded:
             starts = upload(self.starts, device)[:, None]
             real = (column >= starts)[:, None, None]
             seen = real if seen is None else seen & real

@@ -51,16 +51,12 @@ class FlatBatch(Batch):
         super().__init__(
             list(tables), None, max(table.length for table in tables), sum(counts), None, lambda: True
         )
+        self.rows = 1  # as the model sees it
         self.counts = list(counts)
         self.borders = [0, *accumulate(counts)]
         """Sequence i's new tokens are those from borders[i] to borders[i + 1]."""
         self._parts: dict[tuple[torch.device, int | None], tuple[_Singles | None, list[_Span]]] = {}
         self._borders: dict[torch.device, torch.Tensor] = {}
-
-    @property
-    def rows(self) -> int:
-        """As the model sees it."""
-        return 1
 
     @property
     def fresh(self) -> bool:

@@ -29,10 +29,8 @@ class Seen(NamedTuple):
     causal: bool = False
     window: int | None = None
 
-    def biased(self, bias: torch.Tensor | None, batch: Batch | StaticBatch) -> Seen:
+    def biased(self, bias: torch.Tensor, batch: Batch | StaticBatch) -> Seen:
         """The same with a learned bias [rows or 1, query_heads, new, columns] on every score."""
-        if bias is None:
-            return self
         mask = batch.visible(self.first, self.window, bias.device) if self.causal else self.mask
         if mask is None:
             return Seen(self.first, bias)
