@@ -44,7 +44,7 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
         parts = paged_parts(arguments.get("past_key_values"))
         step = running.get()
         if step is not None and step.cache is arguments.get("past_key_values"):

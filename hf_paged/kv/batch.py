@@ -25,6 +25,16 @@ class StridedView(NamedTuple):
     first: int
     stride: int
 
+    def view(self, data: torch.Tensor, rows: int, first: int, end: int) -> torch.Tensor:
+        """Columns from `first` to `end` of data [..., slots, heads, dim], as [..., rows, heads, end - first,
+        dim].
+        """
+        *outer, heads, dim = data.shape
+        token = heads * dim
+        shape = (*outer[:-1], rows, heads, end - first, dim)
+        strides = (*data.stride()[: len(outer) - 1], self.stride * token, dim, token, 1)
+        return data.as_strided(shape, strides, data.storage_offset() + (self.first + first) * token)
+
 
 class Batch:
     """Where the tokens of every row lie, after the step that made it.
@@ -176,15 +186,14 @@ class Batch:
         """Which columns from `first` on each new token sees, [rows or 1, 1, new, columns - first]; None: all
         of them.
         """
+        if self.new == 1 and self.starts is None:
+            return None
         key = (device, first, window)
         if key not in self._visible:
             self._visible[key] = self._make_visible(first, window, device)
         return self._visible[key]
 
     def _make_visible(self, first: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        padded = self.starts is not None and max(self.starts) > first
-        if self.new == 1 and not padded:
-            return None
         column = torch.arange(first, self.columns, device=device)
         seen = None
         if self.new > 1:
@@ -193,7 +202,7 @@ class Batch:
             if window is not None:
                 seen = seen & (column > at - window)
             seen = seen[None, None]
-        if padded:
+        if self.starts is not None and max(self.starts) > first:
             starts = upload(self.starts, device)[:, None]
             real = (column >= starts)[:, None, None]
             seen = real if seen is None else seen & real

@@ -74,6 +74,14 @@ class Ops:
         """
         return reference.gather(data, batch, first)
 
+    def read(self, pages: Pages, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the columns from `first` on, as `gather` answers them."""
+        lanes = pages.lanes(first)
+        if lanes is None:
+            return self.gather(pages.keys, pages.batch, first), self.gather(pages.values, pages.batch, first)
+        pages.batch.check()
+        return lanes
+
     def attend(
         self,
         query: torch.Tensor,
@@ -95,11 +103,7 @@ class Ops:
         if isinstance(batch, FlatBatch):
             return attend_flat(query, pages, seen.window, new, scale=scale, softcap=softcap, sinks=sinks)
         fresh = new is not None and batch.fresh and seen.first == 0
-        keys, values = (
-            new
-            if fresh and new
-            else [self.gather(data, batch, seen.first) for data in (pages.keys, pages.values)]
-        )
+        keys, values = new if fresh and new else self.read(pages, seen.first)
         narrow = seen.window is not None and batch.columns > seen.window
         simply = seen.causal and batch.fresh and batch.new > 1 and batch.starts is None and not narrow
         mask = (
@@ -129,6 +133,6 @@ class Ops:
         batch = pages.batch
         if isinstance(batch, FlatBatch):
             return attend_flat(query, pages, seen.window, new, attention, value_dim, scale=scale)
-        latents, positions = (self.gather(data, batch, seen.first) for data in (pages.keys, pages.values))
+        latents, positions = self.read(pages, seen.first)
         mask = batch.visible(seen.first, seen.window, query.device) if seen.causal else seen.mask
         return attention(query, latents, positions, mask, scale=scale)

@@ -19,10 +19,12 @@ def write(pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
     slots.
     """
     batch = pages.batch
+    lanes = pages.lanes(batch.columns - batch.new)
+    if lanes is not None:
+        lanes[0].copy_(keys)
+        lanes[1].copy_(values)
+        return
     for data, tokens in ((pages.keys, keys), (pages.values, values)):
-        if isinstance(batch, Batch) and batch.lane is not None:
-            _lane_view(data, batch, batch.columns - batch.new).copy_(tokens)
-            continue
         slots, sources = batch.written(data.device)
         flat = tokens.transpose(1, 2).flatten(0, 1).to(data.dtype)
         data.index_copy_(0, slots, flat if sources is None else flat.index_select(0, sources))
@@ -35,7 +37,7 @@ def gather(data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.
     """
     batch.check()
     if isinstance(batch, Batch) and batch.lane is not None:
-        return _lane_view(data, batch, first)
+        return batch.lane.view(data, batch.rows, first, batch.columns)
     slots, heads, dim = data.shape
     if batch.empty:
         return data.new_zeros(batch.rows, heads, batch.columns - first, dim)
@@ -76,17 +78,6 @@ def advance(
     seen.copy_(tokens.clamp(min=0))
     columns[0].copy_(columns[1])
     columns[1].add_(new)
-
-
-def _lane_view(data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
-    """[rows, heads, columns - first, dim] over rows that lie at one distance from each other."""
-    assert batch.lane is not None
-    heads, dim = data.shape[1:]
-    token = heads * dim
-    offset = data.storage_offset() + (batch.lane.first + first) * token
-    return data.as_strided(
-        (batch.rows, heads, batch.columns - first, dim), (batch.lane.stride * token, dim, token, 1), offset
-    )
 
 
 def attend(

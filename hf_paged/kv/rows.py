@@ -113,8 +113,7 @@ class Rows:
                 copies = self._append(new)
                 if copies:
                     self.group.copy(copies)
-            # A window first gives back what a prompt has left behind it.
-            room = self._own_room() if new == 1 or self.window is None else 0
+            room = self._own_room() if self.window is None else 0  # a window gives back blocks in every step
             return self._changed(new, same_blocks=not need, room=room)
 
     def _fill(self, new: int) -> Batch:
@@ -129,8 +128,10 @@ class Rows:
         return self._changed(new, same_blocks=True, room=self._room - new)
 
     def _own_room(self) -> int:
-        """How many more tokens fit into every row's last block. A block that was just written is its row's own;
-        what shares it again changes the stamp or empties the room.
+        """How many more tokens fit into every row's last block.
+
+        A block that was just written is its row's own; what shares it again changes the stamp or empties the
+        room.
         """
         size = self.group.pool.block_size
         return min(-table.length % size for table in self._tables)

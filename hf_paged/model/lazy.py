@@ -34,14 +34,13 @@ class NotFlat(RuntimeError):
 class LazyTensor(torch.Tensor):
     """A tensor with a shape and no content; any operation on it makes the content first."""
 
-    _dense: torch.Tensor | None
+    _dense: torch.Tensor | None = None
 
     @staticmethod
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *args: Any
     ) -> LazyTensor:
         lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        lazy._dense = None
         return lazy
 
     # What torch documents for wrappers.
@@ -105,7 +104,10 @@ class LazyPages(LazyTensor):
         data: torch.Tensor,
         step_tokens: torch.Tensor | None,
     ) -> None:
-        self.layer, self.pages, self.data_in_pages, self.step_tokens = layer, pages, data, step_tokens
+        self.layer = layer
+        self.pages = pages
+        self.data_in_pages = data
+        self.step_tokens = step_tokens
         self.columns = shape[2]
         """The visible columns, as the host knows them."""
 
