@@ -40,11 +40,9 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
     masks_known: whether the model's masks are made by our function. A model that makes its own may show what
     is padding to others, so its padding is stored.
     """
-    names = list(inspect.signature(original).parameters)
-
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
+        arguments = _by_name(original, args, kwargs) if args else kwargs
         parts = paged_parts(arguments.get("past_key_values"))
         step = running.get()
         if step is not None and step.cache is arguments.get("past_key_values"):
@@ -66,6 +64,11 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
                 raise
 
     return forward
+
+
+def _by_name(original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of `original` by their names."""
+    return {**dict(zip(inspect.signature(original).parameters, args, strict=False)), **kwargs}
 
 
 def _roll_back(parts: list[PagedCache], before: list[Mark], cache: Any) -> None:

@@ -22,10 +22,12 @@ class _Singles(NamedTuple):
 
     tokens: torch.Tensor | None
     """Their places [rows] in the row of tokens; None if they are all there is."""
-    slots: torch.Tensor
-    """[rows * columns]; outside what a row sees its last token's, so what is read is finite."""
-    mask: torch.Tensor
-    """[rows, 1, 1, columns]"""
+    slots: torch.Tensor | slice
+    """[rows * columns]; outside what a row sees its last token's, so what is read is finite. A slice where one
+    row is all there is and its blocks lie side by side.
+    """
+    mask: torch.Tensor | None
+    """[rows, 1, 1, columns]; None where every row sees all of its columns."""
 
 
 class _Span(NamedTuple):
@@ -96,6 +98,10 @@ class FlatBatch(Batch):
         begins = [0 if window is None else max(0, table.length - window) for table in tables]
         starts = [begin // size for begin in begins]
         held = [table.blocks[start - table.released :] for table, start in zip(tables, starts, strict=True)]
+        places = None if len(rows) == len(self.tables) else upload([self.borders[i] for i in rows], device)
+        if len(held) == 1 and _side_by_side(held[0]):
+            first = held[0][0] * size + begins[0] % size
+            return _Singles(places, slice(first, first + tables[0].length - begins[0]), None)
         width = max(map(len, held))
         blocks = upload([row + row[-1:] * (width - len(row)) for row in held], device)
         # Of every row where it begins and ends, counted from its first block's first slot, and the slot of
@@ -111,7 +117,6 @@ class FlatBatch(Batch):
             seen &= at >= begin[:, None]
         slots = (blocks[:, :, None] * size + at[:size]).flatten(1)
         slots = torch.where(seen, slots, last[:, None])
-        places = None if len(rows) == len(self.tables) else upload([self.borders[i] for i in rows], device)
         return _Singles(places, slots.flatten(), seen[:, None, None])
 
     def _span(self, row: int, window: int | None, device: torch.device) -> _Span:
@@ -128,6 +133,11 @@ class FlatBatch(Batch):
         if window is not None:
             mask = mask & (column > at - window)
         return _Span(begin, end, slots, mask[None, None])
+
+
+def _side_by_side(blocks: list[int]) -> bool:
+    """Whether the blocks follow each other in the pool."""
+    return blocks == list(range(blocks[0], blocks[0] + len(blocks)))
 
 
 def _slots(table: BlockTable, first: int) -> list[int]:
@@ -194,6 +204,8 @@ def _attend_singles(
     return attention(tokens.unsqueeze(2), keys, values, singles.mask, **options)[:, 0]
 
 
-def _gather(data: torch.Tensor, slots: torch.Tensor, rows: int) -> torch.Tensor:
+def _gather(data: torch.Tensor, slots: torch.Tensor | slice, rows: int) -> torch.Tensor:
     """data [slots, heads, dim] at slots [rows * columns], as [rows, heads, columns, dim]."""
+    if isinstance(slots, slice):
+        return data[None, slots].transpose(1, 2)
     return data.flatten(1).index_select(0, slots).view(rows, -1, *data.shape[1:]).transpose(1, 2)

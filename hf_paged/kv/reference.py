@@ -103,8 +103,11 @@ def attend(
     heads = keys.shape[1]
     repeats = query_heads // heads
     if causal and softcap is None and sinks is None:
+        grouped = repeats > 1 and not query.is_cuda  # a CUDA device may have no fast kernel for it
+        if not grouped:
+            keys, values = _repeat(keys, repeats), _repeat(values, repeats)
         out = scaled_dot_product_attention(
-            query, _repeat(keys, repeats), _repeat(values, repeats), is_causal=True, scale=scale
+            query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
         )
         return out.transpose(1, 2).contiguous()
     if causal:
