@@ -40,6 +40,7 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
     masks_known: whether the model's masks are made by our function. A model that makes its own may show what
     is padding to others, so its padding is stored.
     """
+
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         arguments = _by_name(original, args, kwargs) if args else kwargs

@@ -61,6 +61,8 @@ class Batch:
         self.lane = lane
         self.rows = len(tables)
         """The rows of keys and values that a model hands to its cache."""
+        self.fresh = new == columns
+        """Whether this step's tokens are all there is."""
         self._is_current = is_current
         self.workspace: dict[str, Any] = {} if workspace is None else workspace
         """What outlives a step: plans of kernels, and the device's copy of the tables until a block changes.
@@ -79,11 +81,6 @@ class Batch:
     def step(self) -> object:
         """What a kernel's plan is made for."""
         return self
-
-    @property
-    def fresh(self) -> bool:
-        """Whether this step's tokens are all there is."""
-        return self.new == self.columns
 
     @property
     def empty(self) -> bool:

@@ -54,16 +54,12 @@ class FlatBatch(Batch):
             list(tables), None, max(table.length for table in tables), sum(counts), None, lambda: True
         )
         self.rows = 1  # as the model sees it
+        self.fresh = False  # several sequences are never one sequence
         self.counts = list(counts)
         self.borders = [0, *accumulate(counts)]
         """Sequence i's new tokens are those from borders[i] to borders[i + 1]."""
         self._parts: dict[tuple[torch.device, int | None], tuple[_Singles | None, list[_Span]]] = {}
         self._borders: dict[torch.device, torch.Tensor] = {}
-
-    @property
-    def fresh(self) -> bool:
-        """Whether the step's tokens are all there is: several sequences are never one sequence."""
-        return False
 
     def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Slots [new] that take the new tokens, which are all of them."""

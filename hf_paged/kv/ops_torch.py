@@ -59,7 +59,12 @@ class Ops:
 
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put a step's keys [rows, heads, new, key_dim] and values into their slots."""
-        reference.write(pages, keys, values)
+        lanes = pages.lanes(pages.batch.columns - pages.batch.new)
+        if lanes is None:
+            reference.write(pages, keys, values)
+            return
+        lanes[0].copy_(keys)
+        lanes[1].copy_(values)
 
     def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
         """pool[:, targets[i]] = pool[:, sources[i]] for every pool [layers, blocks, ...]; no target is a

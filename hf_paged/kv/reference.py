@@ -19,11 +19,6 @@ def write(pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
     slots.
     """
     batch = pages.batch
-    lanes = pages.lanes(batch.columns - batch.new)
-    if lanes is not None:
-        lanes[0].copy_(keys)
-        lanes[1].copy_(values)
-        return
     for data, tokens in ((pages.keys, keys), (pages.values, values)):
         slots, sources = batch.written(data.device)
         flat = tokens.transpose(1, 2).flatten(0, 1).to(data.dtype)

@@ -55,6 +55,7 @@ class StaticBatch:
     nothing and see nothing.
     """
 
+    lane = None
     fresh = False
     empty = False
     starts = None

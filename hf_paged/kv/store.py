@@ -89,7 +89,7 @@ class Pages(NamedTuple):
         None where the rows do not lie side by side.
         """
         batch = self.batch
-        if self.store is None or not isinstance(batch, Batch) or batch.lane is None:
+        if self.store is None or batch.lane is None:
             return None
         return self.store.lanes(batch.lane, batch.rows, first, batch.columns)[self.place]
 

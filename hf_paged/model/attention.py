@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kv import FlatBatch, Seen, Sequences, StaticBatch
 from .capture.traced import UNDERSTOOD, Stored, attend_traced
-from .lazy import LazyMask, LazyPages, NotCapturable, NotFlat, as_dense
+from .lazy import LazyMask, LazyPages, LazyTensor, NotCapturable, NotFlat, as_dense
 from .lengths import GrowingOnes
 from .mla import LazyExpanded
 from .switch import original_implementation, sdpa_refuses_softcap
@@ -146,7 +146,8 @@ def paged_attention(
     """
     if isinstance(key, Stored):
         return attend_traced(query, key, value, kwargs), None
-    query = as_dense(query)
+    if isinstance(query, LazyTensor):
+        query = query.dense()
     if isinstance(attention_mask, LazyMask) and query.shape[2] > 1 and not getattr(module, "is_causal", True):
         # Such a layer is causal only under a mask, and stock leaves masks out that are plainly causal: we
         # answer as stock does.
@@ -231,6 +232,8 @@ def _seen(
         # A layer that forgets behind its window under a mask without one shows what stock's cache would show.
         if cross or window not in (None, mask.window) or kwargs.get("is_causal") is False:
             return None
+        if mask.window is None:
+            return Seen(0, causal=True)
         return Seen(key.pages.batch.first_visible(mask.window), causal=True, window=mask.window)
     if not cross:
         _keep_to_yourself(forward.cache)

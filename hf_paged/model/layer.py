@@ -122,8 +122,7 @@ class PagedLayer(DynamicLayer):
         kept = batch.columns
         if window is not None:
             kept = min(kept, window - 1 + (self.rows.recorded if new is None else batch.new))
-        shape = (batch.rows, data.shape[1], kept, data.shape[2])
-        return LazyPages(shape, data.dtype, data.device, self, pages, data, new)
+        return LazyPages.of(self, pages, data, kept, new)
 
     # ---- what transformers reads
 

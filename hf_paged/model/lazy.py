@@ -94,22 +94,29 @@ class LazyPages(LazyTensor):
     them as a number on the device.
     """
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        layer: PagedLayer,
-        pages: Pages,
-        data: torch.Tensor,
-        step_tokens: torch.Tensor | None,
-    ) -> None:
-        self.layer = layer
-        self.pages = pages
-        self.data_in_pages = data
-        self.step_tokens = step_tokens
-        self.columns = shape[2]
-        """The visible columns, as the host knows them."""
+    layer: PagedLayer
+    pages: Pages
+    data_in_pages: torch.Tensor
+    step_tokens: torch.Tensor | None
+    columns: int
+    """The visible columns, as the host knows them."""
+
+    @classmethod
+    def of(
+        cls, layer: PagedLayer, pages: Pages, data: torch.Tensor, columns: int, new: torch.Tensor | None
+    ) -> LazyPages:
+        """The last `columns` columns of `data`, the keys or the values of `pages`."""
+        shape = (pages.batch.rows, data.shape[1], columns, data.shape[2])
+        # What cls(...) would do, two functions later; every layer of every step makes two.
+        made: LazyPages = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=data.dtype, device=data.device
+        )
+        made.layer = layer
+        made.pages = pages
+        made.data_in_pages = data
+        made.step_tokens = new
+        made.columns = columns
+        return made
 
     @property
     def shape(self) -> Any:  # type: ignore[override]
