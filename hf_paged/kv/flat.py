@@ -23,8 +23,9 @@ class _Singles(NamedTuple):
     tokens: torch.Tensor | None
     """Their places [rows] in the row of tokens; None if they are all there is."""
     slots: torch.Tensor | slice
-    """[rows * columns]; outside what a row sees its last token's, so what is read is finite. A slice where one
-    row is all there is and its blocks lie side by side.
+    """[rows * columns]; outside what a row sees its last token's, so what is read is finite.
+
+    A slice where there is one row and its blocks lie side by side.
     """
     mask: torch.Tensor | None
     """[rows, 1, 1, columns]; None where every row sees all of its columns."""
