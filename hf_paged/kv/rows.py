@@ -128,7 +128,7 @@ class Rows:
         return self._changed(new, same_blocks=True, room=self._room - new)
 
     def _own_room(self) -> int:
-        """How many more tokens fit into every row's last block: one that was just written is its row's own."""
+        """How many tokens fit into every row's last block: one that was just written is its own."""
         size = self.group.pool.block_size
         return min(-table.length % size for table in self._tables)
 
