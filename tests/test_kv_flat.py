@@ -86,6 +86,22 @@ class Flat:
             begin += count
 
 
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("apart", [False, True], ids=["side by side", "apart"])
+def test_one_sequence_alone(apart: bool, window: int | None) -> None:
+    """C3: its blocks are read in place where they follow each other, and gathered where they do not."""
+    flat = Flat(4, window)
+    one = flat.new_sequence()
+    flat.assert_attends({one: 6}, 4, None, False)
+    if apart:
+        other = flat.new_sequence()
+        flat.assert_attends({other: 6}, 4, None, False)
+    for _ in range(9):
+        flat.assert_attends({one: 1}, 4, None, False)
+    blocks = flat.sequences[one][0].blocks
+    assert (blocks == list(range(blocks[0], blocks[0] + len(blocks)))) == (not apart or window is not None)
+
+
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_attention_of_each_is_its_own(data: st.DataObject) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paged_layer import HEADS, Paged, formula
 
 from hf_paged.blocks import BlockTable, append
-from hf_paged.kv import Layout, Pages, Seen, reference
+from hf_paged.kv import Layout, Seen, reference
 
 DIM, VALUE_DIM = 8, 6
 
@@ -96,6 +96,35 @@ def test_window_gives_blocks_back() -> None:
         assert all(len(table.blocks) <= -(-10 // 4) + 1 for table in paged.rows.tables)
 
 
+def test_steps_within_a_last_block_of_ones_own() -> None:
+    """C2, C14: they take no block and copy none; one who shares the block later is not written over."""
+    paged = Paged(2, 8, expected=40)
+    paged.step(9)
+    blocks = [list(table.blocks) for table in paged.rows.tables]
+    for new in (1, 2, 1):
+        paged.assert_attends(paged.step(new), 4, None, False)
+        assert [table.blocks for table in paged.rows.tables] == blocks
+        assert [table.length for table in paged.rows.tables] == [paged.rows.columns] * 2
+    twin = paged.rows.fork()
+    paged.assert_attends(paged.step(1), 4, None, False)
+    assert [table.blocks for table in twin.tables] == blocks
+    assert all(table.blocks[-1] != old[-1] for table, old in zip(paged.rows.tables, blocks, strict=True))
+    twin.free()
+    with pytest.raises(ValueError, match="holds 2 rows and was given 3"):
+        paged.rows.extend(3, 1)
+
+
+@pytest.mark.parametrize("modes", [(True, False), (False, True)], ids=["inference first", "inference last"])
+def test_views_of_a_step_serve_any_grad_mode(modes: tuple[bool, bool]) -> None:
+    """The same rows at the same place, once in inference mode and once outside of it."""
+    paged = Paged(2, 8, expected=40)
+    for inference in modes:
+        with torch.inference_mode(inference):
+            paged.assert_attends(paged.step(9), 4, None, False)
+        paged.rows.free()
+        paged.keys, paged.values = paged.keys[:, :, :0].clone(), paged.values[:, :, :0].clone()
+
+
 def test_going_back_over_the_window_is_refused() -> None:
     paged = Paged(1, 4, window=6)
     paged.step(20)
@@ -148,7 +177,7 @@ def test_attention_over_latents(starts: list[int] | None, new: int) -> None:
         paged.group.place(0, Layout.of(keys, values))
         batch = paged.rows.extend(3, count)
         made, index = paged.group.store(0)
-        pages = Pages(*made.of_layer[index], batch, made.ops)
+        pages = made.pages(index, batch)
         pages.ops.write(pages, keys, values)
         paged.keys, paged.values = torch.cat([paged.keys, keys], 2), torch.cat([paged.values, values], 2)
     query, turned = torch.randn(3, 6, new, 8), torch.randn(3, 6, new, 4)

@@ -92,6 +92,11 @@ class BlockTable:
         self.length, self.stamp = self.length + 1, now
         return copy
 
+    def fill(self, tokens: int, now: int) -> None:
+        """Take tokens that fit into the last block, which no other table names and which has no digest."""
+        self.length += tokens
+        self.stamp = now
+
     def _extend(self, tokens: int, now: int) -> Copy | None:
         """Make the last block private if it is written, and add new ones. There are enough blocks for it."""
         pool, copy = self.pool, None

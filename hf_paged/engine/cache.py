@@ -103,13 +103,12 @@ class StepLayer(PagedLayer):
         return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
 
     def _pages(self) -> Pages:
-        store, index = self.step.pools.groups[self.kind].store(self.number)
+        store, place = self.step.pools.groups[self.kind].store(self.number)
         if self.sequences.static is not None:
-            return Pages(*store.of_layer[index], self.sequences.static[self.kind], store.captured)
+            return store.pages(place, self.sequences.static[self.kind], captured=True)
         batch = self.step.batches[self.kind]
         # One launch for a whole flat row is worth its price in every step, captured or not.
-        ops = store.captured if isinstance(batch, FlatBatch) else store.ops
-        return Pages(*store.of_layer[index], batch, ops)
+        return store.pages(place, batch, captured=isinstance(batch, FlatBatch))
 
     def _stored(self, which: Any) -> torch.Tensor | None:
         """The past of the one sequence of the step, of which only the shape is known; models ask how much

@@ -14,6 +14,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from ..model.attention import Forward, running
 from ..model.capture.graph import ReplayableStep
 from ..model.capture.pool import graphs_of
+from ..model.capture.rehearsal import can_record
 from ..model.outputs import asked_fields, layouts_of
 from ..model.patches import mark_wrapper
 from ..model.routers import routers_of
@@ -40,11 +41,10 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
     masks_known: whether the model's masks are made by our function. A model that makes its own may show what
     is padding to others, so its padding is stored.
     """
-    names = list(inspect.signature(original).parameters)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = _by_name(original, args, kwargs) if args else kwargs
         parts = paged_parts(arguments.get("past_key_values"))
         step = running.get()
         if step is not None and step.cache is arguments.get("past_key_values"):
@@ -67,6 +67,11 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
 
     mark_wrapper(forward)
     return forward
+
+
+def _by_name(original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of `original` by their names."""
+    return {**dict(zip(inspect.signature(original).parameters, args, strict=False)), **kwargs}
 
 
 def _roll_back(parts: list[PagedCache], before: list[Mark], cache: Any) -> None:
@@ -215,6 +220,8 @@ def _step(
     the tables do not know.
     """
     cache, sequences = parts[0], parts[0].sequences
+    if not any(can_record(rows.group.devices) for rows in sequences.rows.values()):
+        return None
     inputs = next((arguments[name] for name in INPUTS[::-1] if arguments.get(name) is not None), None)
     if not cache.config.graphs or not sequences.columns or not sequences.padding_known or inputs is None:
         return None
@@ -266,21 +273,20 @@ def _new(arguments: Mapping[str, Any]) -> int:
 def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, store_all: bool) -> None:
     """Learn from the attention mask where each row begins, or that it is no left padding."""
     sequences = cache.sequences
-    encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
-    mask = arguments.get(_mask_name(model))
-    inputs = [
-        arguments[name]
-        for name in (INPUTS[2:] if encoder_decoder else INPUTS[:2])
-        if arguments.get(name) is not None
-    ]
-    columns = sequences.columns + inputs[0].shape[1] if inputs else -1
+    name = _mask_name(model)
+    mask = arguments.get(name)
     if mask is None:
         sequences.padding_known = True
-    elif not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.shape[1] != columns:
+        return
+    own = INPUTS[:2] if name == "attention_mask" else INPUTS[2:]
+    inputs = next((arguments[name] for name in own if arguments.get(name) is not None), None)
+    new = 0 if inputs is None else inputs.shape[1]
+    fits = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == sequences.columns + new
+    if not fits or inputs is None:
         sequences.padding_known = False
-    elif mask.device.type == "cpu" or inputs[0].shape[1] > 1 or not cache.mask_read:
+    elif mask.device.type == "cpu" or new > 1 or not cache.mask_read:
         # Reading a device's mask waits for it, so a decoding step trusts what its call has read.
-        _read_mask(mask.bool(), cache, store_all)
+        _read_mask(mask, cache, store_all)
         cache.mask_read = True
 
 
@@ -294,6 +300,7 @@ def _read_mask(mask: torch.Tensor, cache: PagedCache, store_all: bool) -> None:
     if known is None and sequences.columns:
         sequences.padding_known = bool(mask.all())
         return
+    mask = mask.bool()
     begin = (mask.cumsum(1) == 0).sum(1)
     column = torch.arange(mask.shape[1], device=mask.device)
     plain = bool((mask == (column >= begin[:, None])).all())

@@ -25,6 +25,16 @@ class StridedView(NamedTuple):
     first: int
     stride: int
 
+    def view(self, data: torch.Tensor, rows: int, first: int, end: int) -> torch.Tensor:
+        """Columns from `first` to `end` of data [..., slots, heads, dim], as [..., rows, heads, end - first,
+        dim].
+        """
+        *outer, heads, dim = data.shape
+        token = heads * dim
+        shape = (*outer[:-1], rows, heads, end - first, dim)
+        strides = (*data.stride()[: len(outer) - 1], self.stride * token, dim, token, 1)
+        return data.as_strided(shape, strides, data.storage_offset() + (self.first + first) * token)
+
 
 class Batch:
     """Where the tokens of every row lie, after the step that made it.
@@ -44,7 +54,15 @@ class Batch:
         is_current: Callable[[], bool],
         workspace: dict[str, Any] | None = None,
     ) -> None:
-        self.tables, self.starts, self.columns, self.new, self.lane = tables, starts, columns, new, lane
+        self.tables = tables
+        self.starts = starts
+        self.columns = columns
+        self.new = new
+        self.lane = lane
+        self.rows = len(tables)
+        """The rows of keys and values that a model hands to its cache."""
+        self.fresh = new == columns
+        """Whether this step's tokens are all there is."""
         self._is_current = is_current
         self.workspace: dict[str, Any] = {} if workspace is None else workspace
         """What outlives a step: plans of kernels, and the device's copy of the tables until a block changes.
@@ -56,10 +74,6 @@ class Batch:
         self._visible: dict[tuple[torch.device, int, int | None], torch.Tensor | None] = {}
 
     @property
-    def rows(self) -> int:
-        return len(self.tables)
-
-    @property
     def block_size(self) -> int:
         return self.tables[0].pool.block_size
 
@@ -67,11 +81,6 @@ class Batch:
     def step(self) -> object:
         """What a kernel's plan is made for."""
         return self
-
-    @property
-    def fresh(self) -> bool:
-        """Whether this step's tokens are all there is."""
-        return self.new == self.columns
 
     @property
     def empty(self) -> bool:
@@ -174,6 +183,8 @@ class Batch:
         """Which columns from `first` on each new token sees, [rows or 1, 1, new, columns - first]; None: all
         of them.
         """
+        if self.new == 1 and self.starts is None:
+            return None
         key = (device, first, window)
         if key not in self._visible:
             self._visible[key] = self._make_visible(first, window, device)

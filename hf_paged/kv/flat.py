@@ -22,10 +22,13 @@ class _Singles(NamedTuple):
 
     tokens: torch.Tensor | None
     """Their places [rows] in the row of tokens; None if they are all there is."""
-    slots: torch.Tensor
-    """[rows * columns]; outside what a row sees its last token's, so what is read is finite."""
-    mask: torch.Tensor
-    """[rows, 1, 1, columns]"""
+    slots: torch.Tensor | slice
+    """[rows * columns]; outside what a row sees its last token's, so what is read is finite.
+
+    A slice where there is one row and its blocks lie side by side.
+    """
+    mask: torch.Tensor | None
+    """[rows, 1, 1, columns]; None where every row sees all of its columns."""
 
 
 class _Span(NamedTuple):
@@ -51,21 +54,13 @@ class FlatBatch(Batch):
         super().__init__(
             list(tables), None, max(table.length for table in tables), sum(counts), None, lambda: True
         )
+        self.rows = 1  # as the model sees it
+        self.fresh = False  # several sequences are never one sequence
         self.counts = list(counts)
         self.borders = [0, *accumulate(counts)]
         """Sequence i's new tokens are those from borders[i] to borders[i + 1]."""
         self._parts: dict[tuple[torch.device, int | None], tuple[_Singles | None, list[_Span]]] = {}
         self._borders: dict[torch.device, torch.Tensor] = {}
-
-    @property
-    def rows(self) -> int:
-        """As the model sees it."""
-        return 1
-
-    @property
-    def fresh(self) -> bool:
-        """Whether the step's tokens are all there is: several sequences are never one sequence."""
-        return False
 
     def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Slots [new] that take the new tokens, which are all of them."""
@@ -100,6 +95,10 @@ class FlatBatch(Batch):
         begins = [0 if window is None else max(0, table.length - window) for table in tables]
         starts = [begin // size for begin in begins]
         held = [table.blocks[start - table.released :] for table, start in zip(tables, starts, strict=True)]
+        places = None if len(rows) == len(self.tables) else upload([self.borders[i] for i in rows], device)
+        if len(held) == 1 and _side_by_side(held[0]):
+            first = held[0][0] * size + begins[0] % size
+            return _Singles(places, slice(first, first + tables[0].length - begins[0]), None)
         width = max(map(len, held))
         blocks = upload([row + row[-1:] * (width - len(row)) for row in held], device)
         # Of every row where it begins and ends, counted from its first block's first slot, and the slot of
@@ -115,7 +114,6 @@ class FlatBatch(Batch):
             seen &= at >= begin[:, None]
         slots = (blocks[:, :, None] * size + at[:size]).flatten(1)
         slots = torch.where(seen, slots, last[:, None])
-        places = None if len(rows) == len(self.tables) else upload([self.borders[i] for i in rows], device)
         return _Singles(places, slots.flatten(), seen[:, None, None])
 
     def _span(self, row: int, window: int | None, device: torch.device) -> _Span:
@@ -132,6 +130,11 @@ class FlatBatch(Batch):
         if window is not None:
             mask = mask & (column > at - window)
         return _Span(begin, end, slots, mask[None, None])
+
+
+def _side_by_side(blocks: list[int]) -> bool:
+    """Whether the blocks follow each other in the pool."""
+    return blocks == list(range(blocks[0], blocks[0] + len(blocks)))
 
 
 def _slots(table: BlockTable, first: int) -> list[int]:
@@ -198,6 +201,8 @@ def _attend_singles(
     return attention(tokens.unsqueeze(2), keys, values, singles.mask, **options)[:, 0]
 
 
-def _gather(data: torch.Tensor, slots: torch.Tensor, rows: int) -> torch.Tensor:
+def _gather(data: torch.Tensor, slots: torch.Tensor | slice, rows: int) -> torch.Tensor:
     """data [slots, heads, dim] at slots [rows * columns], as [rows, heads, columns, dim]."""
+    if isinstance(slots, slice):
+        return data[None, slots].transpose(1, 2)
     return data.flatten(1).index_select(0, slots).view(rows, -1, *data.shape[1:]).transpose(1, 2)

@@ -29,10 +29,8 @@ class Seen(NamedTuple):
     causal: bool = False
     window: int | None = None
 
-    def biased(self, bias: torch.Tensor | None, batch: Batch | StaticBatch) -> Seen:
+    def biased(self, bias: torch.Tensor, batch: Batch | StaticBatch) -> Seen:
         """The same with a learned bias [rows or 1, query_heads, new, columns] on every score."""
-        if bias is None:
-            return self
         mask = batch.visible(self.first, self.window, bias.device) if self.causal else self.mask
         if mask is None:
             return Seen(self.first, bias)
@@ -61,7 +59,12 @@ class Ops:
 
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put a step's keys [rows, heads, new, key_dim] and values into their slots."""
-        reference.write(pages, keys, values)
+        lanes = pages.lanes(pages.batch.columns - pages.batch.new)
+        if lanes is None:
+            reference.write(pages, keys, values)
+            return
+        lanes[0].copy_(keys)
+        lanes[1].copy_(values)
 
     def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
         """pool[:, targets[i]] = pool[:, sources[i]] for every pool [layers, blocks, ...]; no target is a
@@ -75,6 +78,14 @@ class Ops:
         of padding mean nothing.
         """
         return reference.gather(data, batch, first)
+
+    def read(self, pages: Pages, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the columns from `first` on, as `gather` answers them."""
+        lanes = pages.lanes(first)
+        if lanes is None:
+            return self.gather(pages.keys, pages.batch, first), self.gather(pages.values, pages.batch, first)
+        pages.batch.check()
+        return lanes
 
     def attend(
         self,
@@ -97,11 +108,7 @@ class Ops:
         if isinstance(batch, FlatBatch):
             return attend_flat(query, pages, seen.window, new, scale=scale, softcap=softcap, sinks=sinks)
         fresh = new is not None and batch.fresh and seen.first == 0
-        keys, values = (
-            new
-            if fresh and new
-            else [self.gather(data, batch, seen.first) for data in (pages.keys, pages.values)]
-        )
+        keys, values = new if fresh and new else self.read(pages, seen.first)
         narrow = seen.window is not None and batch.columns > seen.window
         simply = seen.causal and batch.fresh and batch.new > 1 and batch.starts is None and not narrow
         mask = (
@@ -131,6 +138,6 @@ class Ops:
         batch = pages.batch
         if isinstance(batch, FlatBatch):
             return attend_flat(query, pages, seen.window, new, attention, value_dim, scale=scale)
-        latents, positions = (self.gather(data, batch, seen.first) for data in (pages.keys, pages.values))
+        latents, positions = self.read(pages, seen.first)
         mask = batch.visible(seen.first, seen.window, query.device) if seen.causal else seen.mask
         return attention(query, latents, positions, mask, scale=scale)

@@ -20,9 +20,6 @@ def write(pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
     """
     batch = pages.batch
     for data, tokens in ((pages.keys, keys), (pages.values, values)):
-        if isinstance(batch, Batch) and batch.lane is not None:
-            _lane_view(data, batch, batch.columns - batch.new).copy_(tokens)
-            continue
         slots, sources = batch.written(data.device)
         flat = tokens.transpose(1, 2).flatten(0, 1).to(data.dtype)
         data.index_copy_(0, slots, flat if sources is None else flat.index_select(0, sources))
@@ -35,7 +32,7 @@ def gather(data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.
     """
     batch.check()
     if isinstance(batch, Batch) and batch.lane is not None:
-        return _lane_view(data, batch, first)
+        return batch.lane.view(data, batch.rows, first, batch.columns)
     slots, heads, dim = data.shape
     if batch.empty:
         return data.new_zeros(batch.rows, heads, batch.columns - first, dim)
@@ -78,17 +75,6 @@ def advance(
     columns[1].add_(new)
 
 
-def _lane_view(data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
-    """[rows, heads, columns - first, dim] over rows that lie at one distance from each other."""
-    assert batch.lane is not None
-    heads, dim = data.shape[1:]
-    token = heads * dim
-    offset = data.storage_offset() + (batch.lane.first + first) * token
-    return data.as_strided(
-        (batch.rows, heads, batch.columns - first, dim), (batch.lane.stride * token, dim, token, 1), offset
-    )
-
-
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -112,8 +98,11 @@ def attend(
     heads = keys.shape[1]
     repeats = query_heads // heads
     if causal and softcap is None and sinks is None:
+        grouped = repeats > 1 and not query.is_cuda  # a CUDA device may have no fast kernel for it
+        if not grouped:
+            keys, values = _repeat(keys, repeats), _repeat(values, repeats)
         out = scaled_dot_product_attention(
-            query, _repeat(keys, repeats), _repeat(values, repeats), is_causal=True, scale=scale
+            query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
         )
         return out.transpose(1, 2).contiguous()
     if causal:

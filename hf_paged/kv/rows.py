@@ -59,8 +59,7 @@ class Rows:
         self._counted = 0
         """Tokens of every row that are counted in `columns` and not yet entered in the tables."""
         self._room = 0
-        """How many more tokens may be counted only: every row's last block is its own and has that much room.
-        """
+        """How many more tokens need no block: every row's last block is its own and has that much room."""
         self._batch: Batch | None = None
         self._workspace: dict[str, Any] = {}
 
@@ -109,12 +108,31 @@ class Rows:
         changed.
         """
         with self.group.memory.lock:
+            if new <= self._room and rows == len(self._tables) and not self._counted:
+                return self._fill(new)
             need = self._make_room(rows, new)
             with self._whole():
                 copies = self._append(new)
                 if copies:
                     self.group.copy(copies)
-            return self._changed(new, same_blocks=not need)
+            room = self._own_room() if self.window is None else 0  # a window gives back blocks in every step
+            return self._changed(new, same_blocks=not need, room=room)
+
+    def _fill(self, new: int) -> Batch:
+        """A step of `new` columns for which every row's last block is its own and has room."""
+        self.require_whole()
+        self.torn = True
+        now = self.group.pool.tick()
+        for table in self._tables:
+            table.fill(new, now)
+        self.columns += new
+        self.torn = False
+        return self._changed(new, same_blocks=True, room=self._room - new)
+
+    def _own_room(self) -> int:
+        """How many tokens fit into every row's last block: one that was just written is its own."""
+        size = self.group.pool.block_size
+        return min(-table.length % size for table in self._tables)
 
     def advance(self, new: int, static: StaticBatch) -> None:
         """A step of `new` columns of a captured forward, whose index tensors are `static`'s.
@@ -137,9 +155,7 @@ class Rows:
                 self.stage(new, static, copies)
                 if copies:
                     self.group.copy_pairs(*static.copies(len(copies)))
-            # A block that was written has no other reference; sharing it again changes the stamp or empties
-            # the room.
-            self._room = min(-table.length % table.pool.block_size for table in self._tables)
+            self._room = self._own_room()
 
     def stage(self, new: int, static: StaticBatch, copies: Sequence[Copy] = ()) -> None:
         """Upload the step of `new` columns that these rows have just taken, as it was before it."""
@@ -279,9 +295,9 @@ class Rows:
         for table in self.tables:
             table.release_before(table.length - self.window + 1)
 
-    def _changed(self, new: int = 0, same_blocks: bool = False) -> Batch:
+    def _changed(self, new: int = 0, same_blocks: bool = False, room: int = 0) -> Batch:
         self.stamp = stamp = object()
-        self._room = 0
+        self._room = room
         if not same_blocks:
             self._workspace.pop("tables", None)
         self._batch = Batch(

@@ -54,6 +54,7 @@ class StaticBatch:
     were loaded write nothing and see nothing.
     """
 
+    lane = None
     fresh = False
     empty = False
     starts = None

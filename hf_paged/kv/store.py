@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..blocks.table import Copy
-from .batch import Batch
+from .batch import Batch, StridedView
 from .ops import choose
 from .ops_torch import Ops
 from .static import StaticBatch
@@ -78,6 +78,20 @@ class Pages(NamedTuple):
     """[slots, heads, value_dim]"""
     batch: Batch | StaticBatch
     ops: Ops
+    store: Store | None = None
+    """The store that the slots are of, for what is made for all of its layers at once."""
+    place: int = 0
+    """The layer's place in the store."""
+
+    def lanes(self, first: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of the columns from `first` on as views [rows, heads, columns - first, dim].
+
+        None where the rows do not lie side by side.
+        """
+        batch = self.batch
+        if self.store is None or batch.lane is None:
+            return None
+        return self.store.lanes(batch.lane, batch.rows, first, batch.columns)[self.place]
 
 
 class Store:
@@ -99,6 +113,27 @@ class Store:
         self.keys, self.values = keys, values
         self.of_layer = list(zip(keys.unbind(), values.unbind(), strict=True))
         """Keys [slots, heads, key_dim] and values [slots, heads, value_dim] of each layer."""
+        self._lanes: dict[tuple[StridedView, int, int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def pages(self, place: int, batch: Batch | StaticBatch, captured: bool = False) -> Pages:
+        """What the attention of the layer at `place` reads in a step."""
+        keys, values = self.of_layer[place]
+        return Pages(keys, values, batch, self.captured if captured else self.ops, self, place)
+
+    def lanes(
+        self, lane: StridedView, rows: int, first: int, end: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each layer keys and values [rows, heads, end - first, dim], where rows lie at one distance from
+        each other. The views of a step's writes and reads are kept for its other layers.
+        """
+        key = (lane, rows, first, end)
+        found = self._lanes.get(key)
+        if found is None:
+            if len(self._lanes) > 1:
+                self._lanes.clear()
+            views = [lane.view(data, rows, first, end).unbind() for data in (self.keys, self.values)]
+            found = self._lanes[key] = list(zip(*views, strict=True))
+        return found
 
     @property
     def blocks(self) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kv import FlatBatch, Seen, Sequences, StaticBatch
 from .capture.traced import UNDERSTOOD, Stored, attend_traced
-from .lazy import LazyMask, LazyPages, NotCapturable, NotFlat, as_dense
+from .lazy import LazyMask, LazyPages, LazyTensor, NotCapturable, NotFlat, as_dense
 from .lengths import GrowingOnes
 from .mla import LazyExpanded
 from .switch import original_implementation, sdpa_refuses_softcap
@@ -34,8 +33,7 @@ class OnPages(Protocol):
     """What it takes from prefixes and leaves to others, None if nothing."""
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """The forward that is running: its cache, and whether stock's own attention must be used.
 
     flat: whether several sequences share one row, which only the pages can separate.
@@ -120,8 +118,8 @@ def _says_no_more(arguments: dict[str, Any], cache: OnPages) -> bool:
     """
     if not arguments.get("allow_is_causal_skip", False) or arguments.get("use_vmap", False):
         return False
-    window, chunk = arguments.get("local_size"), getattr(arguments["config"], "attention_chunk_size", None)
-    if window is not None and window == chunk:
+    window = arguments.get("local_size")
+    if window is not None and window == getattr(arguments["config"], "attention_chunk_size", None):
         return False
     padding = arguments.get("attention_mask")
     if padding is None or isinstance(padding, GrowingOnes):
@@ -149,7 +147,8 @@ def paged_attention(
     """
     if isinstance(key, Stored):
         return attend_traced(query, key, value, kwargs), None
-    query = as_dense(query)
+    if isinstance(query, LazyTensor):
+        query = query.dense()
     if isinstance(attention_mask, LazyMask) and query.shape[2] > 1 and not getattr(module, "is_causal", True):
         # Such a layer is causal only under a mask, and stock leaves masks out that are plainly causal: we
         # answer as stock does.
@@ -185,24 +184,21 @@ def _attend_pages(
     seen = _seen(query, key, mask, kwargs, forward)
     if seen is None:
         return None
-    if isinstance(key.pages.batch, FlatBatch) and (
-        not seen.causal or kwargs.get("position_bias") is not None
-    ):
+    pages, bias = key.pages, kwargs.get("position_bias")
+    if isinstance(pages.batch, FlatBatch) and (not seen.causal or bias is not None):
         raise NotFlat("the attention mask or a bias decides which token attends to which")
-    if kwargs.get("position_bias") is not None and seen.causal and isinstance(key.pages.batch, StaticBatch):
-        raise NotCapturable("the attention has a bias for every pair of positions")
-    new = (
-        None if key.step_tokens is None or value.step_tokens is None else (key.step_tokens, value.step_tokens)
-    )
-    return key.pages.ops.attend(
-        query,
-        key.pages,
-        seen.biased(kwargs.get("position_bias"), key.pages.batch),
-        new,
-        scale=kwargs.get("scaling"),
-        softcap=None if drops_caps(module) else kwargs.get("softcap"),
-        sinks=None if drops_caps(module) else kwargs.get("s_aux"),
-    )
+    if bias is not None:
+        if seen.causal and isinstance(pages.batch, StaticBatch):
+            raise NotCapturable("the attention has a bias for every pair of positions")
+        seen = seen.biased(bias, pages.batch)
+    new = None
+    if key.step_tokens is not None and value.step_tokens is not None:
+        new = (key.step_tokens, value.step_tokens)
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if (softcap is not None or sinks is not None) and drops_caps(module):
+        softcap = sinks = None
+    scale = kwargs.get("scaling")
+    return pages.ops.attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def _attend_latents(
@@ -239,6 +235,8 @@ def _seen(
         # A layer with a window under a mask without one sees what stock's cache would hold.
         if cross or window not in (None, mask.window) or kwargs.get("is_causal") is False:
             return None
+        if mask.window is None:
+            return Seen(0, causal=True)
         return Seen(key.pages.batch.first_visible(mask.window), causal=True, window=mask.window)
     if not cross:
         _keep_to_yourself(forward.cache)

@@ -80,18 +80,16 @@ class PagedLayer(DynamicLayer):
         rows = self.sequences.rows[self.kind]
         with self.sequences.memory.lock:
             rows.group.look_at(self.number, key_states, value_states)
-            new = key_states.shape[2]
+            count, _, new, _ = key_states.shape
             first_of_step = self.columns == rows.columns
-            batch = (
-                self.sequences.extend(self.kind, key_states.shape[0], new) if first_of_step else rows.batch
-            )
-            if batch.rows != key_states.shape[0] or batch.new != new or self.columns + new != rows.columns:
+            batch = self.sequences.extend(self.kind, count, new) if first_of_step else rows.batch
+            if batch.rows != count or batch.new != new or self.columns + new != rows.columns:
                 raise RuntimeError(
                     f"layer {self.number} holds {self.columns} tokens and was given {new} more for "
-                    f"{key_states.shape[0]} rows, while the "
-                    f"other layers hold {rows.columns} for {batch.rows}; {DIFFER}"
+                    f"{count} rows, while the other layers hold {rows.columns} for {batch.rows}; {DIFFER}"
                 )
-            pages = self._pages()
+            store, place = rows.group.store(self.number)
+            pages = store.pages(place, batch)
             pages.ops.write(pages, key_states, value_states)
             self.columns = rows.columns
         if not self.is_initialized:
@@ -114,18 +112,17 @@ class PagedLayer(DynamicLayer):
 
     def _pages(self) -> Pages:
         rows, static = self.sequences.rows[self.kind], self.sequences.static
-        store, index = rows.group.store(self.number)
+        store, place = rows.group.store(self.number)
         if static is not None:
-            return Pages(*store.of_layer[index], static[self.kind], store.captured)
-        return Pages(*store.of_layer[index], rows.batch, store.ops)
+            return store.pages(place, static[self.kind], captured=True)
+        return store.pages(place, rows.batch)
 
     def _lazy(self, pages: Pages, data: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
         batch, window = pages.batch, self.kind.window
         kept = batch.columns
         if window is not None:
             kept = min(kept, window - 1 + (self.rows.recorded if new is None else batch.new))
-        shape = (batch.rows, data.shape[1], kept, data.shape[2])
-        return LazyPages(shape, data.dtype, data.device, self, pages, data, new)
+        return LazyPages.of(self, pages, data, kept, new)
 
     # ---- what transformers reads
 

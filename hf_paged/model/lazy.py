@@ -34,14 +34,13 @@ class NotFlat(RuntimeError):
 class LazyTensor(torch.Tensor):
     """A tensor with a shape and no content; any operation on it makes the content first."""
 
-    _dense: torch.Tensor | None
+    _dense: torch.Tensor | None = None
 
     @staticmethod
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *args: Any
     ) -> LazyTensor:
         lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        lazy._dense = None
         return lazy
 
     # What torch documents for wrappers.
@@ -95,19 +94,29 @@ class LazyPages(LazyTensor):
     number on the device.
     """
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        layer: PagedLayer,
-        pages: Pages,
-        data: torch.Tensor,
-        step_tokens: torch.Tensor | None,
-    ) -> None:
-        self.layer, self.pages, self.data_in_pages, self.step_tokens = layer, pages, data, step_tokens
-        self.columns = shape[2]
-        """The visible columns, as the host knows them."""
+    layer: PagedLayer
+    pages: Pages
+    data_in_pages: torch.Tensor
+    step_tokens: torch.Tensor | None
+    columns: int
+    """The visible columns, as the host knows them."""
+
+    @classmethod
+    def of(
+        cls, layer: PagedLayer, pages: Pages, data: torch.Tensor, columns: int, new: torch.Tensor | None
+    ) -> LazyPages:
+        """The last `columns` columns of `data`, the keys or the values of `pages`."""
+        shape = (pages.batch.rows, data.shape[1], columns, data.shape[2])
+        # What cls(...) would do, two functions later; every layer of every step makes two.
+        made: LazyPages = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=data.dtype, device=data.device
+        )
+        made.layer = layer
+        made.pages = pages
+        made.data_in_pages = data
+        made.step_tokens = new
+        made.columns = columns
+        return made
 
     @property
     def shape(self) -> Any:  # type: ignore[override]

@@ -18,6 +18,7 @@ from torch import nn
 from ..kv import Seen, fork_safe_lock, reference
 from .capture.fusion import STANDS_FOR, reads_like
 from .lazy import LazyPages, LazyTensor
+from .switch import modules_of
 
 METHOD = "expand_kv"
 _stocks: dict[type, Callable[..., Any]] = {}
@@ -140,7 +141,7 @@ class LazyExpanded(LazyTensor):
 
 def expanding_classes(model: nn.Module) -> list[type]:
     """The attention classes of a model that expand latents in the known way."""
-    classes: set[Any] = {type(module) for module in model.modules()}
+    classes: set[Any] = set(map(type, modules_of(model)))
     with _lock:
         return [cls for cls in classes if cls in _stocks or _is_known(cls)]
 

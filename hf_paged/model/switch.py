@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -61,6 +61,18 @@ def restore(configs: list[Any], owner: object) -> None:
                 _switched.pop(id(config), None)
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Every module once. torch's own walk makes up a name for each, which costs more than all the rest."""
+    seen = {model}
+    found = [model]
+    for module in found:  # which grows meanwhile
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
+
+
 def decoder_configs(model: nn.Module) -> list[Any]:
     """The configs of the attention modules that read a cache and look their function up in transformers'
     registry.
@@ -70,11 +82,13 @@ def decoder_configs(model: nn.Module) -> list[Any]:
     """
     ours: dict[int, Any] = {}
     others: set[int] = set()
-    for module in model.modules():
-        config, attention = getattr(module, "config", None), cast(Any, type(module))
+    for module in modules_of(model):
+        own = module.__dict__
+        config = own.get("config")
         if config is None or not hasattr(config, "_attn_implementation_internal"):
             continue
-        if getattr(module, "layer_idx", None) is None and not is_told_its_layer(attention):
+        attention: Any = type(module)
+        if own.get("layer_idx") is None and not is_told_its_layer(attention):
             continue
         if uses_registry(attention) and is_stock(original_implementation(config)):
             ours[id(config)] = config

@@ -44,7 +44,7 @@ class Paged:
         self.group.place(0, Layout.of(keys, values))
         batch = self.rows.extend(self.count, new)
         made, index = self.group.store(0)
-        pages = Pages(*made.of_layer[index], batch, made.ops)
+        pages = made.pages(index, batch)
         pages.ops.write(pages, keys, values)
         self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
         self.group.pool.check()

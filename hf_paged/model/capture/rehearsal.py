@@ -154,3 +154,8 @@ def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
 Recorder = Callable[[Callable[[], Any], Any, torch.device], tuple[Callable[[], None], Any]]
 RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
 """For each type of device how a step is recorded there."""
+
+
+def can_record(devices: Iterable[torch.device]) -> bool:
+    """Whether a step that reads pages on these devices can be recorded on one of them."""
+    return any(device.type in RECORDERS for device in devices)
