@@ -173,6 +173,8 @@ def _wrap_prepare_config(stock: Callable[..., Any], patch: Patch) -> Callable[..
         call = current.get()
         if patch.active and call is not None and call.asked:
             config.cache_implementation = WORD
+        if patch.active and call is not None and config.cache_implementation == WORD:
+            call.asking = type(self).__name__
         return config, model_kwargs
 
     return _prepare_generation_config
@@ -189,6 +191,8 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
         max_cache_length: int,
     ) -> Any:
         call = current.get()
+        if call is not None:
+            call.decided = True
         if call is None and patch.active and generation_config.cache_implementation == WORD:
             warn(f"{type(self).__name__} has a generate() of its own")
             generation_config.cache_implementation = None
