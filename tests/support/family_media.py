@@ -30,7 +30,9 @@ def _noise(*shape: int) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(4)) * 2 - 1
 
 
-def _prompt(rows: int, each: int, run: Sequence[int], types: Sequence[int] = (), tail: Sequence[int] = ()) -> Inputs:
+def _prompt(
+    rows: int, each: int, run: Sequence[int], types: Sequence[int] = (), tail: Sequence[int] = ()
+) -> Inputs:
     """Prompts of text with `each` times the tokens `run` in them, which are of the kinds `types`; `tail` ends
     them.
     """
@@ -48,7 +50,10 @@ def _prompt(rows: int, each: int, run: Sequence[int], types: Sequence[int] = (),
             kinds[-1] += [*types, *[0] * TEXT]
         ids[-1] += tail
         kinds[-1] += [0] * len(tail)
-    inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(rows, len(ids[0]), dtype=torch.long)}
+    inputs = {
+        "input_ids": torch.tensor(ids),
+        "attention_mask": torch.ones(rows, len(ids[0]), dtype=torch.long),
+    }
     return {**inputs, "mm_token_type_ids": torch.tensor(kinds)} if types else inputs
 
 
@@ -121,12 +126,20 @@ def _glm_video(model: Any, rows: int, each: int) -> Inputs:
     """Two frames between the tokens of a video, each between those of a picture and with a time behind it."""
     config = model.config
     vision = config.vision_config
-    frame = [config.image_start_token_id, *[config.image_token_id] * 4, config.image_end_token_id, PROMPT_IDS.start]
+    frame = [
+        config.image_start_token_id,
+        *[config.image_token_id] * 4,
+        config.image_end_token_id,
+        PROMPT_IDS.start,
+    ]
     of_frame = [0, 2, 2, 2, 2, 0, 0]
     area = vision.temporal_patch_size * vision.in_channels * vision.patch_size**2
     return {
         **_prompt(
-            rows, each, [config.video_start_token_id, *frame * 2, config.video_end_token_id], [0, *of_frame * 2, 0]
+            rows,
+            each,
+            [config.video_start_token_id, *frame * 2, config.video_end_token_id],
+            [0, *of_frame * 2, 0],
         ),
         "pixel_values_videos": _noise(rows * each * 2 * 16, area),
         "video_grid_thw": torch.tensor([[2, 4, 4]] * rows * each),
@@ -182,7 +195,11 @@ def _musicgen(model: Any, rows: int, each: int) -> Inputs | None:
 
 def _musicgen_melody(model: Any, rows: int, each: int) -> Inputs | None:
     """A text, and a melody whose notes are put before it."""
-    return {**_prompt(rows, 1, []), "input_features": _noise(rows, 10, model.config.num_chroma)} if each == 1 else None
+    return (
+        {**_prompt(rows, 1, []), "input_features": _noise(rows, 10, model.config.num_chroma)}
+        if each == 1
+        else None
+    )
 
 
 def _clvp(model: Any, rows: int, each: int) -> Inputs | None:

@@ -142,7 +142,12 @@ def _matters(model: Any, inputs: Inputs, shown: Inputs) -> bool:
 
 def _first_step(model: Any, inputs: Inputs) -> Any:
     """What generate() answers."""
-    options = {"max_new_tokens": 1, "min_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+    options = {
+        "max_new_tokens": 1,
+        "min_new_tokens": 1,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     return model.generate(**{**options, "do_sample": False, **inputs})
 
 
@@ -155,7 +160,9 @@ def _differ(one: Any, other: Any) -> bool:
 @torch.no_grad()
 def _logits(model: Any, inputs: Inputs) -> torch.Tensor:
     """The logits of a transducer for its first token, at every frame."""
-    begin = torch.full((len(inputs["input_features"]), 1), model.generation_config.decoder_start_token_id or 0)
+    begin = torch.full(
+        (len(inputs["input_features"]), 1), model.generation_config.decoder_start_token_id or 0
+    )
     return model(**inputs, decoder_input_ids=begin).logits
 
 
@@ -332,6 +339,12 @@ def _videos(model: Any, rows: int) -> Iterator[Inputs]:
         )
         said = {"video_position_ids": place, "num_frames_per_video": torch.tensor([2] * rows)}
         yield {"pixel_values_videos": _noise(2 * rows, 16, channels * patch * patch), **said}
+    elif "video_position_ids" in taken:
+        place = torch.stack([torch.arange(16) % 4, torch.arange(16) // 4], 1)
+        yield {
+            "pixel_values_videos": _noise(rows, 2, 16, channels * patch * patch),
+            "video_position_ids": place.expand(rows, 2, 16, 2).contiguous(),
+        }
     elif "pixel_values_videos" in taken:
         for shape in ((rows, 2), (rows, 8), (2 * rows,)):
             yield {"pixel_values_videos": _noise(*shape, channels, size, size)}

@@ -96,7 +96,9 @@ def build_class(model_class: Any, cls: Any, kind: str = "") -> Any:
             if parameter.ndim > 1 or not parameter.any():  # gates that begin shut, too
                 parameter.normal_(0, 0.2)
         for stored in model.state_dict().values():
-            if stored.ndim > 1 and stored.is_floating_point() and not stored.any():  # a codebook without codes
+            if (
+                stored.ndim > 1 and stored.is_floating_point() and not stored.any()
+            ):  # a codebook without codes
                 stored.normal_(0, 0.2)
     start = {"decoder_start_token_id": 1} if config.is_encoder_decoder else {}
     known = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **start}

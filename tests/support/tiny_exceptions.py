@@ -136,6 +136,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
                 "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE}},
     "unlimited_ocr_sam_vision_model": {"image_size": 64, "downsample_channels": [64, 32], "global_attn_indexes": [1]},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2},
+    "vibevoice": {"diffusion_head_config.latent_size": 32},
     "voxtral": {"audio_token_id": 95},
     "voxtral_encoder": {"intermediate_size": 128},
     "vipllava": {"vision_feature_layers": [-1]},
@@ -148,11 +149,20 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 SPEECH = {
-    **{name: {"eng": 10} for name in ("text_decoder_lang_to_code_id", "t2u_lang_code_to_id", "vocoder_lang_code_to_id")},
+    **{
+        name: {"eng": 10}
+        for name in ("text_decoder_lang_to_code_id", "t2u_lang_code_to_id", "vocoder_lang_code_to_id")
+    },
     "id_to_text": {str(i): chr(ord("a") + i % 26) for i in range(V)},
     "char_to_id": {chr(ord("a") + i): 10 + i for i in range(26)},
 }
-MUSIC = {"bos_token_id": 64, "pad_token_id": 64, "decoder_start_token_id": 64, "eos_token_id": None, "guidance_scale": 3.0}
+MUSIC = {
+    "bos_token_id": 64,
+    "pad_token_id": 64,
+    "decoder_start_token_id": 64,
+    "eos_token_id": None,
+    "guidance_scale": 3.0,
+}
 GENERATION: dict[str, dict[str, Any]] = {
     "musicgen": MUSIC,
     "musicgen_melody": MUSIC,
