@@ -98,17 +98,21 @@ def _whats(model_class: Any) -> list[str]:
 # ---- a class
 
 
-def modes(model: Any, what: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Ways of calling generate() on prompts with one of `what` each, then on prompts with two; None if no way
-    of showing it is known.
+def modes(model: Any, what: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Ways of calling generate() on prompts with one of `what` each, then on prompts with two; a reason if
+    there is no way of showing it.
     """
     for each in (1, 2):
         if each == 2 and model.config.is_encoder_decoder and model.main_input_name != "input_ids":
             return  # one input a prompt is all that there is
-        shown = SHOW[what](model, 2, each)
         name = "" if each == 1 else "two: "
+        try:
+            shown = SHOW[what](model, 2, each)
+        except Exception as error:  # stock takes not even what the family's processor makes
+            yield name, f"{type(error).__name__}: {error}"
+            continue
         if shown is None:
-            yield name, None
+            yield name, UNKNOWN
             continue
         yield f"{name}greedy", shown
         yield f"{name}beams", {**shown, "num_beams": 3, "num_return_sequences": 2}
@@ -153,15 +157,15 @@ def _keeps_nothing(model: Any) -> bool:
 def _row(model: Any, what: str, name: str, wanted: list[str]) -> Row | None:
     row, setting = empty_row(what, name), model.config._attn_implementation
     for mode, arguments in modes(model, what):
-        if arguments is None and not mode:
+        if isinstance(arguments, str) and not mode:
             # A query transformer's text is a hint, no proof, that its pictures may be videos.
             return (
-                {**row, "unbuilt": UNKNOWN}
+                {**row, "unbuilt": arguments}
                 if what != "videos" or "pixel_values_videos" in inspect.signature(model.forward).parameters
                 else None
             )
-        if arguments is None:
-            row["notes"].append(f"{mode}-: {UNKNOWN}")
+        if isinstance(arguments, str):
+            row["notes"].append(f"{mode}-: {arguments}")
         elif not wanted or mode in wanted:
             sweep_models.note_mode(row, mode, model, arguments)
             sweep_models.note_clean(row, mode, model, setting)

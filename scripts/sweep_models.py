@@ -48,6 +48,7 @@ from hf_paged.generate.cache import PagedCache
 from hf_paged.generate.call import Call
 from hf_paged.model.capture import pool as graphs
 from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.capture.traced import UNDERSTOOD
 from hf_paged.model.lazy import LazyPages
 from hf_paged.model.switch import uses_registry
 
@@ -327,10 +328,11 @@ def _asker() -> str:
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name == "hf_paged.model.attention" and frame.f_code.co_name == "paged_attention":
-            known = {"scaling", "dropout", "position_ids", "use_cache"}
             given = frame.f_locals["kwargs"].items()
             wanted = sorted(
-                key for key, value in given if value is not None and value is not False and key not in known
+                key
+                for key, value in given
+                if value is not None and value is not False and key not in UNDERSTOOD
             )
             asked = f"asks for attention with {', '.join(wanted)}" if wanted else ""
         if name.startswith("transformers.models.") and frame.f_code.co_name != "expand_kv":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 import transformers as tf
 from compare import assert_clean, assert_same
 from families import BY_NAME, build
+from huggingface_hub.errors import StrictDataclassError
+from tiny import build_class
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -186,6 +189,42 @@ def test_a_generate_of_its_own_is_warned_about(llama: Any) -> None:
     with pytest.warns(hf_paged.FallbackWarning, match=r"generate\(\) of its own"):
         llama._prepare_cache_for_generation(config, arguments, None, 1, 8)
     assert type(arguments["past_key_values"]) is tf.DynamicCache
+
+
+def music(model: Any) -> dict[str, Any]:
+    return {"input_ids": torch.full((2, 5), 7), "attention_mask": torch.ones(2, 5, dtype=torch.long)}
+
+
+def speech(model: Any) -> dict[str, Any]:
+    return {"input_features": torch.rand(2, 60, 80, generator=torch.Generator().manual_seed(0))}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "inputs", "reason"),
+    [
+        ("ParakeetForRNNT", "ParakeetRNNTConfig", speech, "prepares its caches itself"),
+        ("MusicgenForConditionalGeneration", "MusicgenConfig", music, "has a generate() of its own"),
+    ],
+)
+def test_caches_that_a_model_makes_itself_are_warned_about(
+    name: str, config: str, inputs: Any, reason: str
+) -> None:
+    """A transducer has a state of its own in the place of a cache, and MusicGen's generate() prepares none:
+    the word is not passed over in silence.
+    """
+    try:
+        model = build_class(getattr(tf, name), getattr(tf, config))
+    except (AttributeError, ValueError, TypeError, StrictDataclassError) as error:
+        pytest.skip(f"this transformers builds no {name} from its defaults: {error}")
+    call = {**inputs(model), "max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+    right = model.generate(**call)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = model.generate(**call, cache_implementation="paged")
+    assert torch.equal(found.sequences, right.sequences)
+    told = [str(one.message) for one in caught if issubclass(one.category, hf_paged.FallbackWarning)]
+    assert len(told) == 1
+    assert f"{name} {reason}" in told[0]
 
 
 def test_rows_without_padding_are_left(llama: Any, ids: torch.Tensor) -> None:

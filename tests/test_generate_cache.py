@@ -536,6 +536,25 @@ def test_a_layer_by_itself_is_not_changed(family: str, change: Ask) -> None:
     assert_next_alike(model, stock, paged, "refused")
 
 
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "an item": lambda kept: kept.__setitem__((slice(None), slice(None), slice(-1, None)), 7.0),
+    "all": lambda kept: kept.zero_(),
+    "a sum": lambda kept: kept.__iadd__(1),
+    "out": lambda kept: torch.mul(torch.ones(kept.shape), 2, out=kept),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_stored_keys_are_not_written_in_place(write: str) -> None:
+    """What stock's cache would keep is refused, not lost: the blocks may be those of other rows too."""
+    model = model_of("llama")
+    _, paged = caches_in("decoding", model)
+    before = paged.layers[0].keys.clone()
+    with pytest.raises(RuntimeError, match="cannot be changed in place"):
+        WRITES[write](paged.layers[0].keys)
+    assert torch.equal(paged.layers[0].keys.clone(), before)
+
+
 def test_stocks_cache_is_rebuilt_from_the_items() -> None:
     """DynamicCache takes what iterating a cache yields: sliding layers keep their window."""
     model = model_of("qwen2-window")

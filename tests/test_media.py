@@ -18,12 +18,17 @@ SAMPLE = [
     ("image", "kosmos-2", with_pictures),
     ("image", "minicpmv4_6", with_pictures),
     ("image", "mllama", with_pictures),
+    ("image", "glm4v", with_videos),
+    ("image", "step3p7", with_pictures),
+    ("image", "gemma4_unified", with_recordings),
     ("image", "qwen2_vl", with_videos),
     ("image", "qwen2_5_omni_thinker", with_recordings),
     ("audio", "qwen2_audio", with_recordings),
     ("audio", "voxtral", with_recordings),
+    ("audio", "granite_speech", with_recordings),
+    ("audio", "pop2piano", with_recordings),
 ]
-ONE_EACH = {"kosmos-2"}
+ONE_EACH = {"kosmos-2", "pop2piano"}
 """Models that take one picture a prompt."""
 CALLS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3, "num_return_sequences": 2},

@@ -94,6 +94,10 @@ class Call:
 
     asked: bool
     model: nn.Module | None = None
+    asking: str = ""
+    """The class of the model whose generation config has the word; nothing if no config had it."""
+    decided: bool = False
+    """Whether a cache was prepared or left to stock here; a model may prepare its caches without us."""
     made: list[PagedCache] = field(default_factory=list)
     used: list[PagedCache] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
@@ -133,6 +137,9 @@ class Call:
         _running.discard(self)
         current.set(self.outer)
         watching.set(self.outer_watch)
+        if self.asking and not self.decided and answer is not None:
+            self.decided = True
+            warn(f"{self.asking} prepares its caches itself")
         self.leave(answer)
 
     def leave(self, answer: Any) -> None:

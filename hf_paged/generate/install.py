@@ -19,7 +19,7 @@ from ..model.attention import NAME, paged_attention, paged_mask
 from ..model.mla import restore_expansion
 from ..model.registry import memories
 from ..model.snapshot import Watch, runs_foreign_code
-from ..model.support import warn, why_dropped, why_not
+from ..model.support import prepares_none, warn, why_dropped, why_not
 from .cache import PagedCache, paged_parts
 from .call import Call, current, settle_models
 
@@ -36,6 +36,7 @@ EXPECTED = {
     ],
 }
 PATCH = "_hf_paged_patch"
+OWN = "{} has a generate() of its own"
 
 
 class Patch:
@@ -173,6 +174,11 @@ def _wrap_prepare_config(stock: Callable[..., Any], patch: Patch) -> Callable[..
         call = current.get()
         if patch.active and call is not None and call.asked:
             config.cache_implementation = WORD
+        if patch.active and call is not None and config.cache_implementation == WORD:
+            call.asking = type(self).__name__
+        if patch.active and call is None and config.cache_implementation == WORD and prepares_none(self):
+            warn(OWN.format(type(self).__name__))
+            config.cache_implementation = None
         return config, model_kwargs
 
     return _prepare_generation_config
@@ -189,8 +195,10 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
         max_cache_length: int,
     ) -> Any:
         call = current.get()
+        if call is not None:
+            call.decided = True
         if call is None and patch.active and generation_config.cache_implementation == WORD:
-            warn(f"{type(self).__name__} has a generate() of its own")
+            warn(OWN.format(type(self).__name__))
             generation_config.cache_implementation = None
         if call is None or not patch.active or not _takes(self, generation_config, model_kwargs):
             return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)

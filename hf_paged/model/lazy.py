@@ -86,6 +86,12 @@ def as_dense(value: Any) -> Any:
     return value.dense() if isinstance(value, LazyTensor) else value
 
 
+READ_ONLY = (
+    "keys and values of a paged cache cannot be changed in place: their blocks may belong to other rows and "
+    "calls too; clone them, or use transformers' own cache"
+)
+
+
 class LazyPages(LazyTensor):
     """Keys or values [rows, heads, visible columns, dim] of one layer, in their pages.
 
@@ -138,6 +144,24 @@ class LazyPages(LazyTensor):
         if self.step_tokens is not None and first == 0 and self.pages.batch.fresh:
             return self.step_tokens
         return self.pages.ops.gather(self.data_in_pages, self.pages.batch, first)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise RuntimeError(READ_ONLY)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            given = (*args, *(kwargs or {}).values())
+            written = (
+                value
+                for argument, value in zip(func._schema.arguments, given, strict=False)
+                if argument.is_write
+            )
+            if any(isinstance(value, LazyPages) for value in written):
+                raise RuntimeError(READ_ONLY)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _make(self) -> torch.Tensor:
         if isinstance(self.pages.batch, StaticBatch):

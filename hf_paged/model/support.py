@@ -68,6 +68,15 @@ def why_left(model: Any) -> str:
     return f"{name} continued with another cache, which its forward or its prepare_inputs_for_generation made"
 
 
+def prepares_none(model: Any) -> bool:
+    """Whether the model's own generate() neither prepares a cache nor passes the call on to one that does:
+    MusicGen's decoder makes its cache in its forward.
+    """
+    code = getattr(inspect.unwrap(type(model).generate), "__code__", None)
+    preparing = {"super", "generate", "_prepare_cache_for_generation"}
+    return code is not None and preparing.isdisjoint(code.co_names)
+
+
 def ropes_of(model: Any) -> list[dict[str, Any]]:
     """The settings of rotary positions, one for all layers of a decoder or one for each kind."""
     found = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from family_media import shown as shown_by_family
 from tiny import PROMPT_IDS
 
 MISMATCH = re.compile(
     r"tokens:? \[?\d+\]?, (?:\w+ )?features:? \[?(\d+)|value tensor of shape \[(\d+), \d\d+\] cannot be "
-    r"broadcast"
+    r"broadcast|Got (\d+) feature vectors"
 )
 OF_ONE = re.compile(r"span_length=\d+, expected (\d+)")
 """How many placeholders a single picture wants."""
@@ -22,7 +23,7 @@ WIDTH = 32
 """Of every hidden state in a tiny model."""
 MOST = 300
 """More placeholders than this are a misunderstanding."""
-Inputs = dict[str, torch.Tensor]
+Inputs = dict[str, Any]
 
 
 def with_pictures(model: Any, rows: int = 2, each: int = 1) -> Inputs | None:
@@ -43,7 +44,11 @@ def with_recordings(model: Any, rows: int = 2, each: int = 1) -> Inputs | None:
 
 
 def _first(model: Any, ways: Iterator[Inputs], rows: int, each: int, what: str) -> Inputs | None:
-    """The first way that the model takes."""
+    """The first way that the model takes; the family's own if it has one."""
+    own = shown_by_family(model, what, rows, each)
+    if own is not None:
+        texts = ("input_ids", "attention_mask", "mm_token_type_ids")
+        return own if _matters(model, own, {name: own[name] for name in own if name not in texts}) else None
     prompts = (
         _prompt(model, shown, rows, each, _id_of(model, what), 1 + (what == "video")) for shown in ways
     )
@@ -84,7 +89,7 @@ def _prompt(
             own = OF_ONE.search(str(error))
             for width in (1, WIDTH) if found and count else ():
                 # Some count the features' numbers, not the features.
-                wanted, left = divmod(int(found[1] or found[2]), rows * each * width)
+                wanted, left = divmod(int(found[1] or found[2] or found[3]), rows * each * width)
                 if not left and wanted and wanted not in counts and wanted < MOST:
                     counts.append(wanted)
             counts += [int(own[1])] if own and int(own[1]) not in counts else []
@@ -114,22 +119,51 @@ def _matters(model: Any, inputs: Inputs, shown: Inputs) -> bool:
     """Whether another picture of the last prompt changes its logits: where placeholders are too few a model
     may take the first's.
     """
-    floating = {name: value for name, value in shown.items() if value.is_floating_point() and value.ndim > 1}
+    floating = {
+        name: value
+        for name, value in shown.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1
+    }
     other = {name: value.clone() for name, value in floating.items()}
     for value in other.values():
-        value[len(value) // 2 :] = value[len(value) // 2 :].roll(1, 1) * 1.5 + 0.1
-    scores = [
-        model.generate(
-            **given,
-            max_new_tokens=1,
-            min_new_tokens=1,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-        ).logits[0]
-        for given in (inputs, {**inputs, **other})
-    ]
+        half = len(value) // 2
+        value[half:] = value[half:].roll(1, 1 if value.shape[1] > 1 else -1) * 1.5 + 0.1
+    both = (inputs, {**inputs, **other})
+    answers = [_first_step(model, given) for given in both]
+    if all("logits" in answer for answer in answers):
+        guided = (model.generation_config.guidance_scale or 1) > 1  # its second half has seen nothing
+        scores = [answer["logits"][0].chunk(1 + guided)[0] for answer in answers]
+    elif _differ(*answers):  # its generate() hands out no logits, but what it made of them
+        return True
+    else:
+        scores = [_logits(model, given) for given in both]
     return bool((scores[0] - scores[1])[-1].abs().max() > 1e-4) and bool(scores[0].isfinite().all())
+
+
+def _first_step(model: Any, inputs: Inputs) -> Any:
+    """What generate() answers."""
+    options = {
+        "max_new_tokens": 1,
+        "min_new_tokens": 1,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    return model.generate(**{**options, "do_sample": False, **inputs})
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether any tensor of an answer is another one's."""
+    pairs = [(value, other[name]) for name, value in one.items() if isinstance(value, torch.Tensor)]
+    return any(mine.shape != theirs.shape or not torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+@torch.no_grad()
+def _logits(model: Any, inputs: Inputs) -> torch.Tensor:
+    """The logits of a transducer for its first token, at every frame."""
+    begin = torch.full(
+        (len(inputs["input_features"]), 1), model.generation_config.decoder_start_token_id or 0
+    )
+    return model(**inputs, decoder_input_ids=begin).logits
 
 
 def _id_of(model: Any, what: str) -> int | None:
@@ -173,7 +207,8 @@ def _pictures(model: Any, prompts: int, each: int = 1) -> Iterator[Inputs]:
     rows = prompts * each
     taken = inspect.signature(model.forward).parameters
     vision = _part(model.config, "vision_config", "vq_config", "encoder")
-    size, patch = _number(vision, 32, "image_size", "resolution"), _number(vision, 8, "patch_size")
+    size = _number(vision, 32, "image_size", "resolution")
+    patch = _number(vision, 8, "model_patch_size", "patch_size")
     channels = _number(vision, 3, "in_channels", "in_chans", "num_channels")
     area = channels * patch * patch
     if "image_grid_thw" in taken:
@@ -274,7 +309,8 @@ def _videos(model: Any, rows: int) -> Iterator[Inputs]:
     """Ways of showing a video per row, the likely ones first."""
     taken = inspect.signature(model.forward).parameters
     vision = _part(model.config, "vision_config", "vq_config", "encoder")
-    size, patch = _number(vision, 32, "image_size", "resolution"), _number(vision, 8, "patch_size")
+    size = _number(vision, 32, "image_size", "resolution")
+    patch = _number(vision, 8, "model_patch_size", "patch_size")
     channels, frames = (
         _number(vision, 3, "in_channels", "in_chans", "num_channels"),
         _number(vision, 2, "temporal_patch_size"),
@@ -284,6 +320,8 @@ def _videos(model: Any, rows: int) -> Iterator[Inputs]:
             grid: Inputs = {"video_grid_thw": torch.tensor([[long, 4, 4]] * rows)}
             if "video_merge_sizes" in taken:
                 grid["video_merge_sizes"] = torch.tensor([2] * rows)
+            if "video_second_per_grid" in taken:
+                grid["video_second_per_grid"] = torch.tensor([1.0] * rows)
             for shape in (
                 (frames * channels * patch * patch,),
                 (channels * patch * patch,),
@@ -301,6 +339,12 @@ def _videos(model: Any, rows: int) -> Iterator[Inputs]:
         )
         said = {"video_position_ids": place, "num_frames_per_video": torch.tensor([2] * rows)}
         yield {"pixel_values_videos": _noise(2 * rows, 16, channels * patch * patch), **said}
+    elif "video_position_ids" in taken:
+        place = torch.stack([torch.arange(16) % 4, torch.arange(16) // 4], 1)
+        yield {
+            "pixel_values_videos": _noise(rows, 2, 16, channels * patch * patch),
+            "video_position_ids": place.expand(rows, 2, 16, 2).contiguous(),
+        }
     elif "pixel_values_videos" in taken:
         for shape in ((rows, 2), (rows, 8), (2 * rows,)):
             yield {"pixel_values_videos": _noise(*shape, channels, size, size)}
@@ -319,6 +363,7 @@ def _recordings(model: Any, rows: int) -> Iterator[Inputs]:
         "input_dim",
         "feature_projection_input_dim",
         "input_size",
+        "num_chroma",
     )
     parts = [audio, model.config, *(part for part in vars(audio).values() if hasattr(part, "to_dict"))]
     widths = dict.fromkeys(width for part in parts for name in names if (width := _number(part, 0, name)))
@@ -335,7 +380,7 @@ def _of_width(model: Any, rows: int, audio: Any, bins: int) -> Iterator[Inputs]:
     ]
     if "audio_input_features" in taken:
         whole = {
-            "audio_embed_sizes": torch.tensor([4] * rows),
+            "audio_embed_sizes": torch.tensor([8] * rows),
             "audio_attention_mask": torch.ones(rows, 64, dtype=torch.bool),
         }
         yield {"audio_input_features": _noise(rows, 64, bins), **whole}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers as tf
-from tiny_exceptions import EXCEPTIONS
+from tiny_exceptions import EXCEPTIONS, GENERATION
 from transformers.models.auto import modeling_auto as auto
 
 VOCABULARY = 96
@@ -95,8 +95,14 @@ def build_class(model_class: Any, cls: Any, kind: str = "") -> Any:
         for parameter in model.parameters():
             if parameter.ndim > 1 or not parameter.any():  # gates that begin shut, too
                 parameter.normal_(0, 0.2)
+        for stored in model.state_dict().values():
+            if (
+                stored.ndim > 1 and stored.is_floating_point() and not stored.any()
+            ):  # a codebook without codes
+                stored.normal_(0, 0.2)
     start = {"decoder_start_token_id": 1} if config.is_encoder_decoder else {}
-    model.generation_config = tf.GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0, **start)
+    known = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **start}
+    model.generation_config = tf.GenerationConfig(**{**known, **GENERATION.get(config.model_type, {})})
     return model
 
 

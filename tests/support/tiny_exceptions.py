@@ -32,6 +32,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "blt_patcher": {"num_hidden_layers": 2},
     "chameleon": {"vocabulary_map": {"<image>": 95, **{f"IMGIMG{chr(ord('A') + i)}Z": 60 + i for i in range(8)}}},
     "chameleon_vqgan": {"num_embeddings": 8},
+    "clvp_encoder": {"num_attention_heads": 1},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
                             "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
@@ -43,7 +44,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "head_dim": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 8,
         "num_attention_heads": 4, "num_key_value_heads": 4}}},
     "emu3": {"vocabulary_map": {"<image>": 95, "<|extra_200|>": 94, **{f"<|visual token {i:06d}|>": 60 + i for i in range(8)}}},
-    "emu3_vqgan": {"codebook_size": 8},
+    "emu3_vqgan": {"codebook_size": 8, "base_channels": 32, "channel_multiplier": [1, 1, 1, 1]},
+    "encodec": {"hidden_size": 32, "num_filters": 2, "codebook_size": 64, "codebook_dim": 32, "upsampling_ratios": [4, 2, 2, 2],
+                "target_bandwidths": [18.0], "norm_type": "time_group_norm"},
     "encoder-decoder": {"encoder": {"model_type": "bert", **TINY_BERT},
                         "decoder": {"model_type": "bert", **TINY_BERT, "is_decoder": True, "add_cross_attention": True}},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
@@ -54,12 +57,20 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {**SHARED_KV, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8},
     "gemma4": {"vision_config": {
         "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "head_dim": 8, "patch_size": 8, "position_embedding_size": 64, "pooling_kernel_size": 2}},
+        "num_key_value_heads": 4, "head_dim": 8, "patch_size": 8, "position_embedding_size": 64, "pooling_kernel_size": 2},
+        "audio_config": {
+        "model_type": "gemma4_audio", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "output_proj_dims": 32,
+        "subsampling_conv_channels": [32, 8]}},
     "gemma4_text": SHARED_KV,
+    "gemma4_unified": {"vision_config": {
+        "model_type": "gemma4_unified_vision", "patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 64,
+        "output_proj_dims": 32}, "audio_config": {"model_type": "gemma4_unified_audio", "audio_embed_dim": 16}},
     "glm46v_text": MROPE,
     "glm4v_moe_text": {"head_dim": 16, **MROPE},
     "glm4v_text": MROPE,
     "glm5_next_text": {"index_kpool": 4},
+    "glm_image_text": MROPE,
+    "glm_image_vqmodel": {"latent_channels": 32, "num_embeddings": 60},
     "glm_ocr_text": MROPE,
     "glmasr_encoder": {"intermediate_size": 128},
     "glmga_text": MROPE,
@@ -86,7 +97,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "minicpm_ocr": {"image_token_id": 95, "video_token_id": 94},
     "minicpmv4_6": {"image_token_id": 95, "video_token_id": 94},
     "minicpmv4_7": {"image_token_id": 95, "video_token_id": 94},
-    "mistral_large4_text": {"kv_source_layers": [0, 1, 1]},
+    "mistral_large4_text": {"num_hidden_layers": 4, "kv_source_layers": [0, 1, 1, 3], "no_rope_layers": [1, 1, 1, 0],
+                            "layer_types": ["indexed_attention"] * 4, "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+                            "indexer_types": ["full", "full", "shared", "full"]},
     "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
     "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 64},
     "molmo2_adapter": {"vision_feature_layer": [0, 1], "text_hidden_size": 32},
@@ -94,8 +107,14 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "muse_glimmer": {"projection_hidden_size": 32, "out_hidden_size": 128},
     "muse_spark": {"out_hidden_size": 128},
     "muse_spark_audio": {"num_hidden_layers": 4},
-    "nemotron_h_omni": {"vision_config.video_temporal_patch_size": 2, "image_token_id": 95, "audio_token_id": 94},
+    "musicgen_decoder": {"vocab_size": 64, "pad_token_id": 64, "bos_token_id": 64},
+    "musicgen_melody_decoder": {"vocab_size": 64, "pad_token_id": 64, "bos_token_id": 64},
+    "nemotron_h_omni": {"audio_config": {
+        "model_type": "parakeet_encoder", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_mel_bins": 16, "subsampling_conv_channels": 8, "projection_hidden_size": 32, "projection_bias": False},
+        "vision_config.video_temporal_patch_size": 2, "image_token_id": 95, "audio_token_id": 94},
     "paddleocr_vl_text": MROPE,
+    "phi4_multimodal_audio": {"ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32},
     "pix2struct_vision_model": {"patch_embed_hidden_size": 192},
     "qianfan_ocr_vision": {"image_size": [32, 32], "patch_size": [8, 8]},
     "qwen2_5_omni_text": MROPE,
@@ -110,8 +129,14 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
     "reformer": {"axial_pos_embds_dim": (8, 24), "axial_pos_shape": (16, 16), "is_decoder": True},
     "sam_vision_model": {"global_attn_indexes": [1]},
-    "step3p7_text": {"sliding_window": 6},
+    "seamless_m4t": {"vocoder_offset": 0},
+    "seamless_m4t_v2": {"vocoder_offset": 0},
+    "speech-encoder-decoder": {"decoder.is_decoder": True, "decoder.add_cross_attention": True},
+    "step3p5": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+                "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE}},
+    "unlimited_ocr_sam_vision_model": {"image_size": 64, "downsample_channels": [64, 32], "global_attn_indexes": [1]},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2},
+    "vibevoice": {"diffusion_head_config.latent_size": 32},
     "voxtral": {"audio_token_id": 95},
     "voxtral_encoder": {"intermediate_size": 128},
     "vipllava": {"vision_feature_layers": [-1]},
@@ -122,3 +147,27 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3],
                "num_mem_blocks": 1, "n_mamba_heads": 8, "mamba_headdim": 8, "attention_hidden_size": 64, "attention_head_dim": 16},
 }  # fmt: skip
+
+SPEECH = {
+    **{
+        name: {"eng": 10}
+        for name in ("text_decoder_lang_to_code_id", "t2u_lang_code_to_id", "vocoder_lang_code_to_id")
+    },
+    "id_to_text": {str(i): chr(ord("a") + i % 26) for i in range(V)},
+    "char_to_id": {chr(ord("a") + i): 10 + i for i in range(26)},
+}
+MUSIC = {
+    "bos_token_id": 64,
+    "pad_token_id": 64,
+    "decoder_start_token_id": 64,
+    "eos_token_id": None,
+    "guidance_scale": 3.0,
+}
+GENERATION: dict[str, dict[str, Any]] = {
+    "musicgen": MUSIC,
+    "musicgen_melody": MUSIC,
+    "pop2piano": {"composer_to_feature_token": {f"composer{i + 1}": 60 + i for i in range(21)}},
+    "seamless_m4t": SPEECH,
+    "seamless_m4t_v2": SPEECH,
+}
+"""What generate() of a family wants to find in its generation config, by model type."""
