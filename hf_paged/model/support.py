@@ -10,6 +10,10 @@ from .slots import slots_of
 
 READS = "_can_checkpoint_with_cache"
 """Layers with this attribute only read the cache, and keep it."""
+PREPARING = {"super", "generate", "_prepare_cache_for_generation"}
+"""Names in the code of a generate() that prepares a cache, or leaves that to another."""
+SHARED = ("transformers.generation", "transformers.modeling_utils", "torch", "builtins")
+"""Modules of the base classes that all models have."""
 
 
 class FallbackWarning(UserWarning):
@@ -72,9 +76,19 @@ def prepares_none(model: Any) -> bool:
     """Whether the model's own generate() neither prepares a cache nor passes the call on to one that does:
     MusicGen's decoder makes its cache in its forward.
     """
-    code = getattr(inspect.unwrap(type(model).generate), "__code__", None)
-    preparing = {"super", "generate", "_prepare_cache_for_generation"}
-    return code is not None and preparing.isdisjoint(code.co_names)
+    kind = type(model)
+    own = [base for base in kind.__mro__ if not base.__module__.startswith(SHARED)]
+    waiting = ["generate"]
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        code = getattr(inspect.unwrap(getattr(kind, name)), "__code__", None)
+        names = set(PREPARING if code is None else code.co_names)
+        if names & PREPARING:
+            return False
+        waiting += [each for each in names - seen if any(callable(vars(base).get(each)) for base in own)]
+    return True
 
 
 def ropes_of(model: Any) -> list[dict[str, Any]]:
