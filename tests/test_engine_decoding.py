@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import counts, forms, kept, logits_of, policy, reasons, sizes
 from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, build
 from tape import record
@@ -24,10 +25,6 @@ def _tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECORDERS, "cpu", record)
 
 
-def decoding(engine: Engine) -> Any:
-    return engine._runner.decoding
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "gpt-neox", "phi3", "mistral-window"])
 def test_same_tokens_from_replays(name: str) -> None:
     model = build(BY_NAME[name])
@@ -37,7 +34,7 @@ def test_same_tokens_from_replays(name: str) -> None:
         outputs = [handle.result() for handle in outputs]
         best = beams.result()
         engine.check()
-        assert decoding(engine).counts["replayed"] > 4, decoding(engine).reasons
+        assert counts(engine)["replayed"] > 4, reasons(engine)
     for prompt, output in zip(PROMPTS, outputs, strict=False):
         assert answers(output) == alone(model, prompt, **GREEDY)
     assert answers(best) == alone(model, PROMPTS[3], num_beams=3, max_new_tokens=9, min_new_tokens=9)
@@ -47,8 +44,8 @@ def test_requests_come_and_go_over_one_graph(llama: Any) -> None:
     """Rows of a graph are whoever runs: what an earlier one left in a place is never seen."""
     with Engine(llama, block_size=4, max_batch_sequences=2) as engine:
         outputs = engine.generate([torch.tensor(prompt) for prompt in PROMPTS], **GREEDY)
-        assert decoding(engine).counts["captured"] <= 2
-        assert decoding(engine).counts["replayed"] > 20
+        assert counts(engine)["captured"] <= 2
+        assert counts(engine)["replayed"] > 20
     assert [answers(output) for output in outputs] == [alone(llama, prompt, **GREEDY) for prompt in PROMPTS]
 
 
@@ -59,8 +56,7 @@ def test_a_larger_graph_stands_in(
     """Where one of three has ended the graph of three goes on with two, and with one, until it has computed
     enough rows for nobody.
     """
-    monkeypatch.setattr("hf_paged.engine.decoding.WORTH", worth)
-    monkeypatch.setattr("hf_paged.engine.decoding.SPARE", spare)
+    policy(monkeypatch, padded=worth, spare=spare)
     lengths = [6, 18, 30]
     with Engine(llama, block_size=4, max_batch_sequences=3, max_batch_tokens=64) as engine:
         for _ in range(2):
@@ -70,7 +66,7 @@ def test_a_larger_graph_stands_in(
             assert [answers(output) for output in outputs] == [
                 alone(llama, prompt, **one) for prompt, one in zip(PROMPTS[1:4], asked, strict=True)
             ]
-        assert {shape.rows for shape in decoding(engine)._steps if shape.form == "single"} == rows
+        assert sizes(engine, "single") == rows
 
 
 def test_one_step_of_a_form_is_rehearsed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,20 +81,19 @@ def test_one_step_of_a_form_is_rehearsed(llama: Any, monkeypatch: pytest.MonkeyP
             return super().__enter__()
 
     monkeypatch.setattr("hf_paged.engine.decoding.Rehearsal", Counted)
-    monkeypatch.setattr("hf_paged.engine.decoding.WORTH", 0)
+    policy(monkeypatch, padded=0)
     with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
         for turn in (1, 2):
             engine.generate(PROMPTS * 3, **GREEDY)
-            forms = {shape.form for shape in decoding(engine)._steps}
-            assert len(decoding(engine)._steps) > len(forms) > 1
-            assert len(rehearsed) == turn * len(forms)
+            assert kept(engine) > len(forms(engine)) > 1
+            assert len(rehearsed) == turn * len(forms(engine))
             llama.config.hidden_act = "other"  # a setting that nobody reads any more
 
 
 def test_a_model_that_changes_between_two_steps(llama: Any) -> None:
     with Engine(llama, block_size=4) as engine:
         engine.generate([PROMPTS[0]], **GREEDY)
-        before = decoding(engine).counts["replayed"]
+        before = counts(engine)["replayed"]
         assert before
         for layer in llama.model.layers:
             layer.self_attn.scaling = 3.0
@@ -111,7 +106,7 @@ def test_hooks_are_called(llama: Any) -> None:
     llama.model.layers[0].mlp.register_forward_hook(lambda *_: called.append(1))
     with Engine(llama, block_size=4) as engine:
         (output,) = engine.generate([PROMPTS[0]], **GREEDY)
-        assert "hooks" in " ".join(decoding(engine).reasons.values())
+        assert "hooks" in reasons(engine)
     assert len(called) >= GREEDY["max_new_tokens"]
     assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
 
@@ -119,13 +114,13 @@ def test_hooks_are_called(llama: Any) -> None:
 def test_a_replay_that_differs_is_never_trusted(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(step: Any, pool: Any, device: torch.device) -> Any:
         replay, answer = record(step, pool, device)
-        return lambda: (replay(), decoding(engine)._answer.logits.mul_(2)), answer
+        return lambda: (replay(), logits_of(engine)[0].mul_(2)), answer
 
     monkeypatch.setitem(RECORDERS, "cpu", wrong)
     with Engine(llama, block_size=4) as engine:
         (output,) = engine.generate([PROMPTS[0]], **GREEDY)
-        assert not decoding(engine).counts["replayed"]
-        assert "differs" in " ".join(decoding(engine).reasons.values())
+        assert not counts(engine)["replayed"]
+        assert "differs" in reasons(engine)
     assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
 
 
@@ -139,21 +134,22 @@ def test_chunks_of_prompts_in_a_graph(
     already.
     """
     if form == "spans":
-        monkeypatch.setattr("hf_paged.engine.decoding.MOST_PAIRS", 0)
+        policy(monkeypatch, pairs=0)
     model = build(BY_NAME[name])
     asked = [PROMPTS[3], PROMPTS[1], PROMPTS[5], PROMPTS[3][:20] + PROMPTS[0], PROMPTS[2], PROMPTS[3]] * 3
     replayed = []
     with Engine(model, block_size=size, max_batch_tokens=12, max_batch_sequences=4) as engine:
-        run = decoding(engine).run
+        run = engine._runner.run
 
         def watched(pieces: Any, latest: Any) -> Any:
-            logits = run(pieces, latest)
-            if logits is not None and any(len(piece.tokens) > 1 for piece in pieces):
+            before = counts(engine)["replayed"]
+            answer = run(pieces, latest)
+            if counts(engine)["replayed"] > before and any(len(piece.tokens) > 1 for piece in pieces):
                 replayed.append([len(piece.tokens) for piece in pieces])
-                assert any(shape.form == form for shape in decoding(engine)._steps)
-            return logits
+                assert form in forms(engine)
+            return answer
 
-        decoding(engine).run = watched
+        monkeypatch.setattr(engine._runner, "run", watched)
         outputs = engine.generate(asked, **GREEDY)
         engine.check()
     assert [answers(output) for output in outputs] == [alone(model, prompt, **GREEDY) for prompt in asked]
@@ -162,25 +158,24 @@ def test_chunks_of_prompts_in_a_graph(
 
 def test_long_prompts_are_no_rows(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of their tokens would read all before it by itself."""
-    monkeypatch.setattr("hf_paged.engine.decoding.MOST_PAIRS", 50)
-    monkeypatch.setattr("hf_paged.engine.decoding.MOST_IN_TORCH", 50)
+    policy(monkeypatch, pairs=50, pairs_in_torch=50)
     with Engine(llama, block_size=4, max_batch_tokens=12, prefix_caching=False) as engine:
         engine.generate([PROMPTS[3]], max_new_tokens=1)
-        assert not decoding(engine).counts
+        assert not counts(engine)
         for _ in range(4):
             engine.generate([PROMPTS[0]] * 4, max_new_tokens=1)
-        assert decoding(engine).counts == {"captured": 1, "replayed": 1}
+        assert counts(engine) == {"captured": 1, "replayed": 1}
 
 
 def test_all_graphs_answer_in_one_place(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for the logits of one step, however many graphs there are."""
-    monkeypatch.setattr("hf_paged.engine.decoding.WORTH", 0)
+    policy(monkeypatch, padded=0)
     with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
         engine.generate(PROMPTS * 3, **GREEDY)
-        steps = decoding(engine)._steps.values()
-        assert len(steps) > 3
-        assert len({step.answer.logits.data_ptr() for step in steps}) == 1
-        assert max(len(step.answer.logits) for step in steps) == 5
+        places = logits_of(engine)
+        assert len(places) > 3
+        assert len({place.data_ptr() for place in places}) == 1
+        assert max(map(len, places)) == 5
 
 
 @pytest.mark.parametrize(
@@ -195,7 +190,7 @@ def test_a_capture_that_fails_costs_no_answer(
     monkeypatch.setitem(RECORDERS, "cpu", fails)
     with Engine(llama, block_size=4) as engine:
         (output,) = engine.generate([PROMPTS[0]], **GREEDY)
-        assert bool(decoding(engine).reasons) != isinstance(error, torch.OutOfMemoryError)
+        assert bool(reasons(engine)) != isinstance(error, torch.OutOfMemoryError)
     assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
 
 
@@ -211,4 +206,4 @@ def test_a_step_of_one_token_after_the_pools_were_given_back(llama: Any) -> None
 def test_graphs_can_be_turned_off(llama: Any) -> None:
     with Engine(llama, block_size=4, graphs=False) as engine:
         engine.generate([PROMPTS[0]], **GREEDY)
-        assert decoding(engine) is None
+        assert engine.stats()["graphs"] == {}
