@@ -20,7 +20,7 @@ from hf_paged.engine.decoding import Decoding
 from hf_paged.engine.in_flight import InFlightStep
 from hf_paged.engine.weights import Weights
 from hf_paged.model.capture import rehearsal as capture
-from hf_paged.model.capture.graph import AGREE, bucket_of
+from hf_paged.model.capture.step import bucket_of
 from hf_paged.scheduling import Scheduler
 
 PARTS: dict[str, list[tuple[type, str]]] = {
@@ -113,14 +113,7 @@ def _own_graph(engine: Engine, rows: int) -> bool:
     """Whether there is a trusted graph for just these rows: a larger one stands in at first, and a capture is
     not to be timed.
     """
-    decoding = engine._runner.decoding
-    assert decoding is not None, decoding
-    own = [
-        step
-        for shape, step in decoding._steps.items()
-        if shape.form == "single" and shape.rows == bucket_of(rows)
-    ]
-    return any(step.agreed >= AGREE for step in own)
+    return bucket_of(rows) in engine.stats()["graphs"]["sizes"].get("single", ())
 
 
 def measure(

@@ -25,7 +25,7 @@ from torch import nn
 
 from hf_paged import FallbackWarning
 from hf_paged.engine import Engine
-from hf_paged.engine import decoding as decoding_module
+from hf_paged.engine import decoding as engine_side
 from hf_paged.kv import Ops
 from hf_paged.model.capture import compile as compiled
 from hf_paged.model.capture.rehearsal import RECORDERS
@@ -320,7 +320,7 @@ def test_memory_that_ends_is_no_reason(llama: Any, monkeypatch: pytest.MonkeyPat
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(decoding_module, "CompiledFusion", full)
+    monkeypatch.setattr(engine_side, "CompiledFusion", full)
     with Engine(llama, block_size=4, compile=True) as engine:
         (output,) = engine.generate(PROMPTS[:1], **GREEDY)
         assert why_not_compiled(engine) is None

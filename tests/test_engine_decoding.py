@@ -80,7 +80,7 @@ def test_one_step_of_a_form_is_rehearsed(llama: Any, monkeypatch: pytest.MonkeyP
             rehearsed.append(1)
             return super().__enter__()
 
-    monkeypatch.setattr("hf_paged.engine.decoding.Rehearsal", Counted)
+    monkeypatch.setattr("hf_paged.model.capture.pool.Rehearsal", Counted)
     policy(monkeypatch, padded=0)
     with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
         for turn in (1, 2):

@@ -159,6 +159,13 @@ def names() -> set[str]:
     return {thread.name for thread in threading.enumerate() if "warming" in thread.name}
 
 
+def join(engine: Engine) -> None:
+    """Until everything is compiled: no thread is left."""
+    assert engine._runner.warming is not None
+    engine._runner.warming.join()
+    assert not names()
+
+
 def test_threads_compile_and_end(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the model is tried out kernels are compiled in other threads, before the first launch, and no
     thread is left.
@@ -168,14 +175,14 @@ def test_threads_compile_and_end(compiler: Compiler, monkeypatch: pytest.MonkeyP
     trial = Runner._why_not_flat
 
     def watched(runner: Any, *arguments: Any) -> Any:
-        runner._warming.wait()
+        runner.warming.wait()
         before.append(set(compiler.asked))
         return trial(runner, *arguments)
 
     monkeypatch.setattr(Runner, "_why_not_flat", watched)
     engine = Engine(make("Llama"), block_size=4, num_blocks=200)
-    assert not names()
     assert compiler.here == {"_prefill", "_write"}
+    join(engine)
     assert first_steps(engine, compiler, 21) <= before[0]
 
 
@@ -199,7 +206,7 @@ def test_trouble_in_there_is_nobodys(
     monkeypatch.setattr(kernels, broken, breaks)
     engine = Engine(make("Llama"), block_size=4, num_blocks=200)
     assert calls
-    assert not names()
+    join(engine)
     assert {"_prefill", "_write", "_advance", "_swiglu", "_rotary"} <= {
         kernel for kernel, _ in compiler.asked
     }

@@ -22,7 +22,6 @@ from torch import nn
 from transformers import LogitsProcessor, StoppingCriteria
 
 import hf_paged
-from hf_paged.model.capture import graph as graph_module
 from hf_paged.model.capture.graph import Graph
 from hf_paged.model.capture.rehearsal import RECORDERS
 
@@ -112,7 +111,7 @@ def test_a_pool_that_moves_between_a_graph_s_check_and_its_replay(
         stage(self, step)
 
     monkeypatch.setattr(Graph, "stage", note)
-    monkeypatch.setattr(graph_module, "AGREE", 6)
+    policy(monkeypatch, agree=6)
     cache = hf_paged.PagedCache(llama, block_size=4)
     other = hf_paged.PagedCache(llama, block_size=4)
     stock = llama.generate(ids, **NEW)
@@ -170,7 +169,7 @@ def test_uninstalling_drops_graphs(llama: Any, ids: torch.Tensor) -> None:
 def test_the_least_recently_used_goes_first(
     name: str, value: int, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy(monkeypatch, **{name: value})
+    policy(monkeypatch, **{name: value}, spare=0)
     for rows in (1, 2, 3, 1):
         assert_same(llama, input_ids=random_ids(rows), **NEW)
         assert kept(llama) <= (2 if name == "most" else 1)

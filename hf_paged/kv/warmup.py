@@ -17,12 +17,17 @@ from .batch import Batch
 from .flat import FlatBatch
 from .ops import TritonOps, on
 from .ops_torch import Seen
+from .spans import StaticSpans
 from .static import StaticBatch
 from .store import Layout, Pages
 
 logger = logging.getLogger("hf_paged")
 
 MOST_THREADS = 16
+MOST_LATER = 4
+"""Threads that compile beside requests that are served."""
+LONG = 2048
+"""Columns of sequences that are read in the tiles of long ones."""
 META = torch.device("meta")
 PROMPT, SHORT, WRITTEN = 133, 3, 385
 """Tokens of a prompt, of one that has the tiles of short ones, and those behind which a sequence decodes:
@@ -32,7 +37,8 @@ Job = Callable[[], object]
 
 
 class Warming:
-    """Jobs that compile kernels, done by threads from when this is made until `wait` returns.
+    """Jobs that compile kernels, done by threads: those that come first until `wait` returns, the later ones
+    behind them, a few at a time.
 
     The threads only compile, which is work of the host: the jobs call kernels on tensors without data, and so
     nothing is allocated, loaded or launched on a device, and whoever captures a CUDA graph meanwhile does not
@@ -41,18 +47,47 @@ class Warming:
     """
 
     def __init__(
-        self, device: torch.device, first: Callable[[], Sequence[Job]], jobs: Callable[[], Sequence[Job]]
+        self,
+        device: torch.device,
+        first: Callable[[], Sequence[Job]],
+        jobs: Callable[[], Sequence[Job]],
+        later: Callable[[], Sequence[Job]] = list,
     ) -> None:
-        """first: makes the jobs that all others need. jobs: makes the others, while those are done."""
-        self._device, self._first, self._jobs = device, first, jobs
+        """first: makes the jobs that all others need. jobs: makes the others that are waited for, while those
+        are done. later: makes those that are not.
+        """
+        self._device, self._first, self._jobs, self._later = device, first, jobs, later
+        self._compiled, self._stopped = threading.Event(), False
+        self.done = False
+        """Whether the later jobs are done, too."""
         self._thread = threading.Thread(target=self._run, name="hf_paged warming", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until all is done. Twice is once."""
+        """Until all but the later jobs is done. Twice is once."""
+        self._compiled.wait()
+
+    def stop(self) -> None:
+        """Begin no other job."""
+        self._stopped = True
+
+    def join(self) -> None:
+        """Until all threads have ended."""
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._run_first()
+        finally:
+            self._compiled.set()
+        try:
+            with ThreadPoolExecutor(min(MOST_LATER, os.cpu_count() or 1), "hf_paged warming") as threads:
+                for job in self._do(self._later) or []:
+                    threads.submit(self._do, job)
+        finally:
+            self.done = True
+
+    def _run_first(self) -> None:
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "hf_paged warming") as threads:
             begun = [threads.submit(self._do, job) for job in self._do(self._first) or []]
             jobs = self._do(self._jobs) or []
@@ -61,6 +96,8 @@ class Warming:
                 threads.submit(self._do, job)
 
     def _do(self, job: Callable[[], Any]) -> Any:
+        if self._stopped:
+            return None
         try:
             with on(self._device):
                 return job()
@@ -93,6 +130,30 @@ class Attention(NamedTuple):
             yield lambda: self._captured(rows, width).begin(ops)
             if self.turns:
                 yield partial(self._turn, ops, rows, width)
+
+    def later(self, ops: TritonOps, rows: Sequence[int], most: int, width: int) -> Iterator[Job]:
+        """What captured steps of other numbers of rows need, and steps of so many sequences that are not
+        captured. most: sequences of a step.
+        """
+        tilings = set()
+        for columns in (width, WRITTEN, LONG):
+            for count in rows:
+                plan = self._plan(ops, count, columns)
+                if plan.tiling not in tilings:
+                    tilings.add(plan.tiling)
+                    yield partial(self._attend, ops, partial(self._captured, count, width, columns))
+                else:
+                    yield partial(plan.update, torch.empty(count, dtype=torch.int32, device=META))
+        if rows:
+            yield partial(self._attend, ops, partial(self._spans, rows[-1], most, width))
+            yield lambda: self._captured(rows[-1], width).begin(ops)
+            if self.turns:
+                yield partial(self._turn, ops, rows[-1], width)
+
+    def _plan(self, ops: TritonOps, rows: int, columns: int) -> Any:
+        keys, values = self._blocks()
+        query = torch.empty(rows, self.query_heads, self.layout.key_dim, dtype=self.layout.dtype, device=META)
+        return ops.kernels.Plan(query, keys, values, mean_length=columns, window=self.window)
 
     def _decode(self, ops: TritonOps, rows: int, width: int, captured: bool) -> None:
         self._attend(ops, lambda: self._flat(WRITTEN, 1))
@@ -131,16 +192,24 @@ class Attention(NamedTuple):
         append([table], [length])
         return FlatBatch([table], [new])
 
-    def _captured(self, rows: int, width: int) -> StaticBatch:
-        return StaticBatch(rows, 1, width, self.block_size, width, META, self.window)
+    def _captured(self, rows: int, width: int, columns: int | None = None) -> StaticBatch:
+        return StaticBatch(rows, 1, width, self.block_size, columns or width, META, self.window)
+
+    def _spans(self, rows: int, most: int, width: int) -> StaticSpans:
+        return StaticSpans(rows, most, width, self.block_size, width, META, self.window)
 
     def _pages(self, ops: TritonOps, batch: Batch | StaticBatch) -> Pages:
+        keys, values = (data.flatten(0, 1) for data in self._blocks())
+        return Pages(keys, values, batch, ops)
+
+    def _blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one block [1, block_size, heads, dim]."""
         layout = self.layout
         keys, values = (
-            torch.empty(self.block_size, layout.heads, dim, dtype=layout.dtype, device=META)
+            torch.empty(1, self.block_size, layout.heads, dim, dtype=layout.dtype, device=META)
             for dim in (layout.key_dim, layout.value_dim)
         )
-        return Pages(keys, values, batch, ops)
+        return keys, values
 
     def _new(self, rows: int, new: int) -> tuple[torch.Tensor, torch.Tensor]:
         layout = self.layout

@@ -10,56 +10,60 @@ import torch
 
 from hf_paged.engine import Engine
 from hf_paged.engine import decoding as engine_side
-from hf_paged.model.capture import pool as generate_side
-from hf_paged.model.capture.pool import graphs_of
-from hf_paged.model.registry import memory_of
+from hf_paged.model.capture import pool as both_sides
+from hf_paged.model.capture import replay as generate_side
+from hf_paged.model.capture import step as one_step
+from hf_paged.model.capture.pool import CapturePool
+from hf_paged.model.capture.replay import captures_of
+
+PLACES = {
+    "agree": (one_step, "AGREE"),
+    "after": (both_sides, "AFTER"),
+    "most": (both_sides, "MOST"),
+    "most_bytes": (both_sides, "MOST_BYTES"),
+    "later": (both_sides, "LATER"),
+    "spare": (both_sides, "SPARE"),
+    "padded": (both_sides, "PADDED"),
+    "least_steps": (generate_side, "LEAST_STEPS"),
+    "pairs": (engine_side, "MOST_PAIRS"),
+    "pairs_in_torch": (engine_side, "MOST_IN_TORCH"),
+}
 
 
 def policy(monkeypatch: pytest.MonkeyPatch, **numbers: int) -> None:
-    """Change numbers of the policy: least_steps, after, most, most_bytes, later of generate()'s pool; spare,
-    padded, pairs, pairs_in_torch, after of an engine's.
-    """
-    places = {
-        "least_steps": [(generate_side, "WORTH")],
-        "after": [(generate_side, "AFTER"), (engine_side, "AFTER")],
-        "most": [(generate_side, "MANY")],
-        "most_bytes": [(generate_side, "LARGE")],
-        "later": [(generate_side, "LATER")],
-        "spare": [(engine_side, "SPARE")],
-        "padded": [(engine_side, "WORTH")],
-        "pairs": [(engine_side, "MOST_PAIRS")],
-        "pairs_in_torch": [(engine_side, "MOST_IN_TORCH")],
-    }
+    """Change numbers of the policy: which steps are captured, and how many are kept."""
     for name, number in numbers.items():
-        for module, constant in places[name]:
-            monkeypatch.setattr(module, constant, number)
+        monkeypatch.setattr(*PLACES[name], number)
+
+
+def pool_of(of: Any) -> CapturePool:
+    """The captured steps of a model in generate(), or of an engine."""
+    if not isinstance(of, Engine):
+        return captures_of(of).pool
+    assert of._runner.decoding is not None
+    return of._runner.decoding.captures
 
 
 def counts(of: Any) -> Counter[str]:
     """How many steps were captured, compiled, replayed and refused."""
-    found = of.stats()["graphs"] if isinstance(of, Engine) else graphs_of(of).counts
+    found = of.stats()["graphs"] if isinstance(of, Engine) else captures_of(of).pool.stats()
     names = ("captured", "compiled", "replayed", "refused")
     return Counter({name: found[name] for name in names if found.get(name)})
 
 
 def reasons(of: Any) -> str:
     """Why steps are not captured."""
-    if not isinstance(of, Engine):
-        return " ".join(graphs_of(of).reasons.values())
-    return "" if of._runner.decoding is None else " ".join(of._runner.decoding.reasons.values())
+    return " ".join(pool_of(of).reasons.values())
 
 
 def kept(of: Any) -> int:
     """How many captured steps there are."""
-    return len(steps(of)) if isinstance(of, Engine) else len(memory_of(of).captured)
+    return len(pool_of(of))
 
 
 def drop(of: Any) -> None:
     """Let all captured steps go."""
-    if isinstance(of, Engine):
-        of._runner.decoding.forget()  # type: ignore[union-attr]
-    else:
-        memory_of(of).captured.clear()
+    pool_of(of).drop()
 
 
 def notice(engine: Engine) -> None:
@@ -67,24 +71,19 @@ def notice(engine: Engine) -> None:
     engine._runner.decoding._state()  # type: ignore[union-attr]
 
 
-def steps(engine: Engine) -> dict[Any, Any]:
-    """An engine's captured steps by their sizes."""
-    return engine._runner.decoding._steps  # type: ignore[union-attr]
-
-
 def sizes(engine: Engine, form: str) -> set[int]:
     """The rows of an engine's captured steps of a form."""
-    return {shape.rows for shape in steps(engine) if shape.form == form}
+    return {step.size.rows for step in pool_of(engine) if step.size.form == form}
 
 
 def forms(engine: Engine) -> set[str]:
     """The forms of an engine's captured steps."""
-    return {shape.form for shape in steps(engine)}
+    return {str(step.size.form) for step in pool_of(engine)}
 
 
 def compiled(engine: Engine) -> int:
     """How many of an engine's captured steps have compiled layers."""
-    return sum(step.compiled for step in steps(engine).values())
+    return sum(step.compiled for step in pool_of(engine))
 
 
 def why_not_compiled(engine: Engine) -> str | None:
@@ -94,4 +93,4 @@ def why_not_compiled(engine: Engine) -> str | None:
 
 def logits_of(engine: Engine) -> list[torch.Tensor]:
     """Where an engine's captured steps answer."""
-    return [step.answer.logits for step in steps(engine).values()]
+    return [step.answer.logits for step in pool_of(engine)]  # type: ignore[attr-defined]
