@@ -108,9 +108,11 @@ def jobs(runner: Runner) -> Sequence[Job]:
 def later_jobs(runner: Runner) -> Sequence[Job]:
     """The same for steps of more rows."""
     expected = _expected(runner)
-    if expected is None or expected.fusion is None:
+    if expected is None:
         return []
     ops, fusion, attentions, dtype = expected
+    if fusion is None:
+        return []
     limits = runner.pools.config.limits()
     most = max(limits.tokens, limits.sequences)
     rows = [2**i for i in range(1, (most - 1).bit_length() + 1)]
