@@ -100,8 +100,8 @@ class Decoding:
         self.captures = CapturePool(runner.pools.memory, own, runner.is_ready, self.compilation)
         config: Any = runner.model.config
         self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
-        self.budget = own + 4 * self._most * self._vocabulary if possible else 0
-        """Bytes that captured steps may take: their own, and those of their answers."""
+        self.budget = own + self._shared_bytes() if possible else 0
+        """Bytes that captured steps may take: their own, and those that they share."""
 
     def prepare(self, run: Callable[[], object]) -> None:
         """Get the model ready for compiled layers, or say why there are none. `run` runs it, somehow."""
@@ -114,6 +114,15 @@ class Decoding:
         else:
             with self.runner.pools.memory.lock:
                 lay_side_by_side(self.runner.model, run)
+
+    def _shared_bytes(self) -> int:
+        """About what steps compute with and answer in: logits and the widest activations of the largest."""
+        config: Any = self.runner.model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+        inner = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+        limits = self.runner.pools.config.limits()
+        size = next(self.runner.model.parameters()).element_size()
+        rows = max(limits.tokens, limits.sequences)
+        return rows * (self._vocabulary + 4 * inner) * size + 4 * self._most * self._vocabulary
 
     def stats(self) -> dict[str, Any]:
         """What the pool of captured steps counts, and the rows of trusted ones by their form."""
@@ -239,12 +248,14 @@ class Decoding:
         """What the chunks of these pieces are in a graph, None if they are the flat row's."""
         if all(piece.wanted and len(piece.tokens) == 1 for piece in pieces):
             return "single"
+        if kernels:
+            return "spans"  # one launch more in a layer, and the past of a chunk is read once for its tokens
         pairs = sum(
             len(piece.tokens) * (piece.start + len(piece.tokens)) for piece in pieces if len(piece.tokens) > 1
         )
         if pairs <= MOST_PAIRS:
             return "rows"
-        return "spans" if kernels or pairs <= MOST_IN_TORCH else None
+        return "spans" if pairs <= MOST_IN_TORCH else None
 
     def _load(
         self, step: _CapturedStep, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None
@@ -335,6 +346,11 @@ class _Source(StepSource[_CapturedStep]):
     @property
     def device(self) -> torch.device:
         return self._decoding.runner.device
+
+    @property
+    def code(self) -> str:
+        """Of all forms: they differ in how our own code reads the pages."""
+        return "engine"
 
     def state(self) -> ModelState:
         return self._decoding._state()

@@ -35,7 +35,7 @@ from .pools import Pools
 from .probe import distance, otherwise, require_numbers, tried
 from .sampling.answers import Answer
 from .support import Unservable, check_routers, longest
-from .warmup import ROWS, warming, without_plans
+from .warmup import label_of, warming, without_plans
 
 T = TypeVar("T")
 Form = Literal["flat", "rows"]
@@ -124,8 +124,8 @@ class Runner:
 
     def is_ready(self, size: Size) -> bool:
         """Whether the kernels of captured steps of a size are compiled."""
-        compiled_first = size.form == "single" and size.rows == ROWS
-        return self.warming is None or self.warming.done or compiled_first
+        label = label_of(size)
+        return self.warming is None or self.warming.done or not label or label in self.warming.ready
 
     def run(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None = None) -> Answer:
         """What follows the last token of each piece that is wanted, from a captured step if there is one.

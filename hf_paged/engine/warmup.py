@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +13,7 @@ from ..kv import Layout, TritonOps
 from ..kv.ops import choose
 from ..kv.warmup import Attention, Job, Warming, digest
 from ..model.capture.fusion import Fusion
-from ..model.capture.step import bucket_of
+from ..model.capture.step import Size, bucket_of
 from ..model.switch import original_implementation
 from .decoding import WIDTHS
 
@@ -105,8 +105,10 @@ def jobs(runner: Runner) -> Sequence[Job]:
     return found if fusion is None else [*found, *fusion.calls(ROWS, dtype)]
 
 
-def later_jobs(runner: Runner) -> Sequence[Job]:
-    """The same for steps of more rows."""
+def later_jobs(runner: Runner) -> Sequence[tuple[Hashable, Sequence[Job]]]:
+    """The same for captured steps of more rows, by the label of the sizes that need them: the largest first,
+    which can hold the others.
+    """
     expected = _expected(runner)
     if expected is None:
         return []
@@ -114,12 +116,25 @@ def later_jobs(runner: Runner) -> Sequence[Job]:
     if fusion is None:
         return []
     limits = runner.pools.config.limits()
-    most = max(limits.tokens, limits.sequences)
-    rows = [2**i for i in range(1, (most - 1).bit_length() + 1)]
-    found: list[Job] = []
-    for attention in attentions:
-        found += attention.later(ops, rows, bucket_of(limits.sequences), WIDTHS[0])
-    return [*found, *fusion.calls(rows[-1], dtype)] if rows else found
+    most, tokens = bucket_of(limits.sequences), max(limits.tokens, limits.sequences)
+    chunks: list[Job] = [
+        job for each in attentions for job in each.spans(ops, bucket_of(tokens), most, WIDTHS[0])
+    ]
+    found: list[tuple[Hashable, Sequence[Job]]] = [
+        ("spans", [*chunks, *fusion.calls(bucket_of(tokens), dtype)])
+    ]
+    known: dict[Attention, set[Any]] = {each: set() for each in attentions}
+    for power in range((most - 1).bit_length(), 0, -1):
+        rows = min(2**power, most)
+        found.append(
+            (power, [job for each in attentions for job in each.singles(ops, rows, WIDTHS[0], known[each])])
+        )
+    return found
+
+
+def label_of(size: Size) -> Hashable:
+    """Which of the later jobs a captured step's kernels are compiled by; 0 for none of them."""
+    return "spans" if size.form == "spans" else (size.rows - 1).bit_length()
 
 
 @contextmanager

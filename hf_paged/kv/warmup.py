@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,10 +24,8 @@ from .store import Layout, Pages
 logger = logging.getLogger("hf_paged")
 
 MOST_THREADS = 16
-MOST_LATER = 4
+MOST_LATER = 3
 """Threads that compile beside requests that are served."""
-LONG = 2048
-"""Columns of sequences that are read in the tiles of long ones."""
 META = torch.device("meta")
 PROMPT, SHORT, WRITTEN = 133, 3, 385
 """Tokens of a prompt, of one that has the tiles of short ones, and those behind which a sequence decodes:
@@ -38,7 +36,7 @@ Job = Callable[[], object]
 
 class Warming:
     """Jobs that compile kernels, done by threads: those that come first until `wait` returns, the later ones
-    behind them, a few at a time.
+    beside what is done behind that, a few at a time.
 
     The threads only compile, which is work of the host: the jobs call kernels on tensors without data, and so
     nothing is allocated, loaded or launched on a device, and whoever captures a CUDA graph meanwhile does not
@@ -51,15 +49,17 @@ class Warming:
         device: torch.device,
         first: Callable[[], Sequence[Job]],
         jobs: Callable[[], Sequence[Job]],
-        later: Callable[[], Sequence[Job]] = list,
+        later: Callable[[], Sequence[tuple[Hashable, Sequence[Job]]]] = list,
     ) -> None:
         """first: makes the jobs that all others need. jobs: makes the others that are waited for, while those
-        are done. later: makes those that are not.
+        are done. later: makes those that are not, by what needs them, in the order in which they are done.
         """
         self._device, self._first, self._jobs, self._later = device, first, jobs, later
         self._compiled, self._stopped = threading.Event(), False
+        self.ready: set[Hashable] = set()
+        """What the later jobs have been done for."""
         self.done = False
-        """Whether the later jobs are done, too."""
+        """Whether all later jobs are done."""
         self._thread = threading.Thread(target=self._run, name="hf_paged warming", daemon=True)
         self._thread.start()
 
@@ -81,9 +81,7 @@ class Warming:
         finally:
             self._compiled.set()
         try:
-            with ThreadPoolExecutor(min(MOST_LATER, os.cpu_count() or 1), "hf_paged warming") as threads:
-                for job in self._do(self._later) or []:
-                    threads.submit(self._do, job)
+            self._run_later()
         finally:
             self.done = True
 
@@ -94,6 +92,16 @@ class Warming:
             wait(begun)
             for job in jobs:
                 threads.submit(self._do, job)
+
+    def _run_later(self) -> None:
+        with ThreadPoolExecutor(min(MOST_LATER, os.cpu_count() or 1), "hf_paged warming") as threads:
+            begun = [
+                (label, [threads.submit(self._do, job) for job in jobs])
+                for label, jobs in self._do(self._later) or []
+            ]
+            for label, jobs in begun:
+                wait(jobs)
+                self.ready.add(label)
 
     def _do(self, job: Callable[[], Any]) -> Any:
         if self._stopped:
@@ -131,24 +139,25 @@ class Attention(NamedTuple):
             if self.turns:
                 yield partial(self._turn, ops, rows, width)
 
-    def later(self, ops: TritonOps, rows: Sequence[int], most: int, width: int) -> Iterator[Job]:
-        """What captured steps of other numbers of rows need, and steps of so many sequences that are not
-        captured. most: sequences of a step.
-        """
-        tilings = set()
-        for columns in (width, WRITTEN, LONG):
-            for count in rows:
-                plan = self._plan(ops, count, columns)
-                if plan.tiling not in tilings:
-                    tilings.add(plan.tiling)
-                    yield partial(self._attend, ops, partial(self._captured, count, width, columns))
-                else:
-                    yield partial(plan.update, torch.empty(count, dtype=torch.int32, device=META))
-        if rows:
-            yield partial(self._attend, ops, partial(self._spans, rows[-1], most, width))
-            yield lambda: self._captured(rows[-1], width).begin(ops)
-            if self.turns:
-                yield partial(self._turn, ops, rows[-1], width)
+    def spans(self, ops: TritonOps, rows: int, most: int, width: int) -> Iterator[Job]:
+        """What captured steps with chunks of prompts need, of `rows` tokens of at most `most` sequences."""
+        yield partial(self._attend, ops, partial(self._spans, rows, most, width))
+        yield lambda: self._captured(rows, width).begin(ops)
+        if self.turns:
+            yield partial(self._turn, ops, rows, width)
+
+    def singles(self, ops: TritonOps, rows: int, width: int, known: set[Any]) -> Iterator[Job]:
+        """What captured steps of `rows` sequences need that is not among the `known`."""
+        tiling = self._plan(ops, rows, width).tiling._replace(per_sm=1)
+        if tiling not in known:
+            known.add(tiling)
+            yield partial(self._attend, ops, partial(self._captured, rows, width))
+        elif (tiling.block_n, rows) not in known:
+            yield partial(self._update, ops, rows, width)
+        known.add((tiling.block_n, rows))
+
+    def _update(self, ops: TritonOps, rows: int, width: int) -> None:
+        self._plan(ops, rows, width).update(torch.empty(rows, dtype=torch.int32, device=META))
 
     def _plan(self, ops: TritonOps, rows: int, columns: int) -> Any:
         keys, values = self._blocks()
@@ -192,8 +201,8 @@ class Attention(NamedTuple):
         append([table], [length])
         return FlatBatch([table], [new])
 
-    def _captured(self, rows: int, width: int, columns: int | None = None) -> StaticBatch:
-        return StaticBatch(rows, 1, width, self.block_size, columns or width, META, self.window)
+    def _captured(self, rows: int, width: int) -> StaticBatch:
+        return StaticBatch(rows, 1, width, self.block_size, width, META, self.window)
 
     def _spans(self, rows: int, most: int, width: int) -> StaticSpans:
         return StaticSpans(rows, most, width, self.block_size, width, META, self.window)

@@ -139,23 +139,29 @@ class CapturePool:
         if own is not None and own.trusted:
             self._steps.move_to_end(_Key(state, size))
             return own
+        best = self._smallest(state, source, trusted=True)
+        if best is None:
+            return None
+        self._steps.move_to_end(best)
+        self._steps[best].padded += best.size.rows - size.rows
+        return self._steps[best]
+
+    def _smallest(self, state: ModelState, source: StepSource[Any], trusted: bool) -> _Key | None:
+        """The smallest captured step that can hold a source's, among all or those that are trusted."""
+        size, holders = source.size, list(source.holders)
         fits = [
             key
             for key, step in self._steps.items()
             if size.rows <= key.size.rows <= size.rows + SPARE
             and key.size.width >= size.width
-            and key.size.form in source.holders
+            and key.size.form in holders
             and key.state is state
-            and step.trusted
-            and step.holds_fewer
+            and (step.trusted or not trusted)
+            and (step.holds_fewer or key.size == size)
         ]
-        if not fits:
-            return None
-        order = list(source.holders)
-        best = min(fits, key=lambda key: (key.size.rows, order.index(key.size.form), key.size.width))
-        self._steps.move_to_end(best)
-        self._steps[best].padded += best.size.rows - size.rows
-        return self._steps[best]
+        return min(
+            fits, key=lambda key: (key.size.rows, holders.index(key.size.form), key.size.width), default=None
+        )
 
     def holds(self, step: CapturedStep) -> bool:
         """Whether a step is still there: a pool that moves drops those that read it."""
@@ -184,8 +190,10 @@ class CapturePool:
         key = _Key(state, source.size)
         if self.unsteady or key in self.reasons:
             return False
+        if self._doubtful(state, source) is not None:
+            return True
         if key in self._steps:
-            return not self._steps[key].trusted and source.comparable
+            return False
         if len(self._seen) > MOST_REASONS:
             self._seen.clear()
         self._seen[key] += 1
@@ -193,6 +201,11 @@ class CapturePool:
             return False
         due = self._seen[key] >= AFTER if stand_in is None else stand_in.padded > PADDED
         return due and source.is_worth_it(self._seen[key])
+
+    def _doubtful(self, state: ModelState, source: StepSource[Any]) -> CapturedStep | None:
+        """The smallest captured step that can hold a source's, if it is to be compared still."""
+        key = self._smallest(state, source, trusted=False) if source.comparable else None
+        return None if key is None or self._steps[key].trusted else self._steps[key]
 
     def learn(
         self,
@@ -214,13 +227,13 @@ class CapturePool:
         answer: Any,
         stand_in: CapturedStep | None = None,
     ) -> None:
-        """Capture a step that has its answer, if its size has no captured step, and compare one replay.
+        """Compare a replay of a step that has its answer, by a new captured step if none waits for that.
         Whatever fails here, the step has its answer.
         """
-        key = _Key(state, source.size)
+        step = self._doubtful(state, source)
+        key = _Key(state, source.size if step is None else step.size)
         begin = time.perf_counter()
         try:
-            step = self._steps.get(key)
             if step is None:
                 step = self._capture(key, source)
                 if stand_in is not None:
