@@ -26,6 +26,8 @@ logger = logging.getLogger("hf_paged")
 MOST_THREADS = 16
 MOST_LATER = 3
 """Threads that compile beside requests that are served."""
+SOON = 2
+"""Labels whose jobs are not left to these."""
 META = torch.device("meta")
 PROMPT, SHORT, WRITTEN = 133, 3, 385
 """Tokens of a prompt, of one that has the tiles of short ones, and those behind which a sequence decodes:
@@ -35,8 +37,8 @@ Job = Callable[[], object]
 
 
 class Warming:
-    """Jobs that compile kernels, done by threads: those that come first until `wait` returns, the later ones
-    beside what is done behind that, a few at a time.
+    """Jobs that compile kernels, done by threads: those that come first until `wait` returns, the ones behind
+    them until `wait_soon` does, and the later ones beside what is done then, a few at a time.
 
     The threads only compile, which is work of the host: the jobs call kernels on tensors without data, and so
     nothing is allocated, loaded or launched on a device, and whoever captures a CUDA graph meanwhile does not
@@ -51,11 +53,13 @@ class Warming:
         jobs: Callable[[], Sequence[Job]],
         later: Callable[[], Sequence[tuple[Hashable, Sequence[Job]]]] = list,
     ) -> None:
-        """first: makes the jobs that all others need. jobs: makes the others that are waited for, while those
-        are done. later: makes those that are not, by what needs them, in the order in which they are done.
+        """first: makes the jobs that all others need. jobs: makes the others that `wait` waits for, while
+        those are done. later: makes the further ones by what needs them, in the order in which they are done;
+        SOON of these are waited for by `wait_soon`.
         """
         self._device, self._first, self._jobs, self._later = device, first, jobs, later
-        self._compiled, self._stopped = threading.Event(), False
+        self._compiled, self._soon, self._stopped = threading.Event(), threading.Event(), False
+        self._left: list[tuple[Hashable, Sequence[Job]]] = []
         self.ready: set[Hashable] = set()
         """What the later jobs have been done for."""
         self.done = False
@@ -66,6 +70,10 @@ class Warming:
     def wait(self) -> None:
         """Until all but the later jobs is done. Twice is once."""
         self._compiled.wait()
+
+    def wait_soon(self) -> None:
+        """Until the first of the later jobs are done, too. Twice is once."""
+        self._soon.wait()
 
     def stop(self) -> None:
         """Begin no other job."""
@@ -80,6 +88,7 @@ class Warming:
             self._run_first()
         finally:
             self._compiled.set()
+            self._soon.set()
         try:
             self._run_later()
         finally:
@@ -90,14 +99,19 @@ class Warming:
             begun = [threads.submit(self._do, job) for job in self._do(self._first) or []]
             jobs = self._do(self._jobs) or []
             wait(begun)
-            for job in jobs:
-                threads.submit(self._do, job)
+            begun = [threads.submit(self._do, job) for job in jobs]
+            self._left = self._do(self._later) or []
+            for _, further in self._left[:SOON]:
+                for job in further:
+                    threads.submit(self._do, job)
+            wait(begun)
+            self._compiled.set()
+        self.ready.update(label for label, _ in self._left[:SOON])
 
     def _run_later(self) -> None:
         with ThreadPoolExecutor(min(MOST_LATER, os.cpu_count() or 1), "hf_paged warming") as threads:
             begun = [
-                (label, [threads.submit(self._do, job) for job in jobs])
-                for label, jobs in self._do(self._later) or []
+                (label, [threads.submit(self._do, job) for job in jobs]) for label, jobs in self._left[SOON:]
             ]
             for label, jobs in begun:
                 wait(jobs)
