@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from captures import counts, forms, kept, logits_of, policy, reasons, sizes
+from captures import counts, forms, kept, logits_of, policy, pool_of, reasons, sizes
 from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, build
 from tape import record
@@ -205,3 +205,67 @@ def test_graphs_can_be_turned_off(llama: Any) -> None:
     with Engine(llama, block_size=4, graphs=False) as engine:
         engine.generate([PROMPTS[0]], **GREEDY)
         assert engine.stats()["graphs"] == {}
+
+
+def test_captured_steps_are_bounded_and_counted(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used goes first; stats() has how many there are, their bytes and what they took."""
+    policy(monkeypatch, padded=0, most=2)
+    with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
+        outputs = engine.generate(PROMPTS * 2, **GREEDY)
+        graphs = engine.stats()["graphs"]
+        assert graphs["captured"] > graphs["kept"] == kept(engine) == 2
+        assert graphs["bytes"] >= sum(step.bytes for step in pool_of(engine)) > 0
+        assert graphs["seconds"] > 0
+    assert [answers(output) for output in outputs] == [
+        alone(llama, prompt, **GREEDY) for prompt in PROMPTS * 2
+    ]
+
+
+def test_a_bound_in_bytes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy(monkeypatch, padded=0)
+    monkeypatch.setattr("hf_paged.engine.decoding.MOST_BYTES", 1)
+    with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
+        engine.generate(PROMPTS, **GREEDY)
+        assert counts(engine)["captured"] > kept(engine) == 1
+
+
+def test_pools_leave_room_for_captured_steps(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device whose memory is short, what captured steps may take is given to no pool."""
+    for module in ("pools", "decoding"):
+        monkeypatch.setattr(f"hf_paged.engine.{module}.free_bytes", lambda device: 2**22)
+    with Engine(llama, block_size=4, memory_fraction=0.5) as engine:
+        with_steps = engine.stats()["memory"]["most_bytes"]
+        room = engine._runner.capture_bytes
+    with Engine(llama, block_size=4, memory_fraction=0.5, graphs=False) as engine:
+        without = engine.stats()["memory"]["most_bytes"]
+    assert 0 < room < 2**22
+    assert abs(without - with_steps - room // 2) < 2**13
+
+
+def test_a_smaller_step_is_compared_with_the_one_that_stood_in(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture behind a larger captured step costs no forward of its own."""
+    policy(monkeypatch, padded=4)
+    with Engine(llama, block_size=4, max_batch_sequences=3, max_batch_tokens=64) as engine:
+        engine.generate(PROMPTS[:3], **GREEDY)
+        assert sizes(engine, "single") == {3}
+        flat, eager = engine._runner.flat, []
+        monkeypatch.setattr(engine._runner, "flat", lambda *given: eager.append(1) or flat(*given))
+        (output,) = engine.generate(PROMPTS[4:5], **GREEDY)  # a prompt of one token
+        assert sizes(engine, "single") == {1, 3}
+        assert engine.stats()["graphs"]["sizes"]["single"] == [1, 3]
+        assert not eager
+    assert answers(output) == alone(llama, PROMPTS[4], **GREEDY)
+
+
+def test_pools_of_generate_that_move_drop_no_step_of_the_engine(llama: Any) -> None:
+    with Engine(llama, block_size=4) as engine:
+        engine.generate([PROMPTS[0]], **GREEDY)
+        before = kept(engine)
+        assert before
+        llama.generate(torch.tensor([PROMPTS[1]]), **GREEDY, cache_implementation="paged")
+        hf_paged.release(llama)
+        engine.generate([PROMPTS[0]], **GREEDY)
+        llama.generate(torch.tensor([PROMPTS[1]] * 9), **GREEDY, cache_implementation="paged")
+        assert kept(engine) == before

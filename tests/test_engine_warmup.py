@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from captures import policy
 from families import ALTERNATING, LONG, SMALL, TOKENS
 from kernel_cases import GPU, load
 from tape import rerun
@@ -24,6 +25,7 @@ from hf_paged.engine.runner import Runner
 from hf_paged.engine.warmup import jobs
 from hf_paged.kv import ops
 from hf_paged.kv.warmup import Warming
+from hf_paged.model.capture.pool import CapturePool
 from hf_paged.model.capture.rehearsal import RECORDERS
 
 MODULES = ["advance", "copy", "decode", "digest", "gather", "norm", "prefill", "rotary", "swiglu", "write"]
@@ -185,6 +187,33 @@ def test_threads_compile_and_end(compiler: Compiler, monkeypatch: pytest.MonkeyP
     join(engine)
     compiler.asked.clear()
     assert first_steps(engine, compiler, 21) <= before[0]
+
+
+def test_larger_steps_find_their_kernels(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the threads have ended, captured steps of any size launch nothing that is not compiled."""
+    monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
+    policy(monkeypatch, padded=0)
+    model = make("Llama", num_hidden_layers=1)
+    engine = Engine(model, block_size=4, num_blocks=200, max_batch_tokens=12, max_batch_sequences=4)
+    join(engine)
+    known, captured = set(compiler.asked), []
+    capture = CapturePool._capture
+
+    def watched(pool: Any, key: Any, source: Any) -> Any:
+        compiler.asked.clear()
+        step = capture(pool, key, source)
+        captured.append((source.size, compiler.asked - known))
+        return step
+
+    monkeypatch.setattr(CapturePool, "_capture", watched)
+    prompts = [[5 + i % 90 for i in range(length)] for length in (12, 24, 3, 9)]
+    options = [{"max_new_tokens": new, "min_new_tokens": new, "do_sample": False} for new in (14, 11, 8, 5)]
+    handles = [engine.submit(prompt, **each) for prompt, each in zip(prompts, options, strict=True)]
+    for handle in handles:
+        handle.result()
+    assert {size.form for size, _ in captured} == {"single", "spans"}
+    assert len({size.rows for size, _ in captured if size.form == "single"}) > 2
+    assert [(size, new) for size, new in captured if new] == []
 
 
 @pytest.mark.parametrize("broken", ["find_driver", "decode"])

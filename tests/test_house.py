@@ -36,15 +36,15 @@ BUDGETS = {
     "hf_paged/blocks": 1350,
     "hf_paged/checking": 1000,
     "hf_paged/demo": 250,
-    "hf_paged/engine": 4950,
+    "hf_paged/engine": 4850,
     "hf_paged/engine/multimodal": 750,
     "hf_paged/engine/outputs": 500,
     "hf_paged/engine/requests": 1350,
     "hf_paged/engine/sampling": 1450,
     "hf_paged/generate": 2000,
-    "hf_paged/kv": 3700,
+    "hf_paged/kv": 3800,
     "hf_paged/model": 3400,
-    "hf_paged/model/capture": 1800,
+    "hf_paged/model/capture": 2200,
     "hf_paged/scheduling": 2150,
 }
 """The most lines of each folder."""

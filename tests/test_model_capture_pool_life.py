@@ -176,6 +176,30 @@ def test_the_least_recently_used_goes_first(
     assert counts(llama)["captured"] == 4
 
 
+def test_a_larger_step_stands_in_for_a_call_of_fewer_rows(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its first step on; its own is captured when the rows in vain have cost as much."""
+    policy(monkeypatch, padded=30)
+    assert_same(llama, input_ids=random_ids(6), **NEW)
+    first = replayed(llama)
+    assert_same(llama, input_ids=random_ids(4), **NEW)
+    assert replayed(llama) - first == NEW["max_new_tokens"] - 1
+    assert counts(llama)["captured"] == 1
+    assert_same(llama, input_ids=random_ids(4), **NEW)
+    assert counts(llama)["captured"] == 2
+    assert_same(llama, input_ids=random_ids(4), **NEW)
+    assert replayed(llama) - first == 3 * (NEW["max_new_tokens"] - 1)
+
+
+def test_what_else_is_answered_is_of_the_rows_asked(llama: Any) -> None:
+    """Where an answer has more than logits, no larger step stands in: which dimension has rows is unknown."""
+    more = {"return_dict_in_generate": True, "output_hidden_states": True}
+    for rows in (4, 2):
+        assert_same(llama, input_ids=random_ids(rows), **NEW, **more)
+    assert counts(llama)["captured"] == 2
+
+
 # ---- a model that changes
 
 

@@ -117,7 +117,8 @@ class Decoding:
 
     def _shared_bytes(self) -> int:
         """About what steps compute with and answer in: logits and the widest activations of the largest."""
-        config: Any = self.runner.model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+        whole: Any = self.runner.model.config
+        config = whole.get_text_config(decoder=True)
         inner = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
         limits = self.runner.pools.config.limits()
         size = next(self.runner.model.parameters()).element_size()

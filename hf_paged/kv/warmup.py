@@ -156,6 +156,7 @@ class Attention(NamedTuple):
     def spans(self, ops: TritonOps, rows: int, most: int, width: int) -> Iterator[Job]:
         """What captured steps with chunks of prompts need, of `rows` tokens of at most `most` sequences."""
         yield partial(self._attend, ops, partial(self._spans, rows, most, width))
+        yield partial(self._update, ops, most, width)
         yield lambda: self._captured(rows, width).begin(ops)
         if self.turns:
             yield partial(self._turn, ops, rows, width)
@@ -166,9 +167,7 @@ class Attention(NamedTuple):
         if tiling not in known:
             known.add(tiling)
             yield partial(self._attend, ops, partial(self._captured, rows, width))
-        elif (tiling.block_n, rows) not in known:
-            yield partial(self._update, ops, rows, width)
-        known.add((tiling.block_n, rows))
+        yield partial(self._update, ops, rows, width)
 
     def _update(self, ops: TritonOps, rows: int, width: int) -> None:
         self._plan(ops, rows, width).update(torch.empty(rows, dtype=torch.int32, device=META))
