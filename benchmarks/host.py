@@ -19,6 +19,7 @@ from hf_paged import Engine
 from hf_paged.engine.decoding import Decoding
 from hf_paged.engine.in_flight import InFlightStep
 from hf_paged.engine.weights import Weights
+from hf_paged.model.capture import pool
 from hf_paged.model.capture import rehearsal as capture
 from hf_paged.model.capture.step import bucket_of
 from hf_paged.scheduling import Scheduler
@@ -123,6 +124,8 @@ def measure(
     its parts (means).
     """
     still, kept = Still(), dict(capture.RECORDERS)
+    padded = pool.PADDED
+    pool.PADDED = 0  # a larger captured step is not to hold these for long
     if device == "cpu":
         capture.RECORDERS["cpu"] = still.record
     model = build("llama8b", device, torch.float32, num_hidden_layers=layers, **THIN)
@@ -141,6 +144,7 @@ def measure(
             with timed() as parts:
                 again = sum(_steps(engine, step, steps))
     finally:
+        pool.PADDED = padded
         capture.RECORDERS.clear()
         capture.RECORDERS.update(kept)
     shares = {part: parts[part] / steps * 1e3 for part in PARTS}

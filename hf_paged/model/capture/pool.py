@@ -36,6 +36,8 @@ of 2,048 rows takes as long as launching one operation by operation.
 """
 PADDED = 5_000
 """Rows that a captured step may pad in all before a smaller one is captured: about what a capture costs."""
+FORM = 16
+"""Rows that holding a step of another form costs as much as."""
 LATER = 200
 """Steps until a capture is tried again that found no memory."""
 MOST_STATES = 8
@@ -143,7 +145,7 @@ class CapturePool:
         if best is None:
             return None
         self._steps.move_to_end(best)
-        self._steps[best].padded += best.size.rows - size.rows
+        self._steps[best].padded += best.size.rows - size.rows + FORM * (best.size.form != size.form)
         return self._steps[best]
 
     def _smallest(self, state: ModelState, source: StepSource[Any], trusted: bool) -> _Key | None:
