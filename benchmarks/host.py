@@ -19,8 +19,9 @@ from hf_paged import Engine
 from hf_paged.engine.decoding import Decoding
 from hf_paged.engine.in_flight import InFlightStep
 from hf_paged.engine.model_check import ModelCheck
+from hf_paged.model.capture import pool
 from hf_paged.model.capture import rehearsal as capture
-from hf_paged.model.capture.graph import AGREE, bucket_of
+from hf_paged.model.capture.step import bucket_of
 from hf_paged.scheduling import Scheduler
 
 PARTS: dict[str, list[tuple[type, str]]] = {
@@ -113,14 +114,7 @@ def _own_graph(engine: Engine, rows: int) -> bool:
     """Whether there is a trusted graph for just these rows: a larger one stands in at first, and a capture is
     not to be timed.
     """
-    decoding = engine._runner.decoding
-    assert decoding is not None, decoding
-    own = [
-        step
-        for shape, step in decoding._steps.items()
-        if shape.form == "single" and shape.rows == bucket_of(rows)
-    ]
-    return any(step.agreed >= AGREE for step in own)
+    return bucket_of(rows) in engine.stats()["graphs"]["sizes"].get("single", ())
 
 
 def measure(
@@ -130,6 +124,8 @@ def measure(
     its parts (means).
     """
     still, kept = Still(), dict(capture.RECORDERS)
+    padded = pool.PADDED
+    pool.PADDED = 0  # a larger captured step is not to hold these for long
     if device == "cpu":
         capture.RECORDERS["cpu"] = still.record
     model = build("llama8b", device, torch.float32, num_hidden_layers=layers, **THIN)
@@ -148,6 +144,7 @@ def measure(
             with timed() as parts:
                 again = sum(_steps(engine, step, steps))
     finally:
+        pool.PADDED = padded
         capture.RECORDERS.clear()
         capture.RECORDERS.update(kept)
     shares = {part: parts[part] / steps * 1e3 for part in PARTS}

@@ -28,13 +28,13 @@ from shapes import SHAPES, build, common_parser, line, where
 
 from hf_paged import Engine
 from hf_paged.engine import runner
-from hf_paged.engine.decoding import Decoding
 from hf_paged.engine.model_check import ModelCheck
 from hf_paged.engine.pools import Pools
 from hf_paged.engine.runner import Runner
 from hf_paged.kv.store import Store
 from hf_paged.kv.warmup import Warming
 from hf_paged.model.capture.fusion import Fusion
+from hf_paged.model.capture.pool import CapturePool
 
 CONTEXT, NEW = 384, 24
 PARTS = {
@@ -49,7 +49,7 @@ PARTS = {
     "pools allocated": (Store, "_allocate"),
     "model checked": (ModelCheck, "_check"),
     "forwards of steps": (Runner, "flat"),
-    "steps captured": (Decoding, "_capture"),
+    "steps captured": (CapturePool, "_capture"),
     "- modules compared": (Fusion, "__init__"),
 }
 

@@ -47,7 +47,7 @@ from hf_paged.checking.ties import (
     router_margins,
     routers,
 )
-from hf_paged.model.capture import pool as graphs
+from hf_paged.model.capture import replay as captures
 from hf_paged.model.capture.rehearsal import RECORDERS
 
 FAMILIES = {
@@ -135,7 +135,7 @@ def moved(given: Inputs, device: str, dtype: torch.dtype) -> Inputs:
 
 def run_family(kind: str, name: str, device: str, dtypes: list[torch.dtype]) -> Iterator[Row]:
     """A row for each number format."""
-    graphs.WORTH = FEWEST
+    captures.LEAST_STEPS = FEWEST
     if device == "cpu":
         RECORDERS["cpu"] = record
     for dtype in dtypes:
@@ -159,7 +159,8 @@ def run_family(kind: str, name: str, device: str, dtypes: list[torch.dtype]) -> 
             if given is not None:
                 _note(row, call, model, moved(given, device, dtype))
                 assert_clean(model, setting)
-        counts, reasons = graphs.graphs_of(model).counts, graphs.graphs_of(model).reasons
+        pool = captures.captures_of(model).pool
+        counts, reasons = pool.counts, pool.reasons
         row["captured"] = (
             f"{counts['replayed']} steps"
             if counts["replayed"]

@@ -46,7 +46,7 @@ from tiny import build, mappings, prompts
 import hf_paged
 from hf_paged.generate.cache import PagedCache
 from hf_paged.generate.call import Call
-from hf_paged.model.capture import pool as graphs
+from hf_paged.model.capture import replay as captures
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.traced import UNDERSTOOD
 from hf_paged.model.lazy import LazyPages
@@ -132,13 +132,14 @@ def _generate(model: Any, arguments: dict[str, Any], **word: Any) -> Any:
 
 def _captured(model: Any, arguments: dict[str, Any]) -> Any:
     """The paged answer with decoding steps captured, a tape standing in for CUDA graphs."""
-    worth, graphs.WORTH = graphs.WORTH, 4
+    least = captures.LEAST_STEPS
+    captures.LEAST_STEPS = 4
     RECORDERS["cpu"] = record
     try:
         return _generate(model, arguments, **models_page.PAGED)
     finally:
         del RECORDERS["cpu"]
-        graphs.WORTH = worth
+        captures.LEAST_STEPS = least
 
 
 def _difference(stock: Any, paged: Any) -> str:
@@ -355,7 +356,7 @@ def _why_itself(owner: Any) -> str:
 
 def _how_captured(model: Any, parts: list[Any]) -> str:
     """Whether steps were replayed, or why not."""
-    known = graphs.graphs_of(model)
+    known = captures.captures_of(model).pool
     if known.counts["replayed"]:
         return "yes"
     if not all(part.complete for part in parts):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import counts, policy, reasons
 from compare import assert_clean, assert_equal, assert_same, both
 from modes import MODES
 from tape import record
@@ -18,8 +19,6 @@ from transformers.cache_utils import DynamicCache
 
 import hf_paged
 from hf_paged.generate.cache import paged_parts
-from hf_paged.model.capture import pool as graphs
-from hf_paged.model.capture.pool import graphs_of
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
 
@@ -275,7 +274,7 @@ def test_captured_steps(model: Any, call: dict[str, Any], monkeypatch: pytest.Mo
     another step.
     """
     monkeypatch.setitem(RECORDERS, "cpu", record)
-    monkeypatch.setattr(graphs, "WORTH", 4)
+    policy(monkeypatch, least_steps=4)
     arguments: dict[str, Any] = {
         "input_ids": text(2),
         "max_new_tokens": 12,
@@ -284,17 +283,16 @@ def test_captured_steps(model: Any, call: dict[str, Any], monkeypatch: pytest.Mo
         **call,
     }
     for pictures in (1, 0, 2):
-        before = graphs_of(model).counts["replayed"]
+        before = counts(model)["replayed"]
         assert_same(model, **arguments, **(shown(2, 13, pictures) if pictures else {}))
         if STEPS_ALIKE or not pictures:
-            assert graphs_of(model).counts["replayed"] > before, (pictures, graphs_of(model).reasons)
+            assert counts(model)["replayed"] > before, (pictures, reasons(model))
 
 
 def test_a_picture_with_a_captured_turn(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of a few tokens would be captured: not where they bring the first picture, nor another one."""
     monkeypatch.setitem(RECORDERS, "cpu", record)
-    monkeypatch.setattr(graphs, "WORTH", 1)
-    monkeypatch.setattr(graphs, "AFTER", 1)
+    policy(monkeypatch, least_steps=1, after=1)
     turns = [0, 1, 1, 0]
     stock, cache = (
         DynamicCache(config=model.config.get_text_config()),

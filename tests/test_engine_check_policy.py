@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import counts, kept, notice
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import Does
 from families import BY_NAME, build
@@ -152,9 +153,9 @@ def test_the_own_loop_looks_now_and_then(engine: Engine, monkeypatch: pytest.Mon
     handle.result()
     steps = engine.stats()["steps"] - before
     assert steps > 2 * STEPS
-    assert steps // (STEPS + 1) <= seen.count("weights") <= steps // STEPS + 3
-    assert len(engine._runner.decoding._steps) > 1  # type: ignore[union-attr]
-    assert seen.count("graphs") == seen.count("weights")  # once for all captured steps
+    assert steps // (STEPS + 1) <= seen.count("touched") <= steps // STEPS + 3
+    assert kept(engine) > 1
+    assert seen.count("unchanged") == seen.count("touched")  # once for all captured steps
     assert answers(handle.result()) == alone(engine.model, PROMPTS[0], **LONG)
 
 
@@ -378,16 +379,14 @@ def test_a_step_of_another_state_is_not_replayed_without_a_look(engine: Engine) 
     handle = engine.submit(PROMPTS[0], **LONG)
     for _ in range(3):
         engine.step()
-    decoding = engine._runner.decoding
-    assert decoding is not None
-    before = decoding.counts["replayed"]
+    before = counts(engine)["replayed"]
     for layer in engine.model.model.layers:
         layer.self_attn.scaling = 3.0
-    decoding._current()  # as whoever captures another step asks
+    notice(engine)
     engine._checks.seen()
     engine._advance()
     assert engine._checks.unseen == 1
-    assert decoding.counts["replayed"] == before
+    assert counts(engine)["replayed"] == before
     handle.cancel()
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from captures import compiled as compiled_steps
+from captures import counts, drop, reasons, why_not_compiled
 from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, LONG, SMALL, TOKENS, build
 from fused_models import Kernels, surroundings
@@ -24,7 +26,7 @@ from torch import nn
 
 from hf_paged import FallbackWarning
 from hf_paged.engine import Engine
-from hf_paged.engine import decoding as decoding_module
+from hf_paged.engine import decoding as engine_side
 from hf_paged.kv import Ops
 from hf_paged.model.capture import compile as compiled
 from hf_paged.model.capture.rehearsal import RECORDERS
@@ -63,10 +65,6 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return graphs
 
 
-def decoding(engine: Engine) -> Any:
-    return engine._runner.decoding
-
-
 def of_layers(graphs: list[Any]) -> list[Any]:
     """Those of decoder layers; the others make cosines and sines."""
     return [graph for graph in graphs if "hf_paged.attend" in graph.code]
@@ -87,12 +85,10 @@ def assert_served(model: Any, *, compile: bool, match: str = "", **options: Any)
     with Engine(model, block_size=4, compile=True, **options) as engine:
         outputs = engine.generate(PROMPTS[:4], **GREEDY)
         engine.check()
-        counts = dict(decoding(engine).counts)
-        assert counts["replayed"] > 2, decoding(engine).reasons
-        assert counts.get("compiled", 0) == (counts["captured"] if compile else 0), decoding(
-            engine
-        ).compilation.why_not
-        assert match in (decoding(engine).compilation.why_not or "")
+        found = counts(engine)
+        assert found["replayed"] > 2, reasons(engine)
+        assert found["compiled"] == (found["captured"] if compile else 0), why_not_compiled(engine)
+        assert match in (why_not_compiled(engine) or "")
     assert [answers(output) for output in outputs] == [
         alone(model, prompt, **GREEDY) for prompt in PROMPTS[:4]
     ]
@@ -114,7 +110,7 @@ def test_beams_and_samples(llama: Any) -> None:
         beams = engine.submit(PROMPTS[3], num_beams=3, max_new_tokens=9, min_new_tokens=9)
         drawn = engine.submit(PROMPTS[0], **drawing)
         found = answers(beams.result()), answers(drawn.result())
-        assert decoding(engine).counts["compiled"]
+        assert counts(engine)["compiled"]
     with Engine(llama, block_size=4, graphs=False) as engine:
         right = engine.submit(PROMPTS[0], **drawing).result()
     assert found == (
@@ -131,13 +127,13 @@ def test_one_code_for_all_layers_and_rows(traced: list[Any]) -> None:
     with Engine(model, block_size=4, max_batch_tokens=40, compile=True) as engine:
         for count in (1, 2, 3, 5, 9):
             engine.generate([PROMPTS[0]] * count, **GREEDY)
-        assert decoding(engine).counts["compiled"] == decoding(engine).counts["captured"] > 4
+        assert counts(engine)["compiled"] == counts(engine)["captured"] > 4
         assert len(of_layers(traced)) == 2
         assert len(traced) == 4
         engine.pause()
         engine.resume()
         engine.generate([PROMPTS[1]] * 3, **GREEDY)
-        decoding(engine).forget()
+        drop(engine)
         engine.generate([PROMPTS[2]] * 3, **GREEDY)
         assert len(traced) == 4
 
@@ -151,7 +147,7 @@ def test_kernels_of_ours_in_compiled_layers(monkeypatch: pytest.MonkeyPatch, tra
     with Engine(model, block_size=4, compile=True) as engine:
         outputs = engine.generate(PROMPTS[:2], **GREEDY)
         engine.generate(PROMPTS[:4], **GREEDY)
-        assert decoding(engine).counts["compiled"] == decoding(engine).counts["captured"] > 1
+        assert counts(engine)["compiled"] == counts(engine)["captured"] > 1
     assert kernels.calls["rotary"] > 12
     assert kernels.calls["add_rms_norm"] > 24
     (graph,) = of_layers(traced)
@@ -197,7 +193,7 @@ def test_the_model_is_as_it_was(llama: Any) -> None:
             assert surroundings(llama) == around
             assert graph_key(llama) == key
             alone(llama, PROMPTS[1], max_new_tokens=2)
-        assert decoding(engine).counts["compiled"] == 1
+        assert counts(engine)["compiled"] == 1
         assert answers(handle.result()) == alone(llama, PROMPTS[0], **GREEDY)
     assert {name: id(parameter) for name, parameter in llama.named_parameters()} == {
         name: id(p) for name, p in parameters.items()
@@ -218,7 +214,7 @@ def test_weights_that_change_are_read_anew(llama: Any) -> None:
         optimizer.step()
         llama.eval()
         outputs = engine.generate(PROMPTS[:2], **GREEDY)
-        assert decoding(engine).counts["compiled"] == decoding(engine).counts["captured"]
+        assert counts(engine)["compiled"] == counts(engine)["captured"]
     assert [answers(output) for output in outputs] == [
         alone(llama, prompt, **GREEDY) for prompt in PROMPTS[:2]
     ]
@@ -228,7 +224,7 @@ def test_nobody_keeps_the_model() -> None:
     model = deep_llama()
     with Engine(model, block_size=4, compile=True) as engine:
         engine.generate(PROMPTS[:2], **GREEDY)
-        assert decoding(engine).counts["compiled"]
+        assert counts(engine)["compiled"]
     gone = weakref.ref(model)
     del model, engine
     gc.collect()
@@ -298,12 +294,12 @@ def test_code_that_differs_is_never_used(llama: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(compiled, "_make", wrong)
     with Engine(llama, block_size=4, compile=True) as engine:
         (first,) = engine.generate(PROMPTS[:1], **GREEDY)
-        assert decoding(engine).counts["compiled"] == 1
+        assert counts(engine)["compiled"] == 1
         with pytest.warns(FallbackWarning, match="differs from the forward") as told:
             rest = engine.generate(PROMPTS[:4], **GREEDY)
         assert len(told) == 1
-        assert not [step for step in decoding(engine)._steps.values() if step.compiled]
-        assert decoding(engine).counts["replayed"] > 5
+        assert not compiled_steps(engine)
+        assert counts(engine)["replayed"] > 5
     assert [answers(output) for output in (first, *rest)] == [
         alone(llama, prompt, **GREEDY) for prompt in [PROMPTS[0], *PROMPTS[:4]]
     ]
@@ -324,11 +320,11 @@ def test_memory_that_ends_is_no_reason(llama: Any, monkeypatch: pytest.MonkeyPat
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(decoding_module, "CompiledFusion", full)
+    monkeypatch.setattr(engine_side, "CompiledFusion", full)
     with Engine(llama, block_size=4, compile=True) as engine:
         (output,) = engine.generate(PROMPTS[:1], **GREEDY)
-        assert decoding(engine).compilation.why_not is None
-        assert not decoding(engine).counts["captured"]
+        assert why_not_compiled(engine) is None
+        assert not counts(engine)["captured"]
     assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
 
 
@@ -360,6 +356,6 @@ def test_without_it_nothing_is_compiled(llama: Any, traced: list[Any]) -> None:
     with warnings.catch_warnings(), Engine(llama, block_size=4) as engine:
         warnings.simplefilter("error")
         engine.generate(PROMPTS[:2], **GREEDY)
-        assert decoding(engine).counts["captured"]
+        assert counts(engine)["captured"]
     assert not traced
     assert places == [parameter.data_ptr() for parameter in llama.parameters()]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import counts, forms, kept, logits_of, policy, pool_of, reasons, sizes
 from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, build
 from tape import record
@@ -24,10 +25,6 @@ def _tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECORDERS, "cpu", record)
 
 
-def decoding(engine: Engine) -> Any:
-    return engine._runner.decoding
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "gpt-neox", "phi3", "mistral-window"])
 def test_same_tokens_from_replays(name: str) -> None:
     model = build(BY_NAME[name])
@@ -37,7 +34,7 @@ def test_same_tokens_from_replays(name: str) -> None:
         outputs = [handle.result() for handle in outputs]
         best = beams.result()
         engine.check()
-        assert decoding(engine).counts["replayed"] > 4, decoding(engine).reasons
+        assert counts(engine)["replayed"] > 4, reasons(engine)
     for prompt, output in zip(PROMPTS, outputs, strict=False):
         assert answers(output) == alone(model, prompt, **GREEDY)
     assert answers(best) == alone(model, PROMPTS[3], num_beams=3, max_new_tokens=9, min_new_tokens=9)
@@ -47,8 +44,8 @@ def test_requests_come_and_go_over_one_graph(llama: Any) -> None:
     """Rows of a graph are whoever runs: what an earlier one left in a place is never seen."""
     with Engine(llama, block_size=4, max_batch_sequences=2) as engine:
         outputs = engine.generate([torch.tensor(prompt) for prompt in PROMPTS], **GREEDY)
-        assert decoding(engine).counts["captured"] <= 2
-        assert decoding(engine).counts["replayed"] > 20
+        assert counts(engine)["captured"] <= 2
+        assert counts(engine)["replayed"] > 20
     assert [answers(output) for output in outputs] == [alone(llama, prompt, **GREEDY) for prompt in PROMPTS]
 
 
@@ -59,8 +56,7 @@ def test_a_larger_graph_stands_in(
     """Where one of three has ended the graph of three goes on with two, and with one, until it has computed
     enough rows for nobody.
     """
-    monkeypatch.setattr("hf_paged.engine.decoding.WORTH", worth)
-    monkeypatch.setattr("hf_paged.engine.decoding.SPARE", spare)
+    policy(monkeypatch, padded=worth, spare=spare)
     lengths = [6, 18, 30]
     with Engine(llama, block_size=4, max_batch_sequences=3, max_batch_tokens=64) as engine:
         for _ in range(2):
@@ -70,13 +66,11 @@ def test_a_larger_graph_stands_in(
             assert [answers(output) for output in outputs] == [
                 alone(llama, prompt, **one) for prompt, one in zip(PROMPTS[1:4], asked, strict=True)
             ]
-        assert {shape.rows for shape in decoding(engine)._steps if shape.form == "single"} == rows
+        assert sizes(engine, "single") == rows
 
 
-def test_one_step_of_a_form_is_rehearsed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step must not do is looked for once for each form; after the model has changed it is looked for
-    again.
-    """
+def test_one_step_of_a_model_is_rehearsed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step must not do is looked for once; after the model has changed it is looked for again."""
     rehearsed: list[int] = []
 
     class Counted(Rehearsal):
@@ -84,21 +78,20 @@ def test_one_step_of_a_form_is_rehearsed(llama: Any, monkeypatch: pytest.MonkeyP
             rehearsed.append(1)
             return super().__enter__()
 
-    monkeypatch.setattr("hf_paged.engine.decoding.Rehearsal", Counted)
-    monkeypatch.setattr("hf_paged.engine.decoding.WORTH", 0)
+    monkeypatch.setattr("hf_paged.model.capture.pool.Rehearsal", Counted)
+    policy(monkeypatch, padded=0)
     with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
         for turn in (1, 2):
             engine.generate(PROMPTS * 3, **GREEDY)
-            forms = {shape.form for shape in decoding(engine)._steps}
-            assert len(decoding(engine)._steps) > len(forms) > 1
-            assert len(rehearsed) == turn * len(forms)
+            assert kept(engine) > len(forms(engine)) > 1
+            assert len(rehearsed) == turn
             llama.config.hidden_act = "other"  # a setting that nobody reads any more
 
 
 def test_a_model_that_changes_between_two_steps(llama: Any) -> None:
     with Engine(llama, block_size=4) as engine:
         engine.generate([PROMPTS[0]], **GREEDY)
-        before = decoding(engine).counts["replayed"]
+        before = counts(engine)["replayed"]
         assert before
         for layer in llama.model.layers:
             layer.self_attn.scaling = 3.0
@@ -111,7 +104,7 @@ def test_hooks_are_called(llama: Any) -> None:
     llama.model.layers[0].mlp.register_forward_hook(lambda *_: called.append(1))
     with Engine(llama, block_size=4) as engine:
         (output,) = engine.generate([PROMPTS[0]], **GREEDY)
-        assert "hooks" in " ".join(decoding(engine).reasons.values())
+        assert "hooks" in reasons(engine)
     assert len(called) >= GREEDY["max_new_tokens"]
     assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
 
@@ -119,13 +112,13 @@ def test_hooks_are_called(llama: Any) -> None:
 def test_a_replay_that_differs_is_never_trusted(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(step: Any, pool: Any, device: torch.device) -> Any:
         replay, answer = record(step, pool, device)
-        return lambda: (replay(), decoding(engine)._answer.logits.mul_(2)), answer
+        return lambda: (replay(), logits_of(engine)[0].mul_(2)), answer
 
     monkeypatch.setitem(RECORDERS, "cpu", wrong)
     with Engine(llama, block_size=4) as engine:
         (output,) = engine.generate([PROMPTS[0]], **GREEDY)
-        assert not decoding(engine).counts["replayed"]
-        assert "differs" in " ".join(decoding(engine).reasons.values())
+        assert not counts(engine)["replayed"]
+        assert "differs" in reasons(engine)
     assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
 
 
@@ -139,21 +132,22 @@ def test_chunks_of_prompts_in_a_graph(
     already.
     """
     if form == "spans":
-        monkeypatch.setattr("hf_paged.engine.decoding.MOST_PAIRS", 0)
+        policy(monkeypatch, pairs=0)
     model = build(BY_NAME[name])
     asked = [PROMPTS[3], PROMPTS[1], PROMPTS[5], PROMPTS[3][:20] + PROMPTS[0], PROMPTS[2], PROMPTS[3]] * 3
     replayed = []
     with Engine(model, block_size=size, max_batch_tokens=12, max_batch_sequences=4) as engine:
-        run = decoding(engine).run
+        run = engine._runner.run
 
         def watched(pieces: Any, latest: Any) -> Any:
-            logits = run(pieces, latest)
-            if logits is not None and any(len(piece.tokens) > 1 for piece in pieces):
+            before = counts(engine)["replayed"]
+            answer = run(pieces, latest)
+            if counts(engine)["replayed"] > before and any(len(piece.tokens) > 1 for piece in pieces):
                 replayed.append([len(piece.tokens) for piece in pieces])
-                assert any(shape.form == form for shape in decoding(engine)._steps)
-            return logits
+                assert form in forms(engine)
+            return answer
 
-        decoding(engine).run = watched
+        monkeypatch.setattr(engine._runner, "run", watched)
         outputs = engine.generate(asked, **GREEDY)
         engine.check()
     assert [answers(output) for output in outputs] == [alone(model, prompt, **GREEDY) for prompt in asked]
@@ -162,25 +156,24 @@ def test_chunks_of_prompts_in_a_graph(
 
 def test_long_prompts_are_no_rows(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of their tokens would read all before it by itself."""
-    monkeypatch.setattr("hf_paged.engine.decoding.MOST_PAIRS", 50)
-    monkeypatch.setattr("hf_paged.engine.decoding.MOST_IN_TORCH", 50)
+    policy(monkeypatch, pairs=50, pairs_in_torch=50)
     with Engine(llama, block_size=4, max_batch_tokens=12, prefix_caching=False) as engine:
         engine.generate([PROMPTS[3]], max_new_tokens=1)
-        assert not decoding(engine).counts
+        assert not counts(engine)
         for _ in range(4):
             engine.generate([PROMPTS[0]] * 4, max_new_tokens=1)
-        assert decoding(engine).counts == {"captured": 1, "replayed": 1}
+        assert counts(engine) == {"captured": 1, "replayed": 1}
 
 
 def test_all_graphs_answer_in_one_place(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for the logits of one step, however many graphs there are."""
-    monkeypatch.setattr("hf_paged.engine.decoding.WORTH", 0)
+    policy(monkeypatch, padded=0)
     with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
         engine.generate(PROMPTS * 3, **GREEDY)
-        steps = decoding(engine)._steps.values()
-        assert len(steps) > 3
-        assert len({step.answer.logits.data_ptr() for step in steps}) == 1
-        assert max(len(step.answer.logits) for step in steps) == 5
+        places = logits_of(engine)
+        assert len(places) > 3
+        assert len({place.data_ptr() for place in places}) == 1
+        assert max(map(len, places)) == 5
 
 
 @pytest.mark.parametrize(
@@ -195,7 +188,7 @@ def test_a_capture_that_fails_costs_no_answer(
     monkeypatch.setitem(RECORDERS, "cpu", fails)
     with Engine(llama, block_size=4) as engine:
         (output,) = engine.generate([PROMPTS[0]], **GREEDY)
-        assert bool(decoding(engine).reasons) != isinstance(error, torch.OutOfMemoryError)
+        assert bool(reasons(engine)) != isinstance(error, torch.OutOfMemoryError)
     assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
 
 
@@ -211,4 +204,68 @@ def test_a_step_of_one_token_after_the_pools_were_given_back(llama: Any) -> None
 def test_graphs_can_be_turned_off(llama: Any) -> None:
     with Engine(llama, block_size=4, graphs=False) as engine:
         engine.generate([PROMPTS[0]], **GREEDY)
-        assert decoding(engine) is None
+        assert engine.stats()["graphs"] == {}
+
+
+def test_captured_steps_are_bounded_and_counted(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used goes first; stats() has how many there are, their bytes and what they took."""
+    policy(monkeypatch, padded=0, most=2)
+    with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
+        outputs = engine.generate(PROMPTS * 2, **GREEDY)
+        graphs = engine.stats()["graphs"]
+        assert graphs["captured"] > graphs["kept"] == kept(engine) == 2
+        assert graphs["bytes"] >= sum(step.bytes for step in pool_of(engine)) > 0
+        assert graphs["seconds"] > 0
+    assert [answers(output) for output in outputs] == [
+        alone(llama, prompt, **GREEDY) for prompt in PROMPTS * 2
+    ]
+
+
+def test_a_bound_in_bytes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy(monkeypatch, padded=0)
+    monkeypatch.setattr("hf_paged.engine.decoding.MOST_BYTES", 1)
+    with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
+        engine.generate(PROMPTS, **GREEDY)
+        assert counts(engine)["captured"] > kept(engine) == 1
+
+
+def test_pools_leave_room_for_captured_steps(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device whose memory is short, what captured steps may take is given to no pool."""
+    for module in ("pools", "decoding"):
+        monkeypatch.setattr(f"hf_paged.engine.{module}.free_bytes", lambda device: 2**22)
+    with Engine(llama, block_size=4, memory_fraction=0.5) as engine:
+        with_steps = engine.stats()["memory"]["most_bytes"]
+        room = engine._runner.capture_bytes
+    with Engine(llama, block_size=4, memory_fraction=0.5, graphs=False) as engine:
+        without = engine.stats()["memory"]["most_bytes"]
+    assert 0 < room < 2**22
+    assert abs(without - with_steps - room // 2) < 2**13
+
+
+def test_a_smaller_step_is_compared_with_the_one_that_stood_in(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture behind a larger captured step costs no forward of its own."""
+    policy(monkeypatch, padded=4)
+    with Engine(llama, block_size=4, max_batch_sequences=3, max_batch_tokens=64) as engine:
+        engine.generate(PROMPTS[:3], **GREEDY)
+        assert sizes(engine, "single") == {3}
+        flat, eager = engine._runner.flat, []
+        monkeypatch.setattr(engine._runner, "flat", lambda *given: eager.append(1) or flat(*given))
+        (output,) = engine.generate(PROMPTS[4:5], **GREEDY)  # a prompt of one token
+        assert sizes(engine, "single") == {1, 3}
+        assert engine.stats()["graphs"]["sizes"]["single"] == [1, 3]
+        assert not eager
+    assert answers(output) == alone(llama, PROMPTS[4], **GREEDY)
+
+
+def test_pools_of_generate_that_move_drop_no_step_of_the_engine(llama: Any) -> None:
+    with Engine(llama, block_size=4) as engine:
+        engine.generate([PROMPTS[0]], **GREEDY)
+        before = kept(engine)
+        assert before
+        llama.generate(torch.tensor([PROMPTS[1]]), **GREEDY, cache_implementation="paged")
+        hf_paged.release(llama)
+        engine.generate([PROMPTS[0]], **GREEDY)
+        llama.generate(torch.tensor([PROMPTS[1]] * 9), **GREEDY, cache_implementation="paged")
+        assert kept(engine) == before

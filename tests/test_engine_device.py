@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import reasons
 from engine_answers import PROMPTS
 from engine_logprobs import DEVICE, assert_own_logprobs, bound_of, one_forward
 from families import BY_NAME, build
@@ -112,9 +113,7 @@ def test_pictures(name: str) -> None:
             handles = [engine.submit(**each, **options) for each in shown]
             assert [handle.result().sequences[0].token_ids for handle in handles] == expected
         engine.check()
-        assert (engine.stats()["graphs"].get("replayed", 0) > 10) == (DEVICE == "cuda"), (
-            engine._runner.decoding.reasons
-        )  # type: ignore[union-attr]
+        assert (engine.stats()["graphs"].get("replayed", 0) > 10) == (DEVICE == "cuda"), reasons(engine)
 
 
 def assert_swapped(engine: Engine) -> None:

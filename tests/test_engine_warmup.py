@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from captures import policy
 from families import ALTERNATING, LONG, SMALL, TOKENS
 from kernel_cases import GPU, load
 from tape import rerun
@@ -24,6 +25,7 @@ from hf_paged.engine.runner import Runner
 from hf_paged.engine.warmup import jobs
 from hf_paged.kv import ops
 from hf_paged.kv.warmup import Warming
+from hf_paged.model.capture.pool import CapturePool
 from hf_paged.model.capture.rehearsal import RECORDERS
 
 MODULES = ["advance", "copy", "decode", "digest", "gather", "norm", "prefill", "rotary", "swiglu", "write"]
@@ -159,6 +161,13 @@ def names() -> set[str]:
     return {thread.name for thread in threading.enumerate() if "warming" in thread.name}
 
 
+def join(engine: Engine) -> None:
+    """Until everything is compiled: no thread is left."""
+    assert engine._runner.warming is not None
+    engine._runner.warming.join()
+    assert not names()
+
+
 def test_threads_compile_and_end(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the model is tried out kernels are compiled in other threads, before the first launch, and no
     thread is left.
@@ -168,15 +177,43 @@ def test_threads_compile_and_end(compiler: Compiler, monkeypatch: pytest.MonkeyP
     trial = Runner._why_not_flat
 
     def watched(runner: Any, *arguments: Any) -> Any:
-        runner._warming.wait()
+        runner.warming.wait()
         before.append(set(compiler.asked))
         return trial(runner, *arguments)
 
     monkeypatch.setattr(Runner, "_why_not_flat", watched)
     engine = Engine(make("Llama"), block_size=4, num_blocks=200)
-    assert not names()
     assert compiler.here == {"_prefill", "_write"}
+    join(engine)
+    compiler.asked.clear()
     assert first_steps(engine, compiler, 21) <= before[0]
+
+
+def test_larger_steps_find_their_kernels(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the threads have ended, captured steps of any size launch nothing that is not compiled."""
+    monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
+    policy(monkeypatch, padded=0)
+    model = make("Llama", num_hidden_layers=1)
+    engine = Engine(model, block_size=4, num_blocks=200, max_batch_tokens=12, max_batch_sequences=4)
+    join(engine)
+    known, captured = set(compiler.asked), []
+    capture = CapturePool._capture
+
+    def watched(pool: Any, key: Any, source: Any) -> Any:
+        compiler.asked.clear()
+        step = capture(pool, key, source)
+        captured.append((source.size, compiler.asked - known))
+        return step
+
+    monkeypatch.setattr(CapturePool, "_capture", watched)
+    prompts = [[5 + i % 90 for i in range(length)] for length in (12, 24, 3, 9)]
+    options = [{"max_new_tokens": new, "min_new_tokens": new, "do_sample": False} for new in (14, 11, 8, 5)]
+    handles = [engine.submit(prompt, **each) for prompt, each in zip(prompts, options, strict=True)]
+    for handle in handles:
+        handle.result()
+    assert {size.form for size, _ in captured} == {"single", "spans"}
+    assert len({size.rows for size, _ in captured if size.form == "single"}) > 2
+    assert [(size, new) for size, new in captured if new] == []
 
 
 @pytest.mark.parametrize("broken", ["find_driver", "decode"])
@@ -199,7 +236,7 @@ def test_trouble_in_there_is_nobodys(
     monkeypatch.setattr(kernels, broken, breaks)
     engine = Engine(make("Llama"), block_size=4, num_blocks=200)
     assert calls
-    assert not names()
+    join(engine)
     assert {"_prefill", "_write", "_advance", "_swiglu", "_rotary"} <= {
         kernel for kernel, _ in compiler.asked
     }

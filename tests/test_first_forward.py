@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import counts, policy, reasons
 from compare import assert_clean, assert_equal, both
 from families import BY_NAME
 from families import build as build_family
@@ -20,8 +21,6 @@ from transformers.cache_utils import DynamicCache
 
 import hf_paged
 from hf_paged.engine import Engine
-from hf_paged.model.capture import pool as graphs
-from hf_paged.model.capture.pool import graphs_of
 from hf_paged.model.capture.rehearsal import RECORDERS
 
 TYPES = {
@@ -169,7 +168,7 @@ def test_plain_forwards(family: str) -> None:
 def test_steps_are_captured(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the prompt the mask says no more than the pages do, so a step may be replayed."""
     monkeypatch.setitem(RECORDERS, "cpu", record)
-    monkeypatch.setattr(graphs, "WORTH", 4)
+    policy(monkeypatch, least_steps=4)
     model = model_of("hrm_text")
     stock, paged = both(
         model,
@@ -180,7 +179,7 @@ def test_steps_are_captured(beams: int, monkeypatch: pytest.MonkeyPatch) -> None
         num_beams=beams,
     )
     assert torch.equal(stock, paged)
-    assert graphs_of(model).counts["replayed"], graphs_of(model).reasons
+    assert counts(model)["replayed"], reasons(model)
 
 
 def test_a_prompt_that_failed_is_a_prompt_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import counts, drop, policy, reasons
 from compare import assert_clean, assert_equal
 from families import BY_NAME, FAMILIES, VOCABULARY, build
 from modes import MODES
@@ -17,8 +18,6 @@ from prefix_reuse import NEW, ask, continued, counted, words
 from tape import record
 
 import hf_paged
-from hf_paged.model.capture import pool as graphs
-from hf_paged.model.capture.pool import graphs_of
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
 
@@ -135,7 +134,7 @@ def test_every_mode(name: str, mode: str, captured: bool, monkeypatch: pytest.Mo
         pytest.skip("stock's own sliding cache breaks when an assistant drafts several tokens")
     if captured:
         monkeypatch.setitem(RECORDERS, "cpu", record)
-        monkeypatch.setattr(graphs, "WORTH", 4)
+        policy(monkeypatch, least_steps=4)
     model = build(BY_NAME[name])
     object.__setattr__(model, "assistant", build(BY_NAME[name]))
     setting, first = model.config._attn_implementation, words(3, 21)
@@ -158,28 +157,26 @@ def test_every_mode(name: str, mode: str, captured: bool, monkeypatch: pytest.Mo
     if not captured and REUSES.get(mode):
         assert seen[0] == REUSES[mode]
     if captured and not mode.startswith("everything"):
-        assert graphs_of(model).counts["replayed"] or (name, mode) == ("gemma3", "prompt-lookup"), graphs_of(
-            model
-        ).reasons
-    memory_of(model).captured.clear()
+        assert counts(model)["replayed"] or (name, mode) == ("gemma3", "prompt-lookup"), reasons(model)
+    drop(model)
     assert_clean(model, setting)
 
 
 def test_whoever_looks_on_sees_every_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that is replayed calls no hooks: there is none as long as somebody has hung one up."""
     monkeypatch.setitem(RECORDERS, "cpu", record)
-    monkeypatch.setattr(graphs, "WORTH", 2)
+    policy(monkeypatch, least_steps=2)
     first = words(1, 20)
     for expected in (20, 1):
         _, seen = ask(llama, first, 4, max_new_tokens=12, min_new_tokens=12)
         assert seen == [expected] + [1] * 11
-    assert not graphs_of(llama).counts["replayed"]
+    assert not counts(llama)["replayed"]
 
 
 def test_a_cache_that_is_cropped_behind_replayed_steps(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that a replay merely counted are there when rows change."""
     monkeypatch.setitem(RECORDERS, "cpu", record)
-    monkeypatch.setattr(graphs, "WORTH", 4)
+    policy(monkeypatch, least_steps=4)
     first = words(1, 13)
     for new in range(9, 14):
         cache = hf_paged.PagedCache(llama, prefix_caching=new % 2 == 0)
@@ -194,7 +191,7 @@ def test_a_cache_that_is_cropped_behind_replayed_steps(llama: Any, monkeypatch: 
                 longer, attention_mask=torch.ones_like(longer), **{**call, "past_key_values": None}
             ),
         )
-    assert graphs_of(llama).counts["replayed"]
+    assert counts(llama)["replayed"]
 
 
 def test_every_part_of_a_prompt_in_chunks(llama: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import counts, forms, policy, reasons, why_not_compiled
 from compare import assert_clean
 from engine_logprobs import assert_own_logprobs
 from families import BY_NAME, FAMILIES, VOCABULARY, build
@@ -19,8 +20,6 @@ from paged_layer import Paged
 
 from hf_paged.checking.ties import NOISE, first_ties, judge, judge_beams, router_margins, routers
 from hf_paged.engine import Engine
-from hf_paged.model.capture import pool as graphs
-from hf_paged.model.capture.pool import graphs_of
 from hf_paged.model.registry import memory_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -55,7 +54,7 @@ def _full_float32() -> None:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured in calls as short as these."""
-    monkeypatch.setattr(graphs, "WORTH", 4)
+    policy(monkeypatch, least_steps=4)
 
 
 CELLS = [
@@ -109,7 +108,7 @@ def test_same_up_to_ties(name: str, call: str, kernels: str, padded: bool, dtype
         verdict = judge(*answers, prompt, NOISE[dtype], comparable, drawn=call == "sample")
     assert verdict.mark != "X", verdict.why
     if call in CAPTURED.get(name, ()):
-        assert graphs_of(model).counts["replayed"] > 5, graphs_of(model).reasons
+        assert counts(model)["replayed"] > 5, reasons(model)
     answers.clear()
     assert_clean(model, setting)
 
@@ -213,7 +212,7 @@ def test_the_engine_answers_as_generate(name: str, form: str, monkeypatch: pytes
     tokens of generate().
     """
     if form == "spans":
-        monkeypatch.setattr("hf_paged.engine.decoding.MOST_PAIRS", 0)
+        policy(monkeypatch, pairs=0)
     model = build(BY_NAME[name]).cuda()
     draw = torch.Generator().manual_seed(6)
     prompts = [torch.randint(5, VOCABULARY, (length,), generator=draw).tolist() for length in (5, 23, 40)]
@@ -223,9 +222,8 @@ def test_the_engine_answers_as_generate(name: str, form: str, monkeypatch: pytes
         for _ in range(4 if form == "spans" else 0):  # until graphs for the same chunks are there and trusted
             assert engine_answers(engine, prompts, list(ENGINE_WAYS)) == found
         if name != "gpt-oss":  # more rows than its experts take one by one make it wait for their counts
-            assert engine.stats()["graphs"].get("replayed", 0) > 5, engine._runner.decoding.reasons
-            trusted = {shape.form for shape, step in engine._runner.decoding._steps.items() if step.agreed}
-            assert form == "rows" or "spans" in trusted, engine._runner.decoding.reasons
+            assert engine.stats()["graphs"].get("replayed", 0) > 5, reasons(engine)
+            assert form == "rows" or "spans" in forms(engine), reasons(engine)
         engine.check()
     for (way, i), rows in found.items():
         if way != "samples":
@@ -257,10 +255,10 @@ def test_compiled_layers_answer_as_generate(name: str, dtype: torch.dtype, kerne
         outputs += [
             handle.result() for handle in [engine.submit(prompt, logprobs=1, **options) for prompt in prompts]
         ]
-        counts, decoding = engine.stats()["graphs"], engine._runner.decoding
-        assert decoding.compilation.why_not is None
-        assert counts.get("compiled", 0) == counts["captured"] > 1, decoding.reasons
-        assert counts["replayed"] > 5, decoding.reasons
+        found = counts(engine)
+        assert why_not_compiled(engine) is None
+        assert found["compiled"] == found["captured"] > 1, reasons(engine)
+        assert found["replayed"] > 5, reasons(engine)
     for prompt, output in zip([prompts[0], *prompts], outputs, strict=True):
         assert_own_logprobs(model, output)
         if dtype == torch.float32:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import counts, drop, policy, reasons
 from compare import assert_clean, assert_equal, both
 from families import BY_NAME, VOCABULARY, build
 from kernel_cases import load
@@ -17,10 +18,7 @@ from modes import MODES, supported
 from tape import record, rerun
 
 from hf_paged.kv import ops
-from hf_paged.model.capture import pool as graphs
-from hf_paged.model.capture.pool import graphs_of
 from hf_paged.model.capture.rehearsal import RECORDERS
-from hf_paged.model.registry import memory_of
 
 EAGER = {("gemma3", "prompt-lookup"), ("bart", "assisted")}
 """What passes through: padding that is stored, positions that are made on the host; and rounds that are all
@@ -45,14 +43,14 @@ def test_same_tokens_from_replays(name: str, mode: str, monkeypatch: pytest.Monk
         pytest.skip("stock cannot do this mode with an encoder-decoder")
     if name == "gpt-oss" and mode == "assisted":
         pytest.skip("stock's own sliding cache breaks when an assistant drafts several tokens")
-    monkeypatch.setattr(graphs, "WORTH", 4)
+    policy(monkeypatch, least_steps=4)
     model = build(family)
     object.__setattr__(model, "assistant", build(family))
     setting = model.config._attn_implementation
     arguments: dict[str, Any] = {"input_ids": prompts()} | MODES[mode](model, prompts())
     stock, paged = both(model, **arguments)
     assert_equal(stock, paged)
-    assert graphs_of(model).counts["replayed"] or (name, mode) in EAGER, graphs_of(model).reasons
+    assert counts(model)["replayed"] or (name, mode) in EAGER, reasons(model)
     del stock, paged
     assert_clean(model, setting)
 
@@ -72,7 +70,7 @@ def test_kernels_and_fused_modules(
     name: str, padded: bool, call: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under the interpreter the kernels of a captured step and the fused modules give stock's tokens."""
-    monkeypatch.setattr(graphs, "WORTH", 4)
+    policy(monkeypatch, least_steps=4)
     monkeypatch.setattr(ops, "why_no_kernels", lambda layout: None)
     monkeypatch.setitem(sys.modules, "hf_paged_kernels", load())
     monkeypatch.setitem(RECORDERS, "cpu", rerun)
@@ -84,9 +82,9 @@ def test_kernels_and_fused_modules(
         mask[0, :3] = 0
     stock, paged = both(model, input_ids=ids, attention_mask=mask, max_new_tokens=9, do_sample=False, **call)
     assert_equal(stock, paged)
-    assert graphs_of(model).counts["replayed"] >= 3, graphs_of(model).reasons
+    assert counts(model)["replayed"] >= 3, reasons(model)
     del paged
-    memory_of(model).captured.clear()  # a rerun holds the cache, unlike a graph
+    drop(model)  # a rerun holds the cache, unlike a graph
     gc.collect()
     assert_clean(model, setting)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import counts, drop, kept, policy, reasons
 from compare import assert_clean, assert_same, both
 from families import BY_NAME, VOCABULARY, build
 from peft import LoraConfig, get_peft_model
@@ -21,12 +22,8 @@ from torch import nn
 from transformers import LogitsProcessor, StoppingCriteria
 
 import hf_paged
-from hf_paged.model.capture import graph as graph_module
-from hf_paged.model.capture import pool as graphs
 from hf_paged.model.capture.graph import Graph
-from hf_paged.model.capture.pool import graphs_of
 from hf_paged.model.capture.rehearsal import RECORDERS
-from hf_paged.model.registry import memory_of
 
 NEW = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 
@@ -34,15 +31,11 @@ NEW = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 @pytest.fixture(autouse=True)
 def _tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECORDERS, "cpu", record)
-    monkeypatch.setattr(graphs, "WORTH", 4)
+    policy(monkeypatch, least_steps=4)
 
 
 def replayed(model: Any) -> int:
-    return graphs_of(model).counts["replayed"]
-
-
-def reasons(model: Any) -> str:
-    return " ".join(graphs_of(model).reasons.values())
+    return counts(model)["replayed"]
 
 
 def random_ids(rows: int, columns: int = 13) -> torch.Tensor:
@@ -56,29 +49,29 @@ def test_a_second_call_replays_from_its_first_step(llama: Any, ids: torch.Tensor
     assert_same(llama, input_ids=ids, **NEW)
     first = replayed(llama)
     assert_same(llama, input_ids=ids.flip(0), **NEW)
-    assert graphs_of(llama).counts["captured"] == 1
+    assert counts(llama)["captured"] == 1
     assert replayed(llama) - first == NEW["max_new_tokens"] - 1
 
 
 def test_rows_of_a_bucket_share_a_graph_and_filler_rows_write_nothing(llama: Any) -> None:
     assert_same(llama, input_ids=random_ids(20), **NEW)
     assert_same(llama, input_ids=random_ids(19), **NEW)
-    assert graphs_of(llama).counts["captured"] == 1
+    assert counts(llama)["captured"] == 1
     assert replayed(llama) == 19
 
 
 def test_graphs_can_be_turned_off(llama: Any, ids: torch.Tensor) -> None:
     llama.generate(ids, **NEW, cache_implementation="paged", cache_config={"graphs": False})
-    assert not graphs_of(llama).counts
+    assert not counts(llama)
 
 
 def test_a_short_call_pays_for_no_capture(
     llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "WORTH", 16)
+    policy(monkeypatch, least_steps=16)
     for _ in range(2):
         assert_same(llama, input_ids=ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
-        assert not graphs_of(llama).counts["captured"]
+        assert not counts(llama)["captured"]
 
 
 def test_what_comes_out_is_the_callers_own(llama: Any, ids: torch.Tensor) -> None:
@@ -118,7 +111,7 @@ def test_a_pool_that_moves_between_a_graph_s_check_and_its_replay(
         stage(self, step)
 
     monkeypatch.setattr(Graph, "stage", note)
-    monkeypatch.setattr(graph_module, "AGREE", 6)
+    policy(monkeypatch, agree=6)
     cache = hf_paged.PagedCache(llama, block_size=4)
     other = hf_paged.PagedCache(llama, block_size=4)
     stock = llama.generate(ids, **NEW)
@@ -150,16 +143,16 @@ def test_a_pool_that_moves_between_a_graph_s_check_and_its_replay(
     other.reset()
 
 
-@pytest.mark.parametrize("drop", [hf_paged.release, lambda model: memory_of(model).captured.clear()])
+@pytest.mark.parametrize("how", [hf_paged.release, drop])
 def test_graphs_that_are_gone_are_captured_anew(
-    drop: Callable[[Any], Any], llama: Any, ids: torch.Tensor
+    how: Callable[[Any], Any], llama: Any, ids: torch.Tensor
 ) -> None:
     setting = llama.config._attn_implementation
     assert_same(llama, input_ids=ids, **NEW)
-    drop(llama)
-    assert not memory_of(llama).captured
+    how(llama)
+    assert not kept(llama)
     assert_same(llama, input_ids=ids, **NEW)
-    assert graphs_of(llama).counts["captured"] == 2
+    assert counts(llama)["captured"] == 2
     assert_clean(llama, setting)
 
 
@@ -167,20 +160,44 @@ def test_uninstalling_drops_graphs(llama: Any, ids: torch.Tensor) -> None:
     assert_same(llama, input_ids=ids, **NEW)
     try:
         hf_paged.uninstall()
-        assert not memory_of(llama).captured
+        assert not kept(llama)
     finally:
         hf_paged.install()
 
 
-@pytest.mark.parametrize(("name", "value"), [("MANY", 2), ("LARGE", 1)])
+@pytest.mark.parametrize(("name", "value"), [("most", 2), ("most_bytes", 1)])
 def test_the_least_recently_used_goes_first(
     name: str, value: int, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, name, value)
+    policy(monkeypatch, **{name: value}, spare=0)
     for rows in (1, 2, 3, 1):
         assert_same(llama, input_ids=random_ids(rows), **NEW)
-        assert len(memory_of(llama).captured) <= (2 if name == "MANY" else 1)
-    assert graphs_of(llama).counts["captured"] == 4
+        assert kept(llama) <= (2 if name == "most" else 1)
+    assert counts(llama)["captured"] == 4
+
+
+def test_a_larger_step_stands_in_for_a_call_of_fewer_rows(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its first step on; its own is captured when the rows in vain have cost as much."""
+    policy(monkeypatch, padded=30)
+    assert_same(llama, input_ids=random_ids(6), **NEW)
+    first = replayed(llama)
+    assert_same(llama, input_ids=random_ids(4), **NEW)
+    assert replayed(llama) - first == NEW["max_new_tokens"] - 1
+    assert counts(llama)["captured"] == 1
+    assert_same(llama, input_ids=random_ids(4), **NEW)
+    assert counts(llama)["captured"] == 2
+    assert_same(llama, input_ids=random_ids(4), **NEW)
+    assert replayed(llama) - first == 3 * (NEW["max_new_tokens"] - 1)
+
+
+def test_what_else_is_answered_is_of_the_rows_asked(llama: Any) -> None:
+    """Where an answer has more than logits, no larger step stands in: which dimension has rows is unknown."""
+    more = {"return_dict_in_generate": True, "output_hidden_states": True}
+    for rows in (4, 2):
+        assert_same(llama, input_ids=random_ids(rows), **NEW, **more)
+    assert counts(llama)["captured"] == 2
 
 
 # ---- a model that changes
@@ -192,7 +209,7 @@ def test_an_optimizer_step_and_new_weights_in_place_are_seen(llama: Any, ids: to
         for parameter in llama.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     assert_same(llama, input_ids=ids, **NEW)
-    assert graphs_of(llama).counts["captured"] == 1
+    assert counts(llama)["captured"] == 1
     llama.train()
     llama(ids, labels=ids).loss.backward()
     torch.optim.SGD(llama.parameters(), 0.5).step()
@@ -351,7 +368,7 @@ def test_a_forward_that_changes_the_model_is_tried_once(llama: Any, ids: torch.T
     llama.model.layers[1].mlp = Changeling(llama.model.layers[1].mlp, "counts")
     for _ in range(3):
         llama.generate(ids, **NEW, cache_implementation="paged")
-    assert graphs_of(llama).counts == {"refused": 1}
+    assert counts(llama) == {"refused": 1}
 
 
 # ---- captures that fail
@@ -370,7 +387,7 @@ def test_a_capture_that_fails_costs_no_answer(
     monkeypatch.setitem(RECORDERS, "cpu", fails)
     assert_same(llama, input_ids=ids, **NEW)
     assert type(error).__name__ in reasons(llama)
-    assert graphs_of(llama).counts == {"refused": 1}
+    assert counts(llama) == {"refused": 1}
 
 
 @pytest.mark.parametrize("place", ["prepare", "hand_out"])
@@ -383,7 +400,7 @@ def test_so_does_what_comes_before_and_after_it(
     monkeypatch.setattr(Graph, place, fails)
     assert_same(llama, input_ids=ids, **NEW)
     assert "no luck" in reasons(llama)
-    assert not memory_of(llama).captured
+    assert not kept(llama)
 
 
 def test_want_of_memory_is_not_for_ever(
@@ -392,7 +409,7 @@ def test_want_of_memory_is_not_for_ever(
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(graphs, "LATER", 12)
+    policy(monkeypatch, later=12)
     monkeypatch.setitem(RECORDERS, "cpu", fails)
     assert_same(llama, input_ids=ids, **NEW)
     assert not reasons(llama)
@@ -443,7 +460,7 @@ def test_two_caches_share_a_graph_turn_by_turn(llama: Any, ids: torch.Tensor) ->
     for _ in range(3):
         one = llama.generate(one, past_key_values=first, **NEW)
         other = llama.generate(other, past_key_values=second, **NEW)
-    assert graphs_of(llama).counts["captured"] <= 3  # the pool grows for the second cache
+    assert counts(llama)["captured"] <= 3  # the pool grows for the second cache
     assert replayed(llama) > 40
     long = {**NEW, "max_new_tokens": 36, "min_new_tokens": 36}
     assert torch.equal(torch.cat([one, other]), llama.generate(ids[:2], **long))

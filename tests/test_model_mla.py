@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import counts, policy, reasons
 from compare import assert_clean, assert_equal, assert_same, both
 from expected import path_of
 from latent_models import attention, deepseek, expanded
@@ -16,8 +17,6 @@ from tiny import build, config_class, tiny
 import hf_paged
 from hf_paged.generate.cache import paged_parts
 from hf_paged.generate.install import install, uninstall
-from hf_paged.model.capture import pool as graphs
-from hf_paged.model.capture.pool import graphs_of
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.mla import METHOD
 
@@ -112,10 +111,10 @@ def test_more_than_a_matrix(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step over latents is replayed."""
     monkeypatch.setitem(RECORDERS, "cpu", record)
-    monkeypatch.setattr(graphs, "WORTH", 4)
+    policy(monkeypatch, least_steps=4)
     model = deepseek()
     assert_same(model, input_ids=prompts(), max_new_tokens=12, do_sample=False, num_beams=2)
-    assert graphs_of(model).counts["replayed"], graphs_of(model).reasons
+    assert counts(model)["replayed"], reasons(model)
 
 
 def test_half_precision() -> None:

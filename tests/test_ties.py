@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from captures import policy
 from families import BY_NAME, build
 
 from hf_paged.checking.ties import NOISE, first_ties, judge, judge_beams, rounding, router_margins, routers
-from hf_paged.model.capture import pool as graphs
 from hf_paged.model.capture.rehearsal import RECORDERS
 
 PROMPT = 2
@@ -146,7 +146,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """scripts/sweep_device.py, whose settings last as long as the test."""
     scripts = Path(__file__).parent.parent / "scripts"
     monkeypatch.syspath_prepend(str(scripts))
-    monkeypatch.setattr(graphs, "WORTH", graphs.WORTH)
+    policy(monkeypatch, least_steps=16)
     monkeypatch.setitem(RECORDERS, "cpu", RECORDERS.get("cpu"))
     spec = importlib.util.spec_from_file_location("sweep_device", scripts / "sweep_device.py")
     module = importlib.util.module_from_spec(spec)

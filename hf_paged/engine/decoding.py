@@ -7,26 +7,24 @@ it once for many.
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from ..kv import LayerGroup, LayerKind, Ranks, StaticBatch, StaticSpans, is_out_of_memory
+from ..kv import LayerGroup, LayerKind, Ranks, StaticBatch, StaticSpans
+from ..kv.budget import free_bytes
 from ..kv.upload import upload
 from ..model.attention import Forward, running
-from ..model.capture.compile import Compilation, CompiledFusion, reason_of
-from ..model.capture.fusion import Fusion, fused
-from ..model.capture.graph import AGREE, SMALLEST_WIDTH, WIDEST, agree, bucket_of
+from ..model.capture.compile import Compilation, CompiledFusion
+from ..model.capture.fusion import Fusion
+from ..model.capture.graph import SMALLEST_WIDTH, WIDEST
+from ..model.capture.pool import MOST_BYTES, CapturePool
 from ..model.capture.products import lay_side_by_side
-from ..model.capture.rehearsal import RECORDERS, Rehearsal
-from ..model.lazy import NotCapturable
-from ..model.lengths import LengthsOnDevice, lengths_on_device
+from ..model.capture.rehearsal import RECORDERS
+from ..model.capture.step import CapturedStep, Size, StepSource, agree, bucket_of
 from ..model.snapshot import ModelSnapshot, StateKey
 from .forward_batch import ForwardBatch, ScheduledChunk, split
 from .sampling.answers import Answer, place_for
@@ -34,15 +32,7 @@ from .sampling.answers import Answer, place_for
 if TYPE_CHECKING:
     from .runner import Runner
 
-logger = logging.getLogger("hf_paged")
-
-AFTER = 2
-"""A step of so many rows is captured when it comes for this time."""
-SPARE, WORTH = 512, 5_000
-"""How many rows more than a step a graph may have to stand in for its own, and as long as it has computed
-fewer rows for nobody. Of an 8B model on an H200 512 cost less than launching a step one operation at a time,
-5,000 about what a capture does."""
-WIDTHS = [64 * 8**i for i in range(8)]
+WIDTHS = [512 * 8**i for i in range(7)]
 """Blocks of a row in the tables of graphs."""
 MOST_PAIRS = 2**17
 """How many tokens those of prompts may look at in one step, each counted by itself: beyond, one tile for many
@@ -50,68 +40,67 @@ of them is faster.
 """
 MOST_IN_TORCH = 2**17
 """The same where plain torch reads, to which spans are rows like others."""
+SHARE_OF_CAPTURES = 0.1
+"""The share of a device's free memory that captured steps may have of their own at most."""
 Form = Literal["single", "rows", "spans"]
 """Whether all rows are sequences whose logits are wanted; if not, what chunks of prompts are."""
 FORMS: tuple[Form, ...] = get_args(Form)
 """Each can hold what those before it can."""
 
 
-class Shape(NamedTuple):
-    """What a graph has room for."""
-
-    rows: int
-    """The tokens of a step."""
-    width: int
-    """The blocks of a row."""
-    form: Form
-
-
-@dataclass
-class _CapturedStep:
+class _CapturedStep(CapturedStep):
     """One captured step, with the tensors that it reads and answers in."""
 
-    ids: torch.Tensor
-    """[rows, 1]"""
-    places: torch.Tensor | None
-    """[most sequences]: the rows whose logits are wanted; None if all are."""
-    batches: dict[LayerKind, StaticBatch]
-    key: StateKey
-    pools: tuple[Any, ...]
-    """Where the pools lay, and of what."""
-    spans: bool
-    """Whether chunks of prompts are spans."""
-    answer: Answer
-    """Of the wanted rows, the same memory for all graphs: the next replay writes over it."""
-    shift: torch.Tensor | None = None
-    """[rows]: how far tokens stand behind their number, where any may."""
-    replay: Callable[[], None] = lambda: None
-    agreed: int = 0
-    compiled: bool = False
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        places: torch.Tensor | None,
+        shift: torch.Tensor | None,
+        batches: dict[LayerKind, StaticBatch],
+        answer: Answer,
+        spans: bool,
+    ) -> None:
+        self.ids, self.places, self.shift, self.batches = ids, places, shift, batches
+        """ids [rows, 1]. places [most sequences]: the rows whose logits are wanted; None if all are. shift
+        [rows]: how far tokens stand behind their number, where any may.
+        """
+        self.answer = answer
+        """Of the wanted rows, the same memory for all graphs: the next replay writes over it."""
+        self.spans = spans
+        """Whether chunks of prompts are spans."""
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield self.ids
+        yield from (each for each in (self.places, self.shift) if each is not None)
+        for batch in self.batches.values():
+            yield from batch.tensors
+
+    @property
+    def shared(self) -> Sequence[torch.Tensor]:
+        return [each for each in self.answer if each is not None]
 
 
 class Decoding:
-    """The captured steps of one engine. A step that no graph can hold is the runner's to compute."""
+    """The captured steps of one engine. A step that none can hold is the runner's to compute."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.counts: Counter[Literal["captured", "compiled", "replayed"]] = Counter()
-        self.reasons: dict[Shape, str] = {}
-        """Why steps of a shape are not captured."""
         self.compilation = Compilation() if runner.pools.config.compile else None
         self.moves = False
         """Whether tokens may stand elsewhere than their number says, and captured steps are told where."""
-        self._steps: dict[Shape, _CapturedStep] = {}
-        self._seen: Counter[Shape] = Counter()
-        self._idle: Counter[Shape] = Counter()
-        """The rows that graphs for more have computed for nobody, where they stood in."""
-        self._rehearsed: dict[Form, LengthsOnDevice | None] = {}
-        """Of which forms a step may be captured, and what for the model's counting."""
-        self._pool: Any = None
         self._most = bucket_of(runner.pools.config.limits().sequences)
         """Rows whose logits may be wanted in one step."""
         self._answer: Answer | None = None
         self._snapshot: ModelSnapshot | None = None
         """The model when it was checked last."""
+        possible = runner.device.type in RECORDERS
+        own = min(MOST_BYTES, int(SHARE_OF_CAPTURES * free_bytes(runner.device))) if possible else 0
+        self.captures = CapturePool(runner.pools.memory, own, runner.is_ready, self.compilation)
+        config: Any = runner.model.config
+        self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
+        self.budget = own + self._shared_bytes() if possible else 0
+        """Bytes that captured steps may take: their own, and those that they share."""
 
     def prepare(self, run: Callable[[], object]) -> None:
         """Get the model ready for compiled layers, or say why there are none. `run` runs it, somehow."""
@@ -125,84 +114,106 @@ class Decoding:
             with self.runner.pools.memory.lock:
                 lay_side_by_side(self.runner.model, run)
 
+    def _shared_bytes(self) -> int:
+        """About what steps compute with and answer in: logits and the widest activations of the largest."""
+        whole: Any = self.runner.model.config
+        config = whole.get_text_config(decoder=True)
+        inner = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+        limits = self.runner.pools.config.limits()
+        size = next(self.runner.model.parameters()).element_size()
+        rows = max(limits.tokens, limits.sequences)
+        return rows * (self._vocabulary + 4 * inner) * size + 4 * self._most * self._vocabulary
+
+    def stats(self) -> dict[str, Any]:
+        """What the pool of captured steps counts, and the rows of trusted ones by their form."""
+        sizes: dict[str, list[int]] = {}
+        for form, rows, _ in self.captures.sizes():
+            sizes.setdefault(str(form), []).append(rows)
+        return {**self.captures.stats(), "sizes": {form: sorted(rows) for form, rows in sizes.items()}}
+
     def run(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> Answer | None:
-        """The answer for the wanted pieces; None if no trusted graph has it. The next run writes over it."""
-        shape = self._shape(pieces)
-        step = self._fitting(shape) if shape is not None else None
-        if step is None:
+        """The answer for the wanted pieces; None if no trusted step can hold them. The next run writes over
+        it.
+        """
+        source = self._source(pieces, latest)
+        if source is None:
             return None
-        if step.pools != self._pools():
-            self.forget()
+        state = self._state() if self._snapshot is None else self._known(self._snapshot)
+        step = self.captures.find(state, source)
+        if not isinstance(step, _CapturedStep):
             return None
         self._load(step, pieces, latest)
         step.replay()
         # What somebody may have done to the model is looked for while the device works.
-        if not self._stands(step):
-            self.forget()
+        if not self._stands(state):
             return None
-        self.counts["replayed"] += 1
+        self.captures.counts["replayed"] += 1
         _, others = split(pieces)
-        return step.answer.first(len(pieces) - len(others) + sum([piece.wanted for piece in others]))
-
-    def _fitting(self, shape: Shape) -> _CapturedStep | None:
-        """The trusted graph for a shape: its own, or as long as that costs less than a capture, the next
-        larger one.
-        """
-        own = self._steps.get(shape)
-        if own is not None:
-            return own if own.agreed >= AGREE else None
-        self._seen[shape] += 1
-        if self._idle[shape] > WORTH and shape not in self.reasons:
-            return None
-        rows, width, form = shape
-        fits = [
-            known for known, step in self._steps.items()
-            if step.agreed >= AGREE and rows <= known.rows <= rows + SPARE and width <= known.width
-            and FORMS.index(form) <= FORMS.index(known.form)
-        ]  # fmt: skip
-        if not fits:
-            return None
-        best = min(fits, key=lambda known: (known.rows, FORMS.index(known.form), known.width))
-        self._idle[shape] += best.rows - rows
-        return self._steps[best]
+        answer = step.answer.first(len(pieces) - len(others) + sum([piece.wanted for piece in others]))
+        if step.size != source.size and self.captures.is_due(state, source, step):
+            answer = answer.clone()  # the new step answers in the same place
+            self._capture(state, source, answer, step)
+        return answer
 
     def learn(
         self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None, logits: torch.Tensor
     ) -> None:
-        """After pieces were computed without a graph: capture the step, or see whether its graph says the
-        same.
-        """
-        shape = self._shape(pieces)
-        if shape is None or shape in self.reasons:
+        """After pieces were computed without a captured step: capture one, or see whether it agrees."""
+        source = self._source(pieces, latest)
+        if source is None:
             return
-        try:
-            step = self._steps.get(shape)
-            if step is None and self._seen[shape] >= AFTER:
-                step = self._capture(shape, pieces, latest, logits.shape[1])
-            if step is not None and step.agreed < AGREE and not self._try(step, pieces, latest, logits):
-                self.runner.flat(pieces, latest)  # so is what it has stored
-                self._distrust(shape, step)
-        except Exception as error:
-            self._steps.pop(shape, None)
-            if is_out_of_memory(error):
-                self._seen[shape], self._idle[shape] = -200, 0  # there may be room later
-                return
-            self.reasons[shape] = f"{type(error).__name__}: {error}".split("\n")[0]
-            logger.info("a decoding step of the engine is not captured: %s", self.reasons[shape])
-            if self.compilation is not None and not self.counts["captured"]:
-                self.compilation.tell(f"a step cannot be captured, {self.reasons[shape]}")
+        state = self._state()
+        if self.captures.is_due(state, source):
+            self._capture(state, source, Answer(logits))
+
+    def _capture(
+        self, state: StateKey, source: _Source, answer: Answer, stand_in: _CapturedStep | None = None
+    ) -> None:
+        self.runner.checks.mark_dirty()
+        self.captures.capture_or_compare(state, source, answer, stand_in)
+        if self.compilation is not None and self.captures.reasons and not self.captures.counts["captured"]:
+            reason = next(iter(self.captures.reasons.values()))
+            self.compilation.tell(f"a step cannot be captured, {reason}")
 
     def forget(self) -> None:
-        """Drop every graph: the model or the pools are not what they were."""
-        self._steps.clear()
-        self._seen.clear()
-        self._idle.clear()
-        self._rehearsed.clear()
+        """Drop every captured step."""
+        self.captures.drop()
         self._snapshot = None
 
-    # ---- what a step is captured for
+    # ---- the model's state
 
-    def _shape(self, pieces: Sequence[ScheduledChunk]) -> Shape | None:
+    def look(self) -> None:
+        """Read the model's state anew, if there are captured steps: they read the memory that it had then."""
+        if len(self.captures):
+            self._state()
+
+    def _stands(self, state: StateKey) -> bool:
+        """Whether the model's state is still the one that a step was captured over, as far as it must be read
+        in this step.
+        """
+        if self._snapshot is None or not self.runner.checks.unseen:
+            return self._state() is state
+        return self._known(self._snapshot) is state
+
+    def _state(self) -> StateKey:
+        return self._known(self.current())
+
+    def _known(self, snapshot: ModelSnapshot) -> StateKey:
+        return self.captures.known(snapshot.graph_key)
+
+    def current(self) -> ModelSnapshot:
+        """The model as it is now."""
+        known = self._snapshot
+        self._snapshot = ModelSnapshot(self.runner.model, watch=True) if known is None else known.current()
+        return self._snapshot
+
+    # ---- one step
+
+    def _source(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> _Source | None:
+        size = self._shape(pieces)
+        return None if size is None else _Source(self, size, pieces, latest)
+
+    def _shape(self, pieces: Sequence[ScheduledChunk]) -> Size | None:
         stride, others = split(pieces)
         if (
             self.runner.device.type not in RECORDERS
@@ -229,54 +240,25 @@ class Decoding:
         )
         if kernels:
             # Kernels read what is there, so a wide table costs its upload and no more.
-            return Shape(rows, next(width for width in WIDTHS if width >= blocks), form)
+            return Size(form, rows, next(width for width in WIDTHS if width >= blocks))
         width = max(SMALLEST_WIDTH, 1 << (blocks - 1).bit_length())
         if any(width * group.pool.block_size > WIDEST for group in groups):
             return None
-        return Shape(rows, width, form)
+        return Size(form, rows, width)
 
     @staticmethod
     def _form(pieces: Sequence[ScheduledChunk], kernels: bool) -> Form | None:
         """What the chunks of these pieces are in a graph, None if they are the flat row's."""
         if all(piece.wanted and len(piece.tokens) == 1 for piece in pieces):
             return "single"
+        if kernels:
+            return "spans"  # one launch more in a layer, and the past of a chunk is read once for its tokens
         pairs = sum(
             len(piece.tokens) * (piece.start + len(piece.tokens)) for piece in pieces if len(piece.tokens) > 1
         )
         if pairs <= MOST_PAIRS:
             return "rows"
-        return "spans" if kernels or pairs <= MOST_IN_TORCH else None
-
-    def _pools(self) -> tuple[Any, ...]:
-        return tuple(
-            (data.data_ptr(), data.dtype)
-            for group in self.runner.pools.own.values()
-            for data in group.tensors
-        )
-
-    def look(self) -> None:
-        """See whether the model is still the one that the steps were captured over: they read the memory that
-        it had then.
-        """
-        key = self._current().graph_key if self._steps else None
-        if any(step.key != key for step in self._steps.values()):
-            self.forget()
-
-    def _stands(self, step: _CapturedStep) -> bool:
-        """Whether the model is still the one that a step was captured over, as far as somebody has to look in
-        this step.
-        """
-        if self._snapshot is not None and self.runner.checks.unseen:
-            return step.key == self._snapshot.graph_key
-        return step.key == self._current().graph_key
-
-    def _current(self) -> ModelSnapshot:
-        """The model as it is now."""
-        known = self._snapshot
-        self._snapshot = ModelSnapshot(self.runner.model, watch=True) if known is None else known.current()
-        return self._snapshot
-
-    # ---- one step
+        return "spans" if pairs <= MOST_IN_TORCH else None
 
     def _load(
         self, step: _CapturedStep, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None
@@ -307,129 +289,25 @@ class Decoding:
             last = [*range(crew), *(crew + ends[i][0] - 1 for i in range(len(others)) if ends[i][1].wanted)]
             step.places[: len(last)].copy_(upload(last or [0], step.places.device)[: len(last)])
 
-    def _try(
-        self,
-        step: _CapturedStep,
-        pieces: Sequence[ScheduledChunk],
-        latest: torch.Tensor | None,
-        logits: torch.Tensor,
-    ) -> bool:
-        """Replay a step whose logits are known: whether they come out."""
-        if not len(logits):
-            return True
-        self._load(step, pieces, latest)
-        step.replay()
-        dtype = next(self.runner.model.parameters()).dtype
-        same = agree(step.answer.logits[: len(logits)].to(dtype), logits.to(dtype))
-        step.agreed += same
-        return same
-
-    def _distrust(self, shape: Shape, step: _CapturedStep) -> None:
-        """A replay differs from the forward itself. If it is compiled code that does, none of it is used any
-        more.
-        """
-        if not step.compiled:
-            raise NotCapturable("its replay differs from the forward itself")
-        assert self.compilation is not None
-        self.compilation.give_up("what they compute differs from the forward itself")
-        self._steps = {shape: step for shape, step in self._steps.items() if not step.compiled}
-
-    def _capture(
-        self, shape: Shape, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None, vocabulary: int
-    ) -> _CapturedStep:
-        model, groups = self.runner.model, self.runner.pools.own
-        rows, device, mixed = shape.rows, self.runner.device, shape.form != "single"
-        batches = {kind: self._batch(shape, group) for kind, group in groups.items()}
+    def make(self, size: Size) -> _CapturedStep:
+        """Static tensors for steps of a size."""
+        rows, device, mixed = size.rows, self.runner.device, size.form != "single"
+        batches = {kind: self._batch(size, group) for kind, group in self.runner.pools.own.items()}
         with torch.inference_mode(False):
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
             places = torch.zeros(self._most, dtype=torch.long, device=device) if mixed else None
             shift = torch.zeros(rows, dtype=torch.long, device=device) if self.moves else None
-        if self._answer is None or self._answer.logits.shape[1] != vocabulary:
-            self._answer = place_for(self._most, vocabulary, device)
+        if self._answer is None:
+            self._answer = place_for(self._most, self._vocabulary, device)
         answer = self._answer.first(self._most if mixed else rows)
-        snapshot = self._current()
-        spans = shape.form == "spans"
-        step = _CapturedStep(ids, places, batches, snapshot.graph_key, self._pools(), spans, answer, shift)
-        if not snapshot.steady:
-            raise NotCapturable("somebody's hooks run in the model")
-        fusion = Fusion(model, next(iter(groups.values())).captured_ops.kernels)
-        self._load(step, pieces, latest)
-        self._rehearse(step, fusion, shape.form)
-        lengths = self._rehearsed[shape.form]
-        compiled = self._compiled(step, fusion, pieces, latest)
-        if self._current().graph_key != step.key:
-            raise NotCapturable("the model's forward changes the model")
-        self._load(step, pieces, latest)
-        if device.type == "cuda" and self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        step.replay, _ = RECORDERS[device.type](
-            partial(self._forward, step, compiled or fusion, lengths), self._pool, device
-        )
-        step.compiled = compiled is not None
-        self._steps[shape] = step
-        self.counts["captured"] += 1
-        if step.compiled:
-            self.counts["compiled"] += 1
-        return step
+        return _CapturedStep(ids, places, shift, batches, answer, size.form == "spans")
 
-    def _rehearse(self, step: _CapturedStep, fusion: Fusion, form: Form) -> None:
-        """Run the step outside its graph: what is compiled for so many rows is. The first of a form is
-        watched, which takes long.
-
-        Others of the form run the same code on other sizes. What must not be captured there either does not
-        depend on them, or fails in the capture itself: whatever the host waits for.
-        """
-        if form in self._rehearsed:
-            self._forward(step, fusion, self._rehearsed[form])
-            return
-        model, lengths = self.runner.model, LengthsOnDevice()
-        stores = [data for group in self.runner.pools.own.values() for data in group.tensors]
-        static = [
-            step.ids,
-            *(each for each in step.answer if each is not None),
-            *(tensor for batch in step.batches.values() for tensor in batch.tensors),
-        ]
-        static += [each for each in (step.places, step.shift) if each is not None]
-        with Rehearsal(self.runner.device, [*model.parameters(), *model.buffers(), *static, *stores]):
-            self._forward(step, fusion, lengths)
-        self._rehearsed[form] = lengths if lengths.met else None
-
-    def _compiled(
-        self,
-        step: _CapturedStep,
-        fusion: Fusion,
-        pieces: Sequence[ScheduledChunk],
-        latest: torch.Tensor | None,
-    ) -> CompiledFusion | None:
-        """The step with compiled layers, run once; None if they are not wanted, or cannot be had."""
-        if self.compilation is None or self.compilation.why_not is not None:
-            return None
-        try:
-            made = CompiledFusion(
-                self.runner.model, fusion.kernels, self.compilation, self.runner.cache.layers
-            )
-            self._load(step, pieces, latest)
-            self._forward(step, made, LengthsOnDevice())
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            self.compilation.give_up(reason_of(error))
-            return None
-        return made
-
-    def _batch(self, shape: Shape, group: LayerGroup) -> StaticBatch:
-        rows, width, form = shape
+    def _batch(self, size: Size, group: LayerGroup) -> StaticBatch:
+        form, rows, width = size
         arguments = width, group.pool.block_size, width, group.device, group.kind.window
         return (
             StaticSpans(rows, self._most, *arguments) if form == "spans" else StaticBatch(rows, 1, *arguments)
         )
-
-    def _forward(self, step: _CapturedStep, fusion: Fusion, lengths: LengthsOnDevice | None) -> None:
-        """What is captured: the step of all rows, each at its own position, and the logits of those that are
-        wanted.
-        """
-        with fused(fusion), lengths_on_device(self.runner.model, lengths):
-            self.runner.plugged(partial(self._run, step))
 
     def _run(self, step: _CapturedStep) -> None:
         runner = self.runner
@@ -451,3 +329,57 @@ class Decoding:
         finally:
             running.set(outer)
             sequences.static = None
+
+
+class _Source(StepSource[_CapturedStep]):
+    """A step of an engine."""
+
+    def __init__(
+        self,
+        decoding: Decoding,
+        size: Size,
+        pieces: Sequence[ScheduledChunk],
+        latest: torch.Tensor | None,
+    ) -> None:
+        self.model, self.size, self._decoding = decoding.runner.model, size, decoding
+        self.holders = FORMS[FORMS.index(size.form) :]
+        self.groups = list(decoding.runner.pools.own.values())
+        self._pieces, self._latest = pieces, latest
+
+    @property
+    def device(self) -> torch.device:
+        return self._decoding.runner.device
+
+    @property
+    def code(self) -> str:
+        """Of all forms: they differ in how our own code reads the pages."""
+        return "engine"
+
+    def snapshot(self) -> ModelSnapshot:
+        return self._decoding.current()
+
+    def prepare(self) -> _CapturedStep:
+        return self._decoding.make(self.size)
+
+    def load(self, step: _CapturedStep) -> None:
+        self._decoding._load(step, self._pieces, self._latest)
+
+    def forward(self, step: _CapturedStep) -> None:
+        self._decoding.runner.plugged(partial(self._decoding._run, step))
+
+    @property
+    def comparable(self) -> bool:
+        return any(piece.wanted for piece in self._pieces)
+
+    def agrees(self, step: _CapturedStep, answer: Any) -> bool:
+        logits, dtype = answer.logits, next(self.model.parameters()).dtype
+        return agree(step.answer.logits[: len(logits)].to(dtype), logits.to(dtype))
+
+    def recompute(self) -> None:
+        self._decoding.runner.plugged(lambda: self._decoding.runner.flat(self._pieces, self._latest))
+
+    def compile(self, fusion: Fusion) -> CompiledFusion | None:
+        runner, compilation = self._decoding.runner, self._decoding.compilation
+        if compilation is None:
+            return None
+        return CompiledFusion(runner.model, fusion.kernels, compilation, runner.cache.layers)

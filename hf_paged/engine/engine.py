@@ -81,7 +81,7 @@ class Engine(Front):
         with self.pools.memory.lock:
             before = ModelSnapshot(self.model)
         self._runner.try_out()
-        self.pools.settle(self._longest, longest_across)
+        self.pools.settle(self._longest, longest_across, self._runner.capture_bytes)
         self._preemption = Preemption(self.pools, self.config.preemption)
         self._scheduler = Scheduler(
             self.pools.shelves,
@@ -357,7 +357,7 @@ class Engine(Front):
             "blocks": self.pools.usage(),
             "memory": self.pools.memory_usage(),
             "host": self.pools.host_usage(),
-            "graphs": {} if self._runner.decoding is None else dict(self._runner.decoding.counts),
+            "graphs": {} if self._runner.decoding is None else self._runner.decoding.stats(),
             **{name: scheduler.counts[name] for name in get_args(Count)},
             "slow_processors": dict(self._slow),
             **self._preemption.stats(),
@@ -406,6 +406,7 @@ class Engine(Front):
         self._end(list(self._jobs.values()))
         self._steps.flight = None
         self._checks.release()
+        self._runner.close()
         self.pools.free()
         if self._thread is not None:
             self._thread.stop(wait=False)

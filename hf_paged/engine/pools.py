@@ -105,17 +105,18 @@ class Pools:
             for group in self.groups.values():
                 group.resize(2 * (group.pool.blocks_for(tokens) + 1))
 
-    def settle(self, longest: int | None, longest_source: int | None = None) -> None:
+    def settle(self, longest: int | None, longest_source: int | None = None, captures: int = 0) -> None:
         """Size the pools by the options, or by the need of the most sequences of the longest length, within a
         share of the memory.
 
         Called after a trial, which has shown the layers' shapes. longest_source: the most tokens that an
-        encoder makes, or that a picture becomes.
+        encoder makes, or that a picture becomes. captures: bytes that captured steps may come to take, which
+        no pool is given.
         """
         lengths = [(longest_source if kind == CROSS else longest) or LONGEST for kind in self.groups]
         with self.memory.lock:
             totals = [
-                self._blocks(kind, group, length)
+                self._blocks(kind, group, length, captures)
                 for (kind, group), length in zip(self.groups.items(), lengths, strict=True)
             ]
             devices = {group.kind: group.devices for group in self.groups.values()}
@@ -174,13 +175,14 @@ class Pools:
                 "up to %d blocks of the %s layers may wait on the host", group.host.most, group.kind.name
             )
 
-    def _blocks(self, kind: LayerKind, group: LayerGroup, longest: int) -> int:
+    def _blocks(self, kind: LayerKind, group: LayerGroup, longest: int, captures: int) -> int:
         config = self.config
         if config.num_blocks is not None:
             return config.num_blocks
         device = next(iter(group.devices))
         share = config.memory_fraction or (SHARE_OF_CUDA if device.type == "cuda" else SHARE_OF_CPU)
-        affordable = int(share * group.share * free_bytes(device)) // group.block_bytes
+        free = max(0, free_bytes(device) - captures)
+        affordable = int(share * group.share * free) // group.block_bytes
         if config.memory_fraction is not None:
             return affordable
         shelf = KVCacheGroup(group.pool, kind.window)

@@ -16,6 +16,7 @@ from ..kv.group import is_out_of_memory
 from ..kv.upload import upload
 from ..kv.warmup import Warming
 from ..model.attention import NAME, Forward, running
+from ..model.capture.step import Size
 from ..model.lazy import NotFlat
 from ..model.mla import defer_expansion, expanding_classes
 from ..model.offloaded import input_device
@@ -35,7 +36,7 @@ from .pools import Pools
 from .probe import distance, otherwise, require_numbers, tried
 from .sampling.answers import Answer
 from .support import Unservable, check_routers, longest
-from .warmup import warming, without_plans
+from .warmup import label_of, warming, without_plans
 
 T = TypeVar("T")
 Form = Literal["flat", "rows"]
@@ -96,8 +97,8 @@ class Runner:
         self.why_not_across: str | None = None
         """Why its cross-attention layers get no pictures; None if they may, or if it has none."""
         self._trial_source: EncoderInput | None = None
-        self._warming: Warming | None = None
-        """What compiles kernels while the model is tried out."""
+        self.warming: Warming | None = None
+        """What compiles kernels while the model is tried out, and behind it those of further sizes."""
         self.why_rows: str | None = None
         """Why the model does not take a flat row; None if it does."""
         self.encoder = Encoder(model) if pools.cross_layers else None
@@ -113,6 +114,23 @@ class Runner:
     def form(self) -> Form:
         """How the model takes the rows of a step."""
         return "flat" if self.why_rows is None else "rows"
+
+    @property
+    def capture_bytes(self) -> int:
+        """Memory that captured steps may come to take."""
+        return 0 if self.decoding is None or self.why_rows is not None else self.decoding.budget
+
+    def close(self) -> None:
+        """Compile nothing any more, and drop captured steps. Twice is once."""
+        if self.warming is not None:
+            self.warming.stop()
+        if self.decoding is not None:
+            self.decoding.forget()
+
+    def is_ready(self, size: Size) -> bool:
+        """Whether the kernels of captured steps of a size are compiled."""
+        label = label_of(size)
+        return self.warming is None or self.warming.done or not label or label in self.warming.ready
 
     def run(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None = None) -> Answer:
         """What follows the last token of each piece that is wanted, from a captured step if there is one.
@@ -332,11 +350,12 @@ class Runner:
         need.
         """
         try:
-            with warming(self) as self._warming, without_plans(self.device):
+            with warming(self) as self.warming, without_plans(self.device):
                 self._try_out()
         finally:
             self.unplug()
-        self._warming = None
+        if self.decoding is not None:
+            self.decoding.forget()
 
     def _try_out(self) -> None:
         """Compute two short sequences without a cache, in pieces on pages, and in pieces beside each other:
@@ -527,8 +546,8 @@ class Runner:
         """The logits [rows, vocabulary] after the last of the steps that take row i up to cuts[step][i]
         tokens; across: what every row attends to.
         """
-        if self._warming is not None and (form == "flat" or self.pools.config.kernels != "auto"):
-            self._warming.wait()  # here the first kernel is launched
+        if self.warming is not None and (form == "flat" or self.pools.config.kernels != "auto"):
+            self.warming.wait()  # here the first kernel is launched
         tables = [tuple(BlockTable(group.pool) for group in self.pools.groups.values()) for _ in rows]
         kept, self.why_rows = self.why_rows, None if form == "flat" else self.why_rows or "tried out"
         begin = [0] * len(rows)

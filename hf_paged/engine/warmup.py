@@ -1,11 +1,11 @@
-"""What an engine will launch first, compiled while its model is tried out."""
+"""What an engine will launch first, compiled while its model is tried out, and what comes later."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from ..kv import Layout, TritonOps
 from ..kv.ops import choose
 from ..kv.warmup import Attention, Job, Warming, digest
 from ..model.capture.fusion import Fusion
-from ..model.capture.graph import bucket_of
+from ..model.capture.step import Size, bucket_of
 from ..model.switch import original_implementation
 from .decoding import WIDTHS
 
@@ -28,8 +28,8 @@ ROWS = bucket_of(1)
 
 @contextmanager
 def warming(runner: Runner) -> Iterator[Warming | None]:
-    """Compile what the runner will launch first; at the end all of it is compiled, and no thread is left.
-    None if nothing is compiled.
+    """Compile what the runner will launch first; at the end all of it is compiled, and threads compile what
+    other sizes of steps need. None if nothing is compiled.
     """
     kernels = runner.pools.config.kernels
     if (
@@ -39,20 +39,30 @@ def warming(runner: Runner) -> Iterator[Warming | None]:
     ):
         yield None
         return
-    at_work = Warming(runner.device, lambda: TritonOps().first, lambda: jobs(runner))
+    at_work = Warming(
+        runner.device, lambda: TritonOps().first, lambda: jobs(runner), lambda: later_jobs(runner)
+    )
     try:
         yield at_work
-    finally:
-        at_work.wait()
+        at_work.wait_soon()
+    except BaseException:
+        at_work.stop()
+        at_work.join()
+        raise
 
 
-def jobs(runner: Runner) -> Sequence[Job]:
-    """Calls on tensors without data of the kernels of a prompt, of a step behind it and of that step
-    captured, as the config lets expect.
+class _Expected(NamedTuple):
+    """What the config lets expect of the kernels' calls."""
 
-    What is not foreseen (layers that differ among each other, other numbers of rows) is compiled when it is
-    launched.
-    """
+    ops: TritonOps
+    fusion: Fusion | None
+    """The small operations of captured steps, if there are any."""
+    attentions: list[Attention]
+    """Of each kind of layer."""
+    dtype: torch.dtype
+
+
+def _expected(runner: Runner) -> _Expected | None:
     model: Any = runner.model
     config = model.config.get_text_config(decoder=True)
     query_heads, dim = (
@@ -64,20 +74,66 @@ def jobs(runner: Runner) -> Sequence[Job]:
     )
     ops = choose(runner.pools.config.kernels, layout, captured=True)
     if not isinstance(ops, TritonOps):
-        return []
+        return None
     fusion = Fusion(model, ops.kernels) if runner.decoding is not None else None
     turns = fusion is not None and bool(fusion.rotaries)
     softcap = (
         None if original_implementation(config) == "sdpa" else getattr(config, "attn_logit_softcapping", None)
     )
+    block_size = runner.pools.config.block_size
+    attentions = [
+        Attention(layout, query_heads, block_size, kind.window, softcap, turns) for kind in runner.pools.own
+    ]
+    return _Expected(ops, fusion, attentions, layout.dtype)
+
+
+def jobs(runner: Runner) -> Sequence[Job]:
+    """Calls on tensors without data of the kernels of a prompt, of a step behind it and of that step
+    captured, as the config lets expect.
+
+    What is not foreseen (layers that differ among each other) is compiled when it is launched.
+    """
+    expected = _expected(runner)
+    if expected is None:
+        return []
+    ops, fusion, attentions, dtype = expected
     found: list[Job] = []
-    for kind in runner.pools.own:
-        attention = Attention(
-            layout, query_heads, runner.pools.config.block_size, kind.window, softcap, turns
-        )
-        found += attention.jobs(ops, ROWS, WIDTHS[0], captured=runner.decoding is not None)
+    for attention in attentions:
+        found += attention.jobs(ops, ROWS, WIDTHS[0], captured=fusion is not None)
     found.append(partial(digest, ops))
-    return found if fusion is None else [*found, *fusion.calls(ROWS, layout.dtype)]
+    return found if fusion is None else [*found, *fusion.calls(ROWS, dtype)]
+
+
+def later_jobs(runner: Runner) -> Sequence[tuple[Hashable, Sequence[Job]]]:
+    """The same for captured steps of more rows, by the label of the sizes that need them: the largest first,
+    which can hold the others.
+    """
+    expected = _expected(runner)
+    if expected is None:
+        return []
+    ops, fusion, attentions, dtype = expected
+    if fusion is None:
+        return []
+    limits = runner.pools.config.limits()
+    most, tokens = bucket_of(limits.sequences), max(limits.tokens, limits.sequences)
+    chunks: list[Job] = [
+        job for each in attentions for job in each.spans(ops, bucket_of(tokens), most, WIDTHS[0])
+    ]
+    found: list[tuple[Hashable, Sequence[Job]]] = [
+        ("spans", [*chunks, *fusion.calls(bucket_of(tokens), dtype)])
+    ]
+    known: dict[Attention, set[Any]] = {each: set() for each in attentions}
+    for power in range((most - 1).bit_length(), 0, -1):
+        rows = min(2**power, most)
+        found.append(
+            (power, [job for each in attentions for job in each.singles(ops, rows, WIDTHS[0], known[each])])
+        )
+    return found
+
+
+def label_of(size: Size) -> Hashable:
+    """Which of the later jobs a captured step's kernels are compiled by; 0 for none of them."""
+    return "spans" if size.form == "spans" else (size.rows - 1).bit_length()
 
 
 @contextmanager

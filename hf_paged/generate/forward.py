@@ -13,8 +13,8 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from ..model.attention import Forward, running
 from ..model.capture.graph import ReplayableStep
-from ..model.capture.pool import graphs_of
 from ..model.capture.rehearsal import can_record
+from ..model.capture.replay import captures_of
 from ..model.outputs import asked_fields, layouts_of
 from ..model.patches import mark_wrapper
 from ..model.routers import routers_of
@@ -199,7 +199,7 @@ def _paged(
 
     def compute(given: dict[str, Any], whole: bool) -> Any:
         step = _step(model, original, given, parts) if whole else None
-        return run(given) if step is None else graphs_of(model).run(model, step, run)
+        return run(given) if step is None else captures_of(model).run(model, step, run)
 
     reuse = parts[0].reuse
     return (

@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..config import CacheConfig
 from ..model.attention import NAME, paged_attention, paged_mask
+from ..model.capture.replay import drop_captures
 from ..model.mla import restore_expansion
-from ..model.registry import memories
 from ..model.snapshot import Watch, runs_foreign_code
 from ..model.support import prepares_none, warn, why_dropped, why_not
 from .cache import PagedCache, paged_parts
@@ -125,8 +125,7 @@ def uninstall() -> None:
     if patch is not None and installed():
         patch.take_out()
     settle_models()
-    for memory in memories():
-        memory.captured.clear()
+    drop_captures()
     restore_expansion()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+import weakref
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -32,6 +33,13 @@ class Holder(Protocol):
     """
 
     def free(self) -> None: ...
+
+
+class Observer(Protocol):
+    """Something that keeps the addresses of stores."""
+
+    def drop(self, group: LayerGroup) -> None:
+        """The stores of a group move, or go."""
 
 
 class LayerKind(NamedTuple):
@@ -115,7 +123,7 @@ class LayerGroup:
             raise self._translate(error) from error
         if old is not None:
             store.keys[: old.layers], store.values[: old.layers] = old.keys, old.values
-            self.memory.captured.clear()
+            self.memory.moved(self)
         self._stores[layout] = store
         return store
 
@@ -243,7 +251,7 @@ class LayerGroup:
         logger.info(
             "the %s layers have memory for %d of %d blocks now", self.kind.name, blocks, self.pool.total
         )
-        self.memory.captured.clear()
+        self.memory.moved(self)
         for store in self._stores.values():
             if store.blocks < blocks:
                 store.grow(blocks)
@@ -273,7 +281,7 @@ class LayerGroup:
         if not pool.held and not pool.cached:
             self.give_back()
         try:
-            self.memory.captured.clear()
+            self.memory.moved(self)
             for store in self._stores.values():
                 store.grow(total)
         except (MemoryError, RuntimeError) as error:
@@ -319,7 +327,7 @@ class LayerGroup:
 
     def give_back(self) -> None:
         """Free the tensors, those on the host too; the books keep their size."""
-        self.memory.captured.clear()
+        self.memory.moved(self)
         self.pool.forget()
         self._stores.clear()
         if self.host is not None:
@@ -332,10 +340,8 @@ class Memory:
     def __init__(self) -> None:
         self.lock = fork_safe_lock()
         self.groups: dict[tuple[LayerKind, CacheConfig], LayerGroup] = {}
-        self.captured: OrderedDict[Hashable, Any] = OrderedDict()
-        """Steps captured over the addresses of the stores, least recently used first; dropped as soon as a
-        store moves.
-        """
+        self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
+        """Whoever keeps the addresses of stores: captured steps."""
         self.suspect = False
         """Whether a call failed since the books were last known to agree with the tables."""
         self._abandoned: deque[Holder] = deque()
@@ -365,6 +371,11 @@ class Memory:
             if (kind, config) not in self.groups:
                 self.groups[kind, config] = LayerGroup(self, kind, config, layers, share)
             return self.groups[kind, config]
+
+    def moved(self, group: LayerGroup) -> None:
+        """The stores of a group move, or go."""
+        for observer in list(self.observers):
+            observer.drop(group)
 
     def queue(self) -> None:
         """Let this step wait, on the device, for what another stream was given to do with the pools

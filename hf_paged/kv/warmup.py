@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,12 +17,17 @@ from .batch import Batch
 from .flat import FlatBatch
 from .ops import TritonOps, on
 from .ops_torch import Seen
+from .spans import StaticSpans
 from .static import StaticBatch
 from .store import Layout, Pages
 
 logger = logging.getLogger("hf_paged")
 
 MOST_THREADS = 16
+MOST_LATER = 3
+"""Threads that compile beside requests that are served."""
+SOON = 2
+"""Labels whose jobs are not left to these."""
 META = torch.device("meta")
 PROMPT, SHORT, WRITTEN = 133, 3, 385
 """Tokens of a prompt, of one short enough for the tiles of short ones, and of a past to decode after: long
@@ -33,7 +38,8 @@ Job = Callable[[], object]
 
 
 class Warming:
-    """Jobs that compile kernels, run by threads from when this is made until `wait` returns.
+    """Jobs that compile kernels, run by threads: those that come first until `wait` returns, the next ones
+    until `wait_soon` does, and the rest while the engine works, a few at a time.
 
     The threads only compile, on the host: the jobs call kernels on tensors without data, so nothing is
     allocated, loaded or launched on a device, and a CUDA graph may be captured meanwhile. A kernel that is
@@ -42,26 +48,79 @@ class Warming:
     """
 
     def __init__(
-        self, device: torch.device, first: Callable[[], Sequence[Job]], jobs: Callable[[], Sequence[Job]]
+        self,
+        device: torch.device,
+        first: Callable[[], Sequence[Job]],
+        jobs: Callable[[], Sequence[Job]],
+        later: Callable[[], Sequence[tuple[Hashable, Sequence[Job]]]] = list,
     ) -> None:
-        """first: makes the jobs that all others need. jobs: makes the others, while those are done."""
-        self._device, self._first, self._jobs = device, first, jobs
+        """first: makes the jobs that all others need. jobs: makes the others that `wait` waits for, while
+        those are done. later: makes the further ones by what needs them, in the order in which they are done;
+        SOON of these are waited for by `wait_soon`.
+        """
+        self._device, self._first, self._jobs, self._later = device, first, jobs, later
+        self._compiled, self._soon, self._stopped = threading.Event(), threading.Event(), False
+        self._left: list[tuple[Hashable, Sequence[Job]]] = []
+        self.ready: set[Hashable] = set()
+        """What the later jobs have been done for."""
+        self.done = False
+        """Whether all later jobs are done."""
         self._thread = threading.Thread(target=self._run, name="hf_paged warming", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until all is done. Twice is once."""
+        """Until all but the later jobs is done. Twice is once."""
+        self._compiled.wait()
+
+    def wait_soon(self) -> None:
+        """Until the first of the later jobs are done, too. Twice is once."""
+        self._soon.wait()
+
+    def stop(self) -> None:
+        """Begin no other job."""
+        self._stopped = True
+
+    def join(self) -> None:
+        """Until all threads have ended."""
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._run_first()
+        finally:
+            self._compiled.set()
+            self._soon.set()
+        try:
+            self._run_later()
+        finally:
+            self.done = True
+
+    def _run_first(self) -> None:
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "hf_paged warming") as threads:
             begun = [threads.submit(self._do, job) for job in self._do(self._first) or []]
             jobs = self._do(self._jobs) or []
             wait(begun)
-            for job in jobs:
-                threads.submit(self._do, job)
+            begun = [threads.submit(self._do, job) for job in jobs]
+            self._left = self._do(self._later) or []
+            for _, further in self._left[:SOON]:
+                for job in further:
+                    threads.submit(self._do, job)
+            wait(begun)
+            self._compiled.set()
+        self.ready.update(label for label, _ in self._left[:SOON])
+
+    def _run_later(self) -> None:
+        with ThreadPoolExecutor(min(MOST_LATER, os.cpu_count() or 1), "hf_paged warming") as threads:
+            begun = [
+                (label, [threads.submit(self._do, job) for job in jobs]) for label, jobs in self._left[SOON:]
+            ]
+            for label, jobs in begun:
+                wait(jobs)
+                self.ready.add(label)
 
     def _do(self, job: Callable[[], Any]) -> Any:
+        if self._stopped:
+            return None
         try:
             with on(self._device):
                 return job()
@@ -94,6 +153,30 @@ class Attention(NamedTuple):
             yield lambda: self._captured(rows, width).begin(ops)
             if self.turns:
                 yield partial(self._turn, ops, rows, width)
+
+    def spans(self, ops: TritonOps, rows: int, most: int, width: int) -> Iterator[Job]:
+        """What captured steps with chunks of prompts need, of `rows` tokens of at most `most` sequences."""
+        yield partial(self._attend, ops, partial(self._spans, rows, most, width))
+        yield partial(self._update, ops, most, width)
+        yield lambda: self._captured(rows, width).begin(ops)
+        if self.turns:
+            yield partial(self._turn, ops, rows, width)
+
+    def singles(self, ops: TritonOps, rows: int, width: int, known: set[Any]) -> Iterator[Job]:
+        """What captured steps of `rows` sequences need that is not among the `known`."""
+        tiling = self._plan(ops, rows, width).tiling._replace(per_sm=1)
+        if tiling not in known:
+            known.add(tiling)
+            yield partial(self._attend, ops, partial(self._captured, rows, width))
+        yield partial(self._update, ops, rows, width)
+
+    def _update(self, ops: TritonOps, rows: int, width: int) -> None:
+        self._plan(ops, rows, width).update(torch.empty(rows, dtype=torch.int32, device=META))
+
+    def _plan(self, ops: TritonOps, rows: int, columns: int) -> Any:
+        keys, values = self._blocks()
+        query = torch.empty(rows, self.query_heads, self.layout.key_dim, dtype=self.layout.dtype, device=META)
+        return ops.kernels.Plan(query, keys, values, mean_length=columns, window=self.window)
 
     def _decode(self, ops: TritonOps, rows: int, width: int, captured: bool) -> None:
         self._attend(ops, lambda: self._flat(WRITTEN, 1))
@@ -135,13 +218,21 @@ class Attention(NamedTuple):
     def _captured(self, rows: int, width: int) -> StaticBatch:
         return StaticBatch(rows, 1, width, self.block_size, width, META, self.window)
 
+    def _spans(self, rows: int, most: int, width: int) -> StaticSpans:
+        return StaticSpans(rows, most, width, self.block_size, width, META, self.window)
+
     def _pages(self, ops: TritonOps, batch: Batch | StaticBatch) -> Pages:
+        keys, values = (data.flatten(0, 1) for data in self._blocks())
+        return Pages(keys, values, batch, ops)
+
+    def _blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one block [1, block_size, heads, dim]."""
         layout = self.layout
         keys, values = (
-            torch.empty(self.block_size, layout.heads, dim, dtype=layout.dtype, device=META)
+            torch.empty(1, self.block_size, layout.heads, dim, dtype=layout.dtype, device=META)
             for dim in (layout.key_dim, layout.value_dim)
         )
-        return Pages(keys, values, batch, ops)
+        return keys, values
 
     def _new(self, rows: int, new: int) -> tuple[torch.Tensor, torch.Tensor]:
         layout = self.layout

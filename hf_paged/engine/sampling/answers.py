@@ -25,6 +25,10 @@ class Answer(NamedTuple):
         """The answer for the first `count` sequences."""
         return Answer(self.logits[:count], None if self.best is None else self.best[:, :count])
 
+    def clone(self) -> Answer:
+        """The same in memory of its own."""
+        return Answer(self.logits.clone(), None if self.best is None else self.best.clone())
+
     def enter(self, logits: torch.Tensor) -> None:
         """Say all of it anew, by logits of whatever kind of numbers."""
         self.logits.copy_(logits)

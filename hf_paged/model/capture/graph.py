@@ -1,4 +1,6 @@
-"""One captured step: for which forwards it stands, what it reads, and how its answer is handed out."""
+"""One captured step of generate(): for which forwards it stands, what it reads, and how its answer is handed
+out.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ import weakref
 from bisect import bisect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,21 +15,15 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from ...config import CacheConfig
-from ...kv import LayerKind, Ops, Rows, Sequences, StaticBatch
+from ...kv import LayerGroup, LayerKind, Rows, Sequences, StaticBatch
+from .step import CapturedStep, Path, bucket_of, leaves, walk
 
-AGREE = 2
-"""How many steps of different lengths must come out as they do without a graph before it is trusted."""
 LENGTHS = (1024, 4096, 8192)
 """Between these lengths kernels are tiled alike."""
 SMALLEST_WIDTH = 16
 """Blocks of a row in the smallest static table; further ones are powers of two."""
 WIDEST = 8192
 """Positions that plain torch may look at in every captured step, however few of them hold anything yet."""
-NOISE = {torch.float32: 2e-3, torch.float16: 2**-6, torch.bfloat16: 2**-4}
-"""How far a replayed number may lie from an ordinary one, relative to the largest: another position or length
-lies further.
-"""
-Path = tuple[str | int, ...]
 PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
@@ -76,18 +71,18 @@ class _Place(NamedTuple):
     path: Path
 
 
-@dataclass
-class Graph:
+class Graph(CapturedStep):
     """A captured step and the tensors that it reads and writes."""
 
-    bucket: int
-    inputs: dict[str, Any]
-    batches: list[dict[LayerKind, StaticBatch]]
-    replay: Callable[[], None] = lambda: None
-    answer: Any = None
-    """What the captured forward answered, in static tensors, with places for what belongs to the caller."""
-    agreed: int = 0
-    _filled: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    def __init__(
+        self, bucket: int, inputs: dict[str, Any], batches: list[dict[LayerKind, StaticBatch]]
+    ) -> None:
+        self.bucket, self.inputs, self.batches = bucket, inputs, batches
+        self.answer: Any = None
+        """What the captured forward answered, in static tensors, with places for what belongs to the
+        caller.
+        """
+        self._filled: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @classmethod
     def prepare(cls, step: ReplayableStep) -> Graph:
@@ -105,30 +100,15 @@ class Graph:
         return cls(bucket, inputs, batches)
 
     @property
-    def trusted(self) -> bool:
-        return self.agreed >= AGREE
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.batches[0].values())).device
-
-    def ops(self, step: ReplayableStep) -> Ops:
-        """What the step's caches use in captured steps."""
-        rows = next(iter(step.parts[0].sequences.rows.values()))
-        return rows.group.captured_ops
-
-    @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything static that the step reads and writes."""
-        yield from _leaves(self.inputs)
+        yield from leaves(self.inputs)
         for batches in self.batches:
             for batch in batches.values():
                 yield from batch.tensors
 
     @property
     def bytes(self) -> int:
-        """What it keeps for itself: its inputs and its answer."""
-        return sum(tensor.nbytes for tensor in (*self.tensors, *_leaves(self.answer)))
+        return super().bytes + sum(tensor.nbytes for tensor in leaves(self.answer))
 
     # ---- inputs
 
@@ -157,7 +137,7 @@ class Graph:
     def _fill(self, target: Any, source: Any) -> None:
         if isinstance(target, (ModelOutput, tuple)):
             # What an encoder answered is large and the same at every step of a call.
-            for (_, old), (_, new) in zip(_walk(target), _walk(source), strict=True):
+            for (_, old), (_, new) in zip(walk(target), walk(source), strict=True):
                 last = self._filled.get(id(old))
                 if last is None or last() is not new:
                     self._fill(old, new)
@@ -170,9 +150,10 @@ class Graph:
     # ---- answers
 
     def keep(self, answer: Any) -> None:
-        """Note what the captured forward answered."""
-        owners = {id(x): path for path, x in _walk(self.inputs)}
+        owners = {id(x): path for path, x in walk(self.inputs)}
         self.answer = _with_places(answer, owners)
+        # Which dimension of other tensors carries rows is not known for other numbers of rows.
+        self.holds_fewer = len(list(leaves(self.answer))) == 1
 
     def hand_out(self, step: ReplayableStep) -> Any:
         """The replay's answer, in tensors of its own: the next replay writes over the graph's."""
@@ -215,33 +196,6 @@ def _with_places(value: Any, owners: dict[int, Path]) -> Any:
     return value
 
 
-def agree(one: Any, other: Any) -> bool:
-    """Whether two answers to one step differ by no more than rounding, as far as one can tell from the
-    numbers they begin with.
-    """
-    first, second = (next(_leaves(answer), None) for answer in (one, other))
-    if first is None or second is None or first.shape != second.shape:
-        return False
-    bound = NOISE.get(second.dtype, 0.0) * second.float().abs().amax().clamp(min=1)
-    return bool(((first.float() - second.float()).abs() <= bound).all())
-
-
-def _leaves(value: Any) -> Iterator[torch.Tensor]:
-    return (tensor for _, tensor in _walk(value))
-
-
-def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """All tensors in an argument or answer, with the names and places that lead to them."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for name, part in value.items():
-            yield from _walk(part, (*path, name))
-    elif isinstance(value, tuple):
-        for place, part in enumerate(value):
-            yield from _walk(part, (*path, place))
-
-
 @contextmanager
 def standing(step: ReplayableStep, graph: Graph) -> Iterator[None]:
     """Let the caches answer from the graph's static tensors, and begin the step there."""
@@ -260,14 +214,6 @@ def standing(step: ReplayableStep, graph: Graph) -> Iterator[None]:
 # ---- what a graph is captured for
 
 
-def bucket_of(rows: int, steps: int = 8) -> int:
-    """The rows that a graph for `rows` rows has: so many steps, a power of two, from one power of two to the
-    next.
-    """
-    step = 1 << max(0, (rows - 1).bit_length() - steps.bit_length())
-    return -(-rows // step) * step
-
-
 def signature(step: ReplayableStep, device: torch.device) -> Hashable:
     """Names, shapes and settings of the arguments, or None if one of them cannot be an input of a graph on
     `device`.
@@ -282,7 +228,7 @@ def signature(step: ReplayableStep, device: torch.device) -> Hashable:
         if fact is None:
             return None
         facts.append((name, fact))
-    return rows_of_graph(step), tuple(facts)
+    return tuple(facts)
 
 
 def _fact(value: Any, rows: int, device: torch.device) -> Hashable:
@@ -299,9 +245,19 @@ def _fact(value: Any, rows: int, device: torch.device) -> Hashable:
 
 
 def rows_of_graph(step: ReplayableStep) -> int:
-    """A bucket, or exactly the step's rows if positions of several axes come as [axes, rows, tokens]."""
+    """A bucket, or exactly the step's rows if their number is fixed."""
+    return step.rows if has_fixed_rows(step) else bucket_of(step.rows)
+
+
+def has_fixed_rows(step: ReplayableStep) -> bool:
+    """Whether positions of several axes come as [axes, rows, tokens], which rows cannot be added to."""
     positions = step.arguments.get("position_ids")
-    return step.rows if positions is not None and positions.ndim != 2 else bucket_of(step.rows)
+    return positions is not None and positions.ndim != 2
+
+
+def groups_of(step: ReplayableStep) -> list[LayerGroup]:
+    """The layers that a step reads."""
+    return [rows.group for part in step.parts for _, rows in filled(part)]
 
 
 def shapes(part: CapturedCache, new: int) -> Hashable:

@@ -1,220 +1,368 @@
-"""Decoding steps that are replayed: which of them, from when on, and how far a new graph is trusted."""
+"""The pool of captured steps that generate() and an engine have each one of: which sizes are captured, when,
+and how far a new one is trusted.
+"""
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from ...kv import Memory, is_out_of_memory
+from ...kv import LayerGroup, Memory, is_out_of_memory
 from ..lazy import NotCapturable
 from ..lengths import LengthsOnDevice, lengths_on_device
-from ..registry import memory_of
-from ..snapshot import ModelSnapshot, Watch, watching
+from ..snapshot import StateKey
+from .compile import Compilation, CompiledFusion, reason_of
 from .fusion import Fusion, fused
-from .graph import Graph, ReplayableStep, agree, filled, shapes, signature, standing, too_wide
 from .rehearsal import RECORDERS, Rehearsal
+from .step import CapturedStep, Size, StepSource
 
 logger = logging.getLogger("hf_paged")
 
-MANY = 48
-"""Graphs that a model keeps; the least recently used goes first."""
+MOST = 48
+"""Captured steps that a pool keeps; the least recently used goes first."""
+MOST_BYTES = 2**30
+"""Bytes of their own that these may have."""
 AFTER = 2
-"""A step is captured when it comes for this time: a call of a few tokens never pays for it."""
-WORTH = 16
-"""Nor does a call that has fewer tokens to go."""
+"""A size that no captured step can hold is captured when it comes for this time."""
+SPARE = 2048
+"""Rows by which a captured step may be larger than the step that it holds. Of an 8B model on an H200 a step
+of 2,048 rows takes as long as launching one operation by operation.
+"""
+PADDED = 5_000
+"""Rows that a captured step may pad in all before a smaller one is captured: about what a capture costs."""
+FORM = 16
+"""Rows that holding a step of another form costs as much as."""
 LATER = 200
 """Steps until a capture is tried again that found no memory."""
-LARGE = 2**30
-"""Bytes of their own that the graphs of a model may keep."""
+MOST_STATES = 8
+"""States of the model whose captured steps are kept."""
+MOST_REASONS = 1000
 
-Run = Callable[[dict[str, Any]], Any]
+
+class _Key(NamedTuple):
+    state: StateKey
+    size: Size
 
 
-class Graphs:
-    """The captured steps of one model."""
+class _OtherState(RuntimeError):
+    """The model has changed since its state was read."""
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
+
+class CapturePool:
+    """Captured steps by the model's state and their sizes.
+
+    A step is answered by the captured step of its size, else by a larger one, else by the forward itself. A
+    size is captured when it comes for the second time and nothing can hold it, or when padding has cost about
+    as much as a capture; one at most between two steps. A new captured step is trusted after its replays have
+    agreed with AGREE answers of the forward itself or of a captured step that is trusted. It is dropped when
+    a pool that it reads moves, and when others were used more recently and there are too many.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        most_bytes: int | None = None,
+        ready: Callable[[Size], bool] = lambda size: True,
+        compilation: Compilation | None = None,
+    ) -> None:
+        """ready: whether what steps of a size launch is compiled; others are not captured yet."""
         self.counts: Counter[str] = Counter()
-        """How many steps were "captured", "replayed", "refused"."""
+        """How many steps were "captured", "compiled", "replayed", "refused"."""
         self.reasons: dict[Hashable, str] = {}
-        """Why steps of a key are not captured."""
+        """Why steps are not captured."""
+        self.seconds = 0.0
+        """Time that captures have taken."""
         self.unsteady = False
         """Whether the model's forward changes the model itself, so that no captured step would stay right."""
-        self._seen: Counter[Hashable] = Counter()
-        self._pool: Any = None
-
-    # ---- one step
-
-    def run(self, model: nn.Module, step: ReplayableStep, forward: Run) -> Any:
-        """The answer of `forward` to the step, from a graph if there is a trusted one."""
-        for part in step.parts:
-            part.sequences.flush()
-        facts = None if self.unsteady else _facts(step)
-        if facts is None:
-            return forward(step.arguments)
-        watch = watching.get()
-        known = None if watch is None else watch.snapshots.get(id(model))
-        if known is not None and self._replay((known.graph_key, facts), step, model, watch):
-            return self.memory.captured[known.graph_key, facts].hand_out(step)
-        snapshot = ModelSnapshot(model) if watch is None else watch.current(model)
-        key = (snapshot.graph_key, facts)
-        if not snapshot.steady or key in self.reasons:
-            return forward(step.arguments)
-        if snapshot is not known and self._replay(key, step, model):
-            return self.memory.captured[key].hand_out(step)
-        answer = forward(step.arguments)
-        self._learn(key, model, step, forward, answer)
-        return answer
-
-    def _replay(
-        self, key: Hashable, step: ReplayableStep, model: nn.Module, watch: Watch | None = None
-    ) -> bool:
-        """Take the step in its graph, if there is a trusted one, and the pools need not move for it.
-
-        Where the user's code runs between the steps of a watched call, the model is checked while the device
-        works, and the step taken back if it has changed.
+        self.compilation = compilation
+        self._most_bytes, self._ready = most_bytes, ready
+        self._steps: OrderedDict[_Key, CapturedStep] = OrderedDict()
+        self._seen: Counter[_Key] = Counter()
+        self._states: list[StateKey] = []
+        self._rehearsed: dict[Hashable, LengthsOnDevice | None] = {}
+        """What may be captured, by state and code, and how the model counts its cache there."""
+        self._workspace: Any = None
+        """What all captured steps compute with: one runs at a time, and its answer is read before the
+        next.
         """
-        graph: Graph | None = self.memory.captured.get(key)
-        if graph is None or not graph.trusted:
-            return False
-        before = [part.mark() for part in step.parts]
-        graph.advance(step)
-        valid = key in self.memory.captured
-        if valid:
-            self.memory.captured.move_to_end(key)
-            graph.feed(step)
-            graph.replay()
-            if watch is not None and watch.foreign:
-                valid = (watch.current(model).graph_key, _facts(step)) == key
-        if not valid:
-            for part, mark in zip(step.parts, before, strict=True):
-                part.roll_back(mark)
-            return False
-        self.counts["replayed"] += 1
-        for part in step.parts:
-            part.follow()
-        return True
+        self._workspace_bytes = 0
+        memory.observers.add(self)
 
-    # ---- a new graph
+    def __len__(self) -> int:
+        return len(self._steps)
 
-    def _learn(
-        self, key: Hashable, model: nn.Module, step: ReplayableStep, forward: Run, answer: Any
-    ) -> None:
-        """After a step that was taken the ordinary way: capture it, or see whether its graph says the same.
+    def __iter__(self) -> Iterator[CapturedStep]:
+        return iter(self._steps.values())
 
-        Whatever goes wrong here, the step has its answer.
+    def sizes(self) -> list[Size]:
+        """The sizes of trusted steps."""
+        return [key.size for key, step in self._steps.items() if step.trusted]
+
+    @property
+    def bytes(self) -> int:
+        """Memory that goes with captured steps."""
+        return sum(step.bytes for step in self) + self._workspace_bytes
+
+    def stats(self) -> dict[str, Any]:
+        """What was counted, how many captured steps there are, their bytes, and the seconds that captures
+        took.
         """
-        graph = self.memory.captured.get(key)  # the forward may have moved a pool
-        try:
-            if graph is None and self._is_worth_it(key, step):
-                graph = self._capture(key, model, step, forward)
-            if graph is not None and not graph.trusted:
-                self._try(key, graph, step, answer)
-        except Exception as error:
-            self.memory.captured.pop(key, None)
-            if is_out_of_memory(error):
-                self._seen[key] = -LATER  # there may be room then
-            else:
-                self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
+        return {**self.counts, "kept": len(self), "bytes": self.bytes, "seconds": self.seconds}
 
-    def _is_worth_it(self, key: Hashable, step: ReplayableStep) -> bool:
-        if len(self._seen) > 1000:
+    # ---- which captured step holds a step
+
+    def known(self, state: StateKey) -> StateKey:
+        """The same object for equal states; steps of states long ago are dropped."""
+        if any(known is state for known in self._states):
+            return state
+        for known in self._states:
+            if known == state:
+                return known
+        self._states.append(state)
+        if len(self._states) > MOST_STATES:
+            self._forget_state(self._states.pop(0))
+        return state
+
+    def _forget_state(self, state: StateKey) -> None:
+        self._steps = OrderedDict((key, step) for key, step in self._steps.items() if key.state is not state)
+        for key in [key for key in self._seen if key.state is state]:
+            del self._seen[key]
+
+    def find(self, state: StateKey, source: StepSource[Any]) -> CapturedStep | None:
+        """The trusted step for a source: of its own size, or the smallest that can hold it."""
+        size = source.size
+        own = self._steps.get(_Key(state, size))
+        if own is not None and own.trusted:
+            self._steps.move_to_end(_Key(state, size))
+            return own
+        best = self._smallest(state, source, trusted=True)
+        if best is None:
+            return None
+        self._steps.move_to_end(best)
+        self._steps[best].padded += best.size.rows - size.rows + FORM * (best.size.form != size.form)
+        return self._steps[best]
+
+    def _smallest(self, state: StateKey, source: StepSource[Any], trusted: bool) -> _Key | None:
+        """The smallest captured step that can hold a source's, among all or those that are trusted."""
+        size, holders = source.size, list(source.holders)
+        fits = [
+            key
+            for key, step in self._steps.items()
+            if size.rows <= key.size.rows <= size.rows + SPARE
+            and key.size.width >= size.width
+            and key.size.form in holders
+            and key.state is state
+            and (step.trusted or not trusted)
+            and (step.holds_fewer or key.size == size)
+        ]
+        return min(
+            fits, key=lambda key: (key.size.rows, holders.index(key.size.form), key.size.width), default=None
+        )
+
+    def holds(self, step: CapturedStep) -> bool:
+        """Whether a step is still there: a pool that moves drops those that read it."""
+        return any(step is each for each in self)
+
+    def drop(self, group: LayerGroup | None = None) -> None:
+        """Drop all captured steps, or those that read the pool of a group, which has moved."""
+        if group is None:
+            self._steps.clear()
+            self._seen.clear()
+            self._rehearsed.clear()
+        elif any(group in step.groups for step in self):
+            kept = [(key, step) for key, step in self._steps.items() if group not in step.groups]
+            self._steps = OrderedDict(kept)
+        if not self._steps:
+            self._workspace_bytes = 0
+
+    # ---- new ones
+
+    def is_due(self, state: StateKey, source: StepSource[Any], stand_in: CapturedStep | None = None) -> bool:
+        """Whether a step that has its answer, from a stand-in or without any, is to be captured, or to be
+        compared with the captured step of its size.
+        """
+        key = _Key(state, source.size)
+        if self.unsteady or key in self.reasons:
+            return False
+        if self._doubtful(state, source) is not None:
+            return True
+        if key in self._steps:
+            return False
+        if len(self._seen) > MOST_REASONS:
             self._seen.clear()
         self._seen[key] += 1
-        sequences = step.parts[0].sequences
-        remaining = sequences.expected - sequences.columns if sequences.expected else WORTH
-        return self._seen[key] >= AFTER and (remaining >= WORTH or self._seen[key] >= WORTH)
+        if self._seen[key] < 0 or not self._ready(source.size):
+            return False
+        due = self._seen[key] >= AFTER if stand_in is None else stand_in.padded > PADDED
+        return due and source.is_worth_it(self._seen[key])
 
-    def _capture(self, key: Hashable, model: nn.Module, step: ReplayableStep, forward: Run) -> Graph:
-        """Capture the step that was just taken the ordinary way."""
-        graph = Graph.prepare(step)
-        fusion = Fusion(model, graph.ops(step).kernels)
+    def _doubtful(self, state: StateKey, source: StepSource[Any]) -> CapturedStep | None:
+        """The smallest captured step that can hold a source's, if it is to be compared still."""
+        key = self._smallest(state, source, trusted=False) if source.comparable else None
+        return None if key is None or self._steps[key].trusted else self._steps[key]
 
-        def run(lengths: LengthsOnDevice | None) -> Any:
-            with standing(step, graph), fused(fusion), lengths_on_device(model, lengths):
-                return forward({**step.lean, **graph.inputs})
-
-        stores = [x for part in step.parts for _, rows in filled(part) for x in rows.group.tensors]
-        before = ModelSnapshot(model).graph_key
-        graph.stage(step)
-        lengths = LengthsOnDevice()
-        with Rehearsal(graph.device, [*model.parameters(), *model.buffers(), *graph.tensors, *stores]):
-            run(lengths)
-        if ModelSnapshot(model).graph_key != before:
-            self.unsteady = True
-            raise NotCapturable("the model's forward changes the model")
-        graph.stage(step)
-        captured = partial(run, lengths if lengths.met else None)
-        graph.replay, answer = RECORDERS[graph.device.type](
-            captured, self._shared_pool(graph.device), graph.device
-        )
-        graph.keep(answer)
-        self.memory.captured[key] = graph
-        self.counts["captured"] += 1
-        while (
-            len(self.memory.captured) > MANY
-            or sum(other.bytes for other in self.memory.captured.values()) > LARGE
-        ):
-            if len(self.memory.captured) == 1:
-                break
-            self.memory.captured.popitem(last=False)
-        return graph
-
-    def _shared_pool(self, device: torch.device) -> Any:
-        """Where all graphs keep what they compute with: one runs at a time, and what it answers is copied at
-        once.
-
-        A pool whose graphs are all gone is gone.
+    def learn(
+        self,
+        state: StateKey,
+        source: StepSource[Any],
+        answer: Any,
+        stand_in: CapturedStep | None = None,
+    ) -> None:
+        """After a step was answered, by a stand-in or without any: capture it, or compare its captured step,
+        if either is due.
         """
-        if device.type == "cuda" and not self.memory.captured:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+        if self.is_due(state, source, stand_in):
+            self.capture_or_compare(state, source, answer, stand_in)
 
-    def _try(self, key: Hashable, graph: Graph, step: ReplayableStep, answer: Any) -> None:
-        """Replay a step whose answer is known, and see."""
-        graph.stage(step)
-        graph.replay()
-        if not agree(graph.hand_out(step), answer):
-            raise NotCapturable("its replay differs from the forward itself")
-        graph.agreed += 1
+    def capture_or_compare(
+        self,
+        state: StateKey,
+        source: StepSource[Any],
+        answer: Any,
+        stand_in: CapturedStep | None = None,
+    ) -> None:
+        """Compare a replay of a step that has its answer, by a new captured step if none waits for that.
+        Whatever fails here, the step has its answer.
+        """
+        step = self._doubtful(state, source)
+        key = _Key(state, source.size if step is None else step.size)
+        begin = time.perf_counter()
+        try:
+            if step is None:
+                step = self._capture(key, source)
+                if stand_in is not None:
+                    stand_in.padded = 0
+            if source.comparable:
+                self._compare(step, source, answer)
+        except Exception as error:
+            self._steps.pop(key, None)
+            if isinstance(error, _OtherState):
+                return
+            if is_out_of_memory(error):
+                self._seen[key] = -LATER
+            else:
+                self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
+        finally:
+            self.seconds += time.perf_counter() - begin
 
     def _refuse(self, key: Hashable, reason: str) -> None:
-        if len(self.reasons) > 1000:
+        if len(self.reasons) > MOST_REASONS:
             self.reasons.clear()
         self.reasons[key] = reason
         self.counts["refused"] += 1
         logger.info("a decoding step is not captured: %s", reason)
 
+    def _compare(self, step: CapturedStep, source: StepSource[Any], answer: Any) -> None:
+        """Replay a step whose answer is known. If compiled layers differ, none are used any more."""
+        source.load(step)
+        step.replay()
+        if source.agrees(step, answer):
+            step.agreed += 1
+            return
+        source.recompute()
+        if not step.compiled:
+            raise NotCapturable("its replay differs from the forward itself")
+        assert self.compilation is not None
+        self.compilation.give_up("what they compute differs from the forward itself")
+        self._steps = OrderedDict((key, each) for key, each in self._steps.items() if not each.compiled)
 
-def _facts(step: ReplayableStep) -> Hashable:
-    """What must be the same for a replay beside the model, or None if this step cannot be captured whatever
-    happens.
-    """
-    groups = [rows.group for part in step.parts for _, rows in filled(part)]
-    devices = {device for group in groups for device in group.devices}
-    paged = all(group.devices for group in groups) and all(part.complete for part in step.parts)
-    if not paged or len(devices) != 1:
-        return None
-    device = devices.pop()
-    facts = signature(step, device)
-    if device.type not in RECORDERS or facts is None or any(too_wide(part, step.new) for part in step.parts):
-        return None
-    return step.mask, facts, tuple(shapes(part, step.new) for part in step.parts)
+    def _capture(self, key: _Key, source: StepSource[Any]) -> CapturedStep:
+        """Capture a step that has its answer already."""
+        snapshot = source.snapshot()
+        if not snapshot.steady:
+            raise NotCapturable("hooks that are not transformers' own run in the model, or it is training")
+        model, device = source.model, source.device
+        step: CapturedStep = source.prepare()
+        step.size, step.groups = key.size, source.groups
+        fusion = Fusion(model, source.groups[0].captured_ops.kernels)
+        source.load(step)
+        lengths = self._rehearse(key, source, step, fusion)
+        compiled = self._compiled(source, step, fusion)
+        if source.snapshot().graph_key != snapshot.graph_key:
+            self.unsteady = True
+            raise NotCapturable("the model's forward changes the model")
+        if snapshot.graph_key != key.state:
+            raise _OtherState
+        source.load(step)
+        reserved = _reserved(device)
+        run = partial(_forward, source, step, compiled or fusion, lengths)
+        step.replay, answer = RECORDERS[device.type](run, self._shared_workspace(device), device)
+        step.keep(answer)
+        step.compiled = compiled is not None
+        self._workspace_bytes += max(0, _reserved(device) - reserved)
+        self._keep(key, step)
+        return step
+
+    def _rehearse(
+        self, key: _Key, source: StepSource[Any], step: CapturedStep, fusion: Fusion
+    ) -> LengthsOnDevice | None:
+        """Run a step outside its graph, so that what it launches is compiled and loaded. The first of its
+        code is watched, which takes long.
+
+        Others run the same code on other sizes. What must not be captured there either does not depend on
+        them, or fails in the capture itself: whatever the host waits for.
+        """
+        form = key.state, source.code
+        if form in self._rehearsed:
+            _forward(source, step, fusion, self._rehearsed[form])
+            return self._rehearsed[form]
+        lengths = LengthsOnDevice()
+        stores = [data for group in source.groups for data in group.tensors]
+        known = [*source.model.parameters(), *source.model.buffers(), *step.tensors, *step.shared, *stores]
+        with Rehearsal(source.device, known):
+            _forward(source, step, fusion, lengths)
+        if len(self._rehearsed) > MOST_REASONS:
+            self._rehearsed.clear()
+        self._rehearsed[form] = lengths if lengths.met else None
+        return self._rehearsed[form]
+
+    def _compiled(self, source: StepSource[Any], step: CapturedStep, fusion: Fusion) -> CompiledFusion | None:
+        """The step's layers compiled, and run once; None if they are not wanted, or cannot be had."""
+        if self.compilation is None or self.compilation.why_not is not None:
+            return None
+        try:
+            made = source.compile(fusion)
+            if made is not None:
+                source.load(step)
+                _forward(source, step, made, LengthsOnDevice())
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self.compilation.give_up(reason_of(error))
+            return None
+        return made
+
+    def _shared_workspace(self, device: torch.device) -> Any:
+        if device.type == "cuda" and not self._steps:
+            self._workspace = torch.cuda.graph_pool_handle()  # one whose graphs are all gone is gone
+            self._workspace_bytes = 0
+        return self._workspace
+
+    def _keep(self, key: _Key, step: CapturedStep) -> None:
+        self._steps[key] = step
+        self.counts["captured"] += 1
+        if step.compiled:
+            self.counts["compiled"] += 1
+        own = sum(each.bytes for each in self)
+        most = MOST_BYTES if self._most_bytes is None else self._most_bytes
+        while len(self._steps) > 1 and (len(self._steps) > MOST or own > most):
+            _, gone = self._steps.popitem(last=False)
+            own -= gone.bytes
 
 
-_graphs: weakref.WeakKeyDictionary[nn.Module, Graphs] = weakref.WeakKeyDictionary()
+def _forward(
+    source: StepSource[Any], step: CapturedStep, fusion: Fusion, lengths: LengthsOnDevice | None
+) -> Any:
+    """What is captured."""
+    with fused(fusion), lengths_on_device(source.model, lengths):
+        return source.forward(step)
 
 
-def graphs_of(model: nn.Module) -> Graphs:
-    """The model's captured steps; they live as long as the model, their memory until a pool moves."""
-    if model not in _graphs:
-        _graphs[model] = Graphs(memory_of(model))
-    return _graphs[model]
+def _reserved(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
