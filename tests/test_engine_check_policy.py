@@ -153,9 +153,9 @@ def test_the_own_loop_looks_now_and_then(engine: Engine, monkeypatch: pytest.Mon
     handle.result()
     steps = engine.stats()["steps"] - before
     assert steps > 2 * STEPS
-    assert steps // (STEPS + 1) <= seen.count("touched") <= steps // STEPS + 3
+    assert steps // (STEPS + 1) <= seen.count("weights") <= steps // STEPS + 3
     assert kept(engine) > 1
-    assert seen.count("unchanged") == seen.count("touched")  # once for all captured steps
+    assert seen.count("graphs") == seen.count("weights")  # once for all captured steps
     assert answers(handle.result()) == alone(engine.model, PROMPTS[0], **LONG)
 
 
