@@ -38,7 +38,7 @@ BUDGETS = {
     "hf_paged/demo": 250,
     "hf_paged/engine": 4950,
     "hf_paged/engine/multimodal": 750,
-    "hf_paged/engine/outputs": 500,
+    "hf_paged/engine/outputs": 540,
     "hf_paged/engine/requests": 1350,
     "hf_paged/engine/sampling": 1450,
     "hf_paged/generate": 2000,
