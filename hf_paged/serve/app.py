@@ -16,7 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Scope
 
-from .. import __version__
+import hf_paged
+
 from .answering import chat, complete
 from .errors import ApiError, invalid, too_large, unavailable
 from .guard import Guard
@@ -43,8 +44,7 @@ def make_app(service: Service, drop: Callable[[Scope], None] = lambda scope: Non
     """The ASGI application of a service. drop: closes the connection of a request at once."""
     app = FastAPI(
         title="hf_paged",
-        version=__version__,
-        root_path=service.options.root_path,
+        version=hf_paged.__version__,
         docs_url=None,
         redoc_url=None,
         lifespan=lambda _: _life(service),
@@ -131,7 +131,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        return {"version": __version__}
+        return {"version": hf_paged.__version__}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -185,7 +185,9 @@ class Generation:
 
     def _require_alive(self) -> None:
         if not self._engine.driven and not all(each.handle.done for each in self.answers):
-            raise unavailable("the engine has stopped while it computed this; restart the server", 30)
+            raise unavailable(
+                "the engine has stopped while it computed this; restart the server", 30, "engine_stopped"
+            )
 
     def _read(self) -> list[Piece]:
         pieces: list[Piece] = []

@@ -49,6 +49,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["root_path"] = self._options.root_path  # with it or without it, as a proxy may pass it on
         headers = Headers(scope=scope)
         context = Context(_request_id(headers), Tenant("unknown", None), lambda: self._slow(scope))
         scope[KEY] = context

@@ -53,7 +53,7 @@ class ServerOptions:
     values of the Host header; empty for loopback names on a loopback address, and any elsewhere.
     allowed_origins: pages of other origins whose scripts may call the server. max_model_len: the longest
     sequence, at most what the engine has room for. vllm_metric_names: serve the metrics under vLLM's names,
-    too. priorities: whether the engine orders requests by priority.
+    too.
     """
 
     names: tuple[str, ...] = ("model",)
@@ -71,7 +71,6 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
     max_model_len: int | None = None
     vllm_metric_names: bool = False
-    priorities: bool = False
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:

@@ -19,6 +19,17 @@ NO_END = 2**31 - 1
 """An end of sequence that no model has."""
 
 
+OF_DRAWS: dict[str, tuple[float, ...]] = {
+    "temperature": (0.0, 1.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+}
+"""Options that a beam search does not take, and their values that say nothing."""
+OF_BEAMS: dict[str, tuple[float, ...]] = {"length_penalty": (1.0,), "early_stopping": (False,)}
+"""Options that others do not take."""
+
+
 class Penalties(LogitsProcessor):
     """OpenAI's penalties: `presence` off the score of every token of the answer so far, `frequency` off for
     each time that it came.
@@ -105,18 +116,14 @@ class Sampling:
             raise invalid(f"{name}: {value}{unit} are asked for and the limit is {most}; lower it", name)
 
     def _check_beams(self, request: Generating) -> None:
-        if request.use_beam_search:
-            for name in ("top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"):
-                if getattr(request, name) not in (None, 0, 0.0, 1.0, -1):
-                    raise invalid(f"a beam search draws nothing and takes no {name}; leave it out", name)
-            if request.temperature not in (None, 0.0, 1.0):
-                raise invalid("a beam search draws nothing; leave temperature out", "temperature")
+        beams = bool(request.use_beam_search)
+        for name, neutral in (OF_DRAWS if beams else OF_BEAMS).items():
+            value = getattr(request, name)
+            if value is not None and value not in neutral:
+                why = "a beam search draws nothing" if beams else f"{name} is for use_beam_search=true"
+                raise invalid(f"{name}={value}: {why}; leave it out", name)
+        if beams:
             return
-        for name in ("length_penalty", "early_stopping"):
-            if getattr(request, name) not in (None, False, 1.0):
-                raise invalid(
-                    f"{name} is for beam searches; give use_beam_search=true, or leave it out", name
-                )
         if request.answers > 1 and not self.temperature(request):
             raise invalid(
                 f"n={request.n} answers with temperature=0 are equal; raise temperature, or use_beam_search",

@@ -16,7 +16,6 @@ import uvicorn
 from starlette.types import Scope
 
 from .app import log, make_app
-from .options import ServerOptions
 from .service import Service
 
 LAST_SECONDS = 2
@@ -39,7 +38,23 @@ class Server(uvicorn.Server):
         """Listen. The model warms up meanwhile."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        log.info("listening", extra={"url": url_of(self._service.options)})
+        log.info("listening", extra={"url": self.url})
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal comes, on the Unix socket if the options name one."""
+        with _unix_socket(self._service.options.uds) as own:
+            super().run(own or sockets)
+
+    @property
+    def url(self) -> str:
+        """Where the server listens."""
+        options = self._service.options
+        if options.uds is not None:
+            return f"unix:{options.uds}"
+        scheme = "https" if options.ssl_certfile else "http"
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        port = self.servers[0].sockets[0].getsockname()[1]
+        return f"{scheme}://{host}:{port}{options.root_path}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal handler: it runs in the middle of anything and only notes what to do."""
@@ -102,8 +117,7 @@ def _config(service: Service, drop: object) -> uvicorn.Config:
 def run(service: Service) -> int:
     """Serve until a signal comes; the answer is the exit code."""
     server = Server(service)
-    with _unix_socket(service.options.uds) as sockets:
-        server.run(sockets)
+    server.run()
     return server.exit_code
 
 
@@ -129,12 +143,3 @@ def _unix_socket(path: str | None) -> Iterator[list[socket.socket] | None]:
         made.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-
-
-def url_of(options: ServerOptions) -> str:
-    """Where the server is."""
-    if options.uds is not None:
-        return f"unix:{options.uds}"
-    scheme = "https" if options.ssl_certfile else "http"
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    return f"{scheme}://{host}:{options.port}{options.root_path}"
