@@ -115,7 +115,7 @@ async def _answered(
         )
         stack.callback(deadline.cancel)
         if submissions:
-            await generation.submit(submissions)
+            await generation.submit(submissions, service.turns)
         if not request.stream:
             with noticing(call.http.receive, generation.leave):
                 return await _whole(call, generation, form, prompts)

@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 
 from ..engine import Engine, Handle, Increment, Output, TokenLogprob
 from .errors import ApiError, invalid, unavailable
-from .mailbox import Mailbox
+from .mailbox import Mailbox, Turns
 from .metrics import Metrics
 from .text import AnswerText
 
 KEEP_ALIVE = 15.0
 """Seconds without news after which a stream says that it is alive."""
-AT_ONCE = 4
-"""Prompts that are submitted before the event loop does something else."""
 
 
 class Piece(NamedTuple):
@@ -139,13 +137,12 @@ class Generation:
         self.gone = False
         """Whether the client is."""
 
-    async def submit(self, submissions: Sequence[Submission]) -> None:
+    async def submit(self, submissions: Sequence[Submission], turns: Turns) -> None:
         """Hand all prompts to the engine. If it refuses one, none is computed."""
         width = max(len(each.texts) for each in submissions)
         try:
             for i, each in enumerate(submissions):
-                if i % AT_ONCE == AT_ONCE - 1:
-                    await asyncio.sleep(0)
+                await turns.take()
                 handle = self._accepted(each)
                 handle.watch(self._wake, self._each)
                 self.answers.append(

@@ -1,4 +1,4 @@
-"""From the engine's thread to the event loop: one wake-up of the loop for all news of a step."""
+"""The event loop and the engine's thread: neither is held up by the other, nor a short request by many."""
 
 from __future__ import annotations
 
@@ -35,3 +35,41 @@ class Mailbox:
         self._scheduled = False
         while self._events:
             self._events.popleft().set()
+
+
+class Turns:
+    """At most so many submissions in one turn of the event loop, first come, first served.
+
+    Reading a request takes the loop half a millisecond; of a thousand that arrive at once the last would hold
+    up everything else for all of them.
+    """
+
+    def __init__(self, most: int = 8) -> None:
+        self._most = most
+        self._left = most
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._scheduled = False
+
+    async def take(self) -> None:
+        """Wait for a place in this turn or a later one."""
+        loop = asyncio.get_running_loop()
+        if not self._scheduled:
+            self._scheduled = True
+            loop.call_soon(self._renew, loop)
+        if self._left and not self._waiting:
+            self._left -= 1
+            return
+        place = loop.create_future()
+        self._waiting.append(place)
+        await place
+
+    def _renew(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._left = self._most
+        while self._left and self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_result(None)
+                self._left -= 1
+        self._scheduled = self._left < self._most
+        if self._scheduled:
+            loop.call_soon(self._renew, loop)

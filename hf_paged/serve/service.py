@@ -11,7 +11,7 @@ from ..engine import Engine
 from .admission import Admission
 from .errors import ApiError, invalid
 from .keys import Keys, Tenant
-from .mailbox import Mailbox
+from .mailbox import Mailbox, Turns
 from .metrics import Metrics
 from .options import ServerOptions
 from .protocol import Generating
@@ -35,6 +35,7 @@ class Service:
     metrics: Metrics
     keys: Keys
     mailbox: Mailbox
+    turns: Turns
     longest: int
     created: float = field(default_factory=time.time)
 
@@ -59,6 +60,7 @@ class Service:
             metrics,
             Keys(options.api_keys, options.share_prefixes),
             Mailbox(),
+            Turns(),
             longest,
         )
 
