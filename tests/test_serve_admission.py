@@ -148,6 +148,21 @@ def test_a_model_that_cannot_be_warmed_up_stops_the_server(monkeypatch: pytest.M
     assert codes == [1]
 
 
+def test_a_broken_tokenizer_is_an_error_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one body and in the middle of a stream: the message says nothing of the server's inside."""
+    with serving() as served:
+        broken = served.service.tokenizer.shown
+        with monkeypatch.context() as patch:
+            patch.setattr(type(broken), "decode", lambda *_, **__: 1 / 0)
+            found = served.post("/v1/completions", {"prompt": "The fox", "max_tokens": 4})
+            assert found.status_code == 500
+            assert found.json()["error"]["message"] == "the server failed; see its log"
+            streamed = served.post("/v1/completions", {"prompt": "The fox", "max_tokens": 4, "stream": True})
+            assert "the server failed" in streamed.text
+            assert streamed.text.endswith("data: [DONE]\n\n")
+        served.complete()
+
+
 def test_a_request_that_fails_is_500_and_no_other_is() -> None:
     """A NaN in the logits of one request is that request's error."""
     import torch

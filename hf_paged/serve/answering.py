@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from .protocol import ChatRequest, CompletionRequest, Generating, fields_of, par
 from .service import Service
 from .streams import ALIVE, DONE, EventStream, error_event, noticing
 
+log = logging.getLogger("hf_paged.serve")
 COMPLETION_TOKENS = 16
 """Of a completion that does not say how long it may be, as in OpenAI's API."""
 Ids = list[tuple[int, ...]]
@@ -163,6 +165,7 @@ async def _whole(call: Call, generation: Generation, form: Form, prompts: Ids) -
     answers = joined(pieces) if generation.answers else _nothing_new(call, prompts)
     reasons = {piece.finish_reason for piece in answers}
     if reasons == {"abort"} and not usage.completion_tokens:
+        call.service.admission.require_ready()  # a drain is 503
         raise ApiError(
             504, "the request was broken off before its first token; send it again", code="timeout"
         )
@@ -184,4 +187,7 @@ async def _chunks(call: Call, generation: Generation, form: Form, prompts: Ids) 
             yield form.usage_chunk(usage)
     except ApiError as error:
         yield error_event(error)
+    except Exception:
+        log.exception("unexpected error", extra={"request_id": call.context.request_id})
+        yield error_event(ApiError(500, "the server failed; see its log"))
     yield DONE

@@ -228,16 +228,17 @@ async def read_body(request: Request, limits: ServerLimits) -> bytes:
 async def tokenize(service: Service, http: Request, body: bytes) -> Response:
     """POST /tokenize: the ids of a text or of a chat."""
     fields = fields_of(body)
-    service.admission.require_ready()
     request: TokenizeText | TokenizeChat
     if "messages" in fields:
         request = parsed(TokenizeChat, fields)
-        service.model(request.model)
-        ids = await service.tokenizer.chat_ids(request)
     else:
         request = parsed(TokenizeText, fields)
-        service.model(request.model)
-        ids = await service.tokenizer.ids(request.prompt, request.add_special_tokens is not False)
+    service.model(request.model)
+    with service.admission.place(1):
+        if isinstance(request, TokenizeChat):
+            ids = await service.tokenizer.chat_ids(request)
+        else:
+            ids = await service.tokenizer.ids(request.prompt, request.add_special_tokens is not False)
     found = {"count": len(ids), "max_model_len": service.longest, "tokens": list(ids)}
     if request.return_token_strs:
         found["token_strs"] = [service.tokenizer.token(each) for each in ids]

@@ -44,6 +44,11 @@ class Service:
         cls, engine: Engine, tokenizer: Any, options: ServerOptions, template: str | None = None
     ) -> Service:
         """The service of an engine that was made without a tokenizer: texts are the server's."""
+        if engine.model.config.is_encoder_decoder:
+            raise ValueError(
+                f"{type(engine.model).__name__} is an encoder-decoder, which is not served yet; use "
+                "hf_paged.Engine"
+            )
         limits = options.limits
         longest = min(engine.longest, options.max_model_len or engine.longest)
         budget = engine.config.limits().sequences
