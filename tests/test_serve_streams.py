@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,3 +117,23 @@ def test_a_body_that_does_not_come(served: Served) -> None:
     connection.close()
     connect(served, None, length=100).close()
     assert served.client.get("/health").status_code == 200
+
+
+def test_a_stream_without_news_says_that_it_is_alive(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments, which clients skip; none where tokens come."""
+    from serving import events
+
+    from hf_paged.serve import generation
+
+    assert (
+        ": alive"
+        not in served.post("/v1/completions", {**LONG, "stream": True, "max_tokens": 20, "echo": True}).text
+    )
+    monkeypatch.setattr(generation, "KEEP_ALIVE", 0.05)
+    served.service.engine.pause()
+    timer = threading.Timer(0.5, served.service.engine.resume)
+    timer.start()
+    body = served.post("/v1/completions", {**LONG, "stream": True, "max_tokens": 5}).text
+    timer.join()
+    assert body.count(": alive\n\n") >= 3
+    assert len(events(body)) >= 1

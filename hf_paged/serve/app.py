@@ -229,10 +229,7 @@ async def tokenize(service: Service, http: Request, body: bytes) -> Response:
     """POST /tokenize: the ids of a text or of a chat."""
     fields = fields_of(body)
     request: TokenizeText | TokenizeChat
-    if "messages" in fields:
-        request = parsed(TokenizeChat, fields)
-    else:
-        request = parsed(TokenizeText, fields)
+    request = parsed(TokenizeChat, fields) if "messages" in fields else parsed(TokenizeText, fields)
     service.model(request.model)
     with service.admission.place(1):
         if isinstance(request, TokenizeChat):

@@ -17,8 +17,10 @@ LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has not."""
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined(pieces: list[Piece]) -> list[Piece]:
     """The pieces of each answer as one, by the answers' indices."""
+    if len(pieces) == 1:
+        return pieces
     found: dict[int, Piece] = {}
     for new in pieces:
         old = found.get(new.choice)

@@ -134,6 +134,8 @@ class Generation:
         self._wake: Callable[[], None] = partial(mailbox.post, self._news)
         self._begun = time.monotonic()
         self.answers: list[Answers] = []
+        self._ticked = False
+        """Whether the timer has rung since the last piece."""
         self.gone = False
         """Whether the client is."""
 
@@ -163,22 +165,27 @@ class Generation:
         return handle
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """What is new, as often as there is something; an empty list after a while without news."""
-        while True:
-            self._news.clear()
-            pieces = self._read()
-            if pieces:
-                yield pieces
-            if self.gone or all(each.over for each in self.answers):
-                return
-            self._require_alive()
-            if pieces:
-                continue  # something may have come while they were sent
-            try:
-                async with asyncio.timeout(KEEP_ALIVE):
-                    await self._news.wait()
-            except TimeoutError:
-                yield []
+        """What is new, as often as there is something; an empty list now and then while nothing is."""
+        self._ticker = asyncio.get_running_loop().call_later(KEEP_ALIVE, self._tick)
+        try:
+            while True:
+                self._news.clear()  # what comes from here on sets it again
+                pieces = self._read()
+                if pieces or self._ticked:
+                    self._ticked = False
+                    yield pieces
+                if self.gone or all(each.over for each in self.answers):
+                    return
+                self._require_alive()
+                await self._news.wait()
+        finally:
+            self._ticker.cancel()
+
+    def _tick(self) -> None:
+        """Wake the reader up every KEEP_ALIVE seconds: one timer costs less than a timeout at each token."""
+        self._ticked = True
+        self._ticker = asyncio.get_running_loop().call_later(KEEP_ALIVE, self._tick)
+        self._news.set()
 
     def _require_alive(self) -> None:
         if not self._engine.driven and not all(each.handle.done for each in self.answers):
