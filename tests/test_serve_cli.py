@@ -159,3 +159,29 @@ def test_info_says_what_runs_on_pages(capsys: pytest.CaptureFixture[str], tmp_pa
     said = capsys.readouterr().out
     assert "on transformers' own cache: MambaForCausalLM keeps a state of its own" in said
     assert "not served" in said
+
+
+def test_the_page_names_every_flag_field_and_metric() -> None:
+    pytest.importorskip("fastapi")
+    from hf_paged.serve.metrics import CounterFamily, Metrics
+    from hf_paged.serve.protocol import (
+        ChatRequest,
+        CompletionRequest,
+        DetokenizeRequest,
+        TokenizeChat,
+        TokenizeText,
+    )
+
+    page = (SERVE.parent.parent / "docs" / "serving.md").read_text()
+    flags = {flag for flag in parser()[1]["serve"]._option_string_actions if flag.startswith("--")}
+    flags -= {"--help", "--enable-prefix-caching"}
+    kinds = (ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeChat, TokenizeText)
+    fields = {name for kind in kinds for name in kind.model_fields}
+    families = [each for each in vars(Metrics("m")).values() if hasattr(each, "samples")]
+    metrics = {f"{each.name}_total" if isinstance(each, CounterFamily) else each.name for each in families}
+    for name in flags | fields:
+        assert f"`{name}`" in page or f"`{name}." in page, name
+    for name in metrics:
+        assert f"`{name}" in page, name
+    for line in page.splitlines():
+        assert len(line) <= 150 or line.startswith("|"), line

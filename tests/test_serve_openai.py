@@ -1,4 +1,4 @@
-"""openai-python, which nobody here wrote, against a server."""
+"""openai-python, a client of others, against a server."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def test_clients_that_leave_at_once(served: Served) -> None:
     assert served.client.get("/health").status_code == 200
 
 
-def test_a_client_that_does_not_read_holds_up_nobody(served: Served) -> None:
-    """The engine is done with its request, others are answered, and after a while its connection is closed."""
+def test_a_client_that_does_not_read_delays_no_other(served: Served) -> None:
+    """The engine ends its request, others are answered, and later its connection is closed."""
     slow = connect(
         served, {**LONG, "stream": True, "n": 8, "temperature": 1, "logprobs": 20, "max_tokens": 150}
     )

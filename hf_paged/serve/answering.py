@@ -21,7 +21,7 @@ from .streams import ALIVE, DONE, EventStream, error_event, noticing
 
 log = logging.getLogger("hf_paged.serve")
 COMPLETION_TOKENS = 16
-"""Of a completion that does not say how long it may be, as in OpenAI's API."""
+"""The length of a completion without max_tokens, as in OpenAI's API."""
 Ids = list[tuple[int, ...]]
 
 

@@ -260,9 +260,9 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """What the router answers: no such path, or not by this method."""
     assert isinstance(error, HTTPException)
-    told = {
+    messages = {
         404: "there is no such path; GET /openapi.json lists them",
         405: f"this path does not take {request.method}; see the header allow",
     }
-    message = told.get(error.status_code, str(error.detail))
+    message = messages.get(error.status_code, str(error.detail))
     return JSONResponse(ApiError(error.status_code, message).body, error.status_code, headers=error.headers)

@@ -27,7 +27,7 @@ ABSENT = {
     "--enable-lora": "adapters are not there yet; merge them, or serve the adapter's own folder as MODEL",
     "--lora-modules": "adapters are not there yet; merge them, or serve the adapter's own folder as MODEL",
     "--pipeline-parallel-size": "give --device-map auto",
-    "--quantization": "the checkpoint says how it is quantized",
+    "--quantization": "the checkpoint's config decides",
     "--reasoning-parser": "reasoning is not parsed yet",
     "--tensor-parallel-size": "load the model with transformers' tp_plan and use hf_paged.serve from Python",
     "--tool-call-parser": "tool calls are not there yet",
@@ -143,7 +143,8 @@ def _add_limits(to: Parser) -> None:
     for each in fields(ServerLimits):
         kind = float if each.name.endswith("_seconds") else int
         flag = "--limit-" + each.name.replace("_", "-")
-        group.add_argument(flag, type=kind, default=each.default, help=f"{each.default}", metavar="N")
+        help = f"{each.metadata['help']} ({each.default})"
+        group.add_argument(flag, type=kind, default=each.default, metavar="N", help=help)
 
 
 def _add_generate(to: Parser) -> None:
@@ -186,7 +187,7 @@ def _source(given: argparse.Namespace) -> Any:
     from .loading import Source
 
     if given.device and given.device_map:
-        raise ValueError("--device and --device-map both say where the model goes; give one of them")
+        raise ValueError("--device and --device-map both place the model; give one of them")
     names = [each.name for each in fields(Source)]
     return Source(**{name: getattr(given, name) for name in names})
 
@@ -246,7 +247,7 @@ def serve(given: argparse.Namespace) -> int:
 
 
 def engine_options(given: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options as the flags say them."""
+    """The engine's options by the flags."""
     if given.enable_prefix_caching and given.no_enable_prefix_caching:
         raise ValueError("--enable-prefix-caching and --no-enable-prefix-caching contradict each other")
     if given.compile and given.enforce_eager:
@@ -270,7 +271,7 @@ def engine_options(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_options(given: argparse.Namespace, name: str) -> Any:
-    """The server's options as the flags say them."""
+    """The server's options by the flags."""
     from .options import ServerLimits, ServerOptions
 
     limits = {each.name: getattr(given, f"limit_{each.name}") for each in fields(ServerLimits)}

@@ -13,7 +13,7 @@ KEY = "hf_paged"
 
 @dataclass
 class Context:
-    """An HTTP request: its number, whose it is, and what the log says about it.
+    """An HTTP request: its number, its tenant, and the facts of its log line.
 
     drop: closes its connection without waiting for what is in its buffer.
     """

@@ -18,7 +18,7 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that is no answer: `message` says what was got, what was expected and what to do.
+    """A request that is refused or has failed: `message` has what was got, what was expected and the remedy.
 
     param: the field of the request that is at fault. code: a word for programs.
     """

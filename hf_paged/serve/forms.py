@@ -81,7 +81,7 @@ class Form(ABC):
         return b'%b"index":%d%b%b%b' % (first, piece.choice, second, text, last)
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        """The last chunk of a stream that says what it has cost."""
+        """The last chunk of a stream with `include_usage`."""
         return self._chunk([], usage)
 
     def opening(self) -> Iterable[bytes]:

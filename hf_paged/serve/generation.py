@@ -17,7 +17,7 @@ from .metrics import Metrics
 from .text import AnswerText
 
 KEEP_ALIVE = 15.0
-"""Seconds without news after which a stream says that it is alive."""
+"""Seconds without news after which a stream sends a comment."""
 
 
 class Piece(NamedTuple):
@@ -62,7 +62,7 @@ class Answers:
     texts: list[AnswerText]
     first_index: int
     reasons: list[str | None]
-    """Why each answer ended, as the client is told; None while it goes on."""
+    """Why each answer ended, as the client sees it; None while it is running."""
     tokens: int = 0
     last_news: float | None = None
     noted: bool = False
@@ -70,14 +70,14 @@ class Answers:
     _cancelled: bool = field(default=False, repr=False)
 
     @property
-    def said(self) -> bool:
+    def ended(self) -> bool:
         """Whether all answers have ended."""
         return None not in self.reasons
 
     @property
     def over(self) -> bool:
         """Whether all is read and the engine is done with it."""
-        return self.handle.done and self.said
+        return self.handle.done and self.ended
 
     def take(self, increment: Increment) -> Piece | None:
         """An increment as the client sees it; None behind a stop string."""
@@ -91,7 +91,7 @@ class Answers:
         if text.stopped:
             reason = "stop"
         self.reasons[increment.index] = reason
-        if text.stopped and self.said and not self.handle.done:
+        if text.stopped and self.ended and not self.handle.done:
             self.cancel()
         notes = increment.logprobs or []
         return Piece(
@@ -203,7 +203,7 @@ class Generation:
             if increments:
                 self._time(each, increments)
                 pieces += [piece for piece in map(each.take, increments) if piece is not None]
-            if done and each.said:
+            if done and each.ended:
                 self._note_end(each)
         return pieces
 
@@ -237,7 +237,7 @@ class Generation:
             raise _failure(output)
 
     def cancel(self) -> None:
-        """Break off what is not done; what was said so far stays, and its reason is "abort"."""
+        """End what is not done; tokens so far stay, and the reason is "abort"."""
         for each in self.answers:
             each.cancel()
 

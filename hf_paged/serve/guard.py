@@ -20,7 +20,7 @@ from .metrics import Metrics
 from .options import ServerOptions
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ready"})
-"""Paths that need no key: they say nothing but whether the server is well."""
+"""Paths that need no key: their answers have the server's state and nothing else."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 log = logging.getLogger("hf_paged.serve")

@@ -32,7 +32,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What the model is called if nothing else is said."""
+        """What clients call the model unless the operator chooses another name."""
         return "demo" if self.model in DEMO else self.model
 
     def load(self) -> Any:

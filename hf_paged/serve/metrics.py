@@ -111,7 +111,7 @@ class Metrics:
         ]
 
     def exposition(self, stats: Mapping[str, Any], in_flight: int) -> str:
-        """All metrics as text, with what `engine.stats()` says."""
+        """All metrics as text, with the values of `engine.stats()`."""
         lines: list[str] = []
         for prefix in self._prefixes:
             for family in self._families:

@@ -4,37 +4,38 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
+T = TypeVar("T", int, float)
 MIB = 2**20
+
+
+def _limit(default: T, meaning: str) -> T:
+    """A field of ServerLimits with the text of its flag's help."""
+    found: T = field(default=default, metadata={"help": meaning})
+    return found
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What one request and one server may take; every limit has a default and a flag.
+    """What one request and one server may take. Every limit has a flag: `--limit-body-bytes` and so on."""
 
-    body_bytes: of a request's body. prompts: in one request. n: answers to a prompt; the engine's sequence
-    budget bounds it, too. stop: stop strings of a request. stop_chars: characters of one. logprobs:
-    alternatives beside a token. logit_bias: tokens with a bias. chars_per_token: a text of more characters
-    than this times the longest sequence is refused before it is tokenized.
-    waiting: engine requests beyond those that can run; more are answered with 429. connections: open ones.
-    request_seconds: from arrival to the last token. body_seconds: until a body is complete. write_seconds:
-    that a client may leave a full connection unread. drain_seconds: from SIGTERM to the end of all answers.
-    """
-
-    body_bytes: int = 8 * MIB
-    prompts: int = 128
-    n: int = 128
-    stop: int = 16
-    stop_chars: int = 256
-    logprobs: int = 20
-    logit_bias: int = 1024
-    chars_per_token: int = 32
-    waiting: int = 1024
-    connections: int = 4096
-    request_seconds: float = 600.0
-    body_seconds: float = 30.0
-    write_seconds: float = 60.0
-    drain_seconds: float = 30.0
+    body_bytes: int = _limit(8 * MIB, "bytes of a request's body")
+    prompts: int = _limit(128, "prompts in one request")
+    n: int = _limit(128, "answers to a prompt; at most --max-num-seqs")
+    stop: int = _limit(16, "stop strings of a request")
+    stop_chars: int = _limit(256, "characters of a stop string")
+    logprobs: int = _limit(20, "alternatives beside a token")
+    logit_bias: int = _limit(1024, "tokens with a bias, and stop token ids")
+    chars_per_token: int = _limit(
+        32, "a text of more characters than this times the longest sequence is not tokenized"
+    )
+    waiting: int = _limit(1024, "prompts under way beyond those that can run; more are answered with 429")
+    connections: int = _limit(4096, "open connections")
+    request_seconds: float = _limit(600.0, "from arrival to the last token")
+    body_seconds: float = _limit(30.0, "until a body is complete")
+    write_seconds: float = _limit(60.0, "that a client may leave a full connection unread")
+    drain_seconds: float = _limit(30.0, "from SIGTERM to the end of all answers")
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -89,7 +89,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream says beside the answer."""
+    """What a stream has beside the answer."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
@@ -265,5 +265,5 @@ def _explained(error: ValidationError, kind: type[Body]) -> ApiError:
         return invalid(f"unknown field {where[:80]!r}; {hint}", where[:80], "unknown_parameter")
     if first["type"] == "missing":
         return invalid(f"the field {where!r} is missing; give it", where, "missing_parameter")
-    said = first["msg"].removeprefix("Value error, ")
-    return invalid(f"{where[:160]}: {said}", where[:160], "invalid_value")
+    message = first["msg"].removeprefix("Value error, ")
+    return invalid(f"{where[:160]}: {message}", where[:160], "invalid_value")

@@ -25,7 +25,7 @@ OF_DRAWS: dict[str, tuple[float, ...]] = {
     "top_k": (0, -1),
     "min_p": (0.0,),
 }
-"""Options that a beam search does not take, and their values that say nothing."""
+"""Options that a beam search does not take, and their neutral values."""
 OF_BEAMS: dict[str, tuple[float, ...]] = {"length_penalty": (1.0,), "early_stopping": (False,)}
 """Options that others do not take."""
 
