@@ -23,7 +23,7 @@ LONG = {"prompt": "The fox", "max_tokens": 900, "ignore_eos": True, "temperature
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """On a Unix socket, whose buffers are small."""
     path = Path("/tmp") / f"{tmp_path_factory.mktemp('serve').name}-{time.monotonic_ns()}.sock"
-    with serving(uds=str(path), limits={"write_seconds": 1.0, "body_seconds": 0.5}) as made:
+    with serving(uds=str(path), limits={"write_seconds": 3.0, "body_seconds": 0.5}) as made:
         yield made
     assert not path.exists()
 
@@ -83,7 +83,7 @@ def test_a_client_that_does_not_read_delays_no_other(served: Served) -> None:
     assert served.complete("The owl", max_tokens=8)["choices"][0]["text"]
     assert served.client.get("/health").elapsed.total_seconds() < 0.5
     until(lambda: idle(served))
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 15
     assert 'slow_readers_total{model_name="demo"} 1' in served.client.get("/metrics").text
     seen = b""
     while part := _received(slow):

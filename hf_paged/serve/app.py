@@ -196,6 +196,7 @@ def _add_post(
     described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
     async def route(request: Request) -> Response:
+        await service.turns.take()
         return await answer(service, request, await read_body(request, service.options.limits))
 
     app.add_api_route(

@@ -38,10 +38,10 @@ class Mailbox:
 
 
 class Turns:
-    """At most so many submissions in one turn of the event loop, first come, first served.
+    """At most so many bodies and submissions in one turn of the event loop, first come, first served.
 
-    Reading a request takes the loop half a millisecond; of a thousand that arrive at once the last would hold
-    up everything else for all of them.
+    Each takes the loop half a millisecond. Without this a thousand that arrive at once would delay /health and
+    all streams by all of them.
     """
 
     def __init__(self, most: int = 8) -> None:
