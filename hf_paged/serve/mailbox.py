@@ -40,7 +40,7 @@ class Mailbox:
 class Turns:
     """At most so many bodies and submissions in one turn of the event loop, first come, first served.
 
-    Each takes the loop half a millisecond. Without this a thousand that arrive at once would delay /health and
+    Each takes the loop half a millisecond. Otherwise a thousand that arrive at once delay /health and
     all streams by all of them.
     """
 
