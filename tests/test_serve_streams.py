@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ LONG = {"prompt": "The fox", "max_tokens": 900, "ignore_eos": True, "temperature
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """On a Unix socket, whose buffers are small."""
-    path = Path("/tmp") / f"{tmp_path_factory.mktemp('serve').name}-{time.monotonic_ns()}.sock"
+    path = Path(tempfile.gettempdir()) / f"{tmp_path_factory.mktemp('serve').name}-{time.monotonic_ns()}.sock"
     with serving(uds=str(path), limits={"write_seconds": 3.0, "body_seconds": 0.5}) as made:
         yield made
     assert not path.exists()
