@@ -1,17 +1,10 @@
-"""Versions, devices and kernels of this installation: python -m hf_paged."""
+"""The command line as a module: python -m hf_paged."""
 
 from __future__ import annotations
 
 import sys
 
-from .environment import facts
-
-
-def main() -> int:
-    """Print the facts of the installation, for a user or an issue."""
-    print("\n".join(facts().lines()))
-    return 0
-
+from .serve.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

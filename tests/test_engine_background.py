@@ -388,3 +388,75 @@ def test_a_process_that_was_forked_waits_for_nobody(engine: Engine, monkeypatch:
             handle.result(timeout=GUARD)
     engine.resume()
     assert answers(handle.result(timeout=GUARD)) == alone(engine.model, PROMPTS[1], **GREEDY)
+
+
+def test_a_watcher_is_called_at_each_increment_or_at_the_end(engine: Engine) -> None:
+    """`wake` runs in the engine's thread; what `read()` finds then is the answer, token by token."""
+    each: list[str] = []
+    ends: list[str] = []
+    gate, handle = held(engine)
+    other = engine.submit(PROMPTS[1], **GREEDY)
+    handle.watch(lambda: each.append(threading.current_thread().name))
+    other.watch(lambda: ends.append(threading.current_thread().name), each=False)
+    gate.open.set()
+    wanted = handle.result(GUARD).sequences[0].token_ids
+    other.result(GUARD)
+    assert [token for piece in handle.read() for token in piece.token_ids] == wanted
+    assert set(each) == set(ends) == {"hf_paged engine"}
+    assert len(each) >= len(wanted)
+    assert len(ends) == 1
+
+
+def test_a_watcher_is_called_no_more(engine: Engine) -> None:
+    calls: list[None] = []
+
+    def wake() -> None:
+        calls.append(None)
+
+    gate, handle = held(engine)
+    handle.watch(wake)
+    handle.unwatch(wake)
+    gate.open.set()
+    handle.result(GUARD)
+    assert not calls
+
+
+def test_a_watcher_is_called_when_the_thread_ends(engine: Engine) -> None:
+    """Then `driven` and `thread_error` say why nothing more comes."""
+    assert engine.driven
+    ended = threading.Event()
+    gate, handle = held(engine)
+    handle.watch(ended.set, each=False)
+    engine.model.train()
+    gate.open.set()
+    assert ended.wait(GUARD)
+    assert not engine.driven
+    assert "training mode" in str(engine.thread_error)
+    engine.model.eval()
+    handle.cancel()
+    engine.start()
+    handle.result(GUARD)
+    assert engine.driven
+    assert engine.thread_error is None
+
+
+def test_increments_carry_the_logprobs_of_their_tokens(engine: Engine) -> None:
+    handle = engine.submit(PROMPTS[0], **GREEDY, logprobs=2)
+    pieces = list(handle)
+    notes = [note for piece in pieces for note in piece.logprobs or []]
+    assert notes == handle.result(GUARD).sequences[0].logprobs
+    assert all(len(piece.logprobs or []) == len(piece.token_ids) for piece in pieces)
+    assert all(piece.logprobs is None for piece in engine.submit(PROMPTS[0], **GREEDY))
+
+
+@pytest.mark.parametrize("blocks", [5, 60])
+def test_the_longest_sequence_fits_and_a_longer_one_is_refused(model: Any, blocks: int) -> None:
+    with Engine(model, block_size=4, num_blocks=blocks, max_batch_tokens=24, max_batch_sequences=8) as engine:
+        longest = engine.longest
+        assert longest <= 4 * blocks
+        fits = engine.submit([5], max_length=longest)
+        assert not fits.done
+        fits.cancel()
+        refused = engine.submit([5], max_length=longest + 1)
+        assert refused.done
+        assert refused.result().finish_reason == "refused"

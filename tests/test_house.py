@@ -26,7 +26,8 @@ BELOW = {
     "demo": {"generate", "model", "kv", "config", "blocks", ""},
     "": {"engine", "checking", "generate", "model", "kv", "trace", "config", "blocks"},
     "environment": {"kv", ""},
-    "__main__": {"environment"},
+    "serve": {"engine", "model", "environment", "demo", ""},
+    "__main__": {"serve"},
 }
 """For each floor the floors it may import; "" is the package's own front door."""
 
@@ -38,7 +39,7 @@ BUDGETS = {
     "hf_paged/demo": 250,
     "hf_paged/engine": 5000,
     "hf_paged/engine/multimodal": 1000,
-    "hf_paged/engine/outputs": 500,
+    "hf_paged/engine/outputs": 540,
     "hf_paged/engine/requests": 1350,
     "hf_paged/engine/sampling": 1450,
     "hf_paged/generate": 2000,
@@ -46,6 +47,7 @@ BUDGETS = {
     "hf_paged/model": 3400,
     "hf_paged/model/capture": 2200,
     "hf_paged/scheduling": 2150,
+    "hf_paged/serve": 3600,
 }
 """The most lines of each folder."""
 

@@ -118,13 +118,13 @@ class Background:
             news.put(None)
 
         try:
-            self._listen(job, wake, each)
+            self.listen(job, wake, each)
             if not self._ready(job, each):
                 news.get(timeout=None if timeout is None else max(0.0, timeout))
         except Empty:
             pass
         finally:
-            self._unlisten(job, wake)
+            self.unlisten(job, wake)
         self._raise_trouble(job)
 
     async def arrival(self, job: Job, each: bool) -> None:
@@ -138,21 +138,21 @@ class Background:
                 job.cancelled = True
 
         try:
-            self._listen(job, wake, each)
+            self.listen(job, wake, each)
             if not self._ready(job, each):
                 await event.wait()
         finally:
-            self._unlisten(job, wake)
+            self.unlisten(job, wake)
         self._raise_trouble(job)
 
-    def _listen(self, job: Job, wake: Wake, each: bool) -> None:
+    def listen(self, job: Job, wake: Wake, each: bool) -> None:
         """Have `wake` called at the end of a job, or at `each` increment. A look whether there is one misses
         none after this.
         """
         self._listeners.add(wake)
         (job.news.readers if each else job.news.waiters).add(wake)
 
-    def _unlisten(self, job: Job, wake: Wake) -> None:
+    def unlisten(self, job: Job, wake: Wake) -> None:
         for listeners in (self._listeners, job.news.readers, job.news.waiters):
             listeners.discard(wake)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -118,6 +119,18 @@ class Engine(Front):
     def why_rows(self) -> str | None:
         """Why the model takes its sequences one by one; None if it takes them all in one flat row."""
         return self._runner.why_rows
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that one sequence can have, prompt and answer together: by the model's positions
+        and by the pools."""
+        slots = [each.pool.total * each.pool.block_size for each in self.pools.shelves if not each.cross]
+        bound = self._longest or max(slots)
+        return bisect_left(range(1, bound + 1), True, key=self._never_fits)
+
+    def _never_fits(self, tokens: int) -> bool:
+        alone = Request(0, (0,), tokens, 1)
+        return why_infeasible(alone, self.pools.shelves, self.config.limits()) is not None
 
     # ---- requests come in
 

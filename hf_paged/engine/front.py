@@ -26,6 +26,7 @@ from .job import Job
 from .multimodal.media import Media
 from .outputs.handle import Handle
 from .outputs.output import Increment, Output, with_errors_noticed
+from .outputs.queue import Wake
 from .requests.keywords import GenerateKeywords, RequestKeywords, spell_out
 from .requests.options import Options
 from .requests.params import RequestParams, read
@@ -362,6 +363,26 @@ class Front(ABC):
             raise RuntimeError(
                 "the engine's thread was stopped while somebody awaited a request; start() goes on"
             )
+
+    @property
+    def driven(self) -> bool:
+        """Whether a thread drives the engine: one was started, and it has neither ended nor been stopped."""
+        thread = self._thread
+        return thread is not None and not thread.over and not thread.halted
+
+    @property
+    def thread_error(self) -> BaseException | None:
+        """What a step raised that ended the engine's thread, if it has ended so."""
+        return None if self._thread is None else self._thread.error
+
+    def _watch(self, job: Job, wake: Wake, each: bool) -> None:
+        thread = self._thread or self.start()._thread
+        if thread is not None:
+            thread.listen(job, wake, each)
+
+    def _unwatch(self, job: Job, wake: Wake) -> None:
+        if self._thread is not None:
+            self._thread.unlisten(job, wake)
 
     def _cancel(self, job: Job) -> None:
         """End a job at once; where a thread drives, after the step that runs. Handles call it."""

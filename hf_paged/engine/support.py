@@ -23,26 +23,8 @@ def check_servable(model: Any, outer: Any) -> None:
     """Raise unless the model is one whose sequences can run side by side. `outer` is what the user holds,
     perhaps peft's wrapper.
     """
+    check_architecture(model)
     name = type(model).__name__
-    if hasattr(model, "_orig_mod"):
-        raise Unservable(
-            "this is what torch.compile() makes of a model; give the engine the model itself, and "
-            "compile=True"
-        )
-    if not issubclass(type(model), GenerationMixin):
-        raise Unservable(f"{name} cannot generate; the engine needs a model with a language modeling head")
-    if getattr(model, "_is_stateful", False):
-        raise Unservable(
-            f"{name} keeps a state of its own, which the engine cannot take back or fork; use generate()"
-        )
-    if model.generation_config.use_cache is False:
-        raise Unservable("model.generation_config.use_cache=False and the engine is a cache; set it to True")
-    try:
-        reason = why_not(model, model.generation_config)
-    except AttributeError as error:
-        raise Unservable(f"{name} does not describe its layers ({error}); use generate()") from error
-    if reason is not None:
-        raise Unservable(f"{reason}; use generate()")
     absent = unloaded(model)
     if absent:
         some = ", ".join(absent[:3]) + ", ..." * (len(absent) > 3)
@@ -66,6 +48,30 @@ def check_servable(model: Any, outer: Any) -> None:
             "prompt and prefix tuning change what the model is given, which the engine does not know yet; "
             "use generate()"
         )
+
+
+def check_architecture(model: Any) -> None:
+    """Raise unless the model's class and settings can be served; its weights may be missing."""
+    name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise Unservable(
+            "this is what torch.compile() makes of a model; give the engine the model itself, and "
+            "compile=True"
+        )
+    if not issubclass(type(model), GenerationMixin):
+        raise Unservable(f"{name} cannot generate; the engine needs a model with a language modeling head")
+    if getattr(model, "_is_stateful", False):
+        raise Unservable(
+            f"{name} keeps a state of its own, which the engine cannot take back or fork; use generate()"
+        )
+    if model.generation_config.use_cache is False:
+        raise Unservable("model.generation_config.use_cache=False and the engine is a cache; set it to True")
+    try:
+        reason = why_not(model, model.generation_config)
+    except AttributeError as error:
+        raise Unservable(f"{name} does not describe its layers ({error}); use generate()") from error
+    if reason is not None:
+        raise Unservable(f"{reason}; use generate()")
 
 
 def check_routers(model: Any, tokens: int) -> None:

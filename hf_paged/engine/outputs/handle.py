@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ..job import Job
 from .output import Increment, Output
+from .queue import Wake
 
 
 class Desk(Protocol):
@@ -24,6 +25,12 @@ class Desk(Protocol):
 
     def _cancel(self, job: Job) -> None:
         """End a job."""
+
+    def _watch(self, job: Job, wake: Wake, each: bool) -> None:
+        """Have `wake` called at the end of a job or of the engine's thread, and at `each` increment."""
+
+    def _unwatch(self, job: Job, wake: Wake) -> None:
+        """Call `wake` no more."""
 
 
 class Handle:
@@ -84,6 +91,24 @@ class Handle:
         increments = self._job.news.drain()
         self._see_to_trouble()
         return increments
+
+    def watch(self, wake: Wake, each: bool = True) -> None:
+        """Have `wake` called at the end of the request or of the engine's thread, and at `each` increment;
+        `read()` has what is new. The thread starts if there is none.
+
+        The thread calls it in the middle of a step, so it must neither wait nor raise. Call `read()` once
+        after this: what came before is not announced.
+        """
+        self._desk._watch(self._job, wake, each)
+
+    def unwatch(self, wake: Wake) -> None:
+        """Call `wake` no more."""
+        self._desk._unwatch(self._job, wake)
+
+    @property
+    def output(self) -> Output | None:
+        """The output, if it is there; `result()` waits for it."""
+        return self._job.output
 
     def _read_one(self) -> Increment | None:
         """The first unread increment: leaving a loop after it does not consume the following ones."""

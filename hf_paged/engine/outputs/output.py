@@ -87,12 +87,15 @@ class Output:
 class Increment:
     """A piece of an answer as it comes: new tokens of sequence `index`, their text, and why it ended if it
     did.
+
+    logprobs: one for each token, if they were asked for.
     """
 
     index: int
     token_ids: list[int]
     text: str | None
     finish_reason: FinishReason | None
+    logprobs: list[TokenLogprob] | None = None
 
 
 def with_errors_noticed(outputs: list[Output], strict: bool) -> list[Output]:

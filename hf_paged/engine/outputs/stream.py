@@ -77,20 +77,21 @@ class Stream:
         while self._read < there:
             until = there if self.whole else self._read + 1
             last = end is not None and until == there and not end.apart
-            made.append(
-                self._increment(tokens[self._read : until], end.reason if last and end is not None else None)
-            )
+            reason = end.reason if last and end is not None else None
+            notes = self.logprobs[self._read : until]
+            made.append(self._increment(tokens[self._read : until], reason, notes))
             self._read = until
         if end is not None and not self._closed:
             made.append(self._increment([], end.reason))
         return made
 
-    def _increment(self, tokens: list[int], reason: FinishReason | None) -> Increment:
+    def _increment(
+        self, tokens: list[int], reason: FinishReason | None, notes: list[TokenLogprob] | None = None
+    ) -> Increment:
         self._closed = reason is not None
         text = None if self._text is None else self._read_out(self._text, tokens, last=reason is not None)
-        return Increment(
-            self.index, tokens, text, "error" if self._closed and self.trouble is not None else reason
-        )
+        shown = "error" if self._closed and self.trouble is not None else reason
+        return Increment(self.index, tokens, text, shown, notes or None)
 
     def _read_out(self, text: Detokeniser, tokens: list[int], last: bool) -> str:
         if self.trouble is None:

@@ -1,0 +1,193 @@
+"""From a checked request to its response."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from .context import Context
+from .errors import ApiError, invalid
+from .forms import ChatForm, CompletionForm, Form, joined
+from .generation import Generation, Piece, Submission, Usage
+from .protocol import ChatRequest, CompletionRequest, Generating, fields_of, parsed
+from .service import Service
+from .streams import ALIVE, DONE, EventStream, error_event, noticing
+
+log = logging.getLogger("hf_paged.serve")
+COMPLETION_TOKENS = 16
+"""The length of a completion without max_tokens, as in OpenAI's API."""
+Ids = list[tuple[int, ...]]
+
+
+class Call(NamedTuple):
+    """A request on its way to its response: what the client asked, and who it is."""
+
+    service: Service
+    http: Request
+    context: Context
+    request: Generating
+    model: str
+
+
+async def complete(service: Service, http: Request, body: bytes) -> Response:
+    """POST /v1/completions."""
+    request = parsed(CompletionRequest, fields_of(body))
+    call = _call(service, http, request)
+    prompts = request.prompt
+    most = service.options.limits.prompts
+    if len(prompts) > most:
+        raise invalid(f"{len(prompts)} prompts are given and the limit is {most}; send them apart", "prompt")
+    if request.echo and request.logprobs is not None:
+        raise invalid("log-likelihoods of prompts are not there yet; leave echo or logprobs out", "logprobs")
+    if request.max_tokens == 0 and not request.echo:
+        raise invalid("max_tokens=0 leaves nothing to answer; give 1 or more, or echo=true", "max_tokens")
+
+    async def ids() -> Ids:
+        special = request.add_special_tokens is not False
+        return [await service.tokenizer.ids(each, special) for each in prompts]
+
+    def form(number: str, found: Ids) -> Form:
+        made = CompletionForm(number, call.model, service.tokenizer, found, request.answers)
+        if request.echo:
+            pairs = zip(prompts, found, strict=True)
+            made.echoes = [
+                given if isinstance(given, str) else service.tokenizer.text(list(each))
+                for given, each in pairs
+            ]
+        return made
+
+    return await _answered(call, len(prompts), ids, form, request.max_tokens, COMPLETION_TOKENS, "cmpl")
+
+
+async def chat(service: Service, http: Request, body: bytes) -> Response:
+    """POST /v1/chat/completions."""
+    request = parsed(ChatRequest, fields_of(body))
+    call = _call(service, http, request)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs needs logprobs=true; give it, or leave top_logprobs out", "top_logprobs")
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    if asked == 0:
+        raise invalid("max_tokens=0 leaves nothing to answer; give 1 or more", "max_tokens")
+
+    async def ids() -> Ids:
+        return [await service.tokenizer.chat_ids(request)]
+
+    def form(number: str, found: Ids) -> Form:
+        return ChatForm(number, call.model, service.tokenizer, found, request.answers)
+
+    default = service.engine.model.generation_config.max_new_tokens
+    return await _answered(call, 1, ids, form, asked, default, "chatcmpl")
+
+
+def _call(service: Service, http: Request, request: Generating) -> Call:
+    model = service.model(request.model)
+    service.sampling.check(request, service.tokenizer.vocabulary)
+    return Call(service, http, Context.of(http.scope), request, model)
+
+
+async def _answered(
+    call: Call,
+    count: int,
+    ids: Callable[[], Awaitable[Ids]],
+    form_of: Callable[[str, Ids], Form],
+    asked: int | None,
+    default: int | None,
+    kind: str,
+) -> Response:
+    """The response to `count` prompts. What it takes of the server is given back with its last byte."""
+    service, request = call.service, call.request
+    with ExitStack() as stack:
+        stack.enter_context(service.admission.place(count))
+        prompts = await ids()
+        submissions = _submissions(call, prompts, asked, default)
+        form = form_of(f"{kind}-{call.context.request_id}", prompts)
+        form.with_logprobs = request.alternatives is not None
+        form.with_ids = bool(request.return_token_ids)
+        generation = Generation(service.engine, service.mailbox, service.metrics, bool(request.stream))
+        stack.callback(generation.close)
+        stack.enter_context(service.admission.under_way(generation))
+        deadline = asyncio.get_running_loop().call_later(
+            service.options.limits.request_seconds, generation.cancel
+        )
+        stack.callback(deadline.cancel)
+        if submissions:
+            await generation.submit(submissions, service.turns)
+        if not request.stream:
+            with noticing(call.http.receive, generation.leave):
+                return await _whole(call, generation, form, prompts)
+        return EventStream(
+            _chunks(call, generation, form, prompts),
+            generation.leave,
+            service.options.limits.write_seconds,
+            call.context.drop,
+            stack.pop_all().close,
+        )
+
+
+def _submissions(call: Call, prompts: Ids, asked: int | None, default: int | None) -> list[Submission]:
+    """What the engine is given; nothing for a prompt that is only to be shown."""
+    service, request, tenant = call.service, call.request, call.context.tenant
+    if asked == 0:
+        return []
+    made = []
+    for ids in prompts:
+        new = service.new_tokens(asked, default, len(ids))
+        keywords = service.keywords(request, tenant, len(ids), new)
+        made.append(Submission(ids, keywords, service.texts(request, request.stop or ())))
+    return made
+
+
+def _nothing_new(call: Call, prompts: Ids) -> list[Piece]:
+    """The answers where no token is asked for."""
+    return [Piece(i, "", [], [], [], "length") for i in range(len(prompts) * call.request.answers)]
+
+
+def _usage(call: Call, generation: Generation, prompts: Ids) -> Usage:
+    usage = generation.usage._replace(prompt_tokens=sum(map(len, prompts)))
+    call.context.note(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+    return usage
+
+
+async def _whole(call: Call, generation: Generation, form: Form, prompts: Ids) -> Response:
+    """The answer as one body."""
+    pieces = [piece async for some in generation.pieces() for piece in some]
+    usage = _usage(call, generation, prompts)
+    answers = joined(pieces) if generation.answers else _nothing_new(call, prompts)
+    reasons = {piece.finish_reason for piece in answers}
+    if reasons == {"abort"} and not usage.completion_tokens:
+        call.service.admission.require_ready()  # a drain is 503
+        raise ApiError(
+            504, "the request was broken off before its first token; send it again", code="timeout"
+        )
+    return JSONResponse(form.whole(answers, usage))
+
+
+async def _chunks(call: Call, generation: Generation, form: Form, prompts: Ids) -> AsyncIterator[bytes]:
+    """The answer as events. An error behind the first byte is an event, too."""
+    try:
+        yield b"".join(form.opening()) or ALIVE
+        if not generation.answers:
+            yield b"".join(map(form.chunk, _nothing_new(call, prompts)))
+        async for pieces in generation.pieces():
+            chunk = b"".join(map(form.chunk, joined(pieces))) if pieces else ALIVE
+            if chunk:
+                yield chunk
+        usage = _usage(call, generation, prompts)
+        if call.request.with_usage:
+            yield form.usage_chunk(usage)
+    except ApiError as error:
+        yield error_event(error)
+    except Exception:
+        log.exception("unexpected error", extra={"request_id": call.context.request_id})
+        yield error_event(ApiError(500, "the server failed; see its log"))
+    yield DONE

@@ -1,0 +1,321 @@
+"""The command line: hf-paged serve, generate, info."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+EPILOG = """\
+hf-paged serve demo                      serve the model that comes with hf_paged
+hf-paged generate demo --prompt "The fox"
+hf-paged info Qwen/Qwen3-8B              what of a model would run on pages
+
+The first request to a server:
+  curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+       -d '{"model": "demo", "prompt": "The fox", "max_tokens": 20}'
+"""
+ABSENT = {
+    "--chat-template-content-format": "the template gets texts",
+    "--data-parallel-size": "start one server per device",
+    "--enable-auto-tool-choice": "tool calls are not there yet",
+    "--enable-lora": "adapters are not there yet; merge them, or serve the adapter's own folder as MODEL",
+    "--lora-modules": "adapters are not there yet; merge them, or serve the adapter's own folder as MODEL",
+    "--pipeline-parallel-size": "give --device-map auto",
+    "--quantization": "the checkpoint's config decides",
+    "--reasoning-parser": "reasoning is not parsed yet",
+    "--tensor-parallel-size": "load the model with transformers' tp_plan and use hf_paged.serve from Python",
+    "--tool-call-parser": "tool calls are not there yet",
+    "--tp": "load the model with transformers' tp_plan and use hf_paged.serve from Python",
+}
+"""Flags of other servers, and what to do here."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors name the nearest flag."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        """Print a message and how to get help, and exit with 2."""
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help explains the flags\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """The error for arguments that are no flags here."""
+        flag = unknown[0].partition("=")[0]
+        if flag in ABSENT:
+            self.error(f"{flag} is not taken: {ABSENT[flag]}")
+        close = difflib.get_close_matches(flag, list(self._option_string_actions), 1)
+        self.error(f"unknown argument {flag!r}" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+def parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser, and those of its commands."""
+    top = Parser(prog="hf-paged", description="Paged generation for transformers.", epilog=EPILOG)
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
+    made = {
+        "serve": commands.add_parser("serve", help="serve a model over HTTP in OpenAI's form"),
+        "generate": commands.add_parser("generate", help="answer a prompt in the terminal"),
+        "info": commands.add_parser("info", help="versions, devices, kernels; what of a model runs on pages"),
+    }
+    _add_serve(made["serve"])
+    _add_generate(made["generate"])
+    _add_source(made["info"], optional=True)
+    return top, made
+
+
+def _add_source(to: Parser, optional: bool = False) -> None:
+    model: dict[str, Any] = {"nargs": "?"} if optional else {}
+    to.add_argument("model", metavar="MODEL", help="a name on the Hub, a folder, or demo", **model)
+    group = to.add_argument_group("model")
+    group.add_argument("--revision", help="of the checkpoint on the Hub")
+    group.add_argument("--tokenizer", help="a name or folder, if it is not the model's")
+    group.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
+    group.add_argument("--device", help="as torch names it; the first CUDA device, or cpu")
+    group.add_argument("--device-map", help="instead of --device, as from_pretrained takes it: auto")
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with the model"
+    )
+
+
+def _add_serve(to: Parser) -> None:
+    _add_source(to)
+    where = to.add_argument_group("address")
+    where.add_argument("--host", default="127.0.0.1", help="0.0.0.0 serves the network; give --api-key then")
+    where.add_argument("--port", type=int, default=8000)
+    where.add_argument("--uds", help="a Unix socket instead of a port")
+    where.add_argument(
+        "--root-path", default="", help="the path under which a proxy shows the server: /prefix"
+    )
+    where.add_argument("--ssl-keyfile")
+    where.add_argument("--ssl-certfile")
+    where.add_argument("--ssl-keyfile-password")
+    where.add_argument("--ssl-ca-certs", help="of clients")
+    where.add_argument(
+        "--served-model-name", nargs="+", help="what clients call the model; the first is shown"
+    )
+    who = to.add_argument_group("who may ask")
+    who.add_argument("--api-key", action="append", default=[], help="may be repeated; also $HF_PAGED_API_KEY")
+    who.add_argument("--api-key-file", help="a key on each line, where no process list shows them")
+    who.add_argument("--share-prefixes", action="store_true", help="let keys share cached prefixes")
+    who.add_argument("--allowed-host", action="append", default=[], help="a Host header that is answered")
+    who.add_argument(
+        "--allowed-origin", action="append", default=[], help="whose pages may call: https://a.b"
+    )
+    _add_engine(to.add_argument_group("engine"))
+    _add_limits(to)
+    other = to.add_argument_group("other")
+    other.add_argument("--chat-template", help="a Jinja file, or the template itself")
+    other.add_argument("--vllm-metric-names", action="store_true", help="serve the metrics as vllm:..., too")
+    other.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    other.add_argument("--log-format", default="auto", choices=["auto", "json", "text"])
+
+
+def _add_engine(group: Any) -> None:
+    group.add_argument("--max-model-len", type=int, help="the longest sequence, prompt and answer")
+    group.add_argument("--max-num-seqs", type=int, help="sequences that run at once (256)")
+    group.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens of a step (2048)")
+    group.add_argument("--block-size", type=int, default=16, help="tokens of a block (16)")
+    group.add_argument("--num-blocks", type=int, help="blocks of a pool, instead of a share of the memory")
+    group.add_argument("--gpu-memory-utilization", type=float, help="share of the free memory for pools")
+    group.add_argument("--no-enable-prefix-caching", action="store_true")
+    group.add_argument("--enable-prefix-caching", action="store_true", help="the default")
+    group.add_argument("--scheduling-policy", default="fcfs", choices=["fcfs", "priority"])
+    group.add_argument("--admission", default="watermark", choices=["watermark", "future"])
+    group.add_argument("--preemption", default="auto", choices=["auto", "swap", "recompute"])
+    group.add_argument("--kernels", default="auto", choices=["auto", "triton", "native", "torch"])
+    group.add_argument("--enforce-eager", action="store_true", help="capture no steps")
+    group.add_argument("--compile", action="store_true", help="compile captured steps")
+    group.add_argument("--seed", type=int, help="of requests without one")
+
+
+def _add_limits(to: Parser) -> None:
+    """A flag for each limit, with its default."""
+    from .options import ServerLimits
+
+    group = to.add_argument_group("limits")
+    for each in fields(ServerLimits):
+        kind = float if each.name.endswith("_seconds") else int
+        flag = "--limit-" + each.name.replace("_", "-")
+        help = f"{each.metadata['help']} ({each.default})"
+        group.add_argument(flag, type=kind, default=each.default, metavar="N", help=help)
+
+
+def _add_generate(to: Parser) -> None:
+    _add_source(to)
+    asked = to.add_argument_group("prompt")
+    asked.add_argument("--prompt", help="the prompt; without it the standard input is read")
+    asked.add_argument("--file", help="a file with the prompt; - is the standard input")
+    asked.add_argument(
+        "--lines", action="store_true", help="every line is a prompt; the answers are JSON lines"
+    )
+    asked.add_argument("--chat", action="store_true", help="each prompt is a user's message")
+    asked.add_argument("--json", action="store_true", help="print JSON instead of streaming")
+    how = to.add_argument_group("options")
+    how.add_argument("--max-tokens", type=int, default=128, help="of an answer (128)")
+    how.add_argument("--temperature", type=float, default=0.0, help="0 (the default) draws nothing")
+    how.add_argument("--top-p", type=float)
+    how.add_argument("--top-k", type=int)
+    how.add_argument("--num-beams", type=int)
+    how.add_argument("--seed", type=int)
+    how.add_argument("--stop", action="append", help="a text at which the answer ends; may be repeated")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the answer is its exit code. Without one, print what is installed."""
+    top, commands = parser()
+    given, unknown = top.parse_known_args(arguments)
+    command = commands.get(given.command, top)
+    if unknown:
+        command.refuse(unknown)
+    try:
+        return {"serve": serve, "generate": generate}.get(given.command, info)(given)
+    except (ValueError, OSError, TypeError, ImportError) as error:
+        print(f"{command.prog}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _source(given: argparse.Namespace) -> Any:
+    from .loading import Source
+
+    if given.device and given.device_map:
+        raise ValueError("--device and --device-map both place the model; give one of them")
+    names = [each.name for each in fields(Source)]
+    return Source(**{name: getattr(given, name) for name in names})
+
+
+def info(given: argparse.Namespace) -> int:
+    """hf-paged info: the facts of the installation, for a user or an issue."""
+    from ..environment import facts
+
+    print("\n".join(facts().lines()))
+    if getattr(given, "model", None):
+        from .info import model_lines
+
+        print("\n".join(["", *model_lines(_source(given))]))
+    return 0
+
+
+def generate(given: argparse.Namespace) -> int:
+    """hf-paged generate."""
+    from .generate import prompts_of, run
+
+    if given.prompt is not None and given.file is not None:
+        raise ValueError("--prompt and --file are both the prompt; give one of them")
+    options: dict[str, Any] = {"max_new_tokens": given.max_tokens, "do_sample": given.temperature > 0}
+    if given.temperature > 0:
+        options["temperature"] = given.temperature
+    for name in ("top_p", "top_k", "num_beams", "seed"):
+        if getattr(given, name) is not None:
+            options[name] = getattr(given, name)
+    if given.stop:
+        options["stop_strings"] = given.stop
+    prompts = prompts_of(given.prompt, given.file, given.lines)
+    return run(_source(given), prompts, given.chat, given.json or given.lines, options)
+
+
+def serve(given: argparse.Namespace) -> int:
+    """hf-paged serve."""
+    try:
+        from .logs import set_up
+        from .server import run
+        from .service import Service
+    except ImportError as error:
+        raise ImportError(f"the server needs {error.name}: pip install 'hf_paged[serve]'") from error
+    from ..engine import Engine
+
+    set_up(given.log_level, given.log_format)
+    source = _source(given)
+    options = server_options(given, source.name)
+    if given.seed is not None:
+        import torch
+
+        torch.manual_seed(given.seed)
+    tokenizer = source.load_tokenizer()
+    engine = Engine(source.load(), **engine_options(given))
+    service = Service.of(engine, tokenizer, options, _template(given.chat_template))
+    _warn_if_open(options)
+    return run(service)
+
+
+def engine_options(given: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options by the flags."""
+    if given.enable_prefix_caching and given.no_enable_prefix_caching:
+        raise ValueError("--enable-prefix-caching and --no-enable-prefix-caching contradict each other")
+    if given.compile and given.enforce_eager:
+        raise ValueError(
+            "--compile is for captured steps and --enforce-eager has none; leave one of them out"
+        )
+    return {
+        "max_batch_sequences": given.max_num_seqs,
+        "max_batch_tokens": given.max_num_batched_tokens,
+        "block_size": given.block_size,
+        "num_blocks": given.num_blocks,
+        "memory_fraction": given.gpu_memory_utilization,
+        "prefix_caching": not given.no_enable_prefix_caching,
+        "policy": given.scheduling_policy,
+        "admission": given.admission,
+        "preemption": given.preemption,
+        "kernels": given.kernels,
+        "graphs": not given.enforce_eager,
+        "compile": given.compile,
+    }
+
+
+def server_options(given: argparse.Namespace, name: str) -> Any:
+    """The server's options by the flags."""
+    from .options import ServerLimits, ServerOptions
+
+    limits = {each.name: getattr(given, f"limit_{each.name}") for each in fields(ServerLimits)}
+    plain = ("host", "port", "uds", "root_path", "max_model_len", "vllm_metric_names", "share_prefixes")
+    tls = ("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs")
+    return ServerOptions(
+        names=tuple(given.served_model_name or [name]),
+        api_keys=_keys(given),
+        allowed_hosts=tuple(given.allowed_host),
+        allowed_origins=tuple(given.allowed_origin),
+        limits=ServerLimits(**limits),
+        **{each: getattr(given, each) for each in (*plain, *tls)},
+    )
+
+
+def _keys(given: argparse.Namespace) -> tuple[str, ...]:
+    keys = list(given.api_key)
+    if os.environ.get("HF_PAGED_API_KEY"):
+        keys.append(os.environ["HF_PAGED_API_KEY"])
+    if given.api_key_file:
+        lines = Path(given.api_key_file).read_text(encoding="utf-8").splitlines()
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise ValueError(f"--api-key-file {given.api_key_file} has no key in it; write one on each line")
+        keys += found
+    return tuple(keys)
+
+
+def _template(given: str | None) -> str | None:
+    """The chat template, or the content of its file."""
+    if given is None or "{" in given:
+        return given
+    return Path(given).read_text(encoding="utf-8")
+
+
+def _warn_if_open(options: Any) -> None:
+    import logging
+
+    if not options.api_keys:
+        log = logging.getLogger("hf_paged.serve")
+        if options.loopback:
+            log.info("no API key: every process of this machine may ask")
+        else:
+            log.warning(
+                "OPEN: anyone who reaches %s may use this model; give --api-key, or --host 127.0.0.1",
+                options.host,
+            )

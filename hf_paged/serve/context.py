@@ -1,0 +1,35 @@
+"""What is known about an HTTP request beside its body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .keys import Tenant
+
+KEY = "hf_paged"
+
+
+@dataclass
+class Context:
+    """An HTTP request: its number, its tenant, and the facts of its log line.
+
+    drop: closes its connection without waiting for what is in its buffer.
+    """
+
+    request_id: str
+    tenant: Tenant
+    drop: Callable[[], None]
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, scope: Any) -> Context:
+        """That of a request which has come through the guard."""
+        found = scope[KEY]
+        assert isinstance(found, cls)
+        return found
+
+    def note(self, **facts: Any) -> None:
+        """Add facts to the log line. No prompt, no answer, no key."""
+        self.notes.update(facts)

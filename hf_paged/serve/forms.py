@@ -1,0 +1,201 @@
+"""Answers in OpenAI's forms: one JSON body, or chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from ..engine import TokenLogprob
+from .generation import Piece, Usage
+from .streams import event
+from .tokens import Tokenizer
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON has not."""
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """The pieces of each answer as one, by the answers' indices."""
+    if len(pieces) == 1:
+        return pieces
+    found: dict[int, Piece] = {}
+    for new in pieces:
+        old = found.get(new.choice)
+        found[new.choice] = new if old is None else _join(old, new)
+    return [found[index] for index in sorted(found)]
+
+
+def _join(old: Piece, new: Piece) -> Piece:
+    return Piece(
+        old.choice,
+        old.text + new.text,
+        old.token_ids + new.token_ids,
+        old.logprobs + new.logprobs,
+        old.offsets + new.offsets,
+        new.finish_reason or old.finish_reason,
+    )
+
+
+class Form(ABC):
+    """How an answer is written: a kind of object, and of choices."""
+
+    whole_object: str
+    chunk_object: str
+
+    def __init__(
+        self, number: str, model: str, tokenizer: Tokenizer, prompts: list[tuple[int, ...]], answers: int
+    ) -> None:
+        """number: of the request. prompts: their ids, if the client wants them back. answers: to each."""
+        self._number = number
+        self._model = model
+        self._created = int(time.time())
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._answers = answers
+        self.with_logprobs = False
+        self.with_ids = False
+        self.with_usage = False
+        before, behind = self._chunk([self._choice_with(self._delta("\0"))]).split(b'"\\u0000"')
+        self._template = before.split(b'"index":0'), behind
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._number, "object": kind, "created": self._created, "model": self._model}
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+        body = {**self._head(self.chunk_object), "choices": choices}
+        if usage is not None:
+            body["usage"] = usage.body
+        return event(body)
+
+    def chunk(self, piece: Piece) -> bytes:
+        """A piece as an event; nothing for one that shows nothing."""
+        if self.with_logprobs or self.with_ids or piece.finish_reason is not None:
+            return self._chunk([self._choice(piece, self._delta(piece.text))])
+        if not piece.text:
+            return b""
+        (first, second), last = self._template
+        text = json.dumps(piece.text, ensure_ascii=False).encode()
+        return b'%b"index":%d%b%b%b' % (first, piece.choice, second, text, last)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The last chunk of a stream with `include_usage`."""
+        return self._chunk([], usage)
+
+    def opening(self) -> Iterable[bytes]:
+        """What a stream begins with."""
+        return ()
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+        """The answer as one body."""
+        choices = [self._choice(piece, self._content(piece.text)) for piece in pieces]
+        return {**self._head(self.whole_object), "choices": choices, "usage": usage.body}
+
+    def _choice(self, piece: Piece, content: dict[str, Any]) -> dict[str, Any]:
+        logprobs = self._logprobs(piece) if self.with_logprobs else None
+        choice = self._choice_with(content, piece.choice, logprobs, piece.finish_reason)
+        if self.with_ids:
+            choice["token_ids"] = piece.token_ids
+            choice["prompt_token_ids"] = list(self._prompts[piece.choice // self._answers])
+        return choice
+
+    def _choice_with(
+        self, content: dict[str, Any], index: int = 0, logprobs: Any = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+    @abstractmethod
+    def _delta(self, text: str) -> dict[str, Any]:
+        """New text in a chunk's choice."""
+
+    @abstractmethod
+    def _content(self, text: str) -> dict[str, Any]:
+        """The whole text in a choice."""
+
+    @abstractmethod
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        """The logprobs of a piece."""
+
+
+class CompletionForm(Form):
+    """Of /v1/completions."""
+
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, *args: Any) -> None:
+        self.echoes: list[str] = []
+        """The texts of the prompts, if they are shown before the answers."""
+        super().__init__(*args)
+
+    def opening(self) -> Iterable[bytes]:
+        for i in range(len(self.echoes) * self._answers):
+            yield self._chunk([self._choice_with(self._delta(self.echoes[i // self._answers]), i)])
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+        if self.echoes:
+            pieces = [
+                each._replace(text=self.echoes[each.choice // self._answers] + each.text) for each in pieces
+            ]
+        return super().whole(pieces, usage)
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    _content = _delta
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        name = self._tokenizer.token
+        return {
+            "tokens": [name(each.token_id) for each in piece.logprobs],
+            "token_logprobs": [_finite(each.logprob) for each in piece.logprobs],
+            "top_logprobs": [
+                {name(token): _finite(value) for token, value in _candidates(each)} for each in piece.logprobs
+            ],
+            "text_offset": piece.offsets,
+        }
+
+
+class ChatForm(Form):
+    """Of /v1/chat/completions."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self) -> Iterable[bytes]:
+        for i in range(self._answers):
+            yield self._chunk([self._choice_with({"delta": {"role": "assistant", "content": ""}}, i)])
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    **self._named(each.token_id, each.logprob),
+                    "top_logprobs": [self._named(token, value) for token, value in each.favourites],
+                }
+                for each in piece.logprobs
+            ],
+            "refusal": None,
+        }
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._tokenizer.token(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+
+def _candidates(note: TokenLogprob) -> list[tuple[int, float]]:
+    """The alternatives to a token, and itself if it is none of them."""
+    found = dict(note.favourites)
+    found.setdefault(note.token_id, note.logprob)
+    return list(found.items())
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,51 @@
+"""The command `hf-paged generate`: answers in the terminal, as they grow."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..engine import Engine
+from .loading import Source
+
+
+def prompts_of(prompt: str | None, file: str | None, lines: bool) -> list[str]:
+    """The prompts: a text, a file ("-" is the standard input), or each line of it."""
+    if prompt is not None:
+        text = prompt
+    elif file in (None, "-"):
+        text = sys.stdin.read()
+    else:
+        text = Path(str(file)).read_text(encoding="utf-8")
+    found = [line for line in text.splitlines() if line.strip()] if lines else [text]
+    if not any(each.strip() for each in found):
+        raise ValueError("the prompt is empty; give --prompt, --file or a text on the standard input")
+    return found
+
+
+def run(source: Source, prompts: list[str], chat: bool, as_json: bool, options: dict[str, Any]) -> int:
+    """Print the answers: one as it grows, several as lines of JSON in order. The answer is the exit code."""
+    tokenizer = source.load_tokenizer()
+    asked: list[Any] = [[{"role": "user", "content": each}] for each in prompts] if chat else list(prompts)
+    with Engine(source.load(), tokenizer) as engine:
+        if len(asked) == 1 and not as_json:
+            return _stream(engine, asked[0], options)
+        failed = False
+        for prompt, output in zip(prompts, engine.generate(asked, **options), strict=True):
+            found = {"prompt": prompt, "text": output.text, "finish_reason": output.finish_reason}
+            print(json.dumps(found, ensure_ascii=False), flush=True)
+            failed |= output.error is not None
+    return int(failed)
+
+
+def _stream(engine: Engine, prompt: Any, options: dict[str, Any]) -> int:
+    handle = engine.submit(prompt, **options)
+    for increment in handle:
+        print(increment.text, end="", flush=True)
+    print()
+    error = handle.result().error
+    if error is not None:
+        print(f"hf-paged generate: {error}", file=sys.stderr)
+    return int(error is not None)

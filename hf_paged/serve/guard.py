@@ -1,0 +1,163 @@
+"""What every HTTP request goes through: its number, its origin, its key, its log line."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .context import KEY, Context
+from .errors import ApiError
+from .keys import Keys, Tenant, bearer
+from .metrics import Metrics
+from .options import ServerOptions
+
+OPEN_PATHS = frozenset({"/health", "/live", "/ready"})
+"""Paths that need no key: their answers have the server's state and nothing else."""
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+log = logging.getLogger("hf_paged.serve")
+
+
+class Guard:
+    """ASGI middleware around all routes."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        options: ServerOptions,
+        keys: Keys,
+        metrics: Metrics,
+        drop: Callable[[Scope], None],
+    ) -> None:
+        """drop: closes the connection of a request without waiting for its buffer."""
+        self._app = app
+        self._options = options
+        self._keys = keys
+        self._metrics = metrics
+        self._drop = drop
+        self._hosts = frozenset(options.allowed_hosts) or (LOOPBACK_NAMES if options.loopback else None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope["root_path"] = self._options.root_path  # with it or without it, as a proxy may pass it on
+        headers = Headers(scope=scope)
+        context = Context(_request_id(headers), Tenant("unknown", None), lambda: self._slow(scope))
+        scope[KEY] = context
+        answer = _Answer(send, context.request_id)
+        begun = time.monotonic()
+        try:
+            context.tenant = self._admitted(scope, headers)
+            await self._app(scope, receive, answer.send)
+        except ApiError as error:
+            await answer.fail(error, scope, receive)
+        except Exception:
+            log.exception("unexpected error", extra={"request_id": context.request_id})
+            await answer.fail(ApiError(500, "the server failed; see its log"), scope, receive)
+        finally:
+            self._note(scope, context, answer.status, time.monotonic() - begun)
+
+    def _slow(self, scope: Scope) -> None:
+        self._metrics.slow_readers.add()
+        self._drop(scope)
+
+    def _admitted(self, scope: Scope, headers: Headers) -> Tenant:
+        """Whose request it is, or 400, 401 or 403."""
+        self._check_host(headers)
+        self._check_origin(headers)
+        path = scope["path"].removeprefix(self._options.root_path)
+        if path in OPEN_PATHS:
+            return Tenant("open", None)
+        tenant = self._keys.tenant(bearer(headers.get("authorization")))
+        if tenant is None:
+            raise ApiError(
+                401,
+                "this server needs an API key it knows; send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return tenant
+
+    def _check_host(self, headers: Headers) -> None:
+        """A page that has its own name point here must not be answered (DNS rebinding)."""
+        if self._hosts is None or self._options.uds is not None:
+            return
+        host = _without_port(headers.get("host", ""))
+        if host not in self._hosts:
+            raise ApiError(
+                403, f"the Host {host[:80]!r} is not this server's; start it with --allowed-host to allow it"
+            )
+
+    def _check_origin(self, headers: Headers) -> None:
+        """Scripts of other pages must not use a server that needs no key."""
+        origin = headers.get("origin")
+        if origin is None or origin in self._options.allowed_origins or "*" in self._options.allowed_origins:
+            return
+        try:
+            same = urlsplit(origin).netloc == headers.get("host", "")
+        except ValueError:
+            same = False
+        if not same:
+            raise ApiError(
+                403,
+                f"pages of {origin[:80]!r} may not call this server; --allowed-origin allows them",
+            )
+
+    def _note(self, scope: Scope, context: Context, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", None) or "none"
+        self._metrics.http.add(route=route, status=str(status))
+        level = logging.DEBUG if route in OPEN_PATHS or route == "/metrics" else logging.INFO
+        facts = {
+            "request_id": context.request_id,
+            "method": scope["method"],
+            "route": route,
+            "status": status,
+            "seconds": round(seconds, 4),
+            "tenant": context.tenant.name,
+            **context.notes,
+        }
+        log.log(level, "request", extra=facts)
+
+
+class _Answer:
+    """The response to a request as it goes out, with the request's number among its headers."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+        await self._send(message)
+
+    async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
+        """Answer with an error, if nothing was sent yet."""
+        if not self.status:
+            await JSONResponse(error.body, error.status, headers=error.headers)(scope, receive, self.send)
+
+
+def _request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _without_port(host: str) -> str:
+    return (
+        host
+        if host.endswith("]")
+        else re.sub(r":\d*$", "", host)
+        if host.count(":") == 1 or "]" in host
+        else host
+    )

@@ -1,0 +1,157 @@
+"""Counters and histograms in Prometheus' text format, by the names that dashboards for vLLM know."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+PREFIX = "hf_paged"
+VLLM = "vllm"
+SECONDS = (
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+)
+Labels = tuple[tuple[str, str], ...]
+
+
+class CounterFamily:
+    """A family of numbers that only grow, one for each set of labels."""
+
+    kind = "counter"
+
+    def __init__(self, name: str, help: str) -> None:
+        self.name = name
+        self.help = help
+        self._values: Counter[Labels] = Counter({(): 0})
+
+    def add(self, count: float = 1, **labels: str) -> None:
+        """Count."""
+        if labels:
+            self._values.pop((), None)
+        self._values[tuple(labels.items())] += count  # type: ignore[assignment]
+
+    def samples(self) -> Iterator[tuple[str, Labels, float]]:
+        """What is exposed of it."""
+        for labels, value in list(self._values.items()):
+            yield f"{self.name}_total", labels, value
+
+
+class Histogram:
+    """How often a time was how long."""
+
+    kind = "histogram"
+
+    def __init__(self, name: str, help: str, bounds: Sequence[float] = SECONDS) -> None:
+        self.name = name
+        self.help = help
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, so many times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    @property
+    def mean(self) -> float:
+        """The mean of all values; 0 before the first."""
+        count = sum(self._counts)
+        return self._sum / count if count else 0.0
+
+    def samples(self) -> Iterator[tuple[str, Labels, float]]:
+        """Cumulative buckets, their number and their sum."""
+        for bound, count in zip([*self._bounds, "+Inf"], accumulate(self._counts), strict=True):
+            yield f"{self.name}_bucket", (("le", str(bound)),), count
+        yield f"{self.name}_count", (), sum(self._counts)
+        yield f"{self.name}_sum", (), self._sum
+
+
+class Metrics:
+    """What a server counts by itself; what its engine counts comes with each exposition."""
+
+    def __init__(self, model: str, vllm_names: bool = False) -> None:
+        self._model = model
+        self._prefixes = (PREFIX, VLLM) if vllm_names else (PREFIX,)
+        self.prompt_tokens = CounterFamily("prompt_tokens", "Tokens of prompts.")
+        self.generation_tokens = CounterFamily("generation_tokens", "Generated tokens.")
+        self.queries = CounterFamily(
+            "prefix_cache_queries", "Prompt tokens that were looked for in the cache."
+        )
+        self.hits = CounterFamily("prefix_cache_hits", "Prompt tokens that the cache had.")
+        self.success = CounterFamily("request_success", "Engine requests by the reason of their end.")
+        self.http = CounterFamily("http_requests", "HTTP requests by route and status.")
+        self.slow_readers = CounterFamily("slow_readers", "Connections closed because they were not read.")
+        self.first_token = Histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self.between_tokens = Histogram("inter_token_latency_seconds", "Between two tokens of an answer.")
+        self.end_to_end = Histogram("e2e_request_latency_seconds", "From arrival to the last token.")
+        self.queued = Histogram("request_queue_time_seconds", "From arrival to the first step.")
+        self._families: list[CounterFamily | Histogram] = [
+            each for each in vars(self).values() if isinstance(each, CounterFamily | Histogram)
+        ]
+
+    def exposition(self, stats: Mapping[str, Any], in_flight: int) -> str:
+        """All metrics as text, with the values of `engine.stats()`."""
+        lines: list[str] = []
+        for prefix in self._prefixes:
+            for family in self._families:
+                lines += self._lines(prefix, family.name, family.kind, family.help, family.samples())
+            for name, (kind, text, value) in engine_values(stats, in_flight).items():
+                shown = f"{name}_total" if kind == "counter" else name
+                lines += self._lines(prefix, name, kind, text, [(shown, (), value)])
+        return "\n".join(lines) + "\n"
+
+    def _lines(self, prefix: str, name: str, kind: str, text: str, samples: Any) -> Iterator[str]:
+        exposed = f"{prefix}:{name}_total" if kind == "counter" else f"{prefix}:{name}"
+        yield f"# HELP {exposed} {text}"
+        yield f"# TYPE {exposed} {kind}"
+        for sample, labels, value in samples:
+            pairs = ",".join(
+                f'{key}="{_escaped(each)}"' for key, each in (("model_name", self._model), *labels)
+            )
+            yield f"{prefix}:{sample}{{{pairs}}} {value}"
+
+
+def engine_values(stats: Mapping[str, Any], in_flight: int) -> dict[str, tuple[str, str, float]]:
+    """Families by name that are read off the engine: kind, help and value."""
+    used = [1 - each["free"] / each["total"] for each in stats["blocks"].values() if each["total"]]
+    held = [each["held"] / each["total"] for each in stats["blocks"].values() if each["total"]]
+    return {
+        "num_requests_running": ("gauge", "Requests that run.", stats["running"]),
+        "num_requests_waiting": ("gauge", "Requests that wait.", stats["waiting"]),
+        "num_requests_swapped": ("gauge", "Preempted requests.", stats["preempted"]),
+        "num_requests_in_flight": ("gauge", "Engine requests that the server waits for.", in_flight),
+        "kv_cache_usage_perc": (
+            "gauge",
+            "Share of the fullest pool that requests hold.",
+            max(held, default=0.0),
+        ),
+        "kv_cache_occupied_perc": ("gauge", "The same with cached blocks.", max(used, default=0.0)),
+        "num_preemptions": ("counter", "Preemptions.", stats["preemptions"]),
+        "engine_steps": ("counter", "Steps of the engine.", stats["steps"]),
+        "engine_tokens": ("counter", "Tokens that the engine computed.", stats["tokens"]),
+    }
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

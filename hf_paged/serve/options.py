@@ -1,0 +1,103 @@
+"""What an operator may choose about a server: checked once, passed down frozen."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
+
+T = TypeVar("T", int, float)
+MIB = 2**20
+
+
+def _limit(default: T, meaning: str) -> T:
+    """A field of ServerLimits with the text of its flag's help."""
+    found: T = field(default=default, metadata={"help": meaning})
+    return found
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What one request and one server may take. Every limit has a flag: `--limit-body-bytes` and so on."""
+
+    body_bytes: int = _limit(8 * MIB, "bytes of a request's body")
+    prompts: int = _limit(128, "prompts in one request")
+    n: int = _limit(128, "answers to a prompt; at most --max-num-seqs")
+    stop: int = _limit(16, "stop strings of a request")
+    stop_chars: int = _limit(256, "characters of a stop string")
+    logprobs: int = _limit(20, "alternatives beside a token")
+    logit_bias: int = _limit(1024, "tokens with a bias, and stop token ids")
+    chars_per_token: int = _limit(
+        32, "a text of more characters than this times the longest sequence is not tokenized"
+    )
+    waiting: int = _limit(1024, "prompts under way beyond those that can run; more are answered with 429")
+    connections: int = _limit(4096, "open connections")
+    request_seconds: float = _limit(600.0, "from arrival to the last token")
+    body_seconds: float = _limit(30.0, "until a body is complete")
+    write_seconds: float = _limit(60.0, "that a client may leave a full connection unread")
+    drain_seconds: float = _limit(30.0, "from SIGTERM to the end of all answers")
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            least = 0 if each.name in ("waiting", "logprobs", "drain_seconds") else 1e-3
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 2**53:
+                raise ValueError(f"limit {each.name}={value!r} is not a number from {least} on")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The options of a server beside its engine's.
+
+    names: what clients may call the model; the first one is shown. api_keys: without any the server is open.
+    share_prefixes: whether keys share cached prefixes; else each key has a salt of its own. allowed_hosts:
+    values of the Host header; empty for loopback names on a loopback address, and any elsewhere.
+    allowed_origins: pages of other origins whose scripts may call the server. max_model_len: the longest
+    sequence, at most what the engine has room for. vllm_metric_names: serve the metrics under vLLM's names,
+    too.
+    """
+
+    names: tuple[str, ...] = ("model",)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    root_path: str = ""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile_password: str | None = field(default=None, repr=False)
+    ssl_ca_certs: str | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    share_prefixes: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    vllm_metric_names: bool = False
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+    def __post_init__(self) -> None:
+        if not self.names or not all(self.names):
+            raise ValueError("a served model needs a name; give --served-model-name")
+        if any(len(key) < 1 or not key.isascii() or key != key.strip() for key in self.api_keys):
+            raise ValueError("an API key is ASCII text without blanks around it; give another one")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(
+                f"root_path={self.root_path!r} must look like '/prefix': a slash before, none behind"
+            )
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile; give the other one, too")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(
+                f"max_model_len={self.max_model_len} leaves no room for an answer; give 2 or more"
+            )
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port={self.port} is not a port; give one from 0 to 65535")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.uds is not None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False

@@ -1,0 +1,269 @@
+"""Bodies of requests: every field is known and checked, or refused by name."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import from_json
+
+from .errors import ApiError, invalid
+
+NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "this server answers in text"),
+    "best_of": ((1,), "this server does not rank samples; ask for n answers, or use_beam_search"),
+    "function_call": (("none", "auto"), "this server does not parse tool calls yet"),
+    "functions": (([],), "this server does not parse tool calls yet"),
+    "guided_json": ((), "structured output is not there yet"),
+    "guided_regex": ((), "structured output is not there yet"),
+    "images": ((), "this server takes text"),
+    "modalities": ((["text"],), "this server answers in text"),
+    "parallel_tool_calls": ((True, False), "this server does not parse tool calls yet"),
+    "prediction": ((), "predicted outputs are not there"),
+    "prompt_embeds": ((), "a prompt is a text or token ids"),
+    "prompt_logprobs": ((), "log-likelihoods of prompts are not there yet"),
+    "reasoning_effort": ((), "this server does not parse reasoning yet; see chat_template_kwargs"),
+    "response_format": (({"type": "text"},), "structured output is not there yet"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "store": ((False,), "nothing is stored"),
+    "structured_outputs": ((), "structured output is not there yet"),
+    "suffix": (("",), "insertion is not there"),
+    "tool_choice": (("none", "auto"), "this server does not parse tool calls yet"),
+    "tools": (([],), "this server does not parse tool calls yet"),
+    "truncate_prompt_tokens": ((), "prompts are not cut; shorten it"),
+    "chat_template": ((), "a template is code; the operator gives it with --chat-template"),
+    "documents": ((), "give them in the messages, or in chat_template_kwargs"),
+    "spaces_between_special_tokens": ((True,), "the tokenizer decides that"),
+    "web_search_options": ((), "this server reaches no other"),
+}
+"""Known fields that change nothing with these values or null, and why others are refused."""
+WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
+"""Fields that ask nothing of an answer."""
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _prompts(value: Any) -> Any:
+    """The prompts of a request as a list of texts and of lists of ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(type(each) is int for each in value):
+            return [value]
+        ids = all(isinstance(each, list) and each and all(type(i) is int for i in each) for each in value)
+        if ids or all(isinstance(each, str) for each in value):
+            return value
+    raise ValueError("a prompt is a text, a list of texts, a list of token ids, or a list of such lists")
+
+
+PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+            "minItems": 1,
+        },
+    ]
+}
+STOP_SCHEMA = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]
+}
+Prompts = Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(PROMPT_SCHEMA)]
+Stops = Annotated[list[str] | None, BeforeValidator(_listed), WithJsonSchema(STOP_SCHEMA)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Names = Annotated[str, Field(max_length=256)]
+
+
+class Body(BaseModel):
+    """A body whose fields have exactly these types. Unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    model: Names | None = None
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside the answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class Generating(Body):
+    """What requests for completions and for chat have in common."""
+
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stops = None
+    stop_token_ids: list[Token] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    early_stopping: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def answers(self) -> int:
+        """How many answers to a prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives beside each token's logprob; None if no logprob is asked for."""
+        raise NotImplementedError
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionRequest(Generating):
+    """POST /v1/completions."""
+
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: Names | None = None
+
+
+class ChatFields(Body):
+    """What decides the prompt of a chat."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatRequest(ChatFields, Generating):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeText(Body):
+    """POST /tokenize with a text."""
+
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(ChatFields):
+    """POST /tokenize with messages."""
+
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[Token], Field(max_length=10_000_000)]
+    skip_special_tokens: bool | None = None
+
+
+B = TypeVar("B", bound=Body)
+
+
+def fields_of(body: bytes) -> dict[str, Any]:
+    """The fields of a JSON body that ask for something. NaN, lone surrogates and deep nesting are no JSON."""
+    try:
+        found = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid(
+            f"the body is not JSON in UTF-8: {error}; send an object", code="invalid_json"
+        ) from error
+    if not isinstance(found, dict):
+        raise invalid(f"the body is a JSON {type(found).__name__}, expected an object")
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and name not in WITHOUT_EFFECT and not _neutral(name, value)
+    }
+
+
+def _neutral(name: str, value: Any) -> bool:
+    """Whether a known field asks for nothing; one that asks for what is not there is refused."""
+    if name not in NEUTRAL:
+        return False
+    harmless, why = NEUTRAL[name]
+    if any(type(value) is type(each) and value == each for each in harmless):
+        return True
+    raise invalid(f"{name} is not taken with this value: {why}", name, "unsupported_parameter")
+
+
+def parsed(kind: type[B], fields: dict[str, Any]) -> B:
+    """The fields as a request, or the 400 that names the first one that is wrong."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _explained(error, kind) from None
+
+
+def _explained(error: ValidationError, kind: type[Body]) -> ApiError:
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+        close = difflib.get_close_matches(where, kind.model_fields, 1)
+        hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+        return invalid(f"unknown field {where[:80]!r}; {hint}", where[:80], "unknown_parameter")
+    if first["type"] == "missing":
+        return invalid(f"the field {where!r} is missing; give it", where, "missing_parameter")
+    message = first["msg"].removeprefix("Value error, ")
+    return invalid(f"{where[:160]}: {message}", where[:160], "invalid_value")

@@ -1,0 +1,150 @@
+"""The process: sockets, signals, and the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib.util
+import os
+import signal
+import socket
+import stat
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+from starlette.types import Scope
+
+from .app import log, make_app
+from .service import Service
+
+LAST_SECONDS = 2
+"""For connections to be closed after the drain."""
+FORCED = 130
+"""The exit code after a second signal."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server. The first SIGTERM or SIGINT begins the drain, a second one ends all at once."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.exit_code = 0
+        super().__init__(_config(service, self.drop))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. The model warms up meanwhile."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        log.info("listening", extra={"url": self.url})
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal comes, on the Unix socket if the options name one."""
+        with _unix_socket(self._service.options.uds) as own:
+            super().run(own or sockets)
+
+    @property
+    def url(self) -> str:
+        """Where the server listens."""
+        options = self._service.options
+        if options.uds is not None:
+            return f"unix:{options.uds}"
+        scheme = "https" if options.ssl_certfile else "http"
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        port = self.servers[0].sockets[0].getsockname()[1]
+        return f"{scheme}://{host}:{port}{options.root_path}"
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal handler: it runs in the middle of anything and only notes what to do."""
+        if self._drain is None and self._loop is not None and self.started:
+            self._loop.call_soon_threadsafe(self._begin_drain, signal.Signals(sig).name)
+        else:
+            self.exit_code = FORCED
+            self.should_exit = True
+            self.force_exit = True
+
+    def _begin_drain(self, why: str) -> None:
+        if self._drain is None:
+            self._drain = asyncio.create_task(self._drained(why))
+
+    async def _drained(self, why: str) -> None:
+        admission = self._service.admission
+        seconds = self._service.options.limits.drain_seconds
+        log.info("draining", extra={"signal": why, "in_flight": admission.in_flight, "seconds": seconds})
+        await admission.drain(seconds)
+        log.info("drained", extra={"in_flight": admission.in_flight})
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether to leave the main loop."""
+        if self._service.admission.state == "failed":
+            self.exit_code = 1
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    def drop(self, scope: Scope) -> None:
+        """Close the connection of a request without waiting for what its client has not read."""
+        for connection in list(self.server_state.connections):
+            if getattr(connection, "scope", None) is scope:
+                transport = getattr(connection, "transport", None)
+                if transport is not None:
+                    transport.abort()
+
+
+def _config(service: Service, drop: object) -> uvicorn.Config:
+    options = service.options
+    fast = importlib.util.find_spec("httptools") is not None
+    return uvicorn.Config(
+        make_app(service, drop),  # type: ignore[arg-type]
+        host=options.host,
+        port=options.port,
+        http="httptools" if fast else "h11",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=options.limits.connections,
+        timeout_graceful_shutdown=LAST_SECONDS,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile_password=options.ssl_keyfile_password,
+        ssl_ca_certs=options.ssl_ca_certs,
+    )
+
+
+def run(service: Service) -> int:
+    """Serve until a signal comes; the answer is the exit code."""
+    # What is here stays to the end. A full collection that looks at all of torch's and the model's objects
+    # holds up every thread for a tenth of a second and more.
+    gc.collect()
+    gc.freeze()
+    server = Server(service)
+    server.run()
+    return server.exit_code
+
+
+@contextlib.contextmanager
+def _unix_socket(path: str | None) -> Iterator[list[socket.socket] | None]:
+    """A socket in the file system that this user and group may use; None without a path."""
+    if path is None:
+        yield None
+        return
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise ValueError(f"--uds {path} is a file and no socket; give another path")
+        os.unlink(path)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o117)
+    try:
+        made.bind(path)
+    finally:
+        os.umask(mask)
+    try:
+        yield [made]
+    finally:
+        made.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)

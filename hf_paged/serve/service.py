@@ -1,0 +1,115 @@
+"""What the routes of a server share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..engine import Engine
+from .admission import Admission
+from .errors import ApiError, invalid
+from .keys import Keys, Tenant
+from .mailbox import Mailbox, Turns
+from .metrics import Metrics
+from .options import ServerOptions
+from .protocol import Generating
+from .sampling import Sampling
+from .text import AnswerText
+from .tokens import Tokenizer
+
+
+@dataclass(frozen=True)
+class Service:
+    """A served model: its engine and tokenizer, who may ask, how much, and what is counted.
+
+    longest: the most tokens of a sequence here.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    options: ServerOptions
+    sampling: Sampling
+    admission: Admission
+    metrics: Metrics
+    keys: Keys
+    mailbox: Mailbox
+    turns: Turns
+    longest: int
+    created: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(
+        cls, engine: Engine, tokenizer: Any, options: ServerOptions, template: str | None = None
+    ) -> Service:
+        """The service of an engine that was made without a tokenizer: texts are the server's."""
+        if engine.model.config.is_encoder_decoder:
+            raise ValueError(
+                f"{type(engine.model).__name__} is an encoder-decoder, which is not served yet; use "
+                "hf_paged.Engine"
+            )
+        limits = options.limits
+        longest = min(engine.longest, options.max_model_len or engine.longest)
+        budget = engine.config.limits().sequences
+        metrics = Metrics(options.names[0], options.vllm_metric_names)
+        embeddings = engine.model.get_input_embeddings()
+        vocabulary = int(getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0])
+        defaults = engine.model.generation_config
+        return cls(
+            engine,
+            Tokenizer(tokenizer, vocabulary, longest * limits.chars_per_token, template),
+            options,
+            Sampling(defaults, tokenizer, limits, budget, engine.config.policy == "priority"),
+            Admission(budget + limits.waiting, lambda: not engine.driven, lambda: metrics.end_to_end.mean),
+            metrics,
+            Keys(options.api_keys, options.share_prefixes),
+            Mailbox(),
+            Turns(),
+            longest,
+        )
+
+    def model(self, name: str | None) -> str:
+        """The name by which an answer calls the model, or 404."""
+        if name is None:
+            return self.options.names[0]
+        if name not in self.options.names:
+            raise ApiError(
+                404,
+                f"the model {name[:80]!r} is not served here; there is {', '.join(self.options.names)}",
+                "model",
+                "model_not_found",
+            )
+        return name
+
+    def new_tokens(self, asked: int | None, default: int | None, prompt: int) -> int:
+        """The length of an answer to a prompt; one that does not fit is refused, not shortened."""
+        room = self.longest - prompt
+        if room < 1 or (asked is not None and asked > room):
+            wish = "an answer" if asked is None else f"{asked} new ones"
+            raise invalid(
+                f"a sequence has at most {self.longest} tokens here, the prompt has {prompt}, {wish} are "
+                "too many; shorten the prompt or lower max_tokens",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+        if asked is not None:
+            return asked
+        return min(room, room if default is None else default)
+
+    def keywords(self, request: Generating, tenant: Tenant, prompt: int, new: int) -> dict[str, Any]:
+        """The keywords of `submit()` for one prompt of a request."""
+        if (request.min_tokens or 0) > new:
+            raise invalid(
+                f"min_tokens={request.min_tokens} is more than {new} tokens; lower it", "min_tokens"
+            )
+        found = self.sampling.keywords(request, prompt, new)
+        salt = tenant.salted(request.cache_salt)
+        return found if salt is None else {**found, "salt": salt}
+
+    def texts(self, request: Generating, stops: Sequence[str]) -> list[AnswerText]:
+        """The texts of the answers to one prompt."""
+        decoder = self.tokenizer.whole if request.skip_special_tokens is False else self.tokenizer.shown
+        keep = bool(request.include_stop_str_in_output)
+        hidden = frozenset(() if keep else request.stop_token_ids or ())
+        return [AnswerText(decoder, stops, keep, hidden) for _ in range(request.answers)]

@@ -1,0 +1,91 @@
+"""The text of answers as they grow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from ..engine.outputs.text import Detokeniser
+
+
+class Decoder:
+    """A tokenizer's decode() with `skip_special_tokens` fixed, without the detour through Python where that
+    changes nothing.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        tidies = getattr(tokenizer, "clean_up_tokenization_spaces", True)
+        self._fast = (
+            backend.decode if backend is not None and not tidies and _decodes_as_stock(tokenizer) else None
+        )
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of tokens; the argument is there for the sake of Detokeniser."""
+        if self._fast is not None:
+            return str(self._fast(tokens, skip_special_tokens=self._skip))
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip))
+
+
+def _decodes_as_stock(tokenizer: Any) -> bool:
+    """Whether decode() is its backend's and nothing else."""
+    kind = type(tokenizer)
+    stock = PreTrainedTokenizerFast
+    return kind.decode is stock.decode and getattr(kind, "_decode", None) is stock._decode
+
+
+class AnswerText:
+    """The text of one answer: never half a character, and never beyond the first stop string.
+
+    Text that may turn out to begin a stop string is held back.
+    """
+
+    def __init__(
+        self, decoder: Decoder, stops: Sequence[str], keep_stop: bool, hidden: frozenset[int]
+    ) -> None:
+        """hidden: tokens at which the answer ends and which are not shown there."""
+        self._detokeniser = Detokeniser(decoder)
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._keep_stop = keep_stop
+        self._hidden = hidden
+        self._held = ""
+        self.length = 0
+        """Characters that were handed out or are held back."""
+        self.stopped = False
+        """Whether a stop string has been found; no text comes after it."""
+
+    def add(self, tokens: list[int], last: bool) -> str:
+        """What can be shown with these tokens; with the `last` ones all of it."""
+        if self.stopped:
+            return ""
+        shown = tokens[:-1] if last and tokens and tokens[-1] in self._hidden else tokens
+        new = self._detokeniser.add(shown, last)
+        self.length += len(new)
+        if not self._stops:
+            return new
+        return self._cut(self._held + new, last)
+
+    def _cut(self, text: str, last: bool) -> str:
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            begin, stop = min(found)
+            self.stopped = True
+            self._held = ""
+            return text[: begin + len(stop)] if self._keep_stop else text[:begin]
+        keep = 0 if last else self._possible_beginning(text)
+        shown = text[: len(text) - keep]
+        self._held = text[len(text) - keep :]
+        return shown
+
+    def _possible_beginning(self, text: str) -> int:
+        """The length of the longest end of the text with which a stop string begins."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,134 @@
+"""Prompts to token ids, beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError
+
+from .errors import invalid, too_large
+from .protocol import ChatFields
+from .text import Decoder
+
+T = TypeVar("T")
+RESERVED = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "conversation", "continue_final_message", "documents",
+        "max_length", "messages", "padding", "processor_kwargs", "return_assistant_tokens_mask",
+        "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+    }
+)  # fmt: skip
+"""Arguments of apply_chat_template that a request may not set through chat_template_kwargs."""
+
+
+class Tokenizer:
+    """The served model's tokenizer. One thread of its own makes ids of texts, so that a long one does not
+    hold up the event loop.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, most_chars: int, template: str | None = None) -> None:
+        """vocabulary: how many ids the model has embeddings for. most_chars: of a text. template: instead of
+        the tokenizer's own chat template.
+        """
+        self.hf = tokenizer
+        self.vocabulary = vocabulary
+        self._most_chars = most_chars
+        self._template = template
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_paged tokenizer")
+        self.shown = Decoder(tokenizer)
+        self.whole = Decoder(tokenizer, skip_special_tokens=False)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def ids(self, prompt: Any, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The ids of a text, or ids that the model knows."""
+        if isinstance(prompt, str):
+            self._require_short(len(prompt), "prompt")
+            found = await self._aside(lambda: self._encode(prompt, add_special_tokens))
+        else:
+            found = tuple(prompt)
+            self._require_short(len(found), "prompt")
+        return self._known(found)
+
+    async def chat_ids(self, request: ChatFields) -> tuple[int, ...]:
+        """The ids of a chat, through its template."""
+        messages = [each.model_dump(exclude_none=True) for each in request.messages]
+        for each in messages:
+            if isinstance(each["content"], list):
+                each["content"] = "".join(part["text"] for part in each["content"])
+        self._require_short(sum(len(each["content"]) for each in messages), "messages")
+        extra = request.chat_template_kwargs or {}
+        taken = sorted(RESERVED & extra.keys())
+        if taken:
+            raise invalid(
+                f"chat_template_kwargs must not have {taken}; leave them out", "chat_template_kwargs"
+            )
+        options = {
+            "add_generation_prompt": request.add_generation_prompt is not False
+            and not request.continue_final_message,
+            "continue_final_message": bool(request.continue_final_message),
+        }
+        if request.continue_final_message and request.add_generation_prompt:
+            raise invalid(
+                "continue_final_message and add_generation_prompt exclude each other; give one of them",
+                "continue_final_message",
+            )
+        special = bool(request.add_special_tokens)
+        return self._known(await self._aside(lambda: self._chat(messages, {**extra, **options}, special)))
+
+    def text(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        """The text of ids."""
+        self._known(tuple(ids), "tokens")
+        return (self.shown if skip_special_tokens else self.whole).decode(ids)
+
+    def token(self, token: int) -> str:
+        """How one token reads by itself."""
+        return self.whole.decode([token])
+
+    def _encode(self, text: str, special: bool) -> tuple[int, ...]:
+        return tuple(self.hf(text, add_special_tokens=special)["input_ids"])
+
+    def _chat(
+        self, messages: list[dict[str, Any]], options: dict[str, Any], special: bool
+    ) -> tuple[int, ...]:
+        template = self._template or getattr(self.hf, "chat_template", None)
+        if not template:
+            raise invalid(
+                "this model has no chat template; use /v1/completions, or serve with --chat-template",
+                "messages",
+            )
+        chosen = {} if self._template is None else {"chat_template": self._template}
+        try:
+            text = self.hf.apply_chat_template(messages, tokenize=False, **chosen, **options)
+        except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+            raise invalid(
+                f"the chat template does not take these messages: {error!s:.300}", "messages"
+            ) from error
+        self._require_short(len(text), "messages")
+        return self._encode(text, special)
+
+    async def _aside(self, act: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, act)
+
+    def _require_short(self, length: int, name: str) -> None:
+        if length > self._most_chars:
+            raise too_large(
+                f"{name} has {length} characters or ids and at most {self._most_chars} are read; shorten it",
+                name,
+            )
+
+    def _known(self, ids: tuple[int, ...], name: str = "prompt") -> tuple[int, ...]:
+        if not ids and name == "prompt":
+            raise invalid("the prompt has no tokens; give it at least one", name)
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
+            wrong = next(each for each in ids if not 0 <= each < self.vocabulary)
+            raise invalid(
+                f"{name} has the token id {wrong} and the vocabulary those from 0 to {self.vocabulary - 1}",
+                name,
+            )
+        return ids

@@ -1,0 +1,211 @@
+"""The bounded queue, deadlines, states, and an engine that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from serving import serving, until
+
+from hf_paged.serve.admission import Admission
+from hf_paged.serve.errors import ApiError
+
+LONG = {"prompt": "The fox", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+
+
+def status(admission: Admission, count: int = 1) -> int:
+    try:
+        with admission.place(count):
+            return 200
+    except ApiError as error:
+        return error.status
+
+
+def test_places_are_counted_and_given_back() -> None:
+    admission = Admission(3, lambda: False, lambda: 2.5)
+    assert status(admission) == 503
+    admission.state = "ready"
+    assert status(admission, 3) == 200
+    assert status(admission, 4) == 400
+    with admission.place(2):
+        assert status(admission) == 200
+        with pytest.raises(ApiError) as caught, admission.place(2):
+            pass
+        assert caught.value.status == 429
+        assert caught.value.headers == {"retry-after": "3"}
+    assert admission.in_flight == 0
+    admission.state = "draining"
+    assert status(admission) == 503
+
+
+def test_a_drain_waits_and_then_breaks_off() -> None:
+    class Request:
+        cancelled = False
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+    async def drained(ends_after: float) -> bool:
+        admission = Admission(3, lambda: False, lambda: 1.0)
+        admission.state = "ready"
+        request = Request()
+
+        async def serve() -> None:
+            with admission.place(1), admission.under_way(request):
+                end = asyncio.get_running_loop().time() + ends_after
+                while not request.cancelled and asyncio.get_running_loop().time() < end:
+                    await asyncio.sleep(0.005)
+
+        task = asyncio.create_task(serve())
+        await asyncio.sleep(0.01)
+        await admission.drain(0.5)
+        assert admission.in_flight == 0
+        assert status(admission) == 503
+        await task
+        return request.cancelled
+
+    assert asyncio.run(drained(0.05)) is False
+    assert asyncio.run(drained(60)) is True
+
+
+def test_a_full_queue_is_429_and_loses_nothing() -> None:
+    with serving({"max_batch_sequences": 2}, {"waiting": 2}) as served:
+        with ThreadPoolExecutor(12) as pool:
+            found = list(
+                pool.map(lambda _: served.post("/v1/completions", {**LONG, "max_tokens": 100}), range(12))
+            )
+        assert {each.status_code for each in found} == {200, 429}
+        for each in found:
+            if each.status_code == 429:
+                assert int(each.headers["retry-after"]) >= 1
+                assert each.json()["error"]["type"] == "rate_limit_error"
+            else:
+                assert each.json()["usage"]["completion_tokens"] == 100
+        assert len([each for each in found if each.status_code == 200]) >= 4
+        too_many = served.post("/v1/completions", {"prompt": ["a"] * 5})
+        assert too_many.status_code == 400
+
+
+def test_a_deadline_ends_an_answer_or_is_504() -> None:
+    with serving({"max_batch_sequences": 1}, {"request_seconds": 0.3}) as served:
+        bodies = [{**LONG, "max_tokens": 1000}, {**LONG, "max_tokens": 1000, "stream": True}]
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda body: served.post("/v1/completions", body), bodies))
+        for response in found:
+            if response.status_code == 504:
+                assert response.json()["error"]["code"] == "timeout"
+            else:
+                assert response.status_code == 200
+                assert '"finish_reason":"abort"' in response.text
+        until(lambda: not served.service.engine.stats()["running"])
+
+
+def test_an_engine_that_dies_is_503_everywhere() -> None:
+    """Streams and others end with an error that says so, and the states with it."""
+    with serving() as served:
+        engine = served.service.engine
+        found = {}
+
+        def ask(stream: bool) -> None:
+            found[stream] = served.post("/v1/completions", {**LONG, "stream": stream})
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        until(lambda: engine.stats()["running"] == 2)
+        engine.model.train()
+        for thread in threads:
+            thread.join(60)
+        assert found[False].status_code == 503
+        assert '"code":"engine_stopped"' in found[False].text.replace(" ", "")
+        assert '"error"' in found[True].text
+        assert found[True].text.endswith("data: [DONE]\n\n")
+        for path in ("/health", "/live", "/ready"):
+            assert served.client.get(path).status_code == 503
+        assert served.post("/v1/completions", LONG).status_code == 503
+        until(lambda: not served.service.admission.in_flight)
+
+
+def test_a_model_that_cannot_be_warmed_up_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_paged import Engine, demo
+    from hf_paged.serve.options import ServerOptions
+    from hf_paged.serve.server import run
+    from hf_paged.serve.service import Service
+
+    model = demo.model()
+    service = Service.of(Engine(model, num_blocks=100), demo.tokenizer(), ServerOptions(port=0))
+    model.generation_config.dola_layers = "high"
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(run(service)))
+    thread.start()
+    thread.join(60)
+    assert codes == [1]
+
+
+def test_a_broken_tokenizer_is_an_error_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one body and in the middle of a stream: the message says nothing of the server's inside."""
+    with serving() as served:
+        broken = served.service.tokenizer.shown
+        with monkeypatch.context() as patch:
+            patch.setattr(type(broken), "decode", lambda *_, **__: 1 / 0)
+            found = served.post("/v1/completions", {"prompt": "The fox", "max_tokens": 4})
+            assert found.status_code == 500
+            assert found.json()["error"]["message"] == "the server failed; see its log"
+            streamed = served.post("/v1/completions", {"prompt": "The fox", "max_tokens": 4, "stream": True})
+            assert "the server failed" in streamed.text
+            assert streamed.text.endswith("data: [DONE]\n\n")
+        served.complete()
+
+
+def test_a_request_that_fails_is_500_and_no_other_is() -> None:
+    """A NaN in the logits of one request is that request's error."""
+    import torch
+    from transformers import LogitsProcessor
+
+    from hf_paged.serve import sampling
+
+    class Nan(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores * float("nan")
+
+    with serving() as served, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "Penalties", lambda *_: Nan())
+        body = {"prompt": "The fox", "max_tokens": 4, "presence_penalty": 1.0, "temperature": 0}
+        found = served.post("/v1/completions", body)
+        assert found.status_code == 500
+        assert found.json()["error"]["type"] == "server_error"
+        streamed = served.post("/v1/completions", {**body, "stream": True})
+        assert streamed.status_code == 200
+        assert '"error"' in streamed.text
+        served.complete()
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    """The first one drains; the states and new requests say so."""
+    with serving() as served:
+        answer: list[int] = []
+        thread = threading.Thread(
+            target=lambda: answer.append(
+                served.post("/v1/completions", LONG).json()["usage"]["completion_tokens"]
+            )
+        )
+        thread.start()
+        until(lambda: served.service.engine.stats()["running"] == 1)
+        served.server.handle_exit(signal.SIGINT, None)
+        until(lambda: served.service.admission.state == "draining")
+        assert served.client.get("/ready").status_code == 503
+        assert served.client.get("/health").status_code == 200
+        thread.join(60)
+        assert answer == [900]
+        until(lambda: served.server.should_exit)
+        assert not served.server.force_exit
+        assert served.server.exit_code == 0
+        served.server.handle_exit(signal.SIGINT, None)
+        assert served.server.force_exit
+        assert served.server.exit_code == 130

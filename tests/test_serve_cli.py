@@ -1,0 +1,187 @@
+"""The command line: flags, errors that name the nearest one, generate and info."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_paged import demo
+from hf_paged.serve.cli import ABSENT, engine_options, main, parser, server_options
+
+SERVE = Path(__file__).parent.parent / "hf_paged" / "serve"
+WITHOUT_EXTRA = ("__init__", "cli", "generate", "info", "loading", "options")
+"""Modules that need nothing but hf_paged's own dependencies."""
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """`serve` sets the process's logging up, which the tests share."""
+    loggers = [logging.getLogger(name) for name in ("hf_paged", "uvicorn", "uvicorn.error")]
+    before = [(list(each.handlers), each.propagate, each.level) for each in loggers]
+    yield
+    for each, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        each.handlers = handlers
+        each.propagate = propagate
+        each.setLevel(level)
+
+
+def flags(*arguments: str) -> Any:
+    given, unknown = parser()[0].parse_known_args(["serve", "demo", *arguments])
+    assert not unknown
+    return given
+
+
+@pytest.mark.parametrize("name", WITHOUT_EXTRA)
+def test_generate_and_info_need_no_extra(name: str) -> None:
+    """Their modules import neither fastapi nor a module that does, unless the command is serve."""
+    tree = ast.parse((SERVE / f"{name}.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            inner = node.level == 1
+            assert not inner or (node.module or "") in WITHOUT_EXTRA, node.module
+            assert (node.module or "").split(".")[0] not in {"fastapi", "starlette", "uvicorn", "pydantic"}
+
+
+def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    try:
+        code = main(arguments)
+    except SystemExit as error:
+        code = error.code
+    assert code in (1, 2)
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "demo", "--prot", "5"], "did you mean --port?"),
+        (["serve", "demo", "--max-model-length", "5"], "did you mean --max-model-len?"),
+        (["serve", "demo", "--enable-lora"], "adapters are not there yet"),
+        (["serve", "demo", "--tensor-parallel-size=2"], "tp_plan"),
+        (["serve", "demo", "--por", "5"], "did you mean --port?"),
+        (["serve"], "MODEL"),
+        (["sevre", "demo"], "serve"),
+        (["generate", "demo", "--prompt", "a", "--file", "b"], "give one of them"),
+        (
+            ["generate", "demo", "--device", "cpu", "--device-map", "auto", "--prompt", "a"],
+            "give one of them",
+        ),
+        (["serve", "demo", "--port", "70000"], "port"),
+        (["serve", "demo", "--ssl-keyfile", "a"], "--ssl-certfile"),
+        (["serve", "demo", "--root-path", "x/"], "/prefix"),
+        (["serve", "demo", "--limit-waiting", "-1"], "waiting"),
+        (["serve", "demo", "--max-model-len", "1"], "2 or more"),
+        (["serve", "demo", "--api-key", " a"], "API key"),
+        (["serve", "/no/such/folder"], "folder"),
+    ],
+)
+def test_errors_say_what_to_do(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    pytest.importorskip("fastapi")
+    assert said in failing(capsys, *arguments)
+
+
+def test_flags_of_other_servers_are_no_flags_here() -> None:
+    known = parser()[1]["serve"]._option_string_actions
+    assert not ABSENT.keys() & known.keys()
+
+
+def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("three\n\nfour\n")
+    monkeypatch.setenv("HF_PAGED_API_KEY", "two")
+    given = flags(
+        "--api-key", "first-key", "--api-key-file", str(keys), "--max-num-seqs", "7", "--limit-body-bytes", "99", "--limit-drain-seconds",
+        "1.5", "--served-model-name", "a", "b", "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching",
+        "--gpu-memory-utilization", "0.5", "--scheduling-policy", "priority", "--host", "0.0.0.0",
+    )  # fmt: skip
+    options = server_options(given, "demo")
+    assert options.api_keys == ("first-key", "two", "three", "four")
+    assert options.names == ("a", "b")
+    assert (options.limits.body_bytes, options.limits.drain_seconds) == (99, 1.5)
+    assert not options.loopback
+    assert "first-key" not in repr(options)
+    engine = engine_options(given)
+    assert engine["max_batch_sequences"] == 7
+    assert engine["memory_fraction"] == 0.5
+    assert (engine["graphs"], engine["prefix_caching"], engine["policy"]) == (False, False, "priority")
+    assert server_options(flags(), "demo").loopback
+    with pytest.raises(ValueError, match="contradict"):
+        engine_options(flags("--enable-prefix-caching", "--no-enable-prefix-caching"))
+
+
+def test_generate_prints_the_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model, tokenizer = demo.model(), demo.tokenizer()
+
+    def wanted(prompt: str) -> str:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        found = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+        return tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    assert main(["generate", "demo", "--prompt", "The fox", "--max-tokens", "12"]) == 0
+    assert capsys.readouterr().out == wanted("The fox") + "\n"
+    file = tmp_path / "prompts"
+    file.write_text("The fox\n\nThe owl\n")
+    assert main(["generate", "demo", "--file", str(file), "--lines", "--max-tokens", "12"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["prompt"], line["text"]) for line in lines] == [
+        (p, wanted(p)) for p in ("The fox", "The owl")
+    ]
+    assert "empty" in failing(capsys, "generate", "demo", "--prompt", " ")
+
+
+def test_info_says_what_runs_on_pages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["info", "demo"]) == 0
+    said = capsys.readouterr().out
+    assert "3 full in pages" in said
+    assert "kernels='torch'" in said
+    from transformers import MambaConfig, MistralConfig
+
+    window = MistralConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=32,
+        vocab_size=64, sliding_window=16, architectures=["MistralForCausalLM"],
+    )  # fmt: skip
+    window.save_pretrained(tmp_path / "window")
+    assert main(["info", str(tmp_path / "window")]) == 0
+    said = capsys.readouterr().out
+    assert "MistralForCausalLM" in said
+    assert "2 window of 16 tokens in pages" in said
+    state = MambaConfig(
+        hidden_size=32, num_hidden_layers=2, vocab_size=64, architectures=["MambaForCausalLM"]
+    )
+    state.save_pretrained(tmp_path / "state")
+    assert main(["info", str(tmp_path / "state")]) == 0
+    said = capsys.readouterr().out
+    assert "on transformers' own cache: MambaForCausalLM keeps a state of its own" in said
+    assert "not served" in said
+
+
+def test_the_page_names_every_flag_field_and_metric() -> None:
+    pytest.importorskip("fastapi")
+    from hf_paged.serve.metrics import CounterFamily, Metrics
+    from hf_paged.serve.protocol import (
+        ChatRequest,
+        CompletionRequest,
+        DetokenizeRequest,
+        TokenizeChat,
+        TokenizeText,
+    )
+
+    page = (SERVE.parent.parent / "docs" / "serving.md").read_text()
+    flags = {flag for flag in parser()[1]["serve"]._option_string_actions if flag.startswith("--")}
+    flags -= {"--help", "--enable-prefix-caching"}
+    kinds = (ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeChat, TokenizeText)
+    fields = {name for kind in kinds for name in kind.model_fields}
+    families = [each for each in vars(Metrics("m")).values() if hasattr(each, "samples")]
+    metrics = {f"{each.name}_total" if isinstance(each, CounterFamily) else each.name for each in families}
+    for name in flags | fields:
+        assert f"`{name}`" in page or f"`{name}." in page, name
+    for name in metrics:
+        assert f"`{name}" in page, name
+    for line in page.splitlines():
+        assert len(line) <= 150 or line.startswith("|"), line

@@ -1,0 +1,278 @@
+"""/v1/completions: the tokens of generate(), in one body and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from serving import Served, generated, serving, text, tokenizer
+
+from hf_paged import demo
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as made:
+        yield made
+
+
+def ids(prompt: str) -> list[int]:
+    return tokenizer()(prompt)["input_ids"]
+
+
+def test_an_answer_is_that_of_generate(served: Served) -> None:
+    for prompt in demo.prompts():
+        found = served.complete(prompt, max_tokens=24, return_token_ids=True)
+        choice = found["choices"][0]
+        (wanted,) = generated(prompt, max_new_tokens=24)
+        assert choice["token_ids"] == wanted
+        assert choice["text"] == text(wanted)
+        assert choice["prompt_token_ids"] == ids(prompt)
+        assert choice["finish_reason"] == ("stop" if wanted[-1] == 1 else "length")
+        usage = found["usage"]
+        assert usage["prompt_tokens"] == len(ids(prompt))
+        assert usage["completion_tokens"] == len(wanted)
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= 0
+        assert found["model"] == "demo"
+        assert found["object"] == "text_completion"
+
+
+def test_a_stream_is_the_same_in_pieces(served: Served) -> None:
+    chunks = served.stream(prompt="The fox", max_tokens=24, stream_options={"include_usage": True})
+    *parts, last = chunks
+    (wanted,) = generated("The fox", max_new_tokens=24)
+    assert "".join(part["choices"][0]["text"] for part in parts) == text(wanted)
+    assert [part["choices"][0]["finish_reason"] for part in parts if part["choices"][0]["finish_reason"]] == [
+        "length"
+    ]
+    assert len(parts) > 10
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == len(wanted)
+    assert len({part["id"] for part in chunks}) == 1
+
+
+def test_requests_at_once_get_their_own_answers(served: Served) -> None:
+    """Streams and others, greedy and drawn, from many connections."""
+    prompts = demo.prompts() * 3
+
+    def ask(i: int) -> str:
+        body = {"prompt": prompts[i], "max_tokens": 8 + i}
+        if i % 2:
+            return "".join(each["choices"][0]["text"] for each in served.stream(**body))
+        return served.complete(**body)["choices"][0]["text"]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, range(len(prompts))))
+    assert found == [text(generated(each, max_new_tokens=8 + i)[0]) for i, each in enumerate(prompts)]
+
+
+def test_prompts_in_all_forms(served: Served) -> None:
+    """A text, a list of texts, ids, and a list of lists of ids."""
+    first, second = demo.prompts()[:2]
+    wanted = [text(generated(each, max_new_tokens=8)[0]) for each in (first, second)]
+    for prompt, answers in (
+        (first, wanted[:1]),
+        ([first, second], wanted),
+        (ids(first), wanted[:1]),
+        ([ids(first), ids(second)], wanted),
+    ):
+        found = served.complete(prompt, max_tokens=8)
+        assert [choice["text"] for choice in found["choices"]] == answers
+        assert [choice["index"] for choice in found["choices"]] == list(range(len(answers)))
+        chunks = served.stream(prompt=prompt, max_tokens=8)
+        for i, answer in enumerate(answers):
+            assert "".join(c["text"] for each in chunks for c in each["choices"] if c["index"] == i) == answer
+
+
+def test_draws_are_those_of_their_seed(served: Served) -> None:
+    options = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.9, "top_k": 30, "seed": 7, "n": 3}
+    found = served.complete("The owl", **options, return_token_ids=True)
+    again = served.complete("The owl", **options, return_token_ids=True)
+    tokens = [choice["token_ids"] for choice in found["choices"]]
+    assert tokens == [choice["token_ids"] for choice in again["choices"]]
+    engine = served.service.engine
+    output = engine.submit(
+        ids("The owl"), max_new_tokens=12, do_sample=True, temperature=0.9, top_p=0.9, top_k=30, seed=7,
+        num_return_sequences=3,
+    ).result(60)  # fmt: skip
+    assert tokens == [sequence.token_ids for sequence in output.sequences]
+    assert len(set(map(tuple, tokens))) > 1
+
+
+def test_without_a_temperature_tokens_are_drawn_from_all(served: Served) -> None:
+    """As in OpenAI's API: temperature 1, and no top_k of transformers' own."""
+    options = {"prompt": "The", "max_tokens": 30, "seed": 3, "return_token_ids": True}
+    found = served.post("/v1/completions", options).json()["choices"][0]["token_ids"]
+    output = served.service.engine.submit(
+        ids("The"), max_new_tokens=30, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, seed=3
+    ).result(60)
+    assert found == output.sequences[0].token_ids
+
+
+def test_n_beams_and_n_answers(served: Served) -> None:
+    found = served.complete("The fox", max_tokens=12, n=3, use_beam_search=True, return_token_ids=True)
+    wanted = generated("The fox", max_new_tokens=12, num_beams=3, num_return_sequences=3)
+    assert [choice["token_ids"] for choice in found["choices"]] == wanted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_not_shown_and_ends_the_answer(served: Served, stream: bool) -> None:
+    full = text(generated("The fox", max_new_tokens=40)[0])
+    stop = full[20:24]
+    wanted = full[: full.index(stop)]
+    for more, shown in (({}, wanted), ({"include_stop_str_in_output": True}, wanted + stop)):
+        body = {"prompt": "The fox", "max_tokens": 40, "stop": ["never", stop], **more}
+        if stream:
+            chunks = [each["choices"][0] for each in served.stream(**body)]
+            assert "".join(each["text"] for each in chunks) == shown
+            assert chunks[-1]["finish_reason"] == "stop"
+        else:
+            choice = served.complete(**body)["choices"][0]
+            assert (choice["text"], choice["finish_reason"]) == (shown, "stop")
+
+
+def test_a_stop_string_in_the_prompt_ends_nothing(served: Served) -> None:
+    found = served.complete("The fox", max_tokens=8, stop="fox")["choices"][0]
+    assert found["text"] == text(generated("The fox", max_new_tokens=8)[0])
+    assert found["finish_reason"] == "length"
+
+
+def test_ends_of_sequence(served: Served) -> None:
+    """ignore_eos goes on behind them, stop_token_ids are more of them and are not shown, min_tokens waits."""
+    (plain,) = generated("The fox", max_new_tokens=200)
+    assert plain[-1] == 1
+    more = len(plain) + 4
+    on = served.complete("The fox", max_tokens=more, ignore_eos=True, return_token_ids=True)["choices"][0]
+    assert on["token_ids"][: len(plain)] == plain
+    assert len(on["token_ids"]) == more
+    assert on["finish_reason"] == "length"
+    end = plain[5]
+    stopped = served.complete("The fox", max_tokens=40, stop_token_ids=[end], return_token_ids=True)[
+        "choices"
+    ][0]
+    length = plain.index(end) + 1
+    assert stopped["token_ids"] == plain[:length]
+    assert stopped["text"] == text(plain[: length - 1])
+    assert stopped["finish_reason"] == "stop"
+    late = served.complete("The fox", max_tokens=more, min_tokens=more, return_token_ids=True)["choices"][0]
+    assert late["token_ids"] == generated("The fox", max_new_tokens=more, min_new_tokens=more)[0]
+
+
+def test_special_tokens_are_shown_on_demand(served: Served) -> None:
+    tokens = generated("The fox", max_new_tokens=200)[0]
+    found = served.complete("The fox", max_tokens=200, skip_special_tokens=False)["choices"][0]["text"]
+    assert found == tokenizer().decode(tokens)
+    assert found.endswith("<|eos|>")
+
+
+def test_echo_shows_the_prompt_first(served: Served) -> None:
+    answer = text(generated("The fox", max_new_tokens=6)[0])
+    assert served.complete("The fox", max_tokens=6, echo=True)["choices"][0]["text"] == "The fox" + answer
+    chunks = served.stream(prompt="The fox", max_tokens=6, echo=True)
+    assert "".join(each["choices"][0]["text"] for each in chunks) == "The fox" + answer
+    nothing = served.complete("The fox", max_tokens=0, echo=True)
+    assert nothing["choices"][0]["text"] == "The fox"
+    assert nothing["usage"] == {
+        "prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
+    assert served.stream(prompt=["The fox", "An owl"], max_tokens=0, echo=True)[-1]["choices"][0][
+        "finish_reason"
+    ]
+
+
+def test_logprobs_of_completions(served: Served) -> None:
+    output = served.service.engine.submit(
+        ids("The fox"), max_new_tokens=6, do_sample=False, logprobs=2
+    ).result(60)
+    notes = output.sequences[0].logprobs
+    found = served.complete("The fox", max_tokens=6, logprobs=2)["choices"][0]
+    assert found["logprobs"]["token_logprobs"] == pytest.approx([note.logprob for note in notes], abs=1e-4)
+    assert "".join(found["logprobs"]["tokens"]) == found["text"]
+    for top, note in zip(found["logprobs"]["top_logprobs"], notes, strict=True):
+        assert set(top) >= {tokenizer().decode([token]) for token, _ in note.favourites}
+    offsets = found["logprobs"]["text_offset"]
+    assert [
+        found["text"][i:].startswith(t) for i, t in zip(offsets, found["logprobs"]["tokens"], strict=True)
+    ] == [True] * 6
+    chunks = [each["choices"][0] for each in served.stream(prompt="The fox", max_tokens=6, logprobs=0)]
+    streamed = [value for each in chunks if each["logprobs"] for value in each["logprobs"]["token_logprobs"]]
+    assert streamed == pytest.approx([note.logprob for note in notes], abs=1e-4)
+
+
+def test_penalties_and_biases(served: Served) -> None:
+    """A biased token comes at once; penalties keep it from coming again."""
+    always = {"logit_bias": {"50": 100}, "max_tokens": 6, "return_token_ids": True}
+    assert served.complete("The fox", **always)["choices"][0]["token_ids"] == [50] * 6
+    for name in ("presence_penalty", "frequency_penalty"):
+        once = {
+            "logit_bias": {"50": 10, "51": 9.9, "52": 9.8},
+            "max_tokens": 3,
+            "return_token_ids": True,
+            name: 2.0,
+        }
+        assert len(set(served.complete("The fox", **once)["choices"][0]["token_ids"])) == 3
+    found = served.complete("The fox", max_tokens=12, repetition_penalty=1.3, return_token_ids=True)
+    assert [found["choices"][0]["token_ids"]] == generated(
+        "The fox", max_new_tokens=12, repetition_penalty=1.3
+    )
+
+
+def test_presence_and_frequency_are_openais(served: Served) -> None:
+    """score - frequency * count - presence * (count > 0), over the answer alone."""
+    import torch
+
+    from hf_paged.serve.sampling import Penalties
+
+    scores = torch.zeros(1, 6)
+    ids = torch.tensor([[5, 5, 1, 2, 2]])
+    found = Penalties(2, presence=0.5, frequency=1.0)(ids, scores)
+    assert found.tolist() == [[0, -1.5, -2.5, 0, 0, 0]]
+    assert scores.eq(0).all()
+
+
+def test_equal_beginnings_are_computed_once(served: Served) -> None:
+    long = " ".join(demo.prompts())
+    served.complete(long, max_tokens=2)
+    assert served.complete(long, max_tokens=2)["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
+    salted = served.complete(long, max_tokens=2, cache_salt="mine")
+    assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_what_asks_for_nothing_is_taken(served: Served) -> None:
+    served.complete(
+        max_tokens=2, best_of=1, suffix=None, user="me", service_tier="auto", tools=[], logit_bias=None, stop=None, n=1,
+        top_p=1, presence_penalty=0, frequency_penalty=0.0, stream=False, priority=0, length_penalty=1.0,
+        response_format={"type": "text"}, metadata={"a": "b"}, store=False, model="demo",
+    )  # fmt: skip
+
+
+def test_unseen_names_of_models(served: Served) -> None:
+    response = served.post("/v1/completions", {"prompt": "a", "model": "other"})
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+    assert served.client.get("/v1/models/demo").json()["id"] == "demo"
+    assert served.client.get("/v1/models/other").status_code == 404
+
+
+def errors(served: Served, *bodies: dict[str, Any]) -> list[str]:
+    return [served.refusal(**body)["message"] for body in bodies]
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(served: Served) -> None:
+    longest = served.service.longest
+    prompt = [5] * 10
+    found = served.refusal(prompt=prompt, max_tokens=longest - 9)
+    assert str(longest) in found["message"]
+    assert found["code"] == "context_length_exceeded"
+    assert served.refusal(prompt=[5] * longest)["code"] == "context_length_exceeded"
+    assert "vocabulary" in served.refusal(prompt=[5, 999999])["message"]
+    assert "vocabulary" in served.refusal(prompt=[-1])["message"]
+    assert "limit is 32" in served.refusal(n=33, temperature=1)["message"]
+    assert "at least one" in served.refusal(prompt="", add_special_tokens=False)["message"]
+    assert served.post("/v1/completions", {"prompt": "x" * (32 * longest + 1)}).status_code == 413

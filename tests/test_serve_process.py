@@ -1,0 +1,129 @@
+"""A real process: from the command to the first answer, and from SIGTERM to the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+import httpx
+from serving import events
+
+DRAIN = 3.0
+STREAMS = 12
+LONG = {
+    "prompt": "The fox",
+    "max_tokens": 900,
+    "ignore_eos": True,
+    "temperature": 1.0,
+    "n": 4,
+    "stream": True,
+}
+
+
+class Process:
+    """`hf-paged serve demo` on a free port, and what it logs."""
+
+    def __init__(self, *flags: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "hf_paged", "serve", "demo", "--port", "0", "--log-format", "json", *flags],
+            stderr=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        self.lines: list[dict[str, Any]] = []
+        self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.url = self.wait_for("listening")["url"]
+        self.wait_for("ready")
+
+    def _read(self) -> None:
+        for line in self.popen.stderr:
+            if line.startswith("{"):
+                self._news.put(json.loads(line))
+        self._news.put(None)
+
+    def wait_for(self, message: str | None) -> dict[str, Any]:
+        """The next log line with a message; None is the end."""
+        while True:
+            line = self._news.get(timeout=120)
+            if line is None:
+                assert message is None, "the process has ended"
+                return {}
+            self.lines.append(line)
+            if line["message"] == message:
+                return line
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    made = Process("--limit-drain-seconds", str(DRAIN), "--max-num-seqs", "16")
+    yield made
+    made.popen.kill()
+    made.popen.wait(60)
+
+
+def test_every_accepted_stream_ends_after_sigterm(process: Process) -> None:
+    """Under load, with streams that run and streams that wait: each ends with a reason within the deadline, new
+    ones are refused meanwhile, and the exit code is 0.
+    """
+    begun = threading.Semaphore(0)
+    texts: list[str] = []
+
+    def read() -> None:
+        with (
+            httpx.Client(base_url=process.url, timeout=60) as client,
+            client.stream("POST", "/v1/completions", json=LONG) as answer,
+        ):
+            begun.release()
+            assert answer.status_code == 200
+            texts.append(answer.read().decode())
+
+    threads = [threading.Thread(target=read) for _ in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert begun.acquire(timeout=60)
+    with httpx.Client(base_url=process.url, timeout=60) as client:
+        idle = client.get("/ready")
+        assert idle.status_code == 200
+        begin = time.monotonic()
+        process.popen.send_signal(signal.SIGTERM)
+        process.wait_for("draining")
+        assert client.get("/ready").status_code == 503
+        assert client.get("/live").status_code == 200
+        refused = client.post("/v1/completions", json=LONG)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+    for thread in threads:
+        thread.join(60)
+    assert time.monotonic() - begin < DRAIN + 1
+    assert len(texts) == STREAMS
+    reasons = []
+    for text in texts:
+        found = [
+            choice["finish_reason"]
+            for each in events(text)
+            for choice in each["choices"]
+            if choice["finish_reason"]
+        ]
+        assert len(found) == 4
+        reasons += found
+    assert set(reasons) <= {"length", "abort"}
+    assert process.popen.wait(30) == 0
+    process.wait_for(None)
+    assert not [line for line in process.lines if line["level"] in ("warning", "error")]
+    assert (
+        len([line for line in process.lines if line["message"] == "request" and line["status"] == 200])
+        == STREAMS
+    )

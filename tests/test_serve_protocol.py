@@ -1,0 +1,158 @@
+"""Bodies: every field is honoured or refused by name, and nothing odd gets further."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from serving import Served, serving
+
+from hf_paged.serve.errors import ApiError
+from hf_paged.serve.protocol import NEUTRAL, WITHOUT_EFFECT, ChatRequest, CompletionRequest, fields_of, parsed
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(
+        limits={"stop": 3, "logprobs": 4, "prompts": 2, "logit_bias": 2, "body_bytes": 10_000}
+    ) as made:
+        yield made
+
+
+def refused(kind: Any, body: dict[str, Any]) -> dict[str, Any]:
+    with pytest.raises(ApiError) as caught:
+        parsed(kind, fields_of(json.dumps(body).encode()))
+    assert caught.value.status == 400
+    return caught.value.body["error"]
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_fields_that_are_not_there_are_refused_by_name(name: str) -> None:
+    error = refused(CompletionRequest, {"prompt": "a", name: {"some": "thing"}})
+    assert error["param"] == name
+    assert error["code"] == "unsupported_parameter"
+    for value in (None, *NEUTRAL[name][0]):
+        assert name not in fields_of(json.dumps({name: value}).encode())
+
+
+def test_no_field_is_both_known_and_neutral() -> None:
+    for kind in (CompletionRequest, ChatRequest):
+        assert not (NEUTRAL.keys() | WITHOUT_EFFECT) & kind.model_fields.keys()
+
+
+def test_an_unknown_field_names_the_nearest() -> None:
+    error = refused(CompletionRequest, {"prompt": "a", "max_token": 3, "temperature": "hot"})
+    assert error["message"] == "unknown field 'max_token'; did you mean 'max_tokens'?"
+    assert (
+        refused(CompletionRequest, {"prompt": "a", "zzz": 1})["message"]
+        == "unknown field 'zzz'; leave it out"
+    )
+    assert refused(CompletionRequest, {"max_tokens": 3})["code"] == "missing_parameter"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1), ("temperature", "1"), ("temperature", True), ("top_p", 1.1), ("top_p", -1),
+        ("top_k", -2), ("top_k", 1.5), ("min_p", 2), ("repetition_penalty", 0), ("repetition_penalty", 1e300),
+        ("presence_penalty", 3), ("frequency_penalty", -3), ("n", 0), ("n", 10**9 + 2**31), ("n", "2"), ("max_tokens", -1),
+        ("max_tokens", 2**40), ("max_tokens", 1.0), ("min_tokens", -1), ("seed", 2**63), ("logprobs", -1), ("stop", 5),
+        ("stop", [5]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("logit_bias", {"1": 101}),
+        ("logit_bias", [1]), ("stream", "yes"), ("stream_options", {"include_usage": True, "other": 1}),
+        ("priority", 2**31), ("cache_salt", ""), ("cache_salt", 5), ("length_penalty", 11), ("model", 5), ("prompt", 5),
+        ("prompt", []), ("prompt", [[]]), ("prompt", ["a", 1]), ("prompt", [1, True]), ("prompt", [1.0]), ("prompt", {}),
+        ("prompt", [["a"]]), ("prompt", None), ("echo", 1), ("best_of", 2),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_refused_by_name(field: str, value: Any) -> None:
+    error = refused(CompletionRequest, {"prompt": "a", field: value})
+    assert field in (error["param"] or error["message"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"5", b'"a"', b"null", b"NaN", b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}', b'{"prompt": "a", "temperature": -Infinity}', b'{"prompt": "a", "temperature": 1e400}',
+        b'{"prompt": "\\ud800"}', b'{"prompt": "\\udc00\\ud800"}', b'{"prompt": "\xff"}', b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 5_000 + b"]" * 5_000 + b"}", b'{"a": 1' + b"0" * 5000 + b"}", b"\x00", b"{'prompt': 'a'}",
+    ],
+)  # fmt: skip
+def test_bodies_that_are_no_requests(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parsed(CompletionRequest, fields_of(body))
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"stop": ["a"] * 4}, {"stop": "a" * 257}, {"stop": [""]}, {"logprobs": 5}, {"prompt": ["a"] * 3},
+        {"logit_bias": {"1": 1, "2": 1, "3": 1}}, {"logit_bias": {"one": 1}}, {"logit_bias": {"-1": 1}},
+        {"logit_bias": {"900000": 1}}, {"stop_token_ids": [900000]}, {"n": 2, "temperature": 0}, {"priority": 1},
+        {"length_penalty": 2.0}, {"early_stopping": True}, {"stream_options": {"include_usage": True}},
+        {"use_beam_search": True, "temperature": 0.5}, {"use_beam_search": True, "top_p": 0.5},
+        {"use_beam_search": True, "n": 2, "top_k": 5}, {"max_tokens": 0}, {"echo": True, "logprobs": 1},
+        {"min_tokens": 5, "max_tokens": 4}, {"max_tokens": 2000}, {"n": 200, "temperature": 1},
+        {"use_beam_search": True, "n": 33},
+    ],
+)  # fmt: skip
+def test_limits_and_contradictions_are_refused(served: Served, body: dict[str, Any]) -> None:
+    assert served.refusal(**body)["message"]
+
+
+def test_sizes_and_types_of_bodies(served: Served) -> None:
+    url = "/v1/completions"
+    big = json.dumps({"prompt": "a" * 10_000})
+    assert (
+        served.client.post(url, content=big, headers={"content-type": "application/json"}).status_code == 413
+    )
+    chunks = (part.encode() for part in [big[:5000], big[5000:]])  # without a length
+    assert (
+        served.client.post(url, content=chunks, headers={"content-type": "application/json"}).status_code
+        == 413
+    )
+    assert served.client.post(url, content=b"{}").status_code == 415
+    assert served.client.post(url, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    assert served.client.get(url).status_code == 405
+    assert served.client.get("/nope").json()["error"]["type"] == "not_found_error"
+
+
+def test_the_description_names_every_field(served: Served) -> None:
+    described = served.client.get("/openapi.json").json()
+    schemas = described["components"]["schemas"]
+    assert schemas["CompletionRequest"]["properties"].keys() == CompletionRequest.model_fields.keys()
+    assert schemas["ChatRequest"]["properties"].keys() == ChatRequest.model_fields.keys()
+    body = described["paths"]["/v1/completions"]["post"]["requestBody"]
+    assert body["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/CompletionRequest"}
+    assert "Message" in schemas
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"temperature": 1e-300}, {"temperature": 1e-5}, {"temperature": 100}, {"top_p": 0.0, "temperature": 1},
+        {"top_p": 1e-300, "temperature": 1}, {"top_k": 2**31 - 1, "temperature": 1}, {"min_p": 1.0, "temperature": 1},
+        {"repetition_penalty": 0.01}, {"repetition_penalty": 100}, {"seed": -(2**63), "temperature": 1},
+        {"seed": 2**63 - 1, "temperature": 1}, {"logit_bias": {"5": -100, "6": 100}}, {"presence_penalty": -2},
+        {"use_beam_search": True, "n": 4, "length_penalty": -10}, {"use_beam_search": True, "n": 4, "length_penalty": 10},
+        {"use_beam_search": True, "n": 4, "early_stopping": True}, {"use_beam_search": True},
+        {"stop": ["\u20ac", "a", "\n"]}, {"ignore_eos": True, "min_tokens": 4}, {"min_tokens": 6},
+        {"logprobs": 4, "n": 3, "temperature": 1}, {"logprobs": 0, "stop": "e"}, {"use_beam_search": True, "n": 2, "logprobs": 1},
+    ],
+)  # fmt: skip
+def test_every_allowed_extreme_is_answered(served: Served, body: dict[str, Any], stream: bool) -> None:
+    """What the checks let through must not fail in the engine."""
+    response = served.post(
+        "/v1/completions", {"prompt": "The fox", "max_tokens": 6, "stream": stream, "temperature": 0, **body}
+    )
+    if "\u20ac" in str(body):
+        assert response.status_code in (200, 400)
+    else:
+        assert response.status_code == 200, response.text
+    assert '"error"' not in response.text or response.status_code == 400

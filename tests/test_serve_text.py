@@ -1,0 +1,81 @@
+"""Texts of answers: what is shown, joined, is the whole text up to its first stop string."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import tokenizer
+
+from hf_paged import demo
+from hf_paged.serve.text import AnswerText, Decoder
+
+TOKENS = st.lists(st.integers(3, 847), min_size=1, max_size=30)
+
+
+def expected(full: str, stops: list[str], keep: bool) -> str:
+    found = [(full.find(stop), stop) for stop in stops if stop in full]
+    if not found:
+        return full
+    begin, stop = min(found)
+    return full[: begin + len(stop)] if keep else full[:begin]
+
+
+class Letters:
+    """A tokenizer whose tokens are characters, so that a stop string ends anywhere."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, tokens))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("ab", max_size=24), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), st.booleans())
+def test_nothing_behind_the_first_stop_string_is_shown(full: str, stops: list[str], keep: bool) -> None:
+    """The string whose beginning comes first wins among those that are complete when one is."""
+    text = AnswerText(Decoder(Letters()), stops, keep, frozenset())
+    shown = ""
+    for i, letter in enumerate(full):
+        shown += text.add([ord(letter)], last=i == len(full) - 1)
+        assert full.startswith(shown)
+        if text.stopped:
+            assert shown == expected(full[: i + 1], stops, keep)
+            assert text.add([ord("a")], last=True) == ""
+            return
+        assert not any(stop in full[: i + 1] for stop in stops)
+    assert shown == full
+
+
+@settings(max_examples=100, deadline=None)
+@given(TOKENS, st.booleans())
+def test_pieces_join_to_the_text(tokens: list[int], special: bool) -> None:
+    decoder = Decoder(tokenizer(), skip_special_tokens=not special)
+    text = AnswerText(decoder, (), False, frozenset())
+    pieces = [text.add([token], i == len(tokens) - 1) for i, token in enumerate(tokens)]
+    assert "".join(pieces) == tokenizer().decode(tokens, skip_special_tokens=not special)
+    assert text.length == len("".join(pieces))
+
+
+def test_a_decoder_of_the_tokenizers_own_is_asked() -> None:
+    """A subclass that decodes in its own way is not bypassed, nor one that tidies blanks."""
+
+    class Loud(type(tokenizer())):
+        def decode(self, token_ids, **options):
+            return super().decode(token_ids, **options).upper()
+
+    loud = demo.tokenizer()
+    loud.__class__ = Loud
+    ids = tokenizer()("The fox", add_special_tokens=False)["input_ids"]
+    assert Decoder(tokenizer()).decode(ids) == "The fox"
+    assert Decoder(loud).decode(ids) == "THE FOX"
+
+
+def test_a_hidden_last_token_is_not_shown() -> None:
+    text = AnswerText(Decoder(Letters()), (), False, frozenset({ord("b")}))
+    assert [text.add([ord("b")], False), text.add([ord("a")], False), text.add([ord("b")], True)] == [
+        "b",
+        "a",
+        "",
+    ]
