@@ -20,7 +20,6 @@ from hf_paged.engine.decoding import Decoding
 from hf_paged.engine.in_flight import InFlightStep
 from hf_paged.engine.weights import Weights
 from hf_paged.model.capture import rehearsal as capture
-from hf_paged.model.capture.graph import AGREE, bucket_of
 from hf_paged.scheduling import Scheduler
 
 PARTS: dict[str, list[tuple[type, str]]] = {
@@ -49,6 +48,8 @@ DRIVERS: dict[str, Callable[[Engine], Callable[[], Any]]] = {
 step(), which always does.
 """
 
+SETTLED = 12
+"""After so many steps in a row that were only replayed every graph is there and trusted."""
 PROMPT, MOST = (130, 146), 256
 """How long prompts are; while all have between 129 and 256 tokens no graph needs more room."""
 
@@ -103,24 +104,19 @@ def begin(engine: Engine, rows: int) -> None:
     for _ in range(rows):
         prompt = [lengths.randrange(2, 62) for _ in range(lengths.randrange(*PROMPT))]
         engine.submit(prompt, max_new_tokens=MOST, do_sample=False)
-    while engine.stats()["waiting"] or not _own_graph(engine, rows):
+    settled = 0
+    while engine.stats()["waiting"] or settled < SETTLED:
+        before = engine.stats()["graphs"]
         engine.step()
-    for _ in range(4):
-        engine.step()
+        after = engine.stats()["graphs"]
+        settled = settled + 1 if _only_replayed(before, after) else 0
 
 
-def _own_graph(engine: Engine, rows: int) -> bool:
-    """Whether there is a trusted graph for just these rows: a larger one stands in at first, and a capture is
-    not to be timed.
-    """
-    decoding = engine._runner.decoding
-    assert decoding is not None, decoding
-    own = [
-        step
-        for shape, step in decoding._steps.items()
-        if shape.form == "single" and shape.rows == bucket_of(rows)
-    ]
-    return any(step.agreed >= AGREE for step in own)
+def _only_replayed(before: dict[str, int], after: dict[str, int]) -> bool:
+    """Whether a step was replayed and none captured: a capture is not to be timed."""
+    return after.get("replayed", 0) > before.get("replayed", 0) and (
+        after.get("captured", 0) == before.get("captured", 0)
+    )
 
 
 def measure(
@@ -163,7 +159,7 @@ def _steps(engine: Engine, step: Callable[[], Any], steps: int) -> list[float]:
     """What each step takes of the host's own time. Waiting for a device spins, so it is taken out."""
     seconds = []
     for _ in range(steps):
-        if engine._steps.flight is not None and engine._steps.flight.device.type == "cuda":
+        if engine.model.device.type == "cuda":
             torch.cuda.synchronize()
         start = time.thread_time()
         step()

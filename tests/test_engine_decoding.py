@@ -4,17 +4,20 @@ really made them.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from engine_answers import PROMPTS, alone, answers
+from engine_steps import watch_plans
 from families import BY_NAME, build
 from tape import record
 
 import hf_paged
 from hf_paged.engine import Engine
 from hf_paged.model.capture.rehearsal import RECORDERS, Rehearsal
+from hf_paged.scheduling import StepPlan
 
 GREEDY = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
 
@@ -142,21 +145,21 @@ def test_chunks_of_prompts_in_a_graph(
         monkeypatch.setattr("hf_paged.engine.decoding.MOST_PAIRS", 0)
     model = build(BY_NAME[name])
     asked = [PROMPTS[3], PROMPTS[1], PROMPTS[5], PROMPTS[3][:20] + PROMPTS[0], PROMPTS[2], PROMPTS[3]] * 3
-    replayed = []
     with Engine(model, block_size=size, max_batch_tokens=12, max_batch_sequences=4) as engine:
-        run = decoding(engine).run
+        plans: list[tuple[int, list[int]]] = []
 
-        def watched(pieces: Any, latest: Any) -> Any:
-            logits = run(pieces, latest)
-            if logits is not None and any(len(piece.tokens) > 1 for piece in pieces):
-                replayed.append([len(piece.tokens) for piece in pieces])
-                assert any(shape.form == form for shape in decoding(engine)._steps)
-            return logits
+        def watched(plan: StepPlan) -> None:
+            """How many replays there were before this plan, and what its rows bring."""
+            plans.append((decoding(engine).counts["replayed"], [row.count for row in plan.rows]))
 
-        decoding(engine).run = watched
+        watch_plans(engine, watched)
         outputs = engine.generate(asked, **GREEDY)
         engine.check()
+        assert any(shape.form == form for shape in decoding(engine)._steps)
     assert [answers(output) for output in outputs] == [alone(model, prompt, **GREEDY) for prompt in asked]
+    replayed = [
+        counts for (before, counts), (after, _) in pairwise(plans) if after > before and max(counts) > 1
+    ]
     assert any(1 in counts for counts in replayed)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import KINDS, PROMPTS, _model, alone, answers, right
+from engine_steps import unseen_tokens
 from families import BY_NAME, build
 
 import hf_paged
@@ -94,7 +95,7 @@ def test_whoever_goes_while_its_step_is_on_its_way(name: str, mode: dict[str, An
         handles = [engine.submit(PROMPTS[p], max_new_tokens=NEW, seed=p, **KINDS[k]) for p, k in blind]
         engine.step()
         engine.step()
-        assert engine._steps.flight is not None
+        assert unseen_tokens(engine)
         assert [answers(handle.result()) for handle in handles] == expected(name, blind)
         engine.check()
         stats = engine.stats()
