@@ -26,7 +26,7 @@ PARTS: dict[str, list[tuple[type, str]]] = {
     "plan": [(Scheduler, "schedule"), (Scheduler, "launch")],
     "load": [(Decoding, "_load")],
     "model": [(Weights, "touched"), (Decoding, "_state")],
-    "choose": [(InFlightStep, "__init__"), (InFlightStep, "launch")],
+    "sample": [(InFlightStep, "sample")],
     "apply": [(InFlightStep, "apply")],
 }
 """The parts of a step, and whose methods they are."""

@@ -102,7 +102,7 @@ def test_everybody_pays_his_own(ahead: bool, graphs: bool, monkeypatch: pytest.M
             engine.check()
         assert [answers(handle.result()) for handle in handles] == expected
         assert engine.stats()["preemptions"]
-        assert not engine._steps._repeats._places
+        assert not engine._loop._sampling.penalties._places
 
 
 class Own(RepetitionPenaltyLogitsProcessor):

@@ -413,20 +413,20 @@ def test_steps_are_measured_where_the_host_has_waited(model: Any, monkeypatch: p
             StepPlan((ScheduledRow(sequence, 10, 7, (sequence,)),)),
         )
         swapped = StepPlan(last.rows, swaps=Swaps((((0, 1),),)))
-        heard = engine._preemption.heard
+        measure = engine._preemption.measure
         seen: list[tuple[int, float]] = []
         monkeypatch.setattr(
             engine._preemption.costs, "step", lambda tokens, seconds: seen.append((tokens, seconds))
         )
         clock = iter([1e6, 1e6 + 1, 1e6 + 3, 1e6 + 7, 1e6 + 100, 1e6 + 101, 1e6 + 102, 1e6 + 118])
         monkeypatch.setattr(preemption.time, "perf_counter", lambda: next(clock))
-        heard(last, 1e6 - 5)
+        measure(last, 1e6 - 5)
         for plan in (chunk, chunk, last):  # launched before the one before it was heard of
-            heard(plan, 1e6 - 1)
-        heard(last, 1e6 + 92)
-        heard(chunk, 1e6 + 100)
-        heard(swapped, 1e6 + 100)
-        heard(last, 1e6 + 100)
+            measure(plan, 1e6 - 1)
+        measure(last, 1e6 + 92)
+        measure(chunk, 1e6 + 100)
+        measure(swapped, 1e6 + 100)
+        measure(last, 1e6 + 100)
         monkeypatch.undo()
     assert seen == [(7, 5.0), (27, 7.0), (7, 8.0), (7, 16.0)]
 

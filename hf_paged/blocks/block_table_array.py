@@ -1,4 +1,4 @@
-"""Many tables in one piece of memory, as whoever uploads them wants it."""
+"""Many tables in one piece of memory, as an upload takes them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class BlockTableArray:
     """A row of `width` block numbers for every table: block j of row i is `ids[i * width + j]`, counted from
     the sequence's first.
 
-    A place that its table does not name holds some block that exists. Whoever changes a table that is on the
-    sheet says so here.
+    A place that its table does not name holds some block that exists. The owner of a table enters its changes
+    here.
     """
 
     def __init__(self) -> None:
         self.width, self.height = NARROWEST, 0
         self.ids = array("i")
-        """Another array whenever the sheet grows, so that one in use stays as it is."""
+        """Another array whenever it grows, so that one in use stays as it is."""
 
     def put(self, row: int, table: BlockTable, first: int = 0) -> None:
         """Write down a table, or what it names from its block `first` on."""
@@ -35,12 +35,6 @@ class BlockTableArray:
         end = table.end
         self._fit(row, end)
         self.ids[row * self.width + end - 1] = table.blocks[-1]
-
-    def move(self, source: int, target: int) -> None:
-        """Have row `target` be what row `source` is."""
-        self.ids[target * self.width : (target + 1) * self.width] = self.ids[
-            source * self.width : (source + 1) * self.width
-        ]
 
     def of(self, row: int, table: BlockTable) -> bool:
         """Whether a row is what its table names."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 
-from ..kv import LayerGroup, LayerKind, Ranks, StaticBatch, StaticSpans, is_out_of_memory
+from ..kv import LayerGroup, LayerKind, StaticBatch, StaticSpans, is_out_of_memory
 from ..kv.upload import upload
 from ..model.attention import Forward, running
 from ..model.capture.compile import Compilation, CompiledFusion, reason_of
@@ -29,7 +29,8 @@ from ..model.lazy import NotCapturable
 from ..model.lengths import LengthsOnDevice, lengths_on_device
 from ..model.lookout import Lookout
 from ..model.state import ModelState
-from .forward_batch import ForwardBatch, ScheduledChunk, split
+from ..scheduling import ScheduledBatch
+from .forward_batch import ForwardBatch
 from .sampling.answers import Answer, place_for
 
 if TYPE_CHECKING:
@@ -126,24 +127,23 @@ class Decoding:
             with self.runner.pools.memory.lock:
                 lay_side_by_side(self.runner.model, run)
 
-    def run(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> Answer | None:
-        """The answer for the wanted pieces; None if no trusted graph has it. The next run writes over it."""
-        shape = self._shape(pieces)
+    def run(self, batch: ForwardBatch) -> Answer | None:
+        """The answer for the wanted rows; None if no trusted graph has it. The next run writes over it."""
+        shape = self._shape(batch)
         step = self._fitting(shape) if shape is not None else None
         if step is None:
             return None
         if step.pools != self._pools():
             self.forget()
             return None
-        self._load(step, pieces, latest)
+        self._load(step, batch)
         step.replay()
         # What somebody may have done to the model is looked for while the device works.
         if not self._stands(step):
             self.forget()
             return None
         self.counts["replayed"] += 1
-        _, others = split(pieces)
-        return step.answer.first(len(pieces) - len(others) + sum([piece.wanted for piece in others]))
+        return step.answer.first(len(batch.wanted))
 
     def _fitting(self, shape: Shape) -> _CapturedStep | None:
         """The trusted graph for a shape: its own, or as long as that costs less than a capture, the next
@@ -167,21 +167,19 @@ class Decoding:
         self._idle[shape] += best.rows - rows
         return self._steps[best]
 
-    def learn(
-        self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None, logits: torch.Tensor
-    ) -> None:
-        """After pieces were computed without a graph: capture the step, or see whether its graph says the
+    def learn(self, batch: ForwardBatch, logits: torch.Tensor) -> None:
+        """After a batch was computed without a graph: capture the step, or see whether its graph says the
         same.
         """
-        shape = self._shape(pieces)
+        shape = self._shape(batch)
         if shape is None or shape in self.reasons:
             return
         try:
             step = self._steps.get(shape)
             if step is None and self._seen[shape] >= AFTER:
-                step = self._capture(shape, pieces, latest, logits.shape[1])
-            if step is not None and step.agreed < AGREE and not self._try(step, pieces, latest, logits):
-                self.runner.flat(pieces, latest)  # so is what it has stored
+                step = self._capture(shape, batch, logits.shape[1])
+            if step is not None and step.agreed < AGREE and not self._try(step, batch, logits):
+                self.runner.flat(batch)  # so is what it has stored
                 self._distrust(shape, step)
         except Exception as error:
             self._steps.pop(shape, None)
@@ -203,31 +201,22 @@ class Decoding:
 
     # ---- what a step is captured for
 
-    def _shape(self, pieces: Sequence[ScheduledChunk]) -> Shape | None:
-        stride, others = split(pieces)
-        if (
-            self.runner.device.type not in RECORDERS
-            or not pieces
-            or not all(piece.of_ids for piece in others)
-        ):
+    def _shape(self, batch: ForwardBatch) -> Shape | None:
+        if self.runner.device.type not in RECORDERS or not len(batch.rows) or not batch.of_ids:
             return None
         groups = self.runner.pools.groups.values()
-        if len(pieces) > self._most or not all(group.stores for group in groups):
+        if len(batch.rows) > self._most or not all(group.stores for group in groups):
             return None  # the pools were given back, and come again with this step
         # Latents are read by plain torch, whatever the kernels are.
         kernels = not self.runner.expanding and all(
             group.captured_ops.kernels is not None for group in groups
         )
-        form = self._form(others, kernels) if others else "single"
+        form = self._form(batch.rows, kernels)
         if form is None:
             return None
-        blocks = max([table.end for piece in others for table in piece.tables], default=0)
-        if stride is not None:
-            blocks = max(blocks, self.runner.pools.shelves[0].pool.blocks_for(stride.longest))
-        rows = bucket_of(
-            len(pieces) - len(others) + sum([len(piece.tokens) for piece in others]),
-            8 if form == "single" else 4,
-        )
+        size = next(iter(groups)).pool.block_size
+        blocks = -(-batch.rows.longest // size)
+        rows = bucket_of(batch.rows.tokens, 8 if form == "single" else 4)
         if kernels:
             # Kernels read what is there, so a wide table costs its upload and no more.
             return Shape(rows, next(width for width in WIDTHS if width >= blocks), form)
@@ -237,13 +226,12 @@ class Decoding:
         return Shape(rows, width, form)
 
     @staticmethod
-    def _form(pieces: Sequence[ScheduledChunk], kernels: bool) -> Form | None:
-        """What the chunks of these pieces are in a graph, None if they are the flat row's."""
-        if all(piece.wanted and len(piece.tokens) == 1 for piece in pieces):
+    def _form(batch: ScheduledBatch, kernels: bool) -> Form | None:
+        """What the chunks of a batch are in a graph, None if they are the flat row's."""
+        rows = batch.rows_behind
+        if all(count == 1 and samples for _, _, count, samples in rows):
             return "single"
-        pairs = sum(
-            len(piece.tokens) * (piece.start + len(piece.tokens)) for piece in pieces if len(piece.tokens) > 1
-        )
+        pairs = sum(count * (start + count) for _, start, count, _ in rows if count > 1)
         if pairs <= MOST_PAIRS:
             return "rows"
         return "spans" if kernels or pairs <= MOST_IN_TORCH else None
@@ -290,46 +278,39 @@ class Decoding:
 
     # ---- one step
 
-    def _load(
-        self, step: _CapturedStep, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None
-    ) -> None:
-        """Tell the device where the pieces' tokens go; the tables have taken them already."""
-        stride, others = split(pieces)
-        crew, order = len(pieces) - len(others), list(range(len(others)))
-        if step.spans:
-            order.sort(key=lambda i: len(others[i].tokens) > 1)  # sequences of one token come first
-            others = [others[i] for i in order]
-        counts = [len(piece.tokens) for piece in others]
-        for place, batch in enumerate(step.batches.values()):
-            ranks = (
-                None
-                if stride is None
-                else Ranks(stride.sheets[place], stride.starts, stride.step, stride.most + stride.step)
-            )
-            batch.spread([piece.tables[place] for piece in others], counts, ranks)
-        if isinstance(pieces, ForwardBatch) and crew:
-            step.ids[:crew, 0].copy_(pieces.ids(step.ids.device))
-        if others:
-            step.ids[crew : crew + sum(counts), 0].copy_(self.runner.ids(others, latest))
-        if step.shift is not None:
-            shifts = [0] * crew + [piece.shift or 0 for piece in others for _ in piece.tokens]
-            step.shift[: len(shifts)].copy_(upload(shifts, step.shift.device))
+    def _load(self, step: _CapturedStep, batch: ForwardBatch) -> None:
+        """Enter a batch in a captured step's tensors; the tables have taken its tokens already."""
         if step.places is not None:
-            ends = dict(zip(order, zip(accumulate(counts), others, strict=True), strict=True))
-            last = [*range(crew), *(crew + ends[i][0] - 1 for i in range(len(others)) if ends[i][1].wanted)]
-            step.places[: len(last)].copy_(upload(last or [0], step.places.device)[: len(last)])
+            batch = self._load_chunks(step, step.places, batch)
+        rows = batch.rows
+        for tables, static in zip(rows.tables, step.batches.values(), strict=True):
+            static.spread(tables, rows.row_ids, batch.starts, rows.counts)
+        step.ids[: rows.tokens, 0].copy_(batch.ids(step.ids.device))
+        if step.shift is not None:
+            step.shift[: rows.tokens].copy_(upload(batch.rope_deltas(), step.shift.device))
+
+    def _load_chunks(self, step: _CapturedStep, places: torch.Tensor, batch: ForwardBatch) -> ForwardBatch:
+        """Enter which tokens' logits are wanted: the batch in the order of the step's rows."""
+        wanted = batch.wanted
+        order = list(range(len(batch.rows)))
+        if step.spans:
+            order.sort(key=lambda i: batch.rows.counts[i] > 1)  # sequences of one token come first
+            batch = batch.select(order)
+        ends = dict(zip(order, accumulate(batch.rows.counts), strict=True))
+        last = [ends[i] - 1 for i in wanted] or [0]
+        places[: len(last)].copy_(upload(last, places.device))
+        return batch
 
     def _try(
         self,
         step: _CapturedStep,
-        pieces: Sequence[ScheduledChunk],
-        latest: torch.Tensor | None,
+        batch: ForwardBatch,
         logits: torch.Tensor,
     ) -> bool:
         """Replay a step whose logits are known: whether they come out."""
         if not len(logits):
             return True
-        self._load(step, pieces, latest)
+        self._load(step, batch)
         step.replay()
         dtype = next(self.runner.model.parameters()).dtype
         same = agree(step.answer.logits[: len(logits)].to(dtype), logits.to(dtype))
@@ -346,9 +327,7 @@ class Decoding:
         self.compilation.give_up("what they compute differs from the forward itself")
         self._steps = {shape: step for shape, step in self._steps.items() if not step.compiled}
 
-    def _capture(
-        self, shape: Shape, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None, vocabulary: int
-    ) -> _CapturedStep:
+    def _capture(self, shape: Shape, batch: ForwardBatch, vocabulary: int) -> _CapturedStep:
         model, groups = self.runner.model, self.runner.pools.groups
         rows, device, mixed = shape.rows, self.runner.device, shape.form != "single"
         batches = {kind: self._batch(shape, group) for kind, group in groups.items()}
@@ -365,13 +344,13 @@ class Decoding:
         if not step.state.steady:
             raise NotCapturable("somebody's hooks run in the model")
         fusion = Fusion(model, next(iter(groups.values())).captured_ops.kernels)
-        self._load(step, pieces, latest)
+        self._load(step, batch)
         self._rehearse(step, fusion, shape.form)
         lengths = self._rehearsed[shape.form]
-        compiled = self._compiled(step, fusion, pieces, latest)
+        compiled = self._compiled(step, fusion, batch)
         if self._state() != step.state:
             raise NotCapturable("the model's forward changes the model")
-        self._load(step, pieces, latest)
+        self._load(step, batch)
         if device.type == "cuda" and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         step.replay, _ = RECORDERS[device.type](
@@ -410,8 +389,7 @@ class Decoding:
         self,
         step: _CapturedStep,
         fusion: Fusion,
-        pieces: Sequence[ScheduledChunk],
-        latest: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> CompiledFusion | None:
         """The step with compiled layers, run once; None if they are not wanted, or cannot be had."""
         if self.compilation is None or self.compilation.why_not is not None:
@@ -420,7 +398,7 @@ class Decoding:
             made = CompiledFusion(
                 self.runner.model, fusion.kernels, self.compilation, self.runner.cache.layers
             )
-            self._load(step, pieces, latest)
+            self._load(step, batch)
             self._forward(step, made, LengthsOnDevice())
         except Exception as error:
             if is_out_of_memory(error):

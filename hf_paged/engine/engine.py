@@ -21,6 +21,7 @@ from .config import EngineConfig, EngineOptions
 from .fair_lock import in_turn
 from .front import Front
 from .job import Job
+from .loop import StepLoop
 from .multimodal.encoder import EncoderInput
 from .multimodal.media import Media
 from .outputs.output import Output
@@ -31,7 +32,6 @@ from .requests.keywords import spell_out
 from .requests.params import check_model, check_transformers
 from .runner import Runner
 from .settings import Settings
-from .stepping import Steps
 from .support import check_servable, longest, longest_source
 from .weights import Weights
 
@@ -95,7 +95,7 @@ class Engine(Front):
         self._checks = self._runner.checks
         with self.pools.memory.lock:
             self._weights = Weights(self.model, self._checks, settings.after_forwards())
-        self._steps = Steps(
+        self._loop = StepLoop(
             self.pools, self._runner, self._weights, self._scheduler, self._jobs, self._preemption, ahead
         )
         self._slow: Counter[str] = Counter()
@@ -118,7 +118,7 @@ class Engine(Front):
 
     @property
     def _busy(self) -> bool:
-        return bool(self._jobs) or self._steps.flight is not None
+        return bool(self._jobs) or self._loop.in_flight is not None
 
     def _why_never(self, request: Request) -> str | None:
         if self._longest is not None and request.most_tokens > self._longest:
@@ -156,14 +156,14 @@ class Engine(Front):
             if job.output is not None:
                 job.news.end()
             elif job.cancelled or self._closed:
-                self._steps.conclude(job, "abort")
+                self._loop.conclude(job, "abort")
             elif job.group not in self._jobs:
                 try:
                     job.group = self._scheduler.submit(request)
-                    self._steps.enter(job)
+                    self._loop.enter(job)
                     self._slow.update(set(job.asked.slow))
                 except Infeasible as error:
-                    self._steps.conclude(job, "refused", error)
+                    self._loop.conclude(job, "refused", error)
             self._inbox.popleft()
 
     # ---- steps
@@ -198,7 +198,7 @@ class Engine(Front):
     def _step(self) -> list[Output]:
         self._aside += self._sweep()
         if not self._jobs:
-            self._steps.flight = None  # it has nothing but tokens too many
+            self._loop.in_flight = None  # it has only tokens too many
             return []
         self._require_eval()
         with self.pools.memory.lock:  # no other forward is in progress then
@@ -208,7 +208,7 @@ class Engine(Front):
     def _go_on(self) -> list[Output]:
         if not self._scheduler.running:
             self.pools.expect(chain(self._scheduler.preempted, self._scheduler.waiting))
-        return self._steps.go_on()
+        return self._loop.step()
 
     def _changing(self, act: Callable[[], T]) -> T:
         """The answer of `act`, which changes the books. Whatever breaks it off, they are whole before
@@ -233,7 +233,7 @@ class Engine(Front):
         self._torn = True
         with self.pools.memory.lock:
             self._runner.unplug()
-            self._steps.start_over(error)
+            self._loop.start_over(error)
         self._torn = False
 
     def _settle(self) -> None:
@@ -246,8 +246,8 @@ class Engine(Front):
 
     def _pass_on(self) -> None:
         own = self._thread is not None and self._thread.own
-        while self._steps.interrupted:
-            error = self._steps.interrupted.popleft().interrupt()
+        while self._loop.interrupted:
+            error = self._loop.interrupted.popleft().interrupt()
             if error is not None and not own:
                 raise error
 
@@ -256,7 +256,7 @@ class Engine(Front):
 
     def _end(self, jobs: list[Job]) -> list[Output]:
         with self.pools.memory.lock:
-            return self._changing(lambda: [self._steps.end(job, "abort") for job in jobs]) if jobs else []
+            return self._changing(lambda: [self._loop.end(job, "abort") for job in jobs]) if jobs else []
 
     # ---- the model in other hands
 
@@ -281,13 +281,13 @@ class Engine(Front):
 
     def _put_down(self) -> None:
         """Hear of the last step, and give back every block."""
-        self._aside += self._steps.finish_in_flight()
+        self._aside += self._loop.finish_in_flight()
         for group in list(self._scheduler.running):
             self._scheduler.preempt(group, swap=False)
         for group in self._scheduler.preempted:
             if group.swapped:
                 self._scheduler.begin_again(group)
-        self._steps.forget()
+        self._loop.forget()
 
     def resume(self) -> None:
         """Go on. What was cached is forgotten if the weights have changed."""
@@ -302,7 +302,7 @@ class Engine(Front):
         if not running:
             if self._weights.changed():
                 self.pools.forget()
-                self._steps.forget()
+                self._loop.forget()
                 if self._runner.decoding is not None:
                     self._runner.decoding.look()
         elif self._checks.due or self._scheduler.may_admit:
@@ -320,7 +320,7 @@ class Engine(Front):
             return  # the step that runs looks for itself
         try:
             with self.pools.memory.lock:
-                self._changing(self._steps.look)
+                self._changing(self._loop.check_model)
         finally:
             self._checks.release()
 
@@ -360,13 +360,13 @@ class Engine(Front):
         `hf_paged.trace.read` gives it back. A path that ends with ".gz" is packed.
         """
         self._require_open()
-        current = self._steps.recorder
+        current = self._loop.recorder
         if current is not None and not current.closed:
             raise RuntimeError(f"{current!r} is being written; close it first")
-        self._steps.recorder = Recorder(
+        self._loop.recorder = Recorder(
             path, self._scheduler, self.pools.described(type(self.model).__name__), self._lock.lock
         )
-        return self._steps.recorder
+        return self._loop.recorder
 
     @in_turn
     def check(self) -> None:
@@ -393,17 +393,17 @@ class Engine(Front):
         self._closed = True  # a request that comes from now on ends when it is entered
         self._take_in()
         self._end(list(self._jobs.values()))
-        self._steps.flight = None
+        self._loop.in_flight = None
         self._checks.release()
         self.pools.free()
         if self._thread is not None:
             self._thread.stop(wait=False)
         self._freed = True
-        if self._steps.recorder is not None:
+        if self._loop.recorder is not None:
             with suppress(
                 OSError
             ):  # the recorder has logged it; whoever closes the engine is done with its requests
-                self._steps.recorder.close()
+                self._loop.recorder.close()
 
     def _after_fork(self) -> None:
         """In a forked process: what another thread was in the middle of has broken off."""

@@ -1,178 +1,209 @@
-"""Steps on their way: the next one is planned and launched before the host has heard which tokens the last
-one chose.
-"""
+"""Steps in flight: the next one is planned and launched before the host has the tokens of the last one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
-
-import torch
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..kv.upload import Download, upload
-from ..scheduling import UNKNOWN, Scheduler, SequenceGroup, Status, StepPlan, TokenSequence
+from ..scheduling import (
+    UNKNOWN,
+    ScheduledBatch,
+    Scheduler,
+    SequenceGroup,
+    Status,
+    StepPlan,
+    TokenSequence,
+)
 from .forward_batch import LastTokens
 from .job import Job
 from .sampling.answers import Answer
 from .sampling.input_batch import InputBatch
 from .sampling.penalties import PenaltyState
-from .sampling.sampler import SamplingRows, no_token, note_of, numbers_of, together
+from .sampling.sampler import HostSampler, SamplingRows, no_token, note_of, numbers_of
 
 
-class _JobTokens(NamedTuple):
-    """A job that gets tokens: at which position of its sequences, and where in the step's tokens each one's
-    stands.
-    """
+class SamplingState:
+    """What sampling keeps from step to step."""
 
-    job: Job
-    position: int
-    places: list[tuple[TokenSequence, int]]
+    def __init__(self, jobs: Mapping[SequenceGroup, Job], last_tokens: LastTokens) -> None:
+        self.jobs, self.last_tokens = jobs, last_tokens
+        self.penalties = PenaltyState()
+        self._input_batch: InputBatch | None = None
+
+    def input_batch(self, sequences: tuple[TokenSequence, ...]) -> InputBatch:
+        """The columns of these sequences: those of the step before, if they are the same."""
+        if self._input_batch is None or self._input_batch.sequences != sequences:
+            self._input_batch = InputBatch(sequences, self.jobs, self.penalties)
+        return self._input_batch
+
+    def clear(self) -> None:
+        """Begin anew: a step broke off."""
+        self._input_batch = None
+        self.penalties.clear()
 
 
 class InFlightStep:
-    """A launched step. Its tokens are on the device, where the next step finds them, and on their way to the
-    host.
+    """A launched step: `sample` launches the choice of its tokens, `apply` gives them to their requests.
+
+    Most tokens are chosen on the device: the next step finds them there, and a download brings them to the
+    host. Requests that need the host for their tokens (beams, processors) take the way of `host`.
     """
 
     def __init__(
         self,
         plan: StepPlan,
-        failed: Collection[SequenceGroup],
-        picks: Sequence[SamplingRows],
+        batch: ScheduledBatch,
         answer: Answer,
-        repeats: PenaltyState,
-        begin: float = 0.0,
-        roster: InputBatch | None = None,
+        failed: Mapping[SequenceGroup, Exception],
+        sampling: SamplingState,
+        begin: float,
     ) -> None:
-        self.plan, self.failed, self.device, self.roster = plan, failed, answer.logits.device, roster
-        self._repeats, self.begin = repeats, begin
-        """When the host began to launch it."""
-        self.tokens: torch.Tensor | None = None
-        """[sequences]: those of the crew if it is told by a roster, then those of the picks."""
-        self._crew: tuple[TokenSequence, ...] = () if roster is None else roster.sequences
-        self._seats: list[_JobTokens] = []
-        self._download: Download | None = None
-        """The tokens, and what was noted about them."""
-        self._heard: list[list[Any]] = []
-        """The same on the host."""
-        if picks or self._crew:
-            self._assign(picks, answer)
-
-    def _assign(self, picks: Sequence[SamplingRows], answer: Answer) -> None:
-        tokens, told = self._choose(picks, answer)
-        self.tokens = tokens  # until the host hears of it, a row of NaN goes on with some token that there is
-        heard = [told]
-        noted = [pick.job.asked.favourites is not None for pick in picks for _ in pick.rows]
-        if any(noted):
-            rows = [row for pick in picks for row in pick.rows]
-            places = [len(self._crew) + place for place, wanted in enumerate(noted) if wanted]
-            most = max(pick.job.asked.favourites or 0 for pick in picks)
-            whose = upload([rows[place - len(self._crew)] for place in places], tokens.device)
-            heard.append(
-                numbers_of(
-                    answer.logits[whose].log_softmax(-1), self.tokens[upload(places, tokens.device)], most
-                )
-            )
-        self._download = Download(heard)
-        place = len(self._crew)
-        for pick in picks:
-            assert pick.job.group is not None
-            sequences = pick.job.group.sequences
-            seats = list(zip(sequences, range(place, place + len(sequences)), strict=True))
-            self._seats.append(_JobTokens(pick.job, len(sequences[0].tokens), seats))
-            place += len(sequences)
-
-    def _choose(self, picks: Sequence[SamplingRows], answer: Answer) -> torch.Tensor:
-        """Tokens of the vocabulary, and what the host is told of them: [2, sequences], as `best` says it."""
-        if self.roster is None or self.plan.stride is None:
-            return together(picks, answer.logits, self._repeats)
-        own = self.roster.choose(answer, self.plan.stride)
-        return torch.cat([own, together(picks, answer.logits, self._repeats)], 1) if picks else own
-
-    @cached_property
-    def places(self) -> dict[TokenSequence, int]:
-        """Where each sequence's token stands in `tokens`. Made when somebody asks: if nobody comes or goes,
-        nobody does.
+        """batch: the rows of the plan without those of `failed` groups. answer: the logits behind the rows
+        that are sampled from. begin: when the host began to launch it.
         """
-        places = dict(zip(self._crew, range(len(self._crew)), strict=True))
-        return places | {sequence: place for seats in self._seats for sequence, place in seats.places}
+        self.plan, self.batch, self.answer, self.failed = plan, batch, answer, failed
+        self.begin = begin
+        self._sampling = sampling
+        self._input_batch: InputBatch | None = None
+        self._download: Download | None = None
+        self._tokens: list[int] = []
+        self._logprobs: list[list[float]] = []
+        self._ending: list[int] = []
+        """Places whose sequence ends with its token."""
+        self.host: HostSampler | None = None
+        """The tokens of requests that need the host for them."""
+        self.jobs: list[Job] = []
+        """The jobs that may have ended with their tokens."""
 
     @property
-    def latest(self) -> LastTokens:
-        """What the next step needs to know."""
-        return LastTokens(self.tokens, self._crew, lambda: self.places)
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """Those that get a token on the device."""
+        return () if self._input_batch is None else self._input_batch.sequences
 
-    @property
-    def jobs(self) -> list[Job]:
-        """Whose tokens it brings, as far as they may end with them."""
-        return [seats.job for seats in self._seats]
+    def sample(self) -> None:
+        """Launch the choice of the next tokens."""
+        sampled, jobs = self.batch.sampled, self._sampling.jobs
+        behind = sampled[self.batch.decodes :]
+        rows = self._logits_rows() if behind else None
+        if rows is not None and not all(jobs[sequence.group].plain for sequence in behind):
+            self._sample_on_host(sampled, rows)
+            places = [i for i, sequence in enumerate(sampled) if jobs[sequence.group].plain]
+            sampled = tuple([sampled[i] for i in places])
+            rows = [rows[i] for i in places]
+        if sampled:
+            self._sample_on_device(sampled, rows)
 
-    def launch(self, scheduler: Scheduler) -> None:
-        """Every sequence has its next token, whichever it is."""
-        if self.roster is not None:
-            self.roster.launch()
-        for seats in self._seats:
-            for sequence, _ in seats.places:
-                scheduler.extend(sequence, UNKNOWN)
+    def _logits_rows(self) -> list[int]:
+        """Of each sequence that is sampled the row of its logits; a prompt's row may be that of several."""
+        rows = list(range(self.batch.decodes))
+        count = self.batch.decodes
+        for samples in self.batch.samples[self.batch.decodes :]:
+            rows += [count] * len(samples)
+            count += bool(samples)
+        return rows
+
+    def _sample_on_device(self, sequences: tuple[TokenSequence, ...], rows: list[int] | None) -> None:
+        columns = self._input_batch = self._sampling.input_batch(sequences)
+        logits, known = self.answer
+        if rows is not None and rows != list(range(len(logits))):
+            index = upload(rows, logits.device)
+            logits, known = logits[index], None if known is None else known[:, index]
+        positions = [sequence.computed for sequence in sequences] if columns.uses_positions else []
+        tokens, on_host = columns.choose(logits, positions, known)
+        row_ids = self.batch.row_ids[: len(sequences)]
+        if rows is not None:
+            row_ids = array("i", [sequence.row for sequence in sequences])
+        self._sampling.last_tokens.write(row_ids, tokens)
+        wanted = [on_host]
+        if columns.logprobs:
+            index = upload(columns.logprobs, logits.device)
+            most = max(columns.jobs[place].asked.favourites or 0 for place in columns.logprobs)
+            wanted.append(numbers_of(logits[index].log_softmax(-1), tokens[index], most))
+        self._download = Download(wanted)
+
+    def _sample_on_host(self, sequences: Sequence[TokenSequence], rows: Sequence[int]) -> None:
+        picks: dict[Job, list[int]] = {}
+        for sequence, row in zip(sequences, rows, strict=True):
+            job = self._sampling.jobs[sequence.group]
+            if not job.plain:
+                picks.setdefault(job, []).append(row)
+        self.host = HostSampler([SamplingRows(*pick) for pick in picks.items()], self.answer.logits)
+
+    # ---- behind the device
 
     def wait(self) -> bool:
-        """Wait for the tokens; the answer is whether anybody may end with his, or lets somebody else's code
-        decide that.
-        """
-        self._heard = [] if self._download is None else [each.tolist() for each in self._download.wait()]
-        if not self._heard:
+        """Wait for the tokens: whether a request may end with its own, or has criteria that decide it."""
+        columns = self._input_batch
+        if self._download is None or columns is None:
             return False
-        tokens = self._heard[0]
-        if (
-            self.roster is not None
-            and self.plan.stride is not None
-            and self.roster.ends(self.plan.stride, tokens[: len(self._crew)])
-        ):
-            return True
-        return any(
-            job.asked.criteria
-            or position + 1 >= job.asked.max_length
-            or any(tokens[place] in job.asked.ends for _, place in places)
-            for job, position, places in self._seats
+        tokens, *logprobs = self._download.wait()
+        self._tokens = tokens.tolist()
+        self._logprobs = [row for each in logprobs for row in each.tolist()]
+        self._ending = [*self.batch.last, *columns.ending(self._tokens)]
+        behind = zip(columns.jobs[self.batch.decodes :], columns.sequences[self.batch.decodes :], strict=True)
+        return (
+            bool(self._ending)
+            or columns.has_criteria
+            or any(len(sequence.tokens) + 1 >= job.asked.max_length for job, sequence in behind)
         )
 
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
-        """Give the tokens that have arrived to whoever is still there. The answer is who failed, and why."""
+        """Give the tokens to the requests that still want them: those that failed, and why."""
         scheduler.confirm(self.plan, self.failed)
-        tokens: list[int] = self._heard[0] if self._heard else []
-        notes = iter(self._heard[1] if len(self._heard) > 1 else [])
-        self._seats += self._reveal(tokens, scheduler)
+        columns = self._input_batch
+        if columns is None:
+            return {}
+        one_by_one = {*range(self.batch.decodes, len(self._tokens)), *self._ending}
+        if not scheduler.decode_batch.still_holds(self.batch):
+            members = self.batch.sequences[: self.batch.decodes]
+            one_by_one.update([i for i, sequence in enumerate(members) if sequence.row < 0])
+        self._apply_together(scheduler, columns, one_by_one)
+        return self._apply_one_by_one(scheduler, columns, sorted(one_by_one))
+
+    def _apply_together(self, scheduler: Scheduler, columns: InputBatch, but: set[int]) -> None:
+        """Rows of the decode batch that go on: all that is done is to write down each token."""
+        sequences, streams, tokens = columns.sequences, columns.streams, self._tokens
+        if but:
+            here = [place for place in range(self.batch.decodes) if place not in but]
+            sequences = tuple([sequences[place] for place in here])
+            streams = [streams[place] for place in here]
+            tokens = [tokens[place] for place in here]
+        scheduler.extend(sequences, tokens)
+        for stream, token in zip(streams, tokens, strict=True):
+            stream.so_far.append(token)
+        for job in columns.jobs:
+            if job.news.readers:
+                job.news.put()
+
+    def _apply_one_by_one(
+        self, scheduler: Scheduler, columns: InputBatch, places: Sequence[int]
+    ) -> dict[Job, Exception]:
+        by_job: dict[Job, list[int]] = {}
+        for place in places:
+            by_job.setdefault(columns.jobs[place], []).append(place)
+        self.jobs = list(by_job)
         failed: dict[Job, Exception] = {}
-        for job, position, places in self._seats:
-            group, favourites = job.group, job.asked.favourites
-            noted = (
-                None
-                if favourites is None
-                else {sequence: note_of(next(notes), tokens[place], favourites) for sequence, place in places}
-            )
-            if group is None or group.status is Status.FINISHED:
+        for job, own in by_job.items():
+            if job.group is None or job.group.status is Status.FINISHED:
                 continue
-            # Who ended in the step before has got a token too many.
-            heard = {sequence: tokens[place] for sequence, place in places if sequence in group.sequences}
-            if UNKNOWN in heard.values():
+            # A sequence that ended in the step before has got a token too many.
+            found = {columns.sequences[i]: i for i in own if columns.sequences[i] in job.group.sequences}
+            tokens = {sequence: self._tokens[i] for sequence, i in found.items()}
+            if UNKNOWN in tokens.values():
                 failed[job] = no_token(job)
-                continue
-            try:
-                job.reveal(scheduler, position, heard, noted, self.device)
-            except Exception as error:  # a criterion or a tokenizer of this request; its neighbours go on
-                failed[job] = error
+            elif tokens:
+                try:
+                    job.take(scheduler, tokens, self._notes(columns, job, found), self.answer.logits.device)
+                except Exception as error:  # a criterion or a tokenizer of this request; its neighbours go on
+                    failed[job] = error
         return failed
 
-    def _reveal(self, tokens: list[int], scheduler: Scheduler) -> list[_JobTokens]:
-        """Tell the crew; the answer is who of it has to be looked at."""
-        stride, roster = self.plan.stride, self.roster
-        if roster is None or stride is None:
-            return []
-        odd = roster.reveal(stride, tokens[: len(self._crew)], scheduler.crew.stands(stride))
-        return [
-            _JobTokens(
-                roster.jobs[place], stride.starts[place] + stride.step + 1, [(self._crew[place], place)]
-            )
-            for place in odd
-        ]
+    def _notes(self, columns: InputBatch, job: Job, found: Mapping[TokenSequence, int]) -> Any:
+        """The logprobs of a job's tokens, if it asked for any."""
+        favourites = job.asked.favourites
+        if favourites is None:
+            return None
+        rows = dict(zip(columns.logprobs, self._logprobs, strict=True))
+        return {sequence: note_of(rows[i], self._tokens[i], favourites) for sequence, i in found.items()}

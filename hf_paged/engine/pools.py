@@ -21,7 +21,7 @@ from ..kv import HostBlocks, LayerGroup, LayerKind, Transfer
 from ..kv.budget import free_bytes
 from ..model.registry import memory_of
 from ..model.slots import CROSS, slots_of
-from ..scheduling import KVCacheGroup, Swaps
+from ..scheduling import KVCacheGroup, StepPlan, Swaps
 from ..scheduling import SequenceGroup as Requests
 from ..trace import Kind as TracedKind
 from ..trace import Trace
@@ -201,10 +201,14 @@ class Pools:
             ):  # it may not come to that, and blocks in use ask for no more than they need
                 group.reserve(min(need, group.pool.total))
 
-    def cover(self) -> None:
-        """Have memory for every block that the books have handed out, before a step writes to it."""
+    def prepare(self, plan: StepPlan) -> None:
+        """Before the rows of a plan: have memory for every block that was handed out, swap, and copy."""
         for group in self.groups.values():
             group.reserve(group.pool.top)
+        if plan.swaps:
+            self.swap(plan.swaps)
+        if any(plan.copies):
+            self.copy(plan.copies)
 
     def copy(self, copies: tuple[tuple[Copy, ...], ...]) -> None:
         """Carry out the copies on write of a step."""

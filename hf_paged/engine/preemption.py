@@ -11,7 +11,7 @@ from .pools import Pools
 
 
 class Preemption:
-    """Decides for the scheduler, and listens to what steps and swaps take.
+    """Decides for the scheduler, by the measured time of steps and swaps.
 
     mode: "swap" and "recompute" are what they say; "auto" takes what costs less. The choice changes when
         tokens come, not which.
@@ -21,39 +21,38 @@ class Preemption:
         self.pools, self.mode, self.costs = pools, mode, Costs()
         self._exposed = self._copied = 0.0
         self._carried = {True: 0, False: 0}
-        self._tokens, self._seconds, self._heard = 0, 0.0, 0.0
+        self._tokens, self._seconds, self._before = 0, 0.0, 0.0
 
     def decide(self, victim: Victim) -> bool:
         """Whether this group is swapped; if so the host has room for it."""
         if self.mode == "recompute" or not self.pools.swaps:
             return False
         if self.mode == "auto":
-            self._listen()
+            self._measure_swaps()
             if not self.costs.swap_is_better(self.pools.bytes_of(victim.blocks), victim.tokens):
                 return False
         return self.pools.reserve(victim.blocks)
 
-    def heard(self, plan: StepPlan, begin: float) -> None:
-        """The host has just heard of the tokens of a plan that it began to launch at `begin`.
+    def measure(self, plan: StepPlan, begin: float) -> None:
+        """The host has the tokens of a plan that it began to launch at `begin`.
 
-        What came before that, or before it had heard of the plan before, was not this plan's time. From a
-        plan that gives nobody a token there is nothing to hear, and the host has not waited for it: its time
-        is found in the next one.
+        What came before its launch, or before the tokens of the plan before, was not its time. For a plan
+        without samples the host has not waited: its time is found in the next one.
         """
         if self.mode != "auto" or not self.pools.swaps:
             return
         now = time.perf_counter()
-        seconds, self._heard = now - max(begin, self._heard), now
+        seconds, self._before = now - max(begin, self._before), now
         if plan.swaps:
             self._tokens, self._seconds = 0, 0.0
             return
         self._tokens += plan.tokens
         self._seconds += seconds
-        if plan.samples:
+        if plan.batch.sampled:
             self.costs.step(self._tokens, self._seconds)
             self._tokens, self._seconds = 0, 0.0
 
-    def _listen(self) -> None:
+    def _measure_swaps(self) -> None:
         for trip in self.pools.trips():
             (self.costs.out if trip.out else self.costs.back).add(trip.bytes, trip.exposed)
             self._exposed += trip.exposed
@@ -64,7 +63,7 @@ class Preemption:
         """Bytes that went out and came back, as far as that is over; the seconds that copying took, and by
         which steps were held up.
         """
-        self._listen()
+        self._measure_swaps()
         return {
             "bytes_out": self._carried[True],
             "bytes_in": self._carried[False],

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..blocks import BlockPool, BlockTable, Copy, blocks_needed, detach
-from .decode_batch import DecodeRows
 from .limits import KVCacheGroup
-from .plan import ScheduledRow, StepPlan, Swaps
+from .plan import ScheduledBatch, ScheduledRow, StepPlan, Swaps
 from .request import SequenceGroup, TokenSequence
 
 Steps = list[tuple[TokenSequence, int]]
@@ -19,8 +18,10 @@ class Draft:
 
     def __init__(self, shelves: int, room: int) -> None:
         self.room = room
-        self.stride: DecodeRows | None = None
+        self.decodes = ScheduledBatch()
+        """The rows of the decode batch."""
         self.rows: list[ScheduledRow] = []
+        """All other rows."""
         self.copies: list[list[Copy]] = [[] for _ in range(shelves)]
         self.admitted: list[SequenceGroup] = []
         self.preempted: list[SequenceGroup] = []
@@ -39,16 +40,15 @@ class Draft:
         for pool, source, stamp in self._sources:
             pool.drop(source, stamp)
         copies = tuple(tuple(copies) for copies in self.copies)
-        return StepPlan(
-            tuple(self.rows), copies, swaps, tuple(self.admitted), tuple(self.preempted), self.stride
-        )
+        batch = self.decodes.followed_by(self.rows)
+        return StepPlan(batch, copies, swaps, tuple(self.admitted), tuple(self.preempted))
 
 
 def samples(sequence: TokenSequence, count: int) -> tuple[TokenSequence, ...]:
-    """Whose next token is known after this row: nobody's if tokens are left, and all of the group's before it
-    is forked.
+    """The sequences whose next token follows this row: none if tokens are left, and all of the group before
+    it is forked.
     """
-    if sequence.computed + count < len(sequence.tokens):
+    if sequence.computed + count < sequence.length:
         return ()
     return (sequence,) if sequence.group.forked else tuple(sequence.group.sequences)
 

@@ -11,7 +11,9 @@ from ..blocks.pool import NOWHERE
 from .limits import KVCacheGroup
 
 UNKNOWN = -1
-"""Stands for a token that is chosen already and that the host has not heard of yet."""
+"""In the place of a token id: there is none."""
+NO_ROW = -1
+"""The row of a sequence that does not run."""
 
 
 class Status(Enum):
@@ -32,7 +34,7 @@ class Request:
     width: how many sequences it becomes after its prompt (samples or beams). priority: higher is sooner, if
         the policy asks for it.
     extra: what changes keys and values for the same tokens (C24). source: how many tokens its encoder makes,
-    if it has one. steady: whether its sequence, if it is one, may run in the crew while it decodes.
+    if it has one. steady: whether its sequence, if it is one, may join the decode batch.
     """
 
     number: int
@@ -54,10 +56,11 @@ class TokenSequence:
     reason it is behind.
 
     A prefix hit begins further on, a chunk goes part of the way, decoding is one behind, a preempted sequence
-    starts again at 0 or, if it was swapped, where it was.
+    starts again at 0 or, if it was swapped, where it was. `tokens` are those that the host has; where all of
+    them are computed, the next one is sampled and on its way to the host.
     """
 
-    __slots__ = ("computed", "group", "index", "parked", "place", "tables", "tokens")
+    __slots__ = ("computed", "group", "index", "parked", "row", "tables", "tokens")
 
     def __init__(
         self, group: SequenceGroup, index: int, tokens: list[int], tables: tuple[BlockTable, ...]
@@ -66,17 +69,23 @@ class TokenSequence:
         self.parked: tuple[BlockTable, ...] = ()
         """Its tables in the pools of the host while it is swapped; the others are empty then."""
         self.computed = 0
-        self.place: int | None = None
-        """Where it is in the crew, if it is."""
+        self.row = NO_ROW
+        """The row of the batch that it owns while it runs."""
 
     def __repr__(self) -> str:
         name = f"{self.group.request.number}.{self.index}"
-        return f"Sequence({name}, computed={self.computed} of {len(self.tokens)})"
+        return f"Sequence({name}, computed={self.computed} of {self.length})"
+
+    @property
+    def length(self) -> int:
+        """Its tokens, with one that is on its way to the host."""
+        known = len(self.tokens)
+        return known if known > self.computed else self.computed + 1
 
     @property
     def behind(self) -> int:
         """How many tokens are still to be computed."""
-        return len(self.tokens) - self.computed
+        return self.length - self.computed
 
     def growth(self, shelf: int, count: int) -> int:
         """By how many tokens a table grows in a step of `count`: by so many, or in a first step by all that
@@ -118,13 +127,13 @@ class SequenceGroup:
         self.promised: list[bytes] = []
         """Names of the blocks that it has still to compute and that others wait for."""
         self._prompt: Prompt | None = None
-        self.gather()
+        self.reset_to_common()
 
     def __repr__(self) -> str:
         return f"Group({self.request.number}, {self.status.value}, {self.sequences})"
 
-    def scatter(self) -> None:
-        """Its tokens turn out to stand where they are not expected: its rows are asked for one by one."""
+    def leave_decode_batch(self) -> None:
+        """Its tokens turn out to have positions of their own: it is planned row by row from now on."""
         if self.request.steady:
             self.request = replace(self.request, steady=False)
 
@@ -135,8 +144,8 @@ class SequenceGroup:
 
     @property
     def length(self) -> int:
-        """The tokens of each sequence."""
-        return len(self.leader.tokens)
+        """The tokens of each sequence, with one that is on its way to the host."""
+        return self.leader.length
 
     @property
     def swapped(self) -> bool:
@@ -150,18 +159,18 @@ class SequenceGroup:
             return False
         # A generator costs more than what it asks, for everybody in every step.
         for sequence in self.sequences:  # noqa: SIM110
-            if len(sequence.tokens) - sequence.computed != 1:
+            if len(sequence.tokens) - sequence.computed > 1:
                 return False
         return True
 
     @property
     def complete(self) -> bool:
-        """Whether its sequences are as long as they may become: the host has only to hear of their last
-        tokens.
+        """Whether its sequences are as long as they may become: at most their last tokens are on their way
+        to the host.
         """
-        return len(self.sequences[0].tokens) >= self.request.most_tokens
+        return self.sequences[0].length >= self.request.most_tokens
 
-    def gather(self) -> None:
+    def reset_to_common(self) -> None:
         """Begin again, unforked, with what the sequences have in common."""
         self.forked = len(self.sequences) == 1
         self.common = _common([sequence.tokens for sequence in self.sequences])

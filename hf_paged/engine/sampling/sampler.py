@@ -1,6 +1,4 @@
-"""What comes after the logits: a token for every sequence that is due, each request by its own rules, none by
-another's fault.
-"""
+"""Tokens of requests that need the host: processors of their own, and beams."""
 
 from __future__ import annotations
 
@@ -11,21 +9,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kv.upload import Download, upload
-from ...scheduling import UNKNOWN, Scheduler
+from ...scheduling import Scheduler
 from ..job import Job
 from ..outputs.output import TokenLogprob
 from ..requests.callables import require_known
 from .beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
 from .candidates import BeamScorer, apart
-from .penalties import PenaltyState
-from .selection import Selection
 from .warp import draw
 
 
 class SamplingRows(NamedTuple):
-    """A job that is due, and the rows of the step's logits that its running sequences follow, in their
-    order.
-    """
+    """A job, and the rows of the step's logits that its running sequences follow, in their order."""
 
     job: Job
     rows: list[int]
@@ -52,47 +46,43 @@ def no_token(job: Job) -> Exception:
     return NoToken(f"the model's logits are NaN or all -inf{ruled}")
 
 
-class Sampler:
-    """The next tokens of the jobs that are due. logits [rows, vocabulary] in fp32.
+class HostSampler:
+    """The next tokens of the requests that need the host for them: processors of their own, and beams. logits
+    [rows, vocabulary] in fp32.
 
-    Whose tokens need nothing but a cut and a draw are chosen together, and so are the continuations of beams
-    that nobody processes: that is launched at once, and heard of when the choice lands. Processors and
-    criteria run then, only for their own rows, and whatever they raise is their own request's end.
+    The continuations of beams without processors are compared together on the device: that is launched at
+    once. Processors and criteria run in `apply`, only for their own rows; what they raise ends their request.
     """
 
-    def __init__(self, picks: Sequence[SamplingRows], logits: torch.Tensor, repeats: PenaltyState) -> None:
+    def __init__(self, picks: Sequence[SamplingRows], logits: torch.Tensor) -> None:
+        self.jobs = [pick.job for pick in picks]
         self._picks, self._logits = picks, logits
         self._failed: dict[Job, Exception] = {}
-        self._plain = [pick for pick in picks if pick.job.plain]
         self._contests = _contests(picks, logits)
         compared = {pick.job for others, _ in self._contests for pick in others}
-        self._own = [pick for pick in picks if not pick.job.plain and pick.job not in compared]
+        self._own = [pick for pick in picks if pick.job not in compared]
         tensors = []
-        if self._plain:
-            tensors.append(together(self._plain, logits, repeats)[1])
         if self._own:
-            tensors.append(
-                logits[upload([row for pick in self._own for row in pick.rows], logits.device)]
-                .amax(1)
-                .isnan()
-            )
+            rows = [row for pick in self._own for row in pick.rows]
+            tensors.append(logits[upload(rows, logits.device)].amax(1).isnan())
         self._download = Download(
             [*tensors, *[tensor for _, contest in self._contests for tensor in contest.tensors]]
         )
 
+    def wait(self) -> bool:
+        """Whether code of requests decides about the tokens: it may."""
+        return True
+
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
-        """Wait for what was launched, and give every job its tokens. The answer is who failed, and why."""
-        heard = iter(self._download.wait())
-        tokens = _dealt(self._plain, next(heard).tolist() if self._plain else [])
-        broken = _dealt(self._own, next(heard).tolist() if self._own else [])
-        self._reject(job for job, found in tokens.items() if UNKNOWN in found)
+        """Wait for what was launched, and give every job its tokens: the jobs that failed, and why."""
+        arrived = iter(self._download.wait())
+        broken = _dealt(self._own, next(arrived).tolist() if self._own else [])
         self._reject(job for job, found in broken.items() if any(found) and not job.asked.mends)
-        self._each(self._plain, lambda pick: self._take(scheduler, pick, tokens[pick.job]))
         self._each(
             [pick for pick in self._own if pick.job.beams is None],
             lambda pick: self._take(scheduler, pick, self._chosen(pick)),
         )
-        self._search(scheduler, heard)
+        self._search(scheduler, arrived)
         return self._failed
 
     def _reject(self, jobs: Iterable[Job]) -> None:
@@ -120,23 +110,24 @@ class Sampler:
         return require_known(tokens, own.shape[1], scores)
 
     def _take(self, scheduler: Scheduler, pick: SamplingRows, tokens: list[int]) -> None:
-        """Let a job go on. Of one that asks for no logprobs there is nothing to compute: not one launch for
-        each request.
-        """
+        """Give a job its tokens; logprobs are computed only where they were asked for."""
         notes = (
             None
             if pick.job.asked.favourites is None
             else _notes(self._logits[pick.rows], tokens, pick.job.asked.favourites)
         )
-        pick.job.take(scheduler, tokens, notes, self._logits.device)
+        assert pick.job.group is not None
+        sequences = pick.job.group.sequences
+        noted = None if notes is None else dict(zip(sequences, notes, strict=True))
+        pick.job.take(scheduler, dict(zip(sequences, tokens, strict=True)), noted, self._logits.device)
 
     # ---- beams
 
-    def _search(self, scheduler: Scheduler, heard: Iterator[torch.Tensor]) -> None:
+    def _search(self, scheduler: Scheduler, arrived: Iterator[torch.Tensor]) -> None:
         """Let the beam searches go on, all of one shape together."""
         compared: dict[Job, Continuations | None] = {}
         for picks, contest in self._contests:
-            found = contest.found([next(heard) for _ in contest.tensors])
+            found = contest.found([next(arrived) for _ in contest.tensors])
             compared |= zip([pick.job for pick in picks], found, strict=True)
         self._reject(job for job, found in compared.items() if found is None)
         contenders: dict[tuple[int, int], dict[Job, BeamCandidates]] = {}
@@ -199,18 +190,6 @@ def _dealt(picks: Sequence[SamplingRows], found: list[Any]) -> dict[Job, list[An
     """What was found for all rows of the picks, to each job its own."""
     each = iter(found)
     return {pick.job: list(islice(each, len(pick.rows))) for pick in picks}
-
-
-def together(picks: Sequence[SamplingRows], logits: torch.Tensor, repeats: PenaltyState) -> torch.Tensor:
-    """The tokens of plain jobs, one behind the other, and what the host is told of them: UNKNOWN where the
-    logits have NaN among them, and some token stands for it: [2, sequences]. Nobody waits for the device.
-    """
-    rows = [row for pick in picks for row in pick.rows]
-    own = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
-    owners = [
-        (pick.job, sequence) for pick in picks if pick.job.group for sequence in pick.job.group.sequences
-    ]
-    return Selection(owners, repeats).choose(own, [len(sequence.tokens) for _, sequence in owners])
 
 
 def _drawn(pick: SamplingRows, scores: torch.Tensor) -> torch.Tensor:
