@@ -18,7 +18,7 @@ import hf_paged
 from hf_paged.blocks import OutOfBlocks
 from hf_paged.engine import Engine, EngineConfig, preemption
 from hf_paged.kv import HostBlocks, host
-from hf_paged.scheduling import ScheduledRow, SequenceGroup, StepPlan, Swaps
+from hf_paged.scheduling import ScheduledBatch, ScheduledRow, SequenceGroup, StepPlan, Swaps
 
 NEW = 13
 ASKED = [(p, k) for p in (1, 3, 5, 2) for k in range(len(KINDS))]
@@ -192,7 +192,7 @@ def test_the_same_bytes_come_back(kind: dict[str, Any], monkeypatch: pytest.Monk
         (group,) = engine._scheduler.running
         computed, held = group.leader.computed, engine.pools.shelves[0].pool.held
         before = contents(group, engine, computed)
-        carry, after = engine.pools.swap, []
+        carry, launch, after = engine.pools.swap, engine._scheduler.launch, []
 
         def swap(swaps: Swaps) -> None:
             carry(Swaps(swaps.out, ()))
@@ -200,25 +200,14 @@ def test_the_same_bytes_come_back(kind: dict[str, Any], monkeypatch: pytest.Monk
                 data.fill_(float("nan"))
             carry(Swaps((), swaps.back))
 
-        def copy(copies: Any) -> None:
-            # The books are a step ahead: tables whose last block is written now name its copy.
-            images = {target: source for source, target in copies[0]}
-            for sequence in group.sequences:
-                (table,) = sequence.tables
-                slots = [
-                    images.get(table.blocks[i // 2], table.blocks[i // 2]) * 2 + i % 2
-                    for i in range(computed)
-                ]
-                after.extend(
-                    data[:, slots].clone() for data in next(iter(engine.pools.groups.values())).tensors
-                )
-            carry_copies(copies)
+        def launched(*plan: Any) -> None:
+            after.extend(contents(group, engine, computed))
+            launch(*plan)
 
-        carry_copies = engine.pools.copy
         engine._scheduler.preempt(group)
         with monkeypatch.context() as patch:
             patch.setattr(engine.pools, "swap", swap)
-            patch.setattr(engine.pools, "copy", copy)
+            patch.setattr(engine._scheduler, "launch", launched)
             engine.step()
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
         assert engine.stats()["blocks_out"] == engine.stats()["blocks_in"] == held < 3 * -(-computed // 2)
@@ -409,12 +398,13 @@ def test_steps_are_measured_where_the_host_has_waited(model: Any, monkeypatch: p
         (group,) = engine._scheduler.running
         sequence = group.leader
         chunk, last = (
-            StepPlan((ScheduledRow(sequence, 0, 10, ()),)),
-            StepPlan((ScheduledRow(sequence, 10, 7, (sequence,)),)),
+            StepPlan(ScheduledBatch().followed_by([ScheduledRow(sequence, 0, 10, ())])),
+            StepPlan(ScheduledBatch().followed_by([ScheduledRow(sequence, 10, 7, (sequence,))])),
         )
-        swapped = StepPlan(last.rows, swaps=Swaps((((0, 1),),)))
+        swapped = StepPlan(last.batch, swaps=Swaps((((0, 1),),)))
         measure = engine._preemption.measure
         seen: list[tuple[int, float]] = []
+        engine.stats()  # enters what was measured before
         monkeypatch.setattr(
             engine._preemption.costs, "step", lambda tokens, seconds: seen.append((tokens, seconds))
         )
@@ -427,6 +417,7 @@ def test_steps_are_measured_where_the_host_has_waited(model: Any, monkeypatch: p
         measure(chunk, 1e6 + 100)
         measure(swapped, 1e6 + 100)
         measure(last, 1e6 + 100)
+        engine.stats()
         monkeypatch.undo()
     assert seen == [(7, 5.0), (27, 7.0), (7, 8.0), (7, 16.0)]
 

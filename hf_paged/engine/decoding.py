@@ -143,7 +143,7 @@ class Decoding:
             self.forget()
             return None
         self.counts["replayed"] += 1
-        return step.answer.first(len(batch.wanted))
+        return step.answer.first(len(batch.wanted) if step.places is not None else len(batch.rows.sequences))
 
     def _fitting(self, shape: Shape) -> _CapturedStep | None:
         """The trusted graph for a shape: its own, or as long as that costs less than a capture, the next
@@ -202,21 +202,22 @@ class Decoding:
     # ---- what a step is captured for
 
     def _shape(self, batch: ForwardBatch) -> Shape | None:
-        if self.runner.device.type not in RECORDERS or not len(batch.rows) or not batch.of_ids:
+        if self.runner.device.type not in RECORDERS or (batch.inputs and not batch.of_ids):
             return None
         groups = self.runner.pools.groups.values()
-        if len(batch.rows) > self._most or not all(group.stores for group in groups):
+        if not 0 < len(batch.rows.sequences) <= self._most or not all(group.stores for group in groups):
             return None  # the pools were given back, and come again with this step
         # Latents are read by plain torch, whatever the kernels are.
         kernels = not self.runner.expanding and all(
             group.captured_ops.kernels is not None for group in groups
         )
-        form = self._form(batch.rows, kernels)
+        decodes = batch.rows.decodes == len(batch.rows.sequences)
+        form = "single" if decodes else self._form(batch.rows, kernels)
         if form is None:
             return None
         size = next(iter(groups)).pool.block_size
         blocks = -(-batch.rows.longest // size)
-        rows = bucket_of(batch.rows.tokens, 8 if form == "single" else 4)
+        rows = bucket_of(batch.rows.decodes if decodes else batch.rows.tokens, 8 if form == "single" else 4)
         if kernels:
             # Kernels read what is there, so a wide table costs its upload and no more.
             return Shape(rows, next(width for width in WIDTHS if width >= blocks), form)
@@ -284,10 +285,11 @@ class Decoding:
             batch = self._load_chunks(step, step.places, batch)
         rows = batch.rows
         for tables, static in zip(rows.tables, step.batches.values(), strict=True):
-            static.spread(tables, rows.row_ids, batch.starts, rows.counts)
-        step.ids[: rows.tokens, 0].copy_(batch.ids(step.ids.device))
+            static.spread(tables, rows.row_ids, rows.offsets, rows.step, rows.counts)
+        ids = batch.ids(step.ids.device)
+        step.ids[: len(ids), 0].copy_(ids)
         if step.shift is not None:
-            step.shift[: rows.tokens].copy_(upload(batch.rope_deltas(), step.shift.device))
+            step.shift[: len(ids)].copy_(upload(batch.rope_deltas(), step.shift.device))
 
     def _load_chunks(self, step: _CapturedStep, places: torch.Tensor, batch: ForwardBatch) -> ForwardBatch:
         """Enter which tokens' logits are wanted: the batch in the order of the step's rows."""

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar, Unpack, get_args
 
 from ..kv import in_forked_process
@@ -183,32 +182,33 @@ class Engine(Front):
                 "a step is running already: a processor, criterion or signal handler must not drive the "
                 "engine"
             )
-        self._take_in()
+        if self._inbox:
+            self._take_in()
         self._stepping = True
         try:
             ended = without_collections(self._step)
         finally:
             self._stepping = False
-        self._aside += ended
-        self._pass_on()
-        ended = self._aside
+        ended = self._aside + ended
         self._aside = []
+        if self._loop.interrupted:
+            self._aside = ended
+            self._pass_on()
+            self._aside = []
         return ended
 
     def _step(self) -> list[Output]:
-        self._aside += self._sweep()
+        cancelled = [job for job in list(self._jobs.values()) if job.cancelled]
+        if cancelled:
+            self._aside += self._end(cancelled)
         if not self._jobs:
             self._loop.in_flight = None  # it has only tokens too many
             return []
-        self._require_eval()
+        if self.model.training:
+            self._require_eval()
         with self.pools.memory.lock:  # no other forward is in progress then
             self._look()
-            return self._changing(self._go_on)
-
-    def _go_on(self) -> list[Output]:
-        if not self._scheduler.running:
-            self.pools.expect(chain(self._scheduler.preempted, self._scheduler.waiting))
-        return self._loop.step()
+            return self._changing(self._loop.step)
 
     def _changing(self, act: Callable[[], T]) -> T:
         """The answer of `act`, which changes the books. Whatever breaks it off, they are whole before

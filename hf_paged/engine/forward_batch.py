@@ -5,9 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from ..kv.upload import upload
@@ -43,7 +42,7 @@ class LastTokens:
             self.tokens = self.tokens.to(device)
             self._row_ids = array("i")
         count = batch.decodes
-        behind = self._ids_of_chunks(batch, device) if len(batch) > count else None
+        behind = self._ids_of_chunks(batch, device) if len(batch.sequences) > count else None
         if not count:
             return upload([], device) if behind is None else behind
         if batch.sequences[:count] == unseen[:count]:
@@ -123,12 +122,6 @@ class ForwardBatch:
     def ids(self, device: torch.device) -> torch.Tensor:
         """The token ids [tokens] of all rows."""
         return self.last_tokens.ids(self.rows, self.unseen, device)
-
-    @property
-    def starts(self) -> np.ndarray[Any, Any]:
-        """The tokens of each sequence before this step."""
-        found: np.ndarray[Any, Any] = np.asarray(self.rows.offsets) + self.rows.step
-        return found
 
     @property
     def of_ids(self) -> bool:

@@ -30,17 +30,12 @@ class SamplingState:
     def __init__(self, jobs: Mapping[SequenceGroup, Job], last_tokens: LastTokens) -> None:
         self.jobs, self.last_tokens = jobs, last_tokens
         self.penalties = PenaltyState()
-        self._input_batch: InputBatch | None = None
-
-    def input_batch(self, sequences: tuple[TokenSequence, ...]) -> InputBatch:
-        """The columns of these sequences: those of the step before, if they are the same."""
-        if self._input_batch is None or self._input_batch.sequences != sequences:
-            self._input_batch = InputBatch(sequences, self.jobs, self.penalties)
-        return self._input_batch
+        self.columns = InputBatch((), jobs, self.penalties)
+        """Those of the last step, which serve the next one if it samples the same sequences."""
 
     def clear(self) -> None:
         """Begin anew: a step broke off."""
-        self._input_batch = None
+        self.columns = InputBatch((), self.jobs, self.penalties)
         self.penalties.clear()
 
 
@@ -72,64 +67,61 @@ class InFlightStep:
         self._logprobs: list[list[float]] = []
         self._ending: list[int] = []
         """Places whose sequence ends with its token."""
+        self.sequences: tuple[TokenSequence, ...] = ()
+        """The sequences that get a token on the device."""
         self.host: HostSampler | None = None
         """The tokens of requests that need the host for them."""
         self.jobs: list[Job] = []
         """The jobs that may have ended with their tokens."""
 
-    @property
-    def sequences(self) -> tuple[TokenSequence, ...]:
-        """Those that get a token on the device."""
-        return () if self._input_batch is None else self._input_batch.sequences
-
     def sample(self) -> None:
         """Launch the choice of the next tokens."""
-        sampled, jobs = self.batch.sampled, self._sampling.jobs
-        behind = sampled[self.batch.decodes :]
-        rows = self._logits_rows() if behind else None
-        if rows is not None and not all(jobs[sequence.group].plain for sequence in behind):
-            self._sample_on_host(sampled, rows)
-            places = [i for i, sequence in enumerate(sampled) if jobs[sequence.group].plain]
-            sampled = tuple([sampled[i] for i in places])
-            rows = [rows[i] for i in places]
-        if sampled:
-            self._sample_on_device(sampled, rows)
-
-    def _logits_rows(self) -> list[int]:
-        """Of each sequence that is sampled the row of its logits; a prompt's row may be that of several."""
-        rows = list(range(self.batch.decodes))
-        count = self.batch.decodes
-        for samples in self.batch.samples[self.batch.decodes :]:
-            rows += [count] * len(samples)
-            count += bool(samples)
-        return rows
-
-    def _sample_on_device(self, sequences: tuple[TokenSequence, ...], rows: list[int] | None) -> None:
-        columns = self._input_batch = self._sampling.input_batch(sequences)
-        logits, known = self.answer
-        if rows is not None and rows != list(range(len(logits))):
-            index = upload(rows, logits.device)
-            logits, known = logits[index], None if known is None else known[:, index]
-        positions = [sequence.computed for sequence in sequences] if columns.uses_positions else []
-        tokens, on_host = columns.choose(logits, positions, known)
-        row_ids = self.batch.row_ids[: len(sequences)]
-        if rows is not None:
-            row_ids = array("i", [sequence.row for sequence in sequences])
+        batch, answer = self.batch, self.answer
+        self.sequences = batch.sequences[: batch.decodes]
+        row_ids = batch.row_ids[: batch.decodes]
+        if len(batch.sequences) > batch.decodes:
+            row_ids, answer = self._add_rows_behind()
+        if not self.sequences:
+            return
+        if self._sampling.columns.sequences != self.sequences:
+            self._sampling.columns = InputBatch(self.sequences, self._sampling.jobs, self._sampling.penalties)
+        columns = self._input_batch = self._sampling.columns
+        positions = [sequence.computed for sequence in self.sequences] if columns.uses_positions else []
+        tokens, for_host = columns.choose(answer.logits, positions, answer.best)
         self._sampling.last_tokens.write(row_ids, tokens)
-        wanted = [on_host]
+        wanted = [for_host]
         if columns.logprobs:
-            index = upload(columns.logprobs, logits.device)
+            index = upload(columns.logprobs, tokens.device)
             most = max(columns.jobs[place].asked.favourites or 0 for place in columns.logprobs)
-            wanted.append(numbers_of(logits[index].log_softmax(-1), tokens[index], most))
+            wanted.append(numbers_of(answer.logits[index].log_softmax(-1), tokens[index], most))
         self._download = Download(wanted)
 
-    def _sample_on_host(self, sequences: Sequence[TokenSequence], rows: Sequence[int]) -> None:
-        picks: dict[Job, list[int]] = {}
-        for sequence, row in zip(sequences, rows, strict=True):
-            job = self._sampling.jobs[sequence.group]
-            if not job.plain:
-                picks.setdefault(job, []).append(row)
-        self.host = HostSampler([SamplingRows(*pick) for pick in picks.items()], self.answer.logits)
+    def _add_rows_behind(self) -> tuple[array[int], Answer]:
+        """Add the sequences of the rows behind the decode batch, and hand over those that need the host: the
+        rows and the logits of all that are sampled on the device.
+        """
+        decodes, jobs, logits = self.batch.decodes, self._sampling.jobs, self.answer.logits
+        rows = list(range(decodes))
+        on_device = list(self.sequences)
+        on_host: dict[Job, list[int]] = {}
+        row = decodes
+        for samples in self.batch.samples[decodes:]:
+            for sequence in samples:
+                if jobs[sequence.group].plain:
+                    on_device.append(sequence)
+                    rows.append(row)
+                else:
+                    on_host.setdefault(jobs[sequence.group], []).append(row)
+            row += bool(samples)
+        if on_host:
+            self.host = HostSampler([SamplingRows(*each) for each in on_host.items()], logits)
+        self.sequences = tuple(on_device)
+        row_ids = array("i", [sequence.row for sequence in on_device])
+        if rows == list(range(len(logits))):
+            return row_ids, self.answer
+        index = upload(rows, logits.device)
+        best = self.answer.best
+        return row_ids, Answer(logits[index], None if best is None else best[:, index])
 
     # ---- behind the device
 
@@ -141,13 +133,13 @@ class InFlightStep:
         tokens, *logprobs = self._download.wait()
         self._tokens = tokens.tolist()
         self._logprobs = [row for each in logprobs for row in each.tolist()]
-        self._ending = [*self.batch.last, *columns.ending(self._tokens)]
-        behind = zip(columns.jobs[self.batch.decodes :], columns.sequences[self.batch.decodes :], strict=True)
-        return (
-            bool(self._ending)
-            or columns.has_criteria
-            or any(len(sequence.tokens) + 1 >= job.asked.max_length for job, sequence in behind)
-        )
+        self._ending = list(self.batch.last)
+        if not columns.any_end.isdisjoint(self._tokens):
+            self._ending += columns.ending(self._tokens)
+        for place in range(self.batch.decodes, len(self._tokens)):
+            if len(self.sequences[place].tokens) + 1 >= columns.jobs[place].asked.max_length:
+                self._ending.append(place)
+        return bool(self._ending) or columns.has_criteria
 
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
         """Give the tokens to the requests that still want them: those that failed, and why."""
@@ -155,27 +147,22 @@ class InFlightStep:
         columns = self._input_batch
         if columns is None:
             return {}
-        one_by_one = {*range(self.batch.decodes, len(self._tokens)), *self._ending}
-        if not scheduler.decode_batch.still_holds(self.batch):
-            members = self.batch.sequences[: self.batch.decodes]
-            one_by_one.update([i for i, sequence in enumerate(members) if sequence.row < 0])
-        self._apply_together(scheduler, columns, one_by_one)
-        return self._apply_one_by_one(scheduler, columns, sorted(one_by_one))
-
-    def _apply_together(self, scheduler: Scheduler, columns: InputBatch, but: set[int]) -> None:
-        """Rows of the decode batch that go on: all that is done is to write down each token."""
-        sequences, streams, tokens = columns.sequences, columns.streams, self._tokens
-        if but:
-            here = [place for place in range(self.batch.decodes) if place not in but]
+        sequences, streams, tokens = self.sequences, columns.streams, self._tokens
+        one_by_one = {*range(self.batch.decodes, len(tokens)), *self._ending}
+        one_by_one.update([place for place, sequence in enumerate(sequences) if sequence.row < 0])
+        if one_by_one:
+            here = [place for place in range(self.batch.decodes) if place not in one_by_one]
             sequences = tuple([sequences[place] for place in here])
             streams = [streams[place] for place in here]
             tokens = [tokens[place] for place in here]
+        # All that is done for a sequence that goes on: its token is written down.
         scheduler.extend(sequences, tokens)
         for stream, token in zip(streams, tokens, strict=True):
             stream.so_far.append(token)
         for job in columns.jobs:
             if job.news.readers:
                 job.news.put()
+        return self._apply_one_by_one(scheduler, columns, sorted(one_by_one)) if one_by_one else {}
 
     def _apply_one_by_one(
         self, scheduler: Scheduler, columns: InputBatch, places: Sequence[int]

@@ -67,15 +67,19 @@ class StepLoop:
 
     def step(self) -> list[Output]:
         """Plan and launch a step, then apply the tokens of the one before: the requests that have ended."""
+        if not self.scheduler.running:
+            self.pools.expect([*self.scheduler.preempted, *self.scheduler.waiting])
         plan = self.scheduler.schedule()
         self.pools.prepare(plan)
-        if not plan:
+        if not plan.batch.sequences:
             return self._idle()
         previous = self.in_flight
         step = self.in_flight = self._launch(plan)
         step.sample()
         ended = self._apply(previous) if self.ahead else self.finish_in_flight()
-        return ended + self._apply(step.host, step.failed)
+        if step.host is not None or step.failed:
+            ended += self._apply(step.host, step.failed)
+        return ended
 
     def finish_in_flight(self) -> list[Output]:
         """Give out the tokens of the step in flight: the requests that have ended with it."""

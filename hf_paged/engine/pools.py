@@ -204,8 +204,9 @@ class Pools:
     def prepare(self, plan: StepPlan) -> None:
         """Before the rows of a plan: have memory for every block that was handed out, swap, and copy."""
         for group in self.groups.values():
-            group.reserve(group.pool.top)
-        if plan.swaps:
+            if group.reserved is not None and group.pool.top > group.reserved:
+                group.reserve(group.pool.top)
+        if plan.swaps.out or plan.swaps.back:
             self.swap(plan.swaps)
         if any(plan.copies):
             self.copy(plan.copies)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -52,13 +52,14 @@ class StaticSpans(StaticBatch):
         """[most]: the same of sequences with one new token, 0 of others; this run's, once it has begun."""
 
     def spread(
-        self, tables: BlockTableArray, row_ids: array[int], starts: np.ndarray[Any, Any], counts: array[int]
+        self, tables: BlockTableArray, row_ids: array[int], offsets: array[int], step: int, counts: array[int]
     ) -> None:
-        """Upload a step in which row_ids[i] has taken counts[i] tokens behind starts[i]; rows of one token
-        come first.
+        """Upload a step in which row_ids[i] has taken counts[i] tokens behind offsets[i] + step; rows of one
+        token come first.
         """
         _, ids, tokens, owners, totals, borders = self._stage()
         rows, many = np.asarray(row_ids), np.asarray(counts)
+        starts = np.asarray(offsets) + step
         places, positions = tokens_of(np.arange(len(rows)), starts, counts)
         width = int(positions.max()) // self.block_size + 1
         ids.reshape(self.most, self.width)[: len(rows), :width] = blocks_of(tables, rows, width)

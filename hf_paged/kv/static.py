@@ -25,11 +25,8 @@ def tokens_of(
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """For every token its row and its position, [tokens] each, where row i has counts[i] behind starts[i]."""
     many = np.asarray(counts)
-    total = int(many.sum())
-    if total == len(many):
-        return rows, starts
     firsts = many.cumsum() - many
-    return rows.repeat(many), np.arange(total) + (starts - firsts).repeat(many)
+    return rows.repeat(many), np.arange(many.sum()) + (starts - firsts).repeat(many)
 
 
 def blocks_of(tables: BlockTableArray, rows: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
@@ -128,11 +125,15 @@ class StaticBatch:
         self._send()
 
     def spread(
-        self, tables: BlockTableArray, row_ids: array[int], starts: np.ndarray[Any, Any], counts: array[int]
+        self, tables: BlockTableArray, row_ids: array[int], offsets: array[int], step: int, counts: array[int]
     ) -> None:
-        """Upload a step in which row_ids[i] has taken counts[i] tokens behind starts[i], each a row here."""
+        """Upload a step in which row_ids[i] has taken counts[i] tokens behind offsets[i] + step; every token
+        is a row here.
+        """
         _, ids, tokens, _, _ = self._stage()
-        rows, positions = tokens_of(np.asarray(row_ids), starts, counts)
+        rows, positions = np.asarray(row_ids), np.asarray(offsets) + step
+        if len(rows) != np.asarray(counts).sum():
+            rows, positions = tokens_of(rows, positions, counts)
         width = int(positions.max()) // self.block_size + 1
         tokens[: len(rows)] = positions
         ids.reshape(self.rows, self.width)[: len(rows), :width] = blocks_of(tables, rows, width)

@@ -55,6 +55,8 @@ class DecodeBatch:
         """By the number of a step (modulo the block size): members that need a new block in it."""
         self._ends: dict[int, dict[TokenSequence, None]] = {}
         """By the number of a step: members that are complete before it, if nothing happens until then."""
+        self.growing = self._growing[0]
+        """Members that need a new block in the next step."""
         self._now: Sequence[int] = [0 for _ in self.shelves]
         self._columns: _Columns | None = None
 
@@ -109,11 +111,6 @@ class DecodeBatch:
         """Members that are as long as they may become, and take no further step."""
         return [sequence for sequence in self._ends.get(self.steps, ()) if sequence.group.complete]
 
-    def still_holds(self, batch: ScheduledBatch) -> bool:
-        """Whether the members are the decode rows of a batch."""
-        members = () if self._columns is None else self._columns.sequences
-        return members == batch.sequences[: batch.decodes]
-
     def _end_of(self, sequence: TokenSequence) -> int:
         """The number of the first step that a member does not take: the one before it brings its last
         token.
@@ -124,25 +121,25 @@ class DecodeBatch:
 
     def need(self) -> int:
         """The blocks of every pool that the next step takes; blocks behind a window go back first (C10)."""
-        growing = self._growing[self.steps % self.block_size]
         for i, shelf in enumerate(self.shelves):
             if shelf.window is not None:
-                for sequence in growing:
+                for sequence in self.growing:
                     table = sequence.tables[i]
                     table.stamp = max(table.stamp, self._now[i])
                     table.release_before(table.length - shelf.window + 1)
-        return len(growing)
+        return len(self.growing)
 
     def step(self, now: Sequence[int]) -> ScheduledBatch:
         """One token of every member; every pool has the blocks for it."""
         self._now = now
-        for sequence in self._growing[self.steps % self.block_size]:
+        for sequence in self.growing:
             self._add_block(sequence)
         columns = self._columns = self._columns or self._made_columns()
         for table in columns.tables:
             table.length += 1
         self.steps += 1
-        full = [(each, each.tables[0].length) for each in self._growing[self.steps % self.block_size]]
+        self.growing = self._growing[self.steps % self.block_size]
+        full = [(each, each.tables[0].length) for each in self.growing]
         last = [columns.sequences.index(each) for each in self._ends.get(self.steps, ())]
         return ScheduledBatch(
             columns.sequences,

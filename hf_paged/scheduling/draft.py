@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ..blocks import BlockPool, BlockTable, Copy, blocks_needed, detach
 from .limits import KVCacheGroup
-from .plan import ScheduledBatch, ScheduledRow, StepPlan, Swaps
+from .plan import NOTHING, ScheduledRow, StepPlan, Swaps
 from .request import SequenceGroup, TokenSequence
 
 Steps = list[tuple[TokenSequence, int]]
@@ -18,7 +18,7 @@ class Draft:
 
     def __init__(self, shelves: int, room: int) -> None:
         self.room = room
-        self.decodes = ScheduledBatch()
+        self.batch = NOTHING
         """The rows of the decode batch."""
         self.rows: list[ScheduledRow] = []
         """All other rows."""
@@ -40,7 +40,7 @@ class Draft:
         for pool, source, stamp in self._sources:
             pool.drop(source, stamp)
         copies = tuple(tuple(copies) for copies in self.copies)
-        batch = self.decodes.followed_by(self.rows)
+        batch = self.batch.followed_by(self.rows) if self.rows else self.batch
         return StepPlan(batch, copies, swaps, tuple(self.admitted), tuple(self.preempted))
 
 

@@ -134,6 +134,9 @@ class ScheduledBatch:
         return self.decodes + sum(behind) if behind else self.decodes
 
 
+NOTHING = ScheduledBatch()
+
+
 @dataclass(frozen=True)
 class Swaps:
     """Blocks that go to the host and that come back, for every shelf.
@@ -157,7 +160,7 @@ class StepPlan:
     host and back. admitted, preempted: the groups that begin to run in it and that do not run any more.
     """
 
-    batch: ScheduledBatch = ScheduledBatch()
+    batch: ScheduledBatch = NOTHING
     copies: tuple[tuple[Copy, ...], ...] = ()
     swaps: Swaps = Swaps()
     admitted: tuple[SequenceGroup, ...] = ()

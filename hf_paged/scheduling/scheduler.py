@@ -17,7 +17,7 @@ from .draft import Draft, Steps, fit, samples, share
 from .forecast import ADMISSIONS
 from .in_flight_prefixes import InFlightPrefixes
 from .limits import KVCacheGroup, Limits
-from .plan import ScheduledRow, StepPlan
+from .plan import ScheduledRow, StepPlan, Swaps
 from .policy import POLICIES
 from .request import NO_ROW, Request, SequenceGroup, Status, TokenSequence
 from .swap import Decide, Swapping, never
@@ -192,6 +192,24 @@ class Scheduler:
         draft = Draft(len(self.shelves), self.limits.tokens)
         now = [shelf.pool.tick() for shelf in self.shelves]
         self._refresh_batch()
+        steps: list[Steps] = []
+        if self._others or self.decode_batch.growing:
+            steps = self._make_room(draft)
+        draft.batch = self.decode_batch.step(now)
+        draft.room -= draft.batch.decodes
+        for of_group in steps:
+            self._take(draft, of_group)
+        if (self.preempted or self.waiting) and not draft.preempted:
+            self._admit(draft)
+        plan = draft.plan(self.swapping.plan() if self.swapping.moves else Swaps())
+        self.counts["steps"] += bool(plan.batch.sequences)
+        self.counts["tokens"] += self.limits.tokens - draft.room
+        return plan
+
+    def _make_room(self, draft: Draft) -> list[Steps]:
+        """Preempt groups until every pool has the blocks of the step: the steps of those outside the decode
+        batch.
+        """
         steps = share(self._others, self.limits.tokens - len(self.decode_batch))
         while self.running and not fit(self.shelves, steps, self.decode_batch.need()):
             last = self.running[-1]
@@ -199,16 +217,7 @@ class Scheduler:
             last.setbacks += 1
             draft.preempted.append(last)
             steps = share(self._others, self.limits.tokens - len(self.decode_batch))
-        draft.room -= len(self.decode_batch)
-        draft.decodes = self.decode_batch.step(now)
-        for of_group in steps:
-            self._take(draft, of_group)
-        if not draft.preempted:
-            self._admit(draft)
-        plan = draft.plan(self.swapping.plan())
-        self.counts["steps"] += bool(plan)
-        self.counts["tokens"] += plan.tokens
-        return plan
+        return steps
 
     def commit(self, plan: StepPlan, without: Collection[SequenceGroup] = ()) -> None:
         """The rows of the plan are computed, but for those of groups `without`."""
@@ -223,7 +232,7 @@ class Scheduler:
         for sequence in batch.sequences[: batch.decodes]:
             if not without or sequence.group not in without:
                 sequence.computed += 1
-        for sequence, start, count, _ in batch.rows_behind:
+        for sequence, start, count, _ in batch.rows_behind if len(batch.sequences) > batch.decodes else ():
             group = sequence.group
             if group in without:
                 continue
@@ -239,7 +248,7 @@ class Scheduler:
         for sequence, end in batch.full:
             if sequence.computed >= end and sequence.group not in without:
                 self._name(sequence, end)
-        for sequence, start, count, _ in batch.rows_behind:
+        for sequence, start, count, _ in batch.rows_behind if len(batch.sequences) > batch.decodes else ():
             group, end = sequence.group, start + count
             if group.promised and end >= group.common and sequence.computed >= end and group not in without:
                 self._promised.withdraw(group)

@@ -32,7 +32,7 @@ class InputBatch:
         asked = [job.asked for job in self.jobs]
         self.streams = [job.streams[sequence.index] for job, sequence in self._owners]
         self._ends = [each.ends for each in asked]
-        self._any_end = frozenset([UNKNOWN]).union(*set(self._ends))
+        self.any_end = frozenset([UNKNOWN]).union(*set(self._ends))
         self.logprobs = [place for place, each in enumerate(asked) if each.favourites is not None]
         self.has_criteria = any(each.criteria for each in asked)
         self._penalties = penalties
@@ -49,8 +49,6 @@ class InputBatch:
 
     def ending(self, tokens: list[int]) -> list[int]:
         """The places whose sequence ends with its token, or has none."""
-        if self._any_end.isdisjoint(tokens):
-            return []
         return [
             place
             for place, (token, ends) in enumerate(zip(tokens, self._ends, strict=True))
@@ -67,13 +65,16 @@ class InputBatch:
         """
         if self._reading:
             self._penalties.histories.enter([self._owners[place] for place in self._reading], logits.device)
-        scores = self._processed(logits, [recipe.before for recipe in self._recipes], positions)
+        scores = logits
+        if self._recipes:
+            scores = self._processed(logits, [recipe.before for recipe in self._recipes], positions)
         fined = None
         if self._fined:
             fined = self._penalties.fined(scores, self._fined, [self._owners[place] for place in self._fined])
         if fined is not None and (self._drawn or self._recipes):
             scores = scores.index_copy(0, fined.rows, fined.scores)
-        scores = self._processed(scores, [recipe.between for recipe in self._recipes], positions)
+        if self._recipes:
+            scores = self._processed(scores, [recipe.between for recipe in self._recipes], positions)
         # The next replay writes over what is known.
         chosen = best(scores) if known is None or self._recipes else known.clone()
         if fined is not None and not self._recipes:
