@@ -86,7 +86,7 @@ def test_rows_that_change_owners_change_no_token(seed: int, ahead: bool) -> None
             answers(engine.generate([prompt], max_new_tokens=new, seed=i, **kind)[0])
             for i, (prompt, kind, new) in enumerate(asked)
         ]
-    options = {"block_size": 2, "num_blocks": 26, "max_batch_tokens": 16, "max_batch_sequences": 4}
+    options = {"block_size": 2, "num_blocks": 32, "max_batch_tokens": 16, "max_batch_sequences": 4}
     with Engine(
         model, run_ahead=ahead, preemption="swap", host_blocks=60, watermark=0.0, **options
     ) as engine:
@@ -101,6 +101,8 @@ def test_rows_that_change_owners_change_no_token(seed: int, ahead: bool) -> None
                 engine.check()
             if aborted and chance.random() < 0.5:
                 aborted.pop().cancel()
+            if chance.random() < 0.2 and engine._scheduler.running:
+                engine._scheduler.preempt(chance.choice(engine._scheduler.running))
             if chance.random() < 0.1:
                 engine.pause()
                 engine.resume()

@@ -92,3 +92,27 @@ def test_a_walk_of_both_changes_no_answer(seed: int) -> None:
     world.run()
     world.assert_answered()
     world.assert_empty()
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_group_that_awaits_a_token_is_not_admitted_before_it_is_there(swap: bool) -> None:
+    """C30: preempted while its step is in flight; the token is neither lost nor computed twice."""
+    world = Simulated.of(total=60, size=4, tokens=40, host=20)
+    group = world.submit(Request(0, prompt(6), 12))
+    other = world.submit(Request(1, prompt(5, 1), 12))
+    world.step()
+    plan = world.scheduler.schedule()
+    values = {row.sequence: world.compute(row.sequence, row.start, row.count) for row in plan.rows}
+    world.scheduler.launch(plan)
+    world.scheduler.preempt(group, swap=swap)
+    ahead = world.scheduler.schedule()
+    assert [row.sequence for row in ahead.rows] == [other.leader]
+    world.carry(ahead.swaps)
+    world.scheduler.confirm(plan)
+    for waiting in (group, other):
+        world.choose(waiting, {waiting.leader: values[waiting.leader]})
+    world.scheduler.commit(ahead)
+    world.choose(other, {other.leader: world.compute(other.leader, ahead.rows[0].start, 1)})
+    world.run()
+    world.assert_answered()
+    world.assert_empty()

@@ -138,7 +138,7 @@ class Decoding:
             return None
         self._load(step, batch)
         step.replay()
-        # What somebody may have done to the model is looked for while the device works.
+        # Changes of the model are looked for while the device works.
         if not self._stands(step):
             self.forget()
             return None

@@ -69,7 +69,7 @@ class Engine(Front):
         check_model(self.model)
         self._longest, self._longest_source = longest(self.model), longest_source(self.model)
         self.pools = Pools(self.model, self.config)
-        # Finalizers run in the middle of anything, so this one only notes that the pools are nobody's.
+        # Finalizers run in the middle of anything, so this one only notes that the pools have no owner.
         weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
         self._runner = Runner(self.model, self.pools)
         self._require_eval()
@@ -168,7 +168,7 @@ class Engine(Front):
     # ---- steps
 
     def step(self) -> list[Output]:
-        """One step of everybody's; the answer is what ended in it. Without work it does nothing."""
+        """One step of all requests; the answer is what ended in it. Without work it does nothing."""
         self._lock.give_way()
         return self._driving(self._advance)
 
@@ -262,7 +262,7 @@ class Engine(Front):
 
     @in_turn
     def pause(self) -> None:
-        """Let go of the model: nobody holds a block, here or on the host, and requests wait. Until `resume`
+        """Release the model: no request holds a block, here or on the host, and all wait. Until `resume`
         its weights may change.
 
         What requests have said so far stays; it is computed again, with the weights of then.
@@ -296,8 +296,9 @@ class Engine(Front):
             self.start()
 
     def _look(self) -> None:
-        """What is cached belongs to the weights of now. While nobody holds anything that is looked at
-        closely, else quickly: whenever somebody may have changed them, and before anybody is let in."""
+        """Check that cached blocks match the current weights: fully when idle, cheaply after user code has
+        run or before admitting.
+        """
         running = len(self._scheduler.running)
         if not running:
             if self._weights.changed():
@@ -400,9 +401,7 @@ class Engine(Front):
             self._thread.stop(wait=False)
         self._freed = True
         if self._loop.recorder is not None:
-            with suppress(
-                OSError
-            ):  # the recorder has logged it; whoever closes the engine is done with its requests
+            with suppress(OSError):  # the recorder has logged it
                 self._loop.recorder.close()
 
     def _after_fork(self) -> None:

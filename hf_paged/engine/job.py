@@ -43,11 +43,11 @@ class Job:
         self.ruled = asked.recipe is not None and any(asked.recipe[1:])
         """Whether it has processors that run for the rows of all requests at once."""
         self.fined = asked.warp is not None and asked.warp.repetition != 1
-        """Whether repeating a token costs it something, with everybody's."""
+        """Whether it has a repetition penalty, computed for the rows of all requests at once."""
         self.trouble_with_scores: Exception | None = None
         """What one of these processors raised."""
         self.plain = asked.recipe is not None
-        """Whether its tokens are chosen with everybody's, in one go, and the host may hear of them later."""
+        """Whether its tokens are chosen on the device, with those of others: the host gets them later."""
 
     # ---- a step
 
@@ -156,7 +156,7 @@ class Job:
         return next((stream.trouble for stream in self.streams if stream.trouble is not None), None)
 
     def interrupt(self) -> BaseException | None:
-        """What its own code raised that is meant for whoever drives, too; once."""
+        """What its own code raised that its driver must get, too; once."""
         error = self.trouble if self.output is None else self.output.error
         if self._passed_on or not reaches_driver(error):
             return None
@@ -185,7 +185,7 @@ class Job:
         )
 
     def go_back(self) -> None:
-        """A step broke off: its sequences have the tokens that somebody has been told, and no others."""
+        """A step broke off: its sequences keep the tokens of their streams, and no others."""
         if self.group is None or self.beams is not None:
             return
         for stream in self.streams:
@@ -238,8 +238,8 @@ class Job:
     # ---- the end
 
     def close(self, reason: FinishReason | None = None, error: BaseException | None = None) -> Output:
-        """Make the output; answers that have not ended end for `reason`, or for the trouble that somebody had
-        in reading one of them.
+        """Make the output; answers that have not ended end for `reason`, or because one could not be
+        decoded.
         """
         self.timing.finished = time.monotonic()
         for stream in self.streams:

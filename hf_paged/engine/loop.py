@@ -121,9 +121,8 @@ class StepLoop:
         for group in plan.groups if not failed else ():
             own = [i for i, sequence in enumerate(plan.batch.sequences) if sequence.group is group]
             try:
-                logits.append(
-                    self._run(plan.batch.select(own)).logits.clone()
-                )  # the next run may overwrite it
+                answer = self._run(plan.batch.select(own))
+                logits.append(answer.logits.clone())  # the next run may overwrite it
                 done += own
             except Exception as trouble:
                 failed[group] = trouble
@@ -280,7 +279,7 @@ class StepLoop:
             job.asked.source.made = None
 
     def _disown(self, group: SequenceGroup) -> None:
-        """What a failed request has computed is found by nobody: it may be what failed."""
+        """Uncache what a failed request has computed: it may be what failed."""
         for sequence in group.sequences:
             for table in sequence.tables:
                 for block in table.blocks:

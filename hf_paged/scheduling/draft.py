@@ -54,8 +54,8 @@ def samples(sequence: TokenSequence, count: int) -> tuple[TokenSequence, ...]:
 
 
 def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
-    """Who takes how many of so many tokens: whoever decodes has its token, who computes a prompt gets what
-    that leaves.
+    """The tokens that each group takes of `room`: one for each sequence that decodes, for prompts what that
+    leaves.
     """
     found, decoding = [], [group.decoding for group in groups]
     owed = sum([len(group.sequences) for group, each in zip(groups, decoding, strict=True) if each])
@@ -71,8 +71,8 @@ def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
     return found
 
 
-def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], beside: int = 0) -> bool:
-    """Whether every pool has the blocks for these steps and `beside` more; what lies behind a window goes
+def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], extra: int = 0) -> bool:
+    """Whether every pool has the blocks for these steps and `extra` more; what lies behind a window goes
     back first (C10).
     """
     for i, shelf in enumerate(shelves):
@@ -81,13 +81,13 @@ def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], beside: int =
             for tables, _ in every:
                 for table in tables:
                     table.release_before(table.length - shelf.window + 1)
-        most = beside + sum([count // shelf.pool.block_size + 2 for steps in several for _, count in steps])
+        most = extra + sum([count // shelf.pool.block_size + 2 for steps in several for _, count in steps])
         if not shelf.cross and most <= shelf.pool.available:
-            continue  # nobody takes more than that, so nobody has to count
+            continue  # no step takes more than that: nothing to count
         need = sum(
             blocks_needed(tables, [sequence.growth(i, count) for sequence, count in steps])
             for tables, steps in every
         )
-        if beside + need > shelf.pool.available:
+        if extra + need > shelf.pool.available:
             return False
     return True

@@ -124,6 +124,8 @@ class SequenceGroup:
         """How many of them were for want of blocks: the more, the more room it waits for."""
         self.cached_tokens = 0
         """How many tokens of the prompt were there already when it was first admitted."""
+        self.awaits_tokens = False
+        """Whether it was preempted while tokens were on their way to the host: it runs again behind them."""
         self.promised: list[bytes] = []
         """Names of the blocks that it has still to compute and that others wait for."""
         self._prompt: Prompt | None = None
@@ -157,7 +159,7 @@ class SequenceGroup:
         """Whether the next step takes exactly one token of every sequence."""
         if not self.forked or self.complete:
             return False
-        # A generator costs more than what it asks, for everybody in every step.
+        # A generator costs more than what it asks, for every group in every step.
         for sequence in self.sequences:  # noqa: SIM110
             if len(sequence.tokens) - sequence.computed > 1:
                 return False

@@ -41,7 +41,7 @@ class Scheduler:
     There is one idea: every sequence has `computed` catching up with its tokens. A prompt, a chunk of it,
     what a prefix hit left over, a decoding step and a recomputation are one case. Whoever runs comes first,
     in the order of the policy; for lack of blocks the last one goes, to the host if `swap` says so and there
-    is room, else to be computed again later; nobody new is admitted while anybody preempted waits (C26 to
+    is room, else to be computed again later; no new group is admitted while a preempted one waits (C26 to
     C31).
     """
 
@@ -135,6 +135,7 @@ class Scheduler:
         self._leave_batch(group)
         self._promised.withdraw(group)
         self.admission.leave(group)
+        group.awaits_tokens = any(sequence.computed >= len(sequence.tokens) for sequence in group.sequences)
         blocks = self.swapping.park(group) if swap else None
         if blocks is None:
             self.begin_again(group)
@@ -158,8 +159,8 @@ class Scheduler:
         self.counts["recomputed"] += 1
 
     def start_over(self, groups: Iterable[SequenceGroup]) -> None:
-        """Something broke into the middle of a step: nobody holds anything, and all that are not finished are
-        computed again.
+        """A step broke off in the middle: no group keeps anything, and all that are not finished are computed
+        again.
         """
         self.waiting, self.preempted, self.running, self._others = [], [], [], []
         self.decode_batch.clear()
@@ -169,6 +170,7 @@ class Scheduler:
         self.swapping.clear()
         for group in groups:
             group.promised = []
+            group.awaits_tokens = False
             for sequence in group.sequences:
                 sequence.row = NO_ROW
                 sequence.free()
@@ -257,8 +259,10 @@ class Scheduler:
         """The host has the next tokens of sequences, which run or were preempted since the tokens' step."""
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.tokens.append(token)
-            if sequence.row == NO_ROW and not sequence.group.swapped:
-                sequence.group.reset_to_common()  # what they have in common was not known before
+            if sequence.row == NO_ROW:
+                sequence.group.awaits_tokens = False
+                if not sequence.group.swapped:
+                    sequence.group.reset_to_common()  # what they have in common was not known before
 
     def reorder(self, group: SequenceGroup, sources: Sequence[int], tokens: Sequence[int]) -> None:
         """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6,
@@ -333,6 +337,8 @@ class Scheduler:
             if passed >= len(queue):
                 return
             group = queue[passed]
+            if group.awaits_tokens:
+                return
             if group.swapped and self.swapping.stale(group):
                 self.begin_again(group)
             found = self._find(group)
@@ -481,11 +487,11 @@ class Scheduler:
         )
         expect(
             moment.taken == sum(len(group.sequences) for group in self.running),
-            "somebody runs and is not counted",
+            "a running sequence is not counted",
         )
         expect(
             self._others == apart and len(self.decode_batch) == len(self.running) - len(apart),
-            "somebody runs twice, or not at all",
+            "a running group is in two places, or in none",
         )
         expect(
             moment.taken <= self.limits.sequences,
