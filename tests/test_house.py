@@ -36,7 +36,7 @@ BUDGETS = {
     "hf_paged/blocks": 1350,
     "hf_paged/checking": 1000,
     "hf_paged/demo": 250,
-    "hf_paged/engine": 4950,
+    "hf_paged/engine": 4850,
     "hf_paged/engine/multimodal": 750,
     "hf_paged/engine/outputs": 500,
     "hf_paged/engine/requests": 1350,
