@@ -39,7 +39,8 @@ class LastTokens:
     ) -> torch.Tensor:
         """The token ids [tokens] of a batch, on a device. unseen: the sequences of the step in flight."""
         if self.tokens.device != device:
-            self.tokens = self.tokens.to(device)
+            with torch.inference_mode(False):
+                self.tokens = self.tokens.to(device)
             self._row_ids = array("i")
         count = batch.decodes
         behind = self._ids_of_chunks(batch, device) if len(batch.sequences) > count else None
