@@ -74,7 +74,7 @@ def replay(
             watch(scheduler)
         for row in plan.rows:
             for sequence in row.samples:
-                scheduler.extend(sequence, 7)
+                scheduler.extend([sequence], [7])
                 if len(sequence.tokens) == ends[sequence.group]:
                     scheduler.finish(sequence)
         steps, computed, used = steps + 1, computed + plan.tokens, used + pool.held

@@ -27,8 +27,8 @@ from hf_paged.scheduling import Scheduler
 PARTS: dict[str, list[tuple[type, str]]] = {
     "plan": [(Scheduler, "schedule"), (Scheduler, "launch")],
     "load": [(Decoding, "_load")],
-    "model": [(ModelCheck, "touched"), (Decoding, "_current")],
-    "choose": [(InFlightStep, "__init__"), (InFlightStep, "launch")],
+    "model": [(ModelCheck, "touched"), (Decoding, "current")],
+    "sample": [(InFlightStep, "sample")],
     "apply": [(InFlightStep, "apply")],
 }
 """The parts of a step, and whose methods they are."""
@@ -160,7 +160,7 @@ def _steps(engine: Engine, step: Callable[[], Any], steps: int) -> list[float]:
     """What each step takes of the host's own time. Waiting for a device spins, so it is taken out."""
     seconds = []
     for _ in range(steps):
-        if engine._steps.flight is not None and engine._steps.flight.device.type == "cuda":
+        if engine.model.device.type == "cuda":
             torch.cuda.synchronize()
         start = time.thread_time()
         step()

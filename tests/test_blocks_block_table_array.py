@@ -10,7 +10,7 @@ from hf_paged.blocks import BlockPool, BlockTable, BlockTableArray
 
 
 def test_a_sheet_follows_its_tables() -> None:
-    """Rows in any order, longer than it was wide, behind windows, and moved to the places of others."""
+    """Rows in any order, longer than it was wide, behind windows, and in a row that another had."""
     chance, pool = random.Random(1), BlockPool(400, 2)
     sheet, tables = BlockTableArray(), [BlockTable(pool) for _ in range(11)]
     for row, table in enumerate(tables):
@@ -25,9 +25,10 @@ def test_a_sheet_follows_its_tables() -> None:
         sheet.put(row, table, end)
         assert all(sheet.of(i, each) for i, each in enumerate(tables))
     assert sheet.width == 32
-    sheet.move(10, 3)
-    assert sheet.of(3, tables[10])
+    tables[3].append(40)
     assert not sheet.of(3, tables[3])
+    sheet.put(3, tables[10])
+    assert sheet.of(3, tables[10])
 
 
 @pytest.mark.parametrize("blocks", [16, 17])

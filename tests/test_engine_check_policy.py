@@ -13,6 +13,7 @@ import torch
 from captures import counts, kept, notice
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import Does
+from engine_steps import watch_plans
 from families import BY_NAME, build
 from model_checks import count_checks
 from tape import record
@@ -20,6 +21,7 @@ from tape import record
 from hf_paged.engine import Engine
 from hf_paged.engine.check_policy import SECONDS, STEPS, CheckPolicy, WeightsChanged
 from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.scheduling import StepPlan
 
 LONG = {"max_new_tokens": 40, "do_sample": False}
 CHANGED = "weights have changed"
@@ -66,15 +68,14 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def meanwhile(engine: Engine, step: int, act: Callable[[], None]) -> None:
     """Do something with that step from now on, as another thread would: nobody tells the engine."""
-    run, left = engine._runner.run, [step]
+    left = [step]
 
-    def watched(*args: Any) -> Any:
+    def watched(plan: StepPlan) -> None:
         left[0] -= 1
         if left[0] == 0:
             act()
-        return run(*args)
 
-    engine._runner.run = watched  # type: ignore[method-assign]
+    watch_plans(engine, watched)
 
 
 def rewrite(model: Any) -> None:
@@ -195,7 +196,8 @@ def test_nobody_waits_for_a_look_at_those_who_cannot_be_let_in(engine: Engine) -
         engine.step()
     assert (len(scheduler.waiting), scheduler.may_admit) == (1, False)
     while scheduler.waiting:
-        assert not scheduler.may_admit or scheduler.crew.complete() or len(scheduler.running) < 4
+        complete = [group for group in scheduler.running if group.complete]
+        assert not scheduler.may_admit or complete or len(scheduler.running) < 4
         engine.step()
     assert len(scheduler.running) == 1
     handles[4].cancel()

@@ -4,18 +4,21 @@ really made them.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from captures import counts, forms, kept, logits_of, policy, pool_of, reasons, sizes
 from engine_answers import PROMPTS, alone, answers
+from engine_steps import watch_plans
 from families import BY_NAME, build
 from tape import record
 
 import hf_paged
 from hf_paged.engine import Engine
 from hf_paged.model.capture.rehearsal import RECORDERS, Rehearsal
+from hf_paged.scheduling import StepPlan
 
 GREEDY = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
 
@@ -135,23 +138,22 @@ def test_chunks_of_prompts_in_a_graph(
         policy(monkeypatch, pairs=0)
     model = build(BY_NAME[name])
     asked = [PROMPTS[3], PROMPTS[1], PROMPTS[5], PROMPTS[3][:20] + PROMPTS[0], PROMPTS[2], PROMPTS[3]] * 3
-    replayed = []
     with Engine(model, block_size=size, max_batch_tokens=12, max_batch_sequences=4) as engine:
-        run = engine._runner.run
+        plans: list[tuple[int, list[int]]] = []
 
-        def watched(pieces: Any, latest: Any) -> Any:
-            before = counts(engine)["replayed"]
-            answer = run(pieces, latest)
-            if counts(engine)["replayed"] > before and any(len(piece.tokens) > 1 for piece in pieces):
-                replayed.append([len(piece.tokens) for piece in pieces])
-                assert form in forms(engine)
-            return answer
+        def watched(plan: StepPlan) -> None:
+            """How many replays there were before this plan, and what its rows bring."""
+            plans.append((counts(engine)["replayed"], [row.count for row in plan.rows]))
 
-        monkeypatch.setattr(engine._runner, "run", watched)
+        watch_plans(engine, watched)
         outputs = engine.generate(asked, **GREEDY)
         engine.check()
+        assert form in forms(engine)
     assert [answers(output) for output in outputs] == [alone(model, prompt, **GREEDY) for prompt in asked]
-    assert any(1 in counts for counts in replayed)
+    replayed = [
+        brought for (before, brought), (after, _) in pairwise(plans) if after > before and max(brought) > 1
+    ]
+    assert any(1 in brought for brought in replayed)
 
 
 def test_long_prompts_are_no_rows(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

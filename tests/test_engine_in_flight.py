@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_answers import PROMPTS, alone, answers
 from engine_ends import ENDS
+from engine_steps import launched_unseen, unseen_tokens
 from families import BY_NAME, VOCABULARY, build
 from tape import record
 from transformers import StoppingCriteria
@@ -40,24 +41,11 @@ def poison(model: Any) -> int:
     return next(token for token in range(5, VOCABULARY) if token not in said)
 
 
-def launched(engine: Engine) -> list[int]:
-    """How many rows of each forward were launched without the host knowing their tokens; the list grows."""
-    seen: list[int] = []
-    run = engine._runner.run
-
-    def count(pieces: Any, latest: Any = None) -> Any:
-        seen.append(sum(piece.follows is not None for piece in pieces))
-        return run(pieces, latest)
-
-    engine._runner.run = count  # type: ignore[method-assign]
-    return seen
-
-
 def test_the_host_is_a_step_behind(engine: Engine) -> None:
     """Every decoding step but the first of each request is launched blind; of those that end by length
     nothing is computed in vain.
     """
-    blind = launched(engine)
+    blind = launched_unseen(engine)
     outputs = engine.generate(PROMPTS[:3], **GREEDY)
     assert sum(blind) == 3 * 8
     assert engine.stats()["tokens"] == sum(map(len, PROMPTS[:3])) + 3 * 8
@@ -116,7 +104,7 @@ def test_a_step_ahead_changes_no_token(
             answers(engine.generate([p], max_new_tokens=new, seed=i, **kind)[0]) for p, kind, new, i in asked
         ]
     with Engine(model, num_blocks=blocks, run_ahead=True, **options) as engine:
-        blind, handles = launched(engine), []
+        blind, handles = launched_unseen(engine), []
         for prompt, kind, new, i in asked:
             handles.append(engine.submit(prompt, max_new_tokens=new, seed=i, **kind))
             for _ in range(chance.randrange(3)):
@@ -137,7 +125,7 @@ def test_a_step_ahead_changes_no_token(
 @pytest.mark.parametrize("kind", [{"num_beams": 3}, {"encoder_repetition_penalty": 1.3}])
 def test_who_needs_the_host_holds_nobody_back(engine: Engine, kind: dict[str, Any]) -> None:
     """Beams and processors are heard of at once; whoever runs beside them is launched blind all the same."""
-    blind = launched(engine)
+    blind = launched_unseen(engine)
     first = engine.submit(PROMPTS[0], max_new_tokens=20, do_sample=False)
     for _ in range(5):
         engine.step()
@@ -146,9 +134,7 @@ def test_who_needs_the_host_holds_nobody_back(engine: Engine, kind: dict[str, An
     while not slow.done:
         engine.step()
         assert blind[-1] == 1
-        assert (
-            first._job.group.length - len(PROMPTS[0]) - len(first._job.streams[0].tokens) == 1
-        )  # its last token is not heard of yet
+        assert unseen_tokens(engine) == 1
     assert answers(first.result()) == alone(engine.model, PROMPTS[0], max_new_tokens=20, do_sample=False)
     assert answers(slow.result()) == alone(
         engine.model, PROMPTS[2], max_new_tokens=4, do_sample=False, **kind
@@ -250,7 +236,7 @@ def test_a_criterion_sees_what_it_sees_in_generate(engine: Engine) -> None:
     assert mine.seen == stock.seen
 
 
-@pytest.mark.parametrize("where", ["forward", "land", "copy"])
+@pytest.mark.parametrize("where", ["forward", "schedule", "apply"])
 @pytest.mark.parametrize("kind", [{}, {"do_sample": True, "num_return_sequences": 2}])
 def test_an_interrupt(
     model: Any, engine: Engine, where: str, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -265,11 +251,10 @@ def test_an_interrupt(
     def breaks(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    flight = engine._steps.flight
     target = {
         "forward": (model.lm_head, "forward"),
-        "copy": (engine.pools, "copy"),
-        "land": (flight, "apply"),
+        "schedule": (engine._scheduler, "schedule"),
+        "apply": (engine._scheduler, "confirm"),
     }[where]
     with monkeypatch.context() as patch:
         patch.setattr(*target, breaks)
@@ -286,7 +271,7 @@ def test_while_a_step_is_on_its_way(engine: Engine, act: str) -> None:
     handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:3]]
     for _ in range(5):
         engine.step()
-    assert engine._steps.flight is not None
+    assert unseen_tokens(engine) == 3
     if act == "cancel":
         handles[1].cancel()
         assert handles[1].result().finish_reason == "abort"
@@ -347,7 +332,7 @@ def test_logprobs_come_with_their_tokens(engine: Engine) -> None:
             slow.generate([prompt], seed=2, logprobs=n, **kind)[0]
             for prompt, n in [(p, True if n == 0 else n) for p, n in asked]
         ]
-    blind = launched(engine)
+    blind = launched_unseen(engine)
     handles = [engine.submit(prompt, seed=2, logprobs=True if n == 0 else n, **kind) for prompt, n in asked]
     for handle, right, (_, wanted) in zip(handles, expected, asked, strict=True):
         (mine,), (its,) = handle.result().sequences, right.sequences

@@ -241,6 +241,6 @@ def test_a_model_that_wants_ids() -> None:
 
     model.model.forward = twice
     with small(model) as engine:
-        with pytest.raises(ValueError, match="answers its own embeddings otherwise"):
+        with pytest.raises(ValueError, match="answers its own embeddings differently"):
             engine.submit(inputs_embeds=vectors(model, 5))
         assert answers(engine.generate([PROMPTS[1]], **GREEDY)[0]) == alone(model, PROMPTS[1], **GREEDY)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engine_answers import PROMPTS, alone, answers
+from engine_steps import watch_plans
 from families import BY_NAME, build
 
 import hf_paged
@@ -64,13 +65,7 @@ def books(engine: Engine) -> tuple[Any, ...]:
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Note the books of every step while its forward runs."""
     seen: list[Any] = []
-    run = engine._runner.run
-
-    def watched(pieces: Any, *rest: Any) -> Any:
-        seen.append((books(engine), [(piece.start, len(piece.tokens)) for piece in pieces]))
-        return run(pieces, *rest)
-
-    monkeypatch.setattr(engine._runner, "run", watched)
+    watch_plans(engine, lambda plan: seen.append((books(engine), [row[1:3] for row in plan.rows])))
     return seen
 
 

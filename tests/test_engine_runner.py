@@ -10,12 +10,13 @@ import transformers as tf
 from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, LONG, SMALL, TOKENS, build
 
-from hf_paged.blocks import BlockTable, append
+from hf_paged.blocks import append
 from hf_paged.engine import Engine, EngineConfig, Unservable, runner
-from hf_paged.engine.forward_batch import ScheduledChunk
+from hf_paged.engine.forward_batch import ForwardBatch, LastTokens
 from hf_paged.engine.pools import Pools
 from hf_paged.engine.runner import Runner
 from hf_paged.kv.group import LayerGroup
+from hf_paged.scheduling import Request, ScheduledBatch, ScheduledRow, SequenceGroup
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
@@ -28,27 +29,29 @@ def test_rows_of_a_step_are_strangers() -> None:
     tried.try_out()
     pools.settle(None)
     prompts, done = [PROMPTS[1], PROMPTS[2], PROMPTS[5]], [0, 4, 11]
-    tables = [tuple(BlockTable(group.pool) for group in pools.groups.values()) for _ in prompts]
+    requests = [Request(i, tuple(prompt), len(prompt)) for i, prompt in enumerate(prompts)]
+    sequences = [SequenceGroup(request, pools.shelves).leader for request in requests]
 
-    def pieces(ends: list[int], begins: list[int]) -> list[ScheduledChunk]:
-        made = []
-        for prompt, of_row, begin, end in zip(prompts, tables, begins, ends, strict=True):
-            if end > begin:
-                append_all(of_row, end - begin)
-                made.append(ScheduledChunk(prompt[begin:end], begin, of_row, end == len(prompt)))
-        return made
+    def computed(ends: list[int]) -> torch.Tensor:
+        """The logits behind the sequences that these steps bring to their end."""
+        rows = []
+        for sequence, end in zip(sequences, ends, strict=True):
+            count = end - sequence.computed
+            if count:
+                for table in sequence.tables:
+                    append([table], [count])
+                wanted = (sequence,) if end == len(sequence.tokens) else ()
+                rows.append(ScheduledRow(sequence, sequence.computed, count, wanted))
+                sequence.computed = end
+        batch = ScheduledBatch().followed_by(rows)
+        return tried.run(ForwardBatch(batch, LastTokens(0, tried.device))).logits
 
-    def append_all(of_row: tuple[BlockTable, ...], count: int) -> None:
-        for table in of_row:
-            append([table], [count])
-
-    assert tried.run(pieces(done, [0, 0, 0])).logits.shape == (0, model.config.vocab_size)
-    logits = tried.run(pieces([len(prompt) for prompt in prompts], done)).logits
+    assert computed(done).shape == (0, model.config.vocab_size)
+    logits = computed([len(prompt) for prompt in prompts])
     for prompt, found in zip(prompts, logits, strict=True):
         torch.testing.assert_close(found, model(torch.tensor([prompt])).logits[0, -1], atol=2e-4, rtol=2e-4)
-    for of_row in tables:
-        for table in of_row:
-            table.free()
+    for sequence in sequences:
+        sequence.free()
     pools.free()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import PROMPTS, alone, answers
+from engine_steps import interrupted_forward
 from families import BY_NAME, build
 from tape import record
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -93,15 +94,7 @@ def test_everybody_pays_his_own(ahead: bool, graphs: bool, monkeypatch: pytest.M
         model, block_size=4, num_blocks=14, max_batch_tokens=16, max_batch_sequences=6, run_ahead=ahead
     ) as engine:
         handles = [engine.submit(prompt, **kind) for prompt, kind in asked]
-        run, left = engine._runner.run, [12]
-
-        def breaks(*given: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
-            return run(*given)
-
-        monkeypatch.setattr(engine._runner, "run", breaks)
+        interrupted_forward(model, 12)
         with pytest.raises(KeyboardInterrupt):
             handles[-1].result()
         while not all(handle.done for handle in handles):
@@ -109,7 +102,7 @@ def test_everybody_pays_his_own(ahead: bool, graphs: bool, monkeypatch: pytest.M
             engine.check()
         assert [answers(handle.result()) for handle in handles] == expected
         assert engine.stats()["preemptions"]
-        assert not engine._steps._repeats._places
+        assert not engine._loop._sampling.penalties._places
 
 
 class Own(RepetitionPenaltyLogitsProcessor):

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import KINDS, PROMPTS, _model, alone, answers, right
+from engine_steps import unseen_tokens
 from families import BY_NAME, build
 
 import hf_paged
 from hf_paged.blocks import OutOfBlocks
 from hf_paged.engine import Engine, EngineConfig, preemption
 from hf_paged.kv import HostBlocks, host
-from hf_paged.scheduling import ScheduledRow, SequenceGroup, StepPlan, Swaps
+from hf_paged.scheduling import ScheduledBatch, ScheduledRow, SequenceGroup, StepPlan, Swaps
 
 NEW = 13
 ASKED = [(p, k) for p in (1, 3, 5, 2) for k in range(len(KINDS))]
@@ -94,7 +95,7 @@ def test_whoever_goes_while_its_step_is_on_its_way(name: str, mode: dict[str, An
         handles = [engine.submit(PROMPTS[p], max_new_tokens=NEW, seed=p, **KINDS[k]) for p, k in blind]
         engine.step()
         engine.step()
-        assert engine._steps.flight is not None
+        assert unseen_tokens(engine)
         assert [answers(handle.result()) for handle in handles] == expected(name, blind)
         engine.check()
         stats = engine.stats()
@@ -191,7 +192,7 @@ def test_the_same_bytes_come_back(kind: dict[str, Any], monkeypatch: pytest.Monk
         (group,) = engine._scheduler.running
         computed, held = group.leader.computed, engine.pools.shelves[0].pool.held
         before = contents(group, engine, computed)
-        carry, after = engine.pools.swap, []
+        carry, launch, after = engine.pools.swap, engine._scheduler.launch, []
 
         def swap(swaps: Swaps) -> None:
             carry(Swaps(swaps.out, ()))
@@ -199,25 +200,14 @@ def test_the_same_bytes_come_back(kind: dict[str, Any], monkeypatch: pytest.Monk
                 data.fill_(float("nan"))
             carry(Swaps((), swaps.back))
 
-        def copy(copies: Any) -> None:
-            # The books are a step ahead: tables whose last block is written now name its copy.
-            images = {target: source for source, target in copies[0]}
-            for sequence in group.sequences:
-                (table,) = sequence.tables
-                slots = [
-                    images.get(table.blocks[i // 2], table.blocks[i // 2]) * 2 + i % 2
-                    for i in range(computed)
-                ]
-                after.extend(
-                    data[:, slots].clone() for data in next(iter(engine.pools.groups.values())).tensors
-                )
-            carry_copies(copies)
+        def launched(*plan: Any) -> None:
+            after.extend(contents(group, engine, computed))
+            launch(*plan)
 
-        carry_copies = engine.pools.copy
         engine._scheduler.preempt(group)
         with monkeypatch.context() as patch:
             patch.setattr(engine.pools, "swap", swap)
-            patch.setattr(engine.pools, "copy", copy)
+            patch.setattr(engine._scheduler, "launch", launched)
             engine.step()
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
         assert engine.stats()["blocks_out"] == engine.stats()["blocks_in"] == held < 3 * -(-computed // 2)
@@ -408,24 +398,26 @@ def test_steps_are_measured_where_the_host_has_waited(model: Any, monkeypatch: p
         (group,) = engine._scheduler.running
         sequence = group.leader
         chunk, last = (
-            StepPlan((ScheduledRow(sequence, 0, 10, ()),)),
-            StepPlan((ScheduledRow(sequence, 10, 7, (sequence,)),)),
+            StepPlan(ScheduledBatch().followed_by([ScheduledRow(sequence, 0, 10, ())])),
+            StepPlan(ScheduledBatch().followed_by([ScheduledRow(sequence, 10, 7, (sequence,))])),
         )
-        swapped = StepPlan(last.rows, swaps=Swaps((((0, 1),),)))
-        heard = engine._preemption.heard
+        swapped = StepPlan(last.batch, swaps=Swaps((((0, 1),),)))
+        measure = engine._preemption.measure
         seen: list[tuple[int, float]] = []
+        engine.stats()  # enters what was measured before
         monkeypatch.setattr(
             engine._preemption.costs, "step", lambda tokens, seconds: seen.append((tokens, seconds))
         )
         clock = iter([1e6, 1e6 + 1, 1e6 + 3, 1e6 + 7, 1e6 + 100, 1e6 + 101, 1e6 + 102, 1e6 + 118])
         monkeypatch.setattr(preemption.time, "perf_counter", lambda: next(clock))
-        heard(last, 1e6 - 5)
+        measure(last, 1e6 - 5)
         for plan in (chunk, chunk, last):  # launched before the one before it was heard of
-            heard(plan, 1e6 - 1)
-        heard(last, 1e6 + 92)
-        heard(chunk, 1e6 + 100)
-        heard(swapped, 1e6 + 100)
-        heard(last, 1e6 + 100)
+            measure(plan, 1e6 - 1)
+        measure(last, 1e6 + 92)
+        measure(chunk, 1e6 + 100)
+        measure(swapped, 1e6 + 100)
+        measure(last, 1e6 + 100)
+        engine.stats()
         monkeypatch.undo()
     assert seen == [(7, 5.0), (27, 7.0), (7, 8.0), (7, 16.0)]
 

@@ -241,7 +241,7 @@ def test_an_interrupt(
     pool = engine.pools.shelves[0].pool  # somebody needs a block, and others in the step have theirs already
     target = {
         "forward": (model.lm_head, "forward"),
-        "copy": (engine.pools, "copy"),
+        "copy": (engine.pools, "prepare"),
         "schedule": (pool, "take"),
     }.get(where)
     with monkeypatch.context() as patch:

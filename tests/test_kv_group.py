@@ -122,7 +122,7 @@ def test_no_memory_is_out_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError("no")
 
     _, group = make()
-    monkeypatch.setattr("hf_paged.kv.store._empty", fail)
+    monkeypatch.setattr("hf_paged.kv.store.allocate", fail)
     rows = Rows(group)
     rows.extend(1, 4)
     with pytest.raises(hf_paged.OutOfBlocks, match="no memory for a pool of"):

@@ -16,7 +16,6 @@ from hf_paged import OutOfBlocks
 from hf_paged.blocks import BlockPool, BlockTable, BlockTableArray
 from hf_paged.kv import (
     LayerGroup,
-    Ranks,
     Rows,
     Sequences,
     StaticSpans,
@@ -410,7 +409,7 @@ def test_the_tokens_of_a_chunk_as_rows() -> None:
     other.extend(group.kind, 1, 1)
     static = static_batch(8, 1, 4)
     tables = [*cache.tables(group.kind), *other.tables(group.kind)]
-    static.spread(tables, [4, 1])
+    static.spread(*rows_in_array(tables, [4, 1]))
     static.begin(group.captured_ops)
     pages = write(group, static, torch.tensor([[4.0], [5], [6], [7], [70]]))
     assert static.lengths(CPU).tolist() == [4, 5, 6, 7, 7, 0, 0, 0]
@@ -422,32 +421,36 @@ def test_the_tokens_of_a_chunk_as_rows() -> None:
     assert seen == [*([[*map(float, range(1, n))]] for n in (5, 6, 7, 8)), [[10.0, 20, 30, 40, 50, 60, 70]]]
 
 
+def rows_in_array(
+    tables: list[BlockTable], counts: list[int], row_ids: list[int] | None = None
+) -> tuple[BlockTableArray, array[int], array[int], int, array[int]]:
+    """The columns of a step in which table i, in its row of the array, has taken counts[i] tokens."""
+    row_ids = list(range(len(tables))) if row_ids is None else row_ids
+    inside = BlockTableArray()
+    for row, table in zip(row_ids, tables, strict=True):
+        inside.put(row, table)
+    starts = [table.length - count for table, count in zip(tables, counts, strict=True)]
+    return inside, array("i", row_ids), array("i", starts), 0, array("i", counts)
+
+
 @pytest.mark.parametrize("spans", [False, True])
-def test_ranks_say_what_their_tables_say(spans: bool) -> None:
-    """Rows that stand on a sheet, before others that do not: the same upload as table by table."""
+def test_rows_of_one_token_and_a_chunk_behind_them(spans: bool) -> None:
+    """Rows in any order of the array: every token's position, blocks and slot."""
     chance, pool = random.Random(3), BlockPool(200, 4)
     tables = [BlockTable(pool) for _ in range(7)]
     for table in tables:
         table.append(chance.randrange(10, 60))
     tables[2].release_before(9)
-    sheet, starts = BlockTableArray(), array("i")
-    for row, table in enumerate(tables[:5]):
-        sheet.put(row, table)
-        starts.append(table.length - 1 - 9)
-    one, other = (StaticSpans(12, 9, 17, 4, 1, CPU) if spans else static_batch(12, 1, 4) for _ in range(2))
-    one.spread(tables, [1] * 6 + [3])
-    other.spread(tables[5:], [1, 3], Ranks(sheet, starts, 9, max(starts) + 9))
-    assert one.tokens.tolist() == other.tokens.tolist()
-    assert one.tokens.tolist()[:7] == [*(table.length - 1 for table in tables[:6]), tables[6].length - 3]
-    if isinstance(one, StaticSpans) and isinstance(other, StaticSpans):
-        assert torch.equal(one.totals, other.totals)
-        assert torch.equal(one.borders, other.borders)
+    batch = StaticSpans(12, 9, 17, 4, 1, CPU) if spans else static_batch(12, 1, 4)
+    batch.spread(*rows_in_array(tables, [1] * 6 + [3], [4, 0, 9, 2, 6, 5, 1]))
+    assert batch.tokens.tolist()[:7] == [*(table.length - 1 for table in tables[:6]), tables[6].length - 3]
+    if isinstance(batch, StaticSpans):
+        assert batch.totals.tolist() == [*(table.length for table in tables), 0, 0]
+        assert batch.borders.tolist() == [*range(7), 9, 9, 9]
     for row, table in enumerate(tables):
-        for batch in (one, other):
-            assert batch.table(CPU)[row, table.released : table.end].tolist() == table.blocks
+        assert batch.table(CPU)[row, table.released : table.end].tolist() == table.blocks
     slots = [table.slot(table.length - 1) for table in tables[:6]] + [
         tables[6].slot(tables[6].length - i) for i in (3, 2, 1)
     ]
-    for batch in (one, other):
-        batch.begin(begun()[0].captured_ops)
-        assert batch.targets(CPU).tolist() == [*slots, -1, -1, -1]
+    batch.begin(begun()[0].captured_ops)
+    assert batch.targets(CPU).tolist() == [*slots, -1, -1, -1]

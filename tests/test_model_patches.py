@@ -8,6 +8,8 @@ import types
 import weakref
 from typing import Any
 
+import torch
+from families import BY_NAME, build
 from torch import nn
 
 from hf_paged.model.patches import mark_wrapper, note_restless, only_observes, own_forward, restless_of
@@ -74,3 +76,18 @@ def test_attributes_that_forwards_set_add_up_and_keep_no_model() -> None:
     del module
     gc.collect()
     assert gone() is None
+
+
+def test_a_paged_call_leaves_a_model_that_goes_with_its_last_reference() -> None:
+    """Its memory is free at once, not when Python next collects cycles."""
+    model = build(BY_NAME["llama"])
+    ids = torch.tensor([[5, 6, 7]])
+    gc.collect()
+    gc.disable()
+    try:
+        model.generate(ids, max_new_tokens=3, do_sample=False, cache_implementation="paged")
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()

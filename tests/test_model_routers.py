@@ -12,10 +12,12 @@ import torch
 import transformers as tf
 from compare import assert_equal
 from families import BY_NAME, LONG, TOKENS, build
+from tape import record
 
 import hf_paged
 from hf_paged import Engine
 from hf_paged.engine.support import Unservable
+from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.routers import WHY, routers_of
 
 WORDS = 96
@@ -232,10 +234,11 @@ def test_the_engine_serves_no_router_that_draws() -> None:
         Engine(nllb(second_expert_policy="random"), num_blocks=40)
 
 
-def test_steps_of_counting_models_are_not_captured() -> None:
+def test_steps_of_counting_models_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured step has rows beyond the call's, which a router would count."""
     from hf_paged.generate.forward import _step
 
+    monkeypatch.setitem(RECORDERS, "cpu", record)
     model = capped(20)
     cache = hf_paged.PagedCache(model)
     with torch.no_grad():

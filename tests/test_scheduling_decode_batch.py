@@ -1,5 +1,5 @@
-"""Those who do nothing but decode: what a step of them costs is what happens in it, and the books are
-everybody's.
+"""Sequences that only decode: a block is taken when the one before is full, and walks of joining and leaving
+requests change no answer.
 """
 
 from __future__ import annotations
@@ -10,35 +10,25 @@ import pytest
 from scheduling_prompts import prompt
 from simulated import Simulated
 
-from hf_paged.scheduling import Request
+from hf_paged.scheduling import Request, StepPlan
 
 
-def places(world: Simulated) -> dict[int, int]:
-    return {
-        sequence.group.request.number: place for place, sequence in enumerate(world.scheduler.crew.sequences)
-    }
+def decoded(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """Of every row the request's number, the start and the count, in order of the number."""
+    return sorted((row.sequence.group.request.number, row.start, row.count) for row in plan.rows)
 
 
-def test_whoever_decodes_joins_and_the_last_one_takes_the_place_of_who_leaves() -> None:
+def test_every_sequence_takes_one_token_a_step_whoever_joins_or_leaves() -> None:
     world = Simulated.of(total=60, tokens=40, sequences=8)
     groups = [world.submit(Request(i, prompt(3 + i, i), 30)) for i in range(4)]
-    plan = world.step()
-    assert plan.stride is None
-    assert len(plan.others) == 4
-    plan = world.step()
-    assert places(world) == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert plan.stride is not None
-    assert not plan.others
-    assert [(row.start, row.count) for row in plan.rows] == [(3, 1), (4, 1), (5, 1), (6, 1)]
-    assert world.step().stride.sequences is plan.stride.sequences  # type: ignore[union-attr]  # nobody came or went
-    assert world.scheduler.crew.stands(plan.stride)
+    assert decoded(world.step()) == [(i, 0, 3 + i) for i in range(4)]
+    assert decoded(world.step()) == [(i, 3 + i, 1) for i in range(4)]
+    assert decoded(world.step()) == [(i, 4 + i, 1) for i in range(4)]
     world.scheduler.abort(groups[1])
-    assert not world.scheduler.crew.stands(plan.stride)
     world.scheduler.check()
-    assert places(world) == {0: 0, 3: 1, 2: 2}
-    assert world.step().stride.sequences is not plan.stride.sequences  # type: ignore[union-attr]
+    assert decoded(world.step()) == [(i, 5 + i, 1) for i in (0, 2, 3)]
     world.scheduler.preempt(groups[0])
-    assert places(world) == {2: 0, 3: 1}
+    assert decoded(world.step())[1:] == [(2, 8, 1), (3, 9, 1)]
     world.run()
     world.assert_answered()
     world.assert_empty()
@@ -51,46 +41,36 @@ def test_a_block_is_taken_and_named_when_the_one_before_is_full() -> None:
     world.step()
     for _ in range(20):
         before = len(group.leader.tables[0].blocks)
-        plan = world.step()
-        assert plan.stride is not None
+        world.step()
         grown = len(group.leader.tables[0].blocks) - before
         assert grown == ((group.leader.computed - 1) % 4 == 0)
-        assert plan.stride.filled == (
-            ((group.leader, group.leader.computed),) if group.leader.computed % 4 == 0 else ()
-        )
         assert len(group.leader.tables[0].digests) == group.leader.computed // 4
 
 
-def test_who_gets_the_last_token_is_known_before() -> None:
+def test_each_ends_with_its_last_token() -> None:
     world = Simulated.of(total=60, tokens=40)
     for number, most in enumerate((9, 7, 9)):
         world.submit(Request(number, prompt(4, number), most))
-    world.step()
-    seen = []
+    running = []
     while world.scheduler.unfinished:
-        plan = world.step()
-        assert plan.stride is not None
-        seen.append(sorted(plan.stride.sequences[place].group.request.number for place in plan.stride.last))
-    assert seen == [[], [1], [], [0, 2]]
+        running.append([number for number, _, _ in decoded(world.step())])
+    assert running == [[0, 1, 2]] * 3 + [[0, 2]] * 2
 
 
 @pytest.mark.parametrize(
-    ("request_", "why"),
-    [(Request(0, prompt(5), 12, width=2), "two"), (Request(0, prompt(5), 12, steady=False), "no")],
+    "request_", [Request(0, prompt(5), 12, width=2), Request(0, prompt(5), 12, steady=False)]
 )
-def test_who_is_more_than_a_token_a_step_stays_outside(request_: Request, why: str) -> None:
+def test_requests_that_are_planned_row_by_row(request_: Request) -> None:
     world = Simulated.of(total=60, tokens=40)
     world.submit(request_)
-    for plan in world.run():
-        assert plan.stride is None
+    world.run()
     world.assert_answered()
+    world.assert_empty()
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_crew_changes_no_answer(seed: int) -> None:
-    """Walks with some in the crew and some not, few blocks, aborts and preemptions; everything recounted
-    after every step.
-    """
+def test_a_walk_of_both_changes_no_answer(seed: int) -> None:
+    """Few blocks, aborts and preemptions; everything is recounted after every step."""
     rng = random.Random(seed)
     world = Simulated.of(
         total=26, size=rng.choice([1, 2, 4]), window=rng.choice([None, 6]), tokens=12, sequences=6, host=12
@@ -112,4 +92,27 @@ def test_the_crew_changes_no_answer(seed: int) -> None:
     world.run()
     world.assert_answered()
     world.assert_empty()
-    assert not world.scheduler.crew
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_group_that_awaits_a_token_is_not_admitted_before_it_is_there(swap: bool) -> None:
+    """C30: preempted while its step is in flight; the token is neither lost nor computed twice."""
+    world = Simulated.of(total=60, size=4, tokens=40, host=20)
+    group = world.submit(Request(0, prompt(6), 12))
+    other = world.submit(Request(1, prompt(5, 1), 12))
+    world.step()
+    plan = world.scheduler.schedule()
+    values = {row.sequence: world.compute(row.sequence, row.start, row.count) for row in plan.rows}
+    world.scheduler.launch(plan)
+    world.scheduler.preempt(group, swap=swap)
+    ahead = world.scheduler.schedule()
+    assert [row.sequence for row in ahead.rows] == [other.leader]
+    world.carry(ahead.swaps)
+    world.scheduler.confirm(plan)
+    for waiting in (group, other):
+        world.choose(waiting, {waiting.leader: values[waiting.leader]})
+    world.scheduler.commit(ahead)
+    world.choose(other, {other.leader: world.compute(other.leader, ahead.rows[0].start, 1)})
+    world.run()
+    world.assert_answered()
+    world.assert_empty()

@@ -308,7 +308,7 @@ def test_fewer_preemptions_than_with_a_watermark() -> None:
             scheduler.commit(plan)
             for row in plan.rows:
                 for sequence in row.samples:
-                    scheduler.extend(sequence, 1)
+                    scheduler.extend([sequence], [1])
                     if len(sequence.tokens) >= groups[sequence.group]:
                         scheduler.finish(sequence)
         scheduler.check()

@@ -475,7 +475,7 @@ def test_a_text_needs_no_room_for_pictures() -> None:
     assert text.status is Status.RUNNING
     assert world.encoders.available == 0
     plans += world.run()
-    assert any(plan.stride is not None and plan.stride.sequences == (text.leader,) for plan in plans)
+    assert any(plan.batch.sequences[: plan.batch.decodes] == (text.leader,) for plan in plans)
     assert world.scheduler.counts["preemptions"] == 1
     world.assert_answered()
     world.assert_empty()
@@ -497,7 +497,7 @@ def test_a_walk_of_texts_and_pictures(seed: int, host: int | None, admission: st
     rng = random.Random(seed)
     world = behind_encoders(total=22, encoders=24, tokens=9, sequences=6, host=host, admission=admission)
     alive: list[SequenceGroup] = []
-    strides = 0
+    decodes = 0
     for number in range(80):
         width, length = rng.choice([1, 1, 2, 3]), rng.randrange(1, 14)
         source, key = rng.choice([(0, b""), (0, b""), (7, b"a"), (18, b"b"), (5, b"")])
@@ -507,7 +507,7 @@ def test_a_walk_of_texts_and_pictures(seed: int, host: int | None, admission: st
         )
         alive.append(world.submit(request, beams=width > 1 and rng.random() < 0.5))
         for _ in range(rng.randrange(6)):
-            strides += world.step().stride is not None
+            decodes += world.step().batch.decodes
         if rng.random() < 0.15:
             world.scheduler.abort(alive.pop(rng.randrange(len(alive))))
         if rng.random() < 0.1 and world.scheduler.running:
@@ -515,7 +515,7 @@ def test_a_walk_of_texts_and_pictures(seed: int, host: int | None, admission: st
     world.run()
     world.assert_answered()
     world.assert_empty()
-    assert strides
+    assert decodes
     assert world.scheduler.counts["hits"] > 3
     assert world.scheduler.counts["preemptions"] > 3
     assert (world.scheduler.counts["swapped_out"] > 0) == (host is not None)

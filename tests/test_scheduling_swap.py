@@ -10,7 +10,7 @@ import random
 import pytest
 from simulated import Simulated
 
-from hf_paged.scheduling import UNKNOWN, Request, SequenceGroup, Status, Victim
+from hf_paged.scheduling import Request, SequenceGroup, Status, Victim
 
 
 def prompt(length: int, first: int = 1) -> tuple[int, ...]:
@@ -194,12 +194,11 @@ def test_who_has_all_its_tokens_does_not_travel() -> None:
     group = world.submit(Request(0, prompt(9), 10))
     plan = world.scheduler.schedule()
     world.scheduler.launch(plan)
-    world.scheduler.extend(group.leader, UNKNOWN)
     world.scheduler.preempt(group)
     assert not group.swapped
     assert not world.scheduler.schedule().swaps
     world.scheduler.confirm(plan)
-    world.scheduler.reveal(group, 9, {group.leader: 3})
+    world.scheduler.extend([group.leader], [3])
     world.scheduler.finish(group.leader)
     world.assert_empty()
 

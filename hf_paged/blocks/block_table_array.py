@@ -36,12 +36,6 @@ class BlockTableArray:
         self._fit(row, end)
         self.ids[row * self.width + end - 1] = table.blocks[-1]
 
-    def move(self, source: int, target: int) -> None:
-        """Have row `target` be what row `source` is."""
-        self.ids[target * self.width : (target + 1) * self.width] = self.ids[
-            source * self.width : (source + 1) * self.width
-        ]
-
     def of(self, row: int, table: BlockTable) -> bool:
         """Whether a row is what its table names."""
         begin = row * self.width

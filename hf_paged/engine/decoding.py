@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from ..kv import LayerGroup, LayerKind, Ranks, StaticBatch, StaticSpans
+from ..kv import LayerGroup, LayerKind, StaticBatch, StaticSpans
 from ..kv.budget import free_bytes
 from ..kv.upload import upload
 from ..model.attention import Forward, running
@@ -26,7 +26,8 @@ from ..model.capture.products import lay_side_by_side
 from ..model.capture.rehearsal import RECORDERS
 from ..model.capture.step import CapturedStep, Size, StepSource, agree, bucket_of
 from ..model.snapshot import ModelSnapshot, StateKey
-from .forward_batch import ForwardBatch, ScheduledChunk, split
+from ..scheduling import ScheduledBatch
+from .forward_batch import ForwardBatch
 from .sampling.answers import Answer, place_for
 
 if TYPE_CHECKING:
@@ -131,35 +132,34 @@ class Decoding:
             sizes.setdefault(str(form), []).append(rows)
         return {**self.captures.stats(), "sizes": {form: sorted(rows) for form, rows in sizes.items()}}
 
-    def run(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> Answer | None:
-        """The answer for the wanted pieces; None if no trusted step can hold them. The next run writes over
+    def run(self, batch: ForwardBatch) -> Answer | None:
+        """The answer for the wanted rows; None if no trusted step can hold them. The next run overwrites
         it.
         """
-        source = self._source(pieces, latest)
+        source = self._source(batch)
         if source is None:
             return None
         state = self._state() if self._snapshot is None else self._known(self._snapshot)
         step = self.captures.find(state, source)
         if not isinstance(step, _CapturedStep):
             return None
-        self._load(step, pieces, latest)
+        self._load(step, batch)
         step.replay()
-        # What somebody may have done to the model is looked for while the device works.
+        # Changes of the model are looked for while the device works.
         if not self._stands(state):
             return None
         self.captures.counts["replayed"] += 1
-        _, others = split(pieces)
-        answer = step.answer.first(len(pieces) - len(others) + sum([piece.wanted for piece in others]))
+        answer = step.answer.first(
+            len(batch.wanted) if step.places is not None else len(batch.rows.sequences)
+        )
         if step.size != source.size and self.captures.is_due(state, source, step):
             answer = answer.clone()  # the new step answers in the same place
             self._capture(state, source, answer, step)
         return answer
 
-    def learn(
-        self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None, logits: torch.Tensor
-    ) -> None:
-        """After pieces were computed without a captured step: capture one, or see whether it agrees."""
-        source = self._source(pieces, latest)
+    def learn(self, batch: ForwardBatch, logits: torch.Tensor) -> None:
+        """After a batch was computed without a captured step: capture one, or see whether it agrees."""
+        source = self._source(batch)
         if source is None:
             return
         state = self._state()
@@ -209,35 +209,27 @@ class Decoding:
 
     # ---- one step
 
-    def _source(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> _Source | None:
-        size = self._shape(pieces)
-        return None if size is None else _Source(self, size, pieces, latest)
+    def _source(self, batch: ForwardBatch) -> _Source | None:
+        size = self._shape(batch)
+        return None if size is None else _Source(self, size, batch)
 
-    def _shape(self, pieces: Sequence[ScheduledChunk]) -> Size | None:
-        stride, others = split(pieces)
-        if (
-            self.runner.device.type not in RECORDERS
-            or not pieces
-            or not all(piece.of_ids for piece in others)
-        ):
+    def _shape(self, batch: ForwardBatch) -> Size | None:
+        if self.runner.device.type not in RECORDERS or (batch.inputs and not batch.of_ids):
             return None
         groups = self.runner.pools.own.values()
-        if len(pieces) > self._most or not all(group.stores for group in groups):
+        if not 0 < len(batch.rows.sequences) <= self._most or not all(group.stores for group in groups):
             return None  # the pools were given back, and come again with this step
         # Latents are read by plain torch, whatever the kernels are.
         kernels = not self.runner.expanding and all(
             group.captured_ops.kernels is not None for group in groups
         )
-        form = self._form(others, kernels) if others else "single"
+        decodes = batch.rows.decodes == len(batch.rows.sequences)
+        form = "single" if decodes else self._form(batch.rows, kernels)
         if form is None:
             return None
-        blocks = max([table.end for piece in others for table in piece.tables], default=0)
-        if stride is not None:
-            blocks = max(blocks, self.runner.pools.shelves[0].pool.blocks_for(stride.longest))
-        rows = bucket_of(
-            len(pieces) - len(others) + sum([len(piece.tokens) for piece in others]),
-            8 if form == "single" else 4,
-        )
+        size = next(iter(groups)).pool.block_size
+        blocks = -(-batch.rows.longest // size)
+        rows = bucket_of(batch.rows.decodes if decodes else batch.rows.tokens, 8 if form == "single" else 4)
         if kernels:
             # Kernels read what is there, so a wide table costs its upload and no more.
             return Size(form, rows, next(width for width in WIDTHS if width >= blocks))
@@ -247,47 +239,41 @@ class Decoding:
         return Size(form, rows, width)
 
     @staticmethod
-    def _form(pieces: Sequence[ScheduledChunk], kernels: bool) -> Form | None:
-        """What the chunks of these pieces are in a graph, None if they are the flat row's."""
-        if all(piece.wanted and len(piece.tokens) == 1 for piece in pieces):
+    def _form(batch: ScheduledBatch, kernels: bool) -> Form | None:
+        """What the chunks of a batch are in a graph, None if they are the flat row's."""
+        rows = batch.rows_behind
+        if all(count == 1 and samples for _, _, count, samples in rows):
             return "single"
         if kernels:
             return "spans"  # one launch more in a layer, and the past of a chunk is read once for its tokens
-        pairs = sum(
-            len(piece.tokens) * (piece.start + len(piece.tokens)) for piece in pieces if len(piece.tokens) > 1
-        )
+        pairs = sum(count * (start + count) for _, start, count, _ in rows if count > 1)
         if pairs <= MOST_PAIRS:
             return "rows"
         return "spans" if pairs <= MOST_IN_TORCH else None
 
-    def _load(
-        self, step: _CapturedStep, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None
-    ) -> None:
-        """Tell the device where the pieces' tokens go; the tables have taken them already."""
-        stride, others = split(pieces)
-        crew, order = len(pieces) - len(others), list(range(len(others)))
-        if step.spans:
-            order.sort(key=lambda i: len(others[i].tokens) > 1)  # sequences of one token come first
-            others = [others[i] for i in order]
-        counts = [len(piece.tokens) for piece in others]
-        for place, batch in enumerate(step.batches.values()):
-            ranks = (
-                None
-                if stride is None
-                else Ranks(stride.sheets[place], stride.starts, stride.step, stride.most + stride.step)
-            )
-            batch.spread([piece.tables[place] for piece in others], counts, ranks)
-        if isinstance(pieces, ForwardBatch) and crew:
-            step.ids[:crew, 0].copy_(pieces.ids(step.ids.device))
-        if others:
-            step.ids[crew : crew + sum(counts), 0].copy_(self.runner.ids(others, latest))
-        if step.shift is not None:
-            shifts = [0] * crew + [piece.shift or 0 for piece in others for _ in piece.tokens]
-            step.shift[: len(shifts)].copy_(upload(shifts, step.shift.device))
+    def _load(self, step: _CapturedStep, batch: ForwardBatch) -> None:
+        """Enter a batch in a captured step's tensors; the tables have taken its tokens already."""
         if step.places is not None:
-            ends = dict(zip(order, zip(accumulate(counts), others, strict=True), strict=True))
-            last = [*range(crew), *(crew + ends[i][0] - 1 for i in range(len(others)) if ends[i][1].wanted)]
-            step.places[: len(last)].copy_(upload(last or [0], step.places.device)[: len(last)])
+            batch = self._load_chunks(step, step.places, batch)
+        rows = batch.rows
+        for tables, static in zip(rows.tables, step.batches.values(), strict=True):
+            static.spread(tables, rows.row_ids, rows.offsets, rows.step, rows.counts)
+        ids = batch.ids(step.ids.device)
+        step.ids[: len(ids), 0].copy_(ids)
+        if step.shift is not None:
+            step.shift[: len(ids)].copy_(upload(batch.rope_deltas(), step.shift.device))
+
+    def _load_chunks(self, step: _CapturedStep, places: torch.Tensor, batch: ForwardBatch) -> ForwardBatch:
+        """Enter which tokens' logits are wanted: the batch in the order of the step's rows."""
+        wanted = batch.wanted
+        order = list(range(len(batch.rows)))
+        if step.spans:
+            order.sort(key=lambda i: batch.rows.counts[i] > 1)  # sequences of one token come first
+            batch = batch.select(order)
+        ends = dict(zip(order, accumulate(batch.rows.counts), strict=True))
+        last = [ends[i] - 1 for i in wanted] or [0]
+        places[: len(last)].copy_(upload(last, places.device))
+        return batch
 
     def make(self, size: Size) -> _CapturedStep:
         """Static tensors for steps of a size."""
@@ -334,17 +320,11 @@ class Decoding:
 class _Source(StepSource[_CapturedStep]):
     """A step of an engine."""
 
-    def __init__(
-        self,
-        decoding: Decoding,
-        size: Size,
-        pieces: Sequence[ScheduledChunk],
-        latest: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, decoding: Decoding, size: Size, batch: ForwardBatch) -> None:
         self.model, self.size, self._decoding = decoding.runner.model, size, decoding
         self.holders = FORMS[FORMS.index(size.form) :]
         self.groups = list(decoding.runner.pools.own.values())
-        self._pieces, self._latest = pieces, latest
+        self._batch = batch
 
     @property
     def device(self) -> torch.device:
@@ -362,21 +342,21 @@ class _Source(StepSource[_CapturedStep]):
         return self._decoding.make(self.size)
 
     def load(self, step: _CapturedStep) -> None:
-        self._decoding._load(step, self._pieces, self._latest)
+        self._decoding._load(step, self._batch)
 
     def forward(self, step: _CapturedStep) -> None:
         self._decoding.runner.plugged(partial(self._decoding._run, step))
 
     @property
     def comparable(self) -> bool:
-        return any(piece.wanted for piece in self._pieces)
+        return bool(self._batch.wanted)
 
     def agrees(self, step: _CapturedStep, answer: Any) -> bool:
         logits, dtype = answer.logits, next(self.model.parameters()).dtype
         return agree(step.answer.logits[: len(logits)].to(dtype), logits.to(dtype))
 
     def recompute(self) -> None:
-        self._decoding.runner.plugged(lambda: self._decoding.runner.flat(self._pieces, self._latest))
+        self._decoding.runner.plugged(lambda: self._decoding.runner.flat(self._batch))
 
     def compile(self, fusion: Fusion) -> CompiledFusion | None:
         runner, compilation = self._decoding.runner, self._decoding.compilation

@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 import weakref
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
-from itertools import chain
-from typing import Any, TypeVar, Unpack, get_args
+from typing import Any, Self, TypeVar, Unpack, get_args
 
-from ..kv import in_forked_process
+import torch
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
+
+from ..blocks import check_salt, extra_key
+from ..kv import fork_safe_lock, in_forked_process
+from ..model.offloaded import input_device
 from ..model.patches import note_restless
 from ..model.registry import base_model
 from ..model.snapshot import ModelSnapshot
 from ..scheduling import Count, Infeasible, Request, Scheduler, SequenceGroup, why_infeasible
+from .background import Background
 from .check_policy import WeightsChanged
 from .collector import without_collections
 from .config import EngineConfig, EngineOptions
-from .fair_lock import in_turn
-from .front import Front
+from .fair_lock import FairLock, in_turn
 from .job import Job
+from .loop import StepLoop
 from .model_check import ModelCheck
 from .multimodal.cross import CrossMedia, longest_picture
 from .multimodal.media import Media
-from .outputs.output import Output
+from .outputs.handle import Handle
+from .outputs.output import Increment, Output, with_errors_noticed
+from .outputs.queue import Wake
 from .pools import Pools
 from .preemption import Preemption
 from .recorder import Recorder
-from .requests.keywords import spell_out
-from .requests.params import RequestParams, check_model, check_transformers
+from .requests.keywords import GenerateKeywords, RequestKeywords, spell_out
+from .requests.options import Options
+from .requests.params import RequestParams, check_model, check_transformers, read
+from .requests.prompts import words_of
 from .runner import Runner
-from .stepping import Steps
 from .support import check_servable, longest, longest_source
 
 T = TypeVar("T")
+LONG_WORK = 3.0
+"""Seconds after which `generate` shows a bar."""
 
 
-class Engine(Front):
+class Engine:
     """Continuous batching: every step computes one token of each running sequence and as much of the prompts
     as fits beside them.
 
@@ -67,15 +79,17 @@ class Engine(Front):
         """
         check_transformers()
         self.config = EngineConfig.of(config, options)
-        super().__init__(base_model(model), tokenizer)
+        inner: Any = base_model(model)
+        self.model = inner
+        self._prepare_for_calls(tokenizer)
         check_servable(self.model, model)
         check_model(self.model)
         self._longest, self._longest_source = longest(self.model), longest_source(self.model)
         longest_across = self._longest_source
-        if not self.model.config.is_encoder_decoder:
+        if not inner.config.is_encoder_decoder:
             self._longest_source, longest_across = None, longest_picture(self.model)
         self.pools = Pools(self.model, self.config)
-        # Finalizers run in the middle of anything, so this one only notes that the pools are nobody's.
+        # Finalizers run in the middle of anything, so this one only notes that the pools have no owner.
         weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
         self._runner = Runner(self.model, self.pools)
         self._require_eval()
@@ -101,7 +115,7 @@ class Engine(Front):
         with self.pools.memory.lock:
             note_restless(self.model, ModelSnapshot(self.model).set_since(before))
             self._model_check = ModelCheck(self.model, self._checks)
-        self._steps = Steps(
+        self._loop = StepLoop(
             self.pools, self._runner, self._model_check, self._scheduler, self._jobs, self._preemption, ahead
         )
         self._slow: Counter[str] = Counter()
@@ -111,6 +125,30 @@ class Engine(Front):
         self._freed = False
         """Whether it was closed and nothing is left to do about that."""
         _engines.add(self)
+
+    def _prepare_for_calls(self, tokenizer: Any) -> None:
+        """Make what calls from any thread need: the lock, the inbox, and what they may do now."""
+        words = words_of(tokenizer)
+        if words is not None and not callable(getattr(words, "decode", None)):
+            raise TypeError(
+                f"a tokenizer has decode(), got {type(tokenizer).__name__}; give options by name, and no "
+                "tokenizer if there is none"
+            )
+        self.processor, self.tokenizer = tokenizer, words
+        self._lock = FairLock()
+        self._closed = self._closing = self._paused = False
+        self._stepping = False
+        """Whether a step or another change of the books runs. What comes in between (criteria, signal
+        handlers) changes none of them.
+        """
+        self._torn = False
+        """Whether a change of the books has begun that has not come to its end."""
+        self._numbers = itertools.count()
+        self._inbox: deque[tuple[Job, Request]] = deque()
+        """Requests that the books do not know yet."""
+        self._thread: Background | None = None
+        self._starting = fork_safe_lock()
+        self._options = Options()
 
     def __repr__(self) -> str:
         return f"Engine({type(self.model).__name__}, form={self._runner.form!r}, requests={len(self._jobs)})"
@@ -132,11 +170,357 @@ class Engine(Front):
         alone = Request(0, (0,), tokens, 1)
         return why_infeasible(alone, self.pools.shelves, self.config.limits()) is not None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an engine lives in its model's pools and cannot be pickled or copied; make another one for the "
+            "other model"
+        )
+
+    # ---- requests
+
+    def submit(
+        self,
+        prompt: Any = None,
+        generation_config: Any = None,
+        *,
+        inputs_embeds: torch.Tensor | None = None,
+        seed: int | None = None,
+        logprobs: int | bool | None = None,
+        priority: int = 0,
+        salt: str | None = None,
+        **generate_keywords: Unpack[GenerateKeywords],
+    ) -> Handle:
+        """Queue a request and answer with its handle; nothing is computed yet.
+
+        prompt: a text or chat messages (with a tokenizer), or token ids. inputs_embeds: what the model shall
+        take for the embeddings of the prompt, [tokens, hidden] or [1, tokens, hidden]; processors see the
+        prompt's ids, if there are any. Of an encoder-decoder the prompt is the encoder's, or
+        input_features=... is, and decoder_input_ids=... what its decoder begins with. generation_config and
+        keywords: as generate() takes them, logits_processor, stopping_criteria and prefix_allowed_tokens_fn
+        among them. seed: of its draws. logprobs: True, or how many of the model's favourites are reported
+        beside each token's own. priority: higher is sooner, under policy="priority". salt: requests share
+        their prefixes only with requests of the same salt.
+
+        An option that the engine does not honour raises ValueError here. A request that could never fit comes
+        back at once with finish_reason "refused" and the numbers in its error.
+        """
+        keywords = {**generate_keywords, "inputs_embeds": inputs_embeds}
+        asked = read(
+            self.model, self.processor, prompt, generation_config, keywords, seed, logprobs, self._options
+        )
+        self._require_open()
+        if asked.embeds is not None or asked.media is not None:
+            self._require_vectors(asked.media)
+        job = Job(asked, None, self.tokenizer)
+        extra = extra_key(None if salt is None else check_salt(salt))
+        request = Request(
+            next(self._numbers),
+            asked.prompt,
+            asked.max_length,
+            asked.width,
+            priority,
+            extra,
+            self._source_length(asked),
+            asked.steady,
+            asked.source_key,
+        )
+        reason = self._why_never(request)
+        if reason is not None:
+            job.close("refused", Infeasible(reason))
+            return Handle(job, self)
+        job.number = request.number
+        self._inbox.append((job, request))
+        thread = self._thread
+        if thread is None or self._closed:  # an engine that was closed meanwhile ends it
+            self._receive()
+        else:
+            thread.wake()
+        return Handle(job, self)
+
+    def generate(
+        self,
+        prompts: Iterable[Any],
+        generation_config: Any = None,
+        *,
+        progress: bool | None = None,
+        strict: bool = False,
+        **keywords: Unpack[RequestKeywords],
+    ) -> list[Output]:
+        """The outputs of all prompts under the same options, in their order. A bar shows after a while, or as
+        `progress` says.
+
+        A warning counts the requests that were refused or failed. With `strict` the error of one is raised
+        instead: of a refused one before anything is computed, of a failed one at the end.
+        """
+        handles: list[Handle] = []
+        try:
+            for prompt in _each(prompts):
+                handles.append(self.submit(prompt, generation_config, **keywords))
+                _require_accepted(handles[-1], strict)
+            with tqdm(
+                total=len(handles),
+                unit="request",
+                delay=0 if progress else LONG_WORK,
+                disable=progress is False,
+            ) as bar:
+
+                def show() -> None:
+                    bar.update(sum(each.done for each in handles) - bar.n)
+
+                self._drive([handle._job for handle in handles], lambda: False, ended=show)
+                for handle in handles:
+                    if not handle.done:  # a thread drives
+                        handle.result()
+                        show()
+                show()
+        except BaseException:
+            _give_up(handles)
+            raise
+        return with_errors_noticed([handle.result() for handle in handles], strict)
+
+    def stream(
+        self,
+        prompt: Any,
+        generation_config: Any = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> Iterator[Increment]:
+        """The increments of one request. Whoever stops listening ends it."""
+        handle = self.submit(prompt, generation_config, **keywords)
+        try:
+            yield from handle
+        finally:
+            handle.cancel()
+
+    async def agenerate(
+        self,
+        prompts: Iterable[Any],
+        generation_config: Any = None,
+        *,
+        strict: bool = False,
+        **keywords: Unpack[RequestKeywords],
+    ) -> list[Output]:
+        """`generate` for coroutines: the event loop goes on meanwhile, and a task that is cancelled ends its
+        requests.
+        """
+        handles: list[Handle] = []
+        try:
+            for prompt in _each(prompts):
+                handles.append(self.submit(prompt, generation_config, **keywords))
+                _require_accepted(handles[-1], strict)
+            return with_errors_noticed([await handle for handle in handles], strict)
+        except BaseException:
+            _give_up(handles)
+            raise
+
+    async def astream(
+        self,
+        prompt: Any,
+        generation_config: Any = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> AsyncIterator[Increment]:
+        """`stream` for coroutines."""
+        handle = self.submit(prompt, generation_config, **keywords)
+        try:
+            async for increment in handle:
+                yield increment
+        finally:
+            handle.cancel()
+
+    # ---- who drives
+
+    @property
+    def driven(self) -> bool:
+        """Whether a thread drives the engine: one was started, and it has neither ended nor been stopped."""
+        thread = self._thread
+        return thread is not None and not thread.over and not thread.halted
+
+    @property
+    def thread_error(self) -> BaseException | None:
+        """What a step raised that ended the engine's thread, if it has ended so."""
+        return None if self._thread is None else self._thread.error
+
+    def start(self) -> Self:
+        """Let a thread drive the engine from now on: requests are computed whether anybody waits or not, and
+        submitting is prompt.
+
+        What a step raises reaches everybody who waits and ends the thread; calling this again goes on.
+        `stop()` and `close()` end it, and so does the end of the process. Awaiting a handle calls it, too.
+        """
+        self._require_open()
+        with self._starting:
+            if self._thread is None or self._thread.over or self._thread.halted:
+                self._begin_thread()
+            if self._thread is not None:
+                self._thread.wake()
+        if self._closing:  # by a signal handler, meanwhile
+            self.stop()
+        return self
+
+    def _begin_thread(self) -> None:
+        self._checks.mark_dirty()
+        thread = Background(self, input_device(self.model))
+        try:
+            thread.begin()
+            self._thread = thread
+        except BaseException:
+            thread.stop(wait=False)
+            raise
+
+    def stop(self) -> None:
+        """Drive no more by a thread: the step that runs comes to its end. Requests stay, and whoever waits
+        for one drives.
+        """
+        with self._starting:
+            thread = self._thread
+            if thread is not None:
+                thread.stop(wait=False)
+            self._thread = None
+        if thread is not None:
+            thread.stop(wait=not self._lock.mine)
+            self._take_over()
+
+    @in_turn
+    def _take_over(self) -> None:
+        """The thread has taken its last step."""
+        if not self._stepping:
+            self._sweep()
+        with suppress(WeightsChanged):  # those whom it concerns have ended
+            self._let_go()
+
+    def _turn(self) -> bool:
+        """A step, if there is anything to do; the answer is whether there may be more. The engine's thread
+        calls it.
+        """
+        self._lock.give_way()
+        return self._take_turn()
+
+    @in_turn
+    def _take_turn(self) -> bool:
+        if self._closed:
+            return False
+        self._take_in()
+        if self._paused:
+            self._sweep()
+        if self._paused or not self._busy:
+            self._let_go()
+            return False
+        try:
+            self._advance()
+        except BaseException:
+            with suppress(WeightsChanged):
+                self._let_go()
+            raise
+        return True
+
+    def _drive_for(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
+        """Take everybody's steps until a job has ended, or has `each` increment, or the time is over; or wait
+        for what the thread makes of it. Handles call it."""
+        end = None if timeout is None else time.monotonic() + timeout
+        self._drive([job], lambda: (each and bool(job.news)) or (end is not None and time.monotonic() >= end))
+        thread = self._thread
+        if thread is not None and job.output is None:
+            thread.wait(job, each, None if end is None else end - time.monotonic())
+
+    def _drive(
+        self, jobs: list[Job], enough: Callable[[], bool], ended: Callable[[], object] = lambda: None
+    ) -> None:
+        """Take steps until all jobs have ended, or it is enough, or a thread does it; `ended` is told of
+        steps in which anybody has.
+        """
+
+        def steps() -> None:
+            for job in jobs:
+                while job.output is None and not self._others_drive:
+                    self._lock.give_way()
+                    if self._advance_for(job):
+                        ended()
+                    if enough():
+                        return
+
+        if not self._others_drive:
+            self._driving(steps)
+
+    @in_turn
+    def _advance_for(self, job: Job) -> bool:
+        """Take a step for a job that has not ended meanwhile; the answer is whether any has ended in it."""
+        return job.output is None and bool(self._advance())
+
+    @property
+    def _others_drive(self) -> bool:
+        """Whether there is a thread that drives, and it is not the one that asks."""
+        thread = self._thread
+        return thread is not None and not thread.own and not thread.halted
+
+    def _driving(self, steps: Callable[[], T]) -> T:
+        """The answer of a row of steps. Their caller has done anything before this, and will do anything
+        after it.
+        """
+        self._checks.mark_dirty()
+        try:
+            answer = steps()
+        except BaseException:
+            with suppress(WeightsChanged):
+                self._let_go()
+            raise
+        self._let_go()
+        return answer
+
+    async def _arrival(self, job: Job, each: bool = False) -> None:
+        """Wait for the end of a job, or for `each` increment, without holding up the event loop. Handles call
+        it.
+        """
+        thread = self._thread or self.start()._thread
+        if thread is None or thread.own:
+            raise RuntimeError("nobody can wait for a request from within a step of its engine")
+        await thread.arrival(job, each)
+        if thread.over and job.output is None:
+            raise RuntimeError(
+                "the engine's thread was stopped while somebody awaited a request; start() goes on"
+            )
+
+    def _watch(self, job: Job, wake: Wake, each: bool) -> None:
+        thread = self._thread or self.start()._thread
+        if thread is not None:
+            thread.listen(job, wake, each)
+
+    def _unwatch(self, job: Job, wake: Wake) -> None:
+        if self._thread is not None:
+            self._thread.unlisten(job, wake)
+
+    def _cancel(self, job: Job) -> None:
+        """End a job at once; where a thread drives, after the step that runs. Handles call it."""
+        if job.output is not None:
+            return
+        job.cancelled = True
+        thread = self._thread
+        if thread is not None and not thread.over:
+            # Nothing else: a coroutine that is collected calls this in the middle of anything.
+            thread.wake()
+            return
+        self._end_cancelled(job)
+
+    @in_turn
+    def _end_cancelled(self, job: Job) -> None:
+        self._take_in()
+        if (
+            job.output is None and not self._stepping
+        ):  # else it is in the middle of a step, and ends with the next one
+            self._end([job])
+        self._pass_on()
+
+    @in_turn
+    def _receive(self) -> None:
+        self._take_in()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed; make a new one")
+
     # ---- requests come in
 
     @property
     def _busy(self) -> bool:
-        return bool(self._jobs) or self._steps.flight is not None
+        return bool(self._jobs) or self._loop.in_flight is not None
 
     def _why_never(self, request: Request) -> str | None:
         if self._longest is not None and request.most_tokens > self._longest:
@@ -180,20 +564,20 @@ class Engine(Front):
             if job.output is not None:
                 job.news.end()
             elif job.cancelled or self._closed:
-                self._steps.conclude(job, "abort")
+                self._loop.conclude(job, "abort")
             elif job.group not in self._jobs:
                 try:
                     job.group = self._scheduler.submit(request)
-                    self._steps.enter(job)
+                    self._loop.enter(job)
                     self._slow.update(set(job.asked.slow))
                 except Infeasible as error:
-                    self._steps.conclude(job, "refused", error)
+                    self._loop.conclude(job, "refused", error)
             self._inbox.popleft()
 
     # ---- steps
 
     def step(self) -> list[Output]:
-        """One step of everybody's; the answer is what ended in it. Without work it does nothing."""
+        """One step of all requests; the answer is what ended in it. Without work it does nothing."""
         self._lock.give_way()
         return self._driving(self._advance)
 
@@ -207,32 +591,33 @@ class Engine(Front):
                 "a step is running already: a processor, criterion or signal handler must not drive the "
                 "engine"
             )
-        self._take_in()
+        if self._inbox:
+            self._take_in()
         self._stepping = True
         try:
             ended = without_collections(self._step)
         finally:
             self._stepping = False
-        self._aside += ended
-        self._pass_on()
-        ended = self._aside
+        ended = self._aside + ended
         self._aside = []
+        if self._loop.interrupted:
+            self._aside = ended
+            self._pass_on()
+            self._aside = []
         return ended
 
     def _step(self) -> list[Output]:
-        self._aside += self._sweep()
+        cancelled = [job for job in list(self._jobs.values()) if job.cancelled]
+        if cancelled:
+            self._aside += self._end(cancelled)
         if not self._jobs:
-            self._steps.flight = None  # it has nothing but tokens too many
+            self._loop.in_flight = None  # it has only tokens too many
             return []
-        self._require_eval()
+        if self.model.training:
+            self._require_eval()
         with self.pools.memory.lock:  # no other forward is in progress then
             self._look()
-            return self._changing(self._go_on)
-
-    def _go_on(self) -> list[Output]:
-        if not self._scheduler.running:
-            self.pools.expect(chain(self._scheduler.preempted, self._scheduler.waiting))
-        return self._steps.go_on()
+            return self._changing(self._loop.step)
 
     def _changing(self, act: Callable[[], T]) -> T:
         """The answer of `act`, which changes the books. Whatever breaks it off, they are whole before
@@ -257,7 +642,7 @@ class Engine(Front):
         self._torn = True
         with self.pools.memory.lock:
             self._runner.unplug()
-            self._steps.start_over(error)
+            self._loop.start_over(error)
         self._torn = False
 
     def _settle(self) -> None:
@@ -270,8 +655,8 @@ class Engine(Front):
 
     def _pass_on(self) -> None:
         own = self._thread is not None and self._thread.own
-        while self._steps.interrupted:
-            error = self._steps.interrupted.popleft().interrupt()
+        while self._loop.interrupted:
+            error = self._loop.interrupted.popleft().interrupt()
             if error is not None and not own:
                 raise error
 
@@ -280,13 +665,13 @@ class Engine(Front):
 
     def _end(self, jobs: list[Job]) -> list[Output]:
         with self.pools.memory.lock:
-            return self._changing(lambda: [self._steps.end(job, "abort") for job in jobs]) if jobs else []
+            return self._changing(lambda: [self._loop.end(job, "abort") for job in jobs]) if jobs else []
 
     # ---- the model in other hands
 
     @in_turn
     def pause(self) -> None:
-        """Let go of the model: nobody holds a block, here or on the host, and requests wait. Until `resume`
+        """Release the model: no request holds a block, here or on the host, and all wait. Until `resume`
         its weights may change.
 
         What requests have said so far stays; it is computed again, with the weights of then.
@@ -305,13 +690,13 @@ class Engine(Front):
 
     def _put_down(self) -> None:
         """Hear of the last step, and give back every block."""
-        self._aside += self._steps.finish_in_flight()
+        self._aside += self._loop.finish_in_flight()
         for group in list(self._scheduler.running):
             self._scheduler.preempt(group, swap=False)
         for group in self._scheduler.preempted:
             if group.swapped:
                 self._scheduler.begin_again(group)
-        self._steps.forget()
+        self._loop.forget()
 
     def resume(self) -> None:
         """Go on. What was cached is forgotten if the weights have changed."""
@@ -320,13 +705,14 @@ class Engine(Front):
             self.start()
 
     def _look(self) -> None:
-        """What is cached belongs to the weights of now. While nobody holds anything that is looked at
-        closely, else quickly: whenever somebody may have changed them, and before anybody is let in."""
+        """Check that cached blocks match the current weights: fully when idle, cheaply after user code has
+        run or before admitting.
+        """
         running = len(self._scheduler.running)
         if not running:
             if self._model_check.changed():
                 self.pools.forget()
-                self._steps.forget()
+                self._loop.forget()
                 if self._runner.decoding is not None:
                     self._runner.decoding.look()
         elif self._checks.due or self._scheduler.may_admit:
@@ -344,7 +730,7 @@ class Engine(Front):
             return  # the step that runs looks for itself
         try:
             with self.pools.memory.lock:
-                self._changing(self._steps.look)
+                self._changing(self._loop.check_model)
         finally:
             self._checks.release()
 
@@ -384,13 +770,13 @@ class Engine(Front):
         `hf_paged.trace.read` gives it back. A path that ends with ".gz" is packed.
         """
         self._require_open()
-        current = self._steps.recorder
+        current = self._loop.recorder
         if current is not None and not current.closed:
             raise RuntimeError(f"{current!r} is being written; close it first")
-        self._steps.recorder = Recorder(
+        self._loop.recorder = Recorder(
             path, self._scheduler, self.pools.described(type(self.model).__name__), self._lock.lock
         )
-        return self._steps.recorder
+        return self._loop.recorder
 
     @in_turn
     def check(self) -> None:
@@ -417,18 +803,16 @@ class Engine(Front):
         self._closed = True  # a request that comes from now on ends when it is entered
         self._take_in()
         self._end(list(self._jobs.values()))
-        self._steps.flight = None
+        self._loop.in_flight = None
         self._checks.release()
         self._runner.close()
         self.pools.free()
         if self._thread is not None:
             self._thread.stop(wait=False)
         self._freed = True
-        if self._steps.recorder is not None:
-            with suppress(
-                OSError
-            ):  # the recorder has logged it; whoever closes the engine is done with its requests
-                self._steps.recorder.close()
+        if self._loop.recorder is not None:
+            with suppress(OSError):  # the recorder has logged it
+                self._loop.recorder.close()
 
     def _after_fork(self) -> None:
         """In a forked process: what another thread was in the middle of has broken off."""
@@ -443,6 +827,41 @@ class Engine(Front):
 
     def __exit__(self, *trouble: object) -> None:
         self.close()
+
+
+def _require_accepted(handle: Handle, strict: bool) -> None:
+    """Raise the error of a request that was refused in `submit()`, if its caller is strict."""
+    output = handle._job.output
+    if strict and output is not None and output.error is not None:
+        raise output.error
+
+
+def _give_up(handles: list[Handle]) -> None:
+    """Cancel requests; the next step ends those that an interrupt keeps this from ending."""
+    for handle in handles:
+        handle._job.cancelled = True
+    for handle in handles:
+        handle.cancel()
+
+
+for _method in (Engine.submit, Engine.generate, Engine.stream, Engine.agenerate, Engine.astream):
+    spell_out(_method, RequestKeywords, {"priority": 0})
+
+
+def _each(prompts: Iterable[Any]) -> list[Any]:
+    """A list of prompts; a single one would be taken apart."""
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise TypeError(
+            f"generate() takes a list of prompts, got {type(prompts).__name__}; for one of them write "
+            "engine.generate([prompt])"
+        )
+    listed = list(prompts)
+    if listed and all(isinstance(each, int) for each in listed):
+        raise TypeError(
+            "generate() takes a list of prompts, got token ids; for one prompt of them write "
+            "engine.generate([ids])"
+        )
+    return listed
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

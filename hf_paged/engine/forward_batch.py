@@ -1,166 +1,188 @@
-"""What a step computes, as the runner takes it."""
+"""What a step computes, as the runner takes it, and the tokens that only the device has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from copy import copy
-from functools import cached_property
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from ..blocks import BlockTable
 from ..kv.upload import upload
-from ..scheduling import UNKNOWN, DecodeRows, SequenceGroup, StepPlan, TokenSequence
-from .multimodal.cross import CrossInputs, CrossMedia
+from ..scheduling import ScheduledBatch, TokenSequence
+from .multimodal.cross import CrossInputs
 from .multimodal.encoder import EncoderInput
 from .multimodal.extras import DecoderExtras
-from .requests.params import RequestParams
 
 
-class ScheduledChunk(NamedTuple):
-    """New tokens of one sequence: the last ones of its tables, one table per kind of layer."""
+class LastTokens:
+    """The last sampled token of every running sequence, on the device, by the row that the sequence owns.
 
-    tokens: list[int]
-    start: int
-    tables: tuple[BlockTable, ...]
-    wanted: bool
-    """Whether anybody looks at what follows the last of them."""
-    follows: int | None = None
-    """Where among the tokens that the last step chose its last token stands, if the host has not heard of it
-    yet.
+    The sampler writes it, and the next step's ids are read from it: no other place has a token that the host
+    has not seen.
     """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.tokens = torch.zeros(rows, dtype=torch.long, device=device)
+            """[rows]"""
+        self._row_ids: array[int] = array("i")
+        self._index: slice | torch.Tensor = slice(0)
+        """Where the rows lie that were asked for last."""
+
+    def write(self, row_ids: array[int], tokens: torch.Tensor) -> None:
+        """The rows' sequences have these tokens [rows] next."""
+        self.tokens[self._index_of(row_ids)] = tokens.to(self.tokens.device)
+
+    def ids(
+        self,
+        batch: ScheduledBatch,
+        unseen: tuple[TokenSequence, ...],
+        device: torch.device,
+        own: Mapping[int, list[int]],
+    ) -> torch.Tensor:
+        """The token ids [tokens] of a batch, on a device.
+
+        unseen: the sequences of the step in flight. own: the ids of rows whose sequences have
+        other names for their tokens.
+        """
+        if self.tokens.device != device:
+            with torch.inference_mode(False):
+                self.tokens = self.tokens.to(device)
+            self._row_ids = array("i")
+        count = batch.decodes
+        behind = self._ids_of_chunks(batch, device, own) if len(batch.sequences) > count else None
+        if not count:
+            return upload([], device) if behind is None else behind
+        if batch.sequences[:count] == unseen[:count]:
+            decoding = self.tokens[self._index_of(batch.row_ids[:count])]
+        else:
+            decoding = self._ids_of_decodes(batch, device)
+        return decoding if behind is None else torch.cat([decoding, behind])
+
+    def _ids_of_decodes(self, batch: ScheduledBatch, device: torch.device) -> torch.Tensor:
+        sequences = batch.sequences[: batch.decodes]
+        ids = upload([sequence.tokens[-1] for sequence in sequences], device)
+        seen = [len(sequence.tokens) > sequence.computed for sequence in sequences]
+        if all(seen):
+            return ids
+        rows, known = upload([batch.row_ids[: batch.decodes].tolist(), seen], device)
+        return torch.where(known > 0, ids, self.tokens[rows])
+
+    def _ids_of_chunks(
+        self, batch: ScheduledBatch, device: torch.device, own: Mapping[int, list[int]]
+    ) -> torch.Tensor:
+        ids: list[int] = []
+        row_ids: list[int] = []
+        for i, (sequence, start, count, _) in enumerate(batch.rows_behind, batch.decodes):
+            known = own.get(i) or sequence.tokens[start : start + count]
+            unseen = count - len(known)
+            ids += known + [0] * unseen
+            row_ids += [-1] * len(known) + [sequence.row] * unseen
+        if max(row_ids) < 0:
+            return upload(ids, device)
+        known_ids, rows = upload([ids, row_ids], device)
+        return torch.where(rows < 0, known_ids, self.tokens[rows.clamp(min=0)])
+
+    def _index_of(self, row_ids: array[int]) -> slice | torch.Tensor:
+        """A slice where rows lie side by side; else their numbers on the device, kept for the next call."""
+        if row_ids != self._row_ids:
+            self._row_ids = row_ids
+            first = row_ids[0] if row_ids else 0
+            side_by_side = row_ids == array("i", range(first, first + len(row_ids)))
+            self._index = (
+                slice(first, first + len(row_ids)) if side_by_side else upload(row_ids, self.tokens.device)
+            )
+        return self._index
+
+
+class RowInputs(NamedTuple):
+    """What the tokens of a row are beside ids at consecutive positions."""
+
     embeds: torch.Tensor | None = None
     """[n, hidden]: what the first n of its tokens are instead of ids."""
     source: EncoderInput | None = None
     """What its decoder attends to, if the model has an encoder."""
-    where: torch.Tensor | None = None
-    """[axes, tokens] on the host: where its tokens stand, if that is not one behind the other."""
-    shift: int | None = 0
-    """How far they stand behind their number, if one number says it."""
-    beside: DecoderExtras | None = None
-    """What its decoder is given for some of them beside embeddings."""
+    positions: torch.Tensor | None = None
+    """[axes, tokens] on the host: the RoPE positions, if these are not consecutive."""
+    rope_delta: int | None = 0
+    """What is added to its consecutive positions; None if no single number does it."""
+    extras: DecoderExtras | None = None
+    """What its decoder is given for some of its tokens beside embeddings."""
     across: CrossInputs | None = None
     """What its decoder attends to across, and under which masks."""
+    ids: list[int] | None = None
+    """The ids of its tokens that the host has, if the sequence has other names for them."""
 
     @property
     def of_ids(self) -> bool:
-        """Whether its tokens are ids and nothing else, and one number says where they stand."""
-        return self.embeds is None and self.shift is not None and self.across is None
-
-    @property
-    def positions(self) -> range:
-        """The numbers of its tokens in its sequence."""
-        return range(self.start, self.start + len(self.tokens))
+        """Whether a captured step can take it: ids only, and at most one delta."""
+        plain = self.embeds is None and self.source is None and self.across is None
+        return plain and self.rope_delta is not None
 
 
-class LastTokens(NamedTuple):
-    """What the last step chose: its tokens on the device [sequences], and who they are for.
+PLAIN = RowInputs()
 
-    crew: the sequences of its stride, whose tokens come first and in this order. places: finds out where
-        everybody's stands.
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """The rows of one forward. inputs: of the rows that are more than token ids. unseen: the sequences of the
+    step in flight, whose last tokens the host has not seen.
     """
 
-    tokens: torch.Tensor | None = None
-    crew: tuple[TokenSequence, ...] = ()
-    places: Callable[[], Mapping[TokenSequence, int]] = dict
-
-
-class ForwardBatch(Sequence[ScheduledChunk]):
-    """The pieces of a plan: those of its stride, then those of everybody else. The former are made for
-    whoever looks at each of them; who takes them all at once finds the stride."""
-
-    def __init__(
-        self, plan: StepPlan, latest: LastTokens, given: Mapping[SequenceGroup, RequestParams]
-    ) -> None:
-        """given: the requests whose rows are more than token ids."""
-        self.stride: DecodeRows | None = plan.stride
-        self._plan, self._latest, self._given = plan, latest, given
-        self.others = [self._piece(*row) for row in plan.others]
-        self.crew = 0 if plan.stride is None else len(plan.stride.sequences)
-        """How many of them are the stride's."""
-
-    def __len__(self) -> int:
-        return self.crew + len(self.others)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # a piece or a slice, as of a list
-        return self._all[index]
-
-    def __iter__(self) -> Iterator[ScheduledChunk]:
-        return iter(self._all)
-
-    @cached_property
-    def _all(self) -> list[ScheduledChunk]:
-        return [*(self._piece(*row) for row in self._plan.rows[: self.crew]), *self.others]
-
-    def _piece(
-        self, sequence: TokenSequence, start: int, count: int, samples: Collection[TokenSequence]
-    ) -> ScheduledChunk:
-        tokens = sequence.tokens[start : start + count]
-        follows = self._latest.places()[sequence] if tokens[-1] == UNKNOWN else None
-        made = ScheduledChunk(tokens, start, sequence.tables, bool(samples), follows)
-        asked = self._given.get(sequence.group) if self._given else None
-        if asked is None:
-            return made
-        if isinstance(asked.media, CrossMedia):
-            assert asked.media.across is not None
-            across = asked.media.across.part(start, count, stored=sequence.begun)
-            return made._replace(tokens=asked.media.ids_of(start, tokens), across=across)
-        if asked.media is not None:
-            media, where = asked.media, asked.media.where(start, count)
-            made = made._replace(
-                where=where,
-                shift=media.moved_by(start) if where is not None else 0,
-                beside=media.near(start, count),
-            )
-        return made._replace(embeds=asked.vectors(start, count), source=asked.source)
-
-    def without_across(self) -> ForwardBatch:
-        """The same without the chunks that attend across."""
-        texts = copy(self)
-        texts.__dict__.pop("_all", None)
-        texts.others = [piece for piece in self.others if piece.across is None]
-        return texts
+    rows: ScheduledBatch
+    last_tokens: LastTokens
+    inputs: Mapping[int, RowInputs] = field(default_factory=dict)
+    unseen: tuple[TokenSequence, ...] = ()
 
     def ids(self, device: torch.device) -> torch.Tensor:
-        """The tokens [crew] of the stride on a device: from the last step's if the host has not heard of
-        them.
-        """
-        assert self.stride is not None
-        sequences, latest = self.stride.sequences, self._latest
-        if latest.tokens is not None and latest.crew is sequences:
-            return latest.tokens[: self.crew]
-        told = [sequence.tokens[-1] for sequence in sequences]
-        if UNKNOWN not in told:
-            return upload(told, device)
-        assert latest.tokens is not None
-        places = latest.places()
-        at = [places[each] if token == UNKNOWN else -1 for each, token in zip(sequences, told, strict=True)]
-        return merged(told, at, latest.tokens)
+        """The token ids [tokens] of all rows."""
+        own = {i: row.ids for i, row in self.inputs.items() if row.ids is not None}
+        return self.last_tokens.ids(self.rows, self.unseen, device, own)
 
+    @property
+    def of_ids(self) -> bool:
+        """Whether a captured step can take all rows."""
+        return all(row.of_ids for row in self.inputs.values())
 
-def merged(told: list[int], places: list[int], latest: torch.Tensor) -> torch.Tensor:
-    """Tokens on the device of `latest` [sequences]: those told, or from their places there where these are
-    not -1.
-    """
-    ids, found = upload([told, places], latest.device)
-    return torch.where(found < 0, ids, latest[found.clamp(min=0)])
+    @property
+    def wanted(self) -> list[int]:
+        """The rows whose logits are sampled from."""
+        rows = self.rows
+        return [
+            *range(rows.decodes),
+            *(i for i in range(rows.decodes, len(rows)) if rows.samples[i]),
+        ]
 
+    @property
+    def positions(self) -> list[int]:
+        """The number in its sequence of every token."""
+        return [
+            position
+            for start, count in zip(self.rows.starts, self.rows.counts, strict=True)
+            for position in range(start, start + count)
+        ]
 
-def placed(pieces: Sequence[ScheduledChunk]) -> torch.Tensor | None:
-    """[axes, 1, tokens]: where the tokens of all pieces stand, one behind the other; None if their numbers
-    say that.
-    """
-    axes = max((len(piece.where) for piece in pieces if piece.where is not None), default=0)
-    if not axes:
-        return None
-    plain = (
-        torch.tensor(piece.positions, device="cpu").expand(axes, -1) if piece.where is None else piece.where
-        for piece in pieces
-    )
-    return torch.cat(list(plain), 1)[:, None]
+    def rope_positions(self) -> torch.Tensor | None:
+        """[axes, 1, tokens] on the host: the RoPE positions of all tokens; None if they are consecutive."""
+        given = [row.positions for row in self.inputs.values() if row.positions is not None]
+        if not given:
+            return None
+        axes = max(len(positions) for positions in given)
+        found = []
+        for i, (start, count) in enumerate(zip(self.rows.starts, self.rows.counts, strict=True)):
+            own = self.inputs.get(i, PLAIN).positions
+            plain = torch.arange(start, start + count, device="cpu").expand(axes, -1)
+            found.append(plain if own is None else own)
+        return torch.cat(found, 1)[:, None]
 
+    def rope_deltas(self) -> list[int]:
+        """For every token what is added to its position."""
+        counts = enumerate(self.rows.counts)
+        return [self.inputs.get(i, PLAIN).rope_delta or 0 for i, count in counts for _ in range(count)]
 
-def split(pieces: Sequence[ScheduledChunk]) -> tuple[DecodeRows | None, Sequence[ScheduledChunk]]:
-    """The stride among some pieces, and the others."""
-    return (pieces.stride, pieces.others) if isinstance(pieces, ForwardBatch) else (None, pieces)
+    def select(self, rows: Sequence[int]) -> ForwardBatch:
+        """A batch of some of the rows, in this order."""
+        inputs = {place: self.inputs[i] for place, i in enumerate(rows) if i in self.inputs}
+        return ForwardBatch(self.rows.select(rows), self.last_tokens, inputs, self.unseen)

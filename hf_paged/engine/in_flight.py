@@ -1,178 +1,196 @@
-"""Steps on their way: the next one is planned and launched before the host has heard which tokens the last
-one chose.
-"""
+"""Steps in flight: the next one is planned and launched before the host has the tokens of the last one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
-
-import torch
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..kv.upload import Download, upload
-from ..scheduling import UNKNOWN, Scheduler, SequenceGroup, Status, StepPlan, TokenSequence
+from ..scheduling import (
+    UNKNOWN,
+    ScheduledBatch,
+    Scheduler,
+    SequenceGroup,
+    Status,
+    StepPlan,
+    TokenSequence,
+)
 from .forward_batch import LastTokens
 from .job import Job
 from .sampling.answers import Answer
 from .sampling.input_batch import InputBatch
 from .sampling.penalties import PenaltyState
-from .sampling.sampler import SamplingRows, no_token, note_of, numbers_of, together
+from .sampling.sampler import HostSampler, SamplingRows, no_token, note_of, numbers_of
 
 
-class _JobTokens(NamedTuple):
-    """A job that gets tokens: at which position of its sequences, and where in the step's tokens each one's
-    stands.
-    """
+class SamplingState:
+    """What sampling keeps from step to step."""
 
-    job: Job
-    position: int
-    places: list[tuple[TokenSequence, int]]
+    def __init__(self, jobs: Mapping[SequenceGroup, Job], last_tokens: LastTokens) -> None:
+        self.jobs, self.last_tokens = jobs, last_tokens
+        self.penalties = PenaltyState()
+        self.columns = InputBatch((), jobs, self.penalties)
+        """Those of the last step, which serve the next one if it samples the same sequences."""
+
+    def clear(self) -> None:
+        """Begin anew: a step broke off."""
+        self.columns = InputBatch((), self.jobs, self.penalties)
+        self.penalties.clear()
 
 
 class InFlightStep:
-    """A launched step. Its tokens are on the device, where the next step finds them, and on their way to the
-    host.
+    """A launched step: `sample` launches the choice of its tokens, `apply` gives them to their requests.
+
+    Most tokens are chosen on the device: the next step finds them there, and a download brings them to the
+    host. Requests that need the host for their tokens (beams, processors) take the way of `host`.
     """
 
     def __init__(
         self,
         plan: StepPlan,
-        failed: Collection[SequenceGroup],
-        picks: Sequence[SamplingRows],
+        batch: ScheduledBatch,
         answer: Answer,
-        repeats: PenaltyState,
-        begin: float = 0.0,
-        roster: InputBatch | None = None,
+        failed: Mapping[SequenceGroup, Exception],
+        sampling: SamplingState,
+        begin: float,
     ) -> None:
-        self.plan, self.failed, self.device, self.roster = plan, failed, answer.logits.device, roster
-        self._repeats, self.begin = repeats, begin
-        """When the host began to launch it."""
-        self.tokens: torch.Tensor | None = None
-        """[sequences]: those of the crew if it is told by a roster, then those of the picks."""
-        self._crew: tuple[TokenSequence, ...] = () if roster is None else roster.sequences
-        self._seats: list[_JobTokens] = []
-        self._download: Download | None = None
-        """The tokens, and what was noted about them."""
-        self._heard: list[list[Any]] = []
-        """The same on the host."""
-        if picks or self._crew:
-            self._assign(picks, answer)
-
-    def _assign(self, picks: Sequence[SamplingRows], answer: Answer) -> None:
-        tokens, told = self._choose(picks, answer)
-        self.tokens = tokens  # until the host hears of it, a row of NaN goes on with some token that there is
-        heard = [told]
-        noted = [pick.job.asked.favourites is not None for pick in picks for _ in pick.rows]
-        if any(noted):
-            rows = [row for pick in picks for row in pick.rows]
-            places = [len(self._crew) + place for place, wanted in enumerate(noted) if wanted]
-            most = max(pick.job.asked.favourites or 0 for pick in picks)
-            whose = upload([rows[place - len(self._crew)] for place in places], tokens.device)
-            heard.append(
-                numbers_of(
-                    answer.logits[whose].log_softmax(-1), self.tokens[upload(places, tokens.device)], most
-                )
-            )
-        self._download = Download(heard)
-        place = len(self._crew)
-        for pick in picks:
-            assert pick.job.group is not None
-            sequences = pick.job.group.sequences
-            seats = list(zip(sequences, range(place, place + len(sequences)), strict=True))
-            self._seats.append(_JobTokens(pick.job, len(sequences[0].tokens), seats))
-            place += len(sequences)
-
-    def _choose(self, picks: Sequence[SamplingRows], answer: Answer) -> torch.Tensor:
-        """Tokens of the vocabulary, and what the host is told of them: [2, sequences], as `best` says it."""
-        if self.roster is None or self.plan.stride is None:
-            return together(picks, answer.logits, self._repeats)
-        own = self.roster.choose(answer, self.plan.stride)
-        return torch.cat([own, together(picks, answer.logits, self._repeats)], 1) if picks else own
-
-    @cached_property
-    def places(self) -> dict[TokenSequence, int]:
-        """Where each sequence's token stands in `tokens`. Made when somebody asks: if nobody comes or goes,
-        nobody does.
+        """batch: the rows of the plan without those of `failed` groups. answer: the logits behind the rows
+        that are sampled from. begin: when the host began to launch it.
         """
-        places = dict(zip(self._crew, range(len(self._crew)), strict=True))
-        return places | {sequence: place for seats in self._seats for sequence, place in seats.places}
+        self.plan, self.batch, self.answer, self.failed = plan, batch, answer, failed
+        self.begin = begin
+        self._sampling = sampling
+        self._input_batch: InputBatch | None = None
+        self._download: Download | None = None
+        self._tokens: list[int] = []
+        self._logprobs: list[list[float]] = []
+        self._ending: list[int] = []
+        """Places whose sequence ends with its token."""
+        self.sequences: tuple[TokenSequence, ...] = ()
+        """The sequences that get a token on the device."""
+        self.host: HostSampler | None = None
+        """The tokens of requests that need the host for them."""
+        self.jobs: list[Job] = []
+        """The jobs that may have ended with their tokens."""
 
-    @property
-    def latest(self) -> LastTokens:
-        """What the next step needs to know."""
-        return LastTokens(self.tokens, self._crew, lambda: self.places)
+    def sample(self) -> None:
+        """Launch the choice of the next tokens."""
+        batch, answer = self.batch, self.answer
+        self.sequences = batch.sequences[: batch.decodes]
+        row_ids = batch.row_ids[: batch.decodes]
+        if len(batch.sequences) > batch.decodes:
+            row_ids, answer = self._add_rows_behind()
+        if not self.sequences:
+            return
+        if self._sampling.columns.sequences != self.sequences:
+            self._sampling.columns = InputBatch(self.sequences, self._sampling.jobs, self._sampling.penalties)
+        columns = self._input_batch = self._sampling.columns
+        positions = [sequence.computed for sequence in self.sequences] if columns.uses_positions else []
+        tokens, for_host = columns.choose(answer.logits, positions, answer.best)
+        self._sampling.last_tokens.write(row_ids, tokens)
+        wanted = [for_host]
+        if columns.logprobs:
+            index = upload(columns.logprobs, tokens.device)
+            most = max(columns.jobs[place].asked.favourites or 0 for place in columns.logprobs)
+            wanted.append(numbers_of(answer.logits[index].log_softmax(-1), tokens[index], most))
+        self._download = Download(wanted)
 
-    @property
-    def jobs(self) -> list[Job]:
-        """Whose tokens it brings, as far as they may end with them."""
-        return [seats.job for seats in self._seats]
+    def _add_rows_behind(self) -> tuple[array[int], Answer]:
+        """Add the sequences of the rows behind the decode batch, and hand over those that need the host: the
+        rows and the logits of all that are sampled on the device.
+        """
+        decodes, jobs, logits = self.batch.decodes, self._sampling.jobs, self.answer.logits
+        rows = list(range(decodes))
+        on_device = list(self.sequences)
+        on_host: dict[Job, list[int]] = {}
+        row = decodes
+        for samples in self.batch.samples[decodes:]:
+            for sequence in samples:
+                if jobs[sequence.group].plain:
+                    on_device.append(sequence)
+                    rows.append(row)
+                else:
+                    on_host.setdefault(jobs[sequence.group], []).append(row)
+            row += bool(samples)
+        if on_host:
+            self.host = HostSampler([SamplingRows(*each) for each in on_host.items()], logits)
+        self.sequences = tuple(on_device)
+        row_ids = array("i", [sequence.row for sequence in on_device])
+        if rows == list(range(len(logits))):
+            return row_ids, self.answer
+        index = upload(rows, logits.device)
+        best = self.answer.best
+        return row_ids, Answer(logits[index], None if best is None else best[:, index])
 
-    def launch(self, scheduler: Scheduler) -> None:
-        """Every sequence has its next token, whichever it is."""
-        if self.roster is not None:
-            self.roster.launch()
-        for seats in self._seats:
-            for sequence, _ in seats.places:
-                scheduler.extend(sequence, UNKNOWN)
+    # ---- behind the device
 
     def wait(self) -> bool:
-        """Wait for the tokens; the answer is whether anybody may end with his, or lets somebody else's code
-        decide that.
-        """
-        self._heard = [] if self._download is None else [each.tolist() for each in self._download.wait()]
-        if not self._heard:
+        """Wait for the tokens: whether a request may end with its own, or has criteria that decide it."""
+        columns = self._input_batch
+        if self._download is None or columns is None:
             return False
-        tokens = self._heard[0]
-        if (
-            self.roster is not None
-            and self.plan.stride is not None
-            and self.roster.ends(self.plan.stride, tokens[: len(self._crew)])
-        ):
-            return True
-        return any(
-            job.asked.criteria
-            or position + 1 >= job.asked.max_length
-            or any(tokens[place] in job.asked.ends for _, place in places)
-            for job, position, places in self._seats
-        )
+        tokens, *logprobs = self._download.wait()
+        self._tokens = tokens.tolist()
+        self._logprobs = [row for each in logprobs for row in each.tolist()]
+        self._ending = list(self.batch.last)
+        if not columns.any_end.isdisjoint(self._tokens):
+            self._ending += columns.ending(self._tokens)
+        for place in range(self.batch.decodes, len(self._tokens)):
+            if len(self.sequences[place].tokens) + 1 >= columns.jobs[place].asked.max_length:
+                self._ending.append(place)
+        return bool(self._ending) or columns.has_criteria
 
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
-        """Give the tokens that have arrived to whoever is still there. The answer is who failed, and why."""
+        """Give the tokens to the requests that still want them: those that failed, and why."""
         scheduler.confirm(self.plan, self.failed)
-        tokens: list[int] = self._heard[0] if self._heard else []
-        notes = iter(self._heard[1] if len(self._heard) > 1 else [])
-        self._seats += self._reveal(tokens, scheduler)
+        columns = self._input_batch
+        if columns is None:
+            return {}
+        sequences, streams, tokens = self.sequences, columns.streams, self._tokens
+        one_by_one = {*range(self.batch.decodes, len(tokens)), *self._ending}
+        one_by_one.update([place for place, sequence in enumerate(sequences) if sequence.row < 0])
+        if one_by_one:
+            here = [place for place in range(self.batch.decodes) if place not in one_by_one]
+            sequences = tuple([sequences[place] for place in here])
+            streams = [streams[place] for place in here]
+            tokens = [tokens[place] for place in here]
+        # All that is done for a sequence that goes on: its token is written down.
+        scheduler.extend(sequences, tokens)
+        for stream, token in zip(streams, tokens, strict=True):
+            stream.so_far.append(token)
+        for job in columns.jobs:
+            if job.news.readers:
+                job.news.put()
+        return self._apply_one_by_one(scheduler, columns, sorted(one_by_one)) if one_by_one else {}
+
+    def _apply_one_by_one(
+        self, scheduler: Scheduler, columns: InputBatch, places: Sequence[int]
+    ) -> dict[Job, Exception]:
+        by_job: dict[Job, list[int]] = {}
+        for place in places:
+            by_job.setdefault(columns.jobs[place], []).append(place)
+        self.jobs = list(by_job)
         failed: dict[Job, Exception] = {}
-        for job, position, places in self._seats:
-            group, favourites = job.group, job.asked.favourites
-            noted = (
-                None
-                if favourites is None
-                else {sequence: note_of(next(notes), tokens[place], favourites) for sequence, place in places}
-            )
-            if group is None or group.status is Status.FINISHED:
+        for job, own in by_job.items():
+            if job.group is None or job.group.status is Status.FINISHED:
                 continue
-            # Who ended in the step before has got a token too many.
-            heard = {sequence: tokens[place] for sequence, place in places if sequence in group.sequences}
-            if UNKNOWN in heard.values():
+            # A sequence that ended in the step before has got a token too many.
+            found = {columns.sequences[i]: i for i in own if columns.sequences[i] in job.group.sequences}
+            tokens = {sequence: self._tokens[i] for sequence, i in found.items()}
+            if UNKNOWN in tokens.values():
                 failed[job] = no_token(job)
-                continue
-            try:
-                job.reveal(scheduler, position, heard, noted, self.device)
-            except Exception as error:  # a criterion or a tokenizer of this request; its neighbours go on
-                failed[job] = error
+            elif tokens:
+                try:
+                    job.take(scheduler, tokens, self._notes(columns, job, found), self.answer.logits.device)
+                except Exception as error:  # a criterion or a tokenizer of this request; its neighbours go on
+                    failed[job] = error
         return failed
 
-    def _reveal(self, tokens: list[int], scheduler: Scheduler) -> list[_JobTokens]:
-        """Tell the crew; the answer is who of it has to be looked at."""
-        stride, roster = self.plan.stride, self.roster
-        if roster is None or stride is None:
-            return []
-        odd = roster.reveal(stride, tokens[: len(self._crew)], scheduler.crew.stands(stride))
-        return [
-            _JobTokens(
-                roster.jobs[place], stride.starts[place] + stride.step + 1, [(self._crew[place], place)]
-            )
-            for place in odd
-        ]
+    def _notes(self, columns: InputBatch, job: Job, found: Mapping[TokenSequence, int]) -> Any:
+        """The logprobs of a job's tokens, if it asked for any."""
+        favourites = job.asked.favourites
+        if favourites is None:
+            return None
+        rows = dict(zip(columns.logprobs, self._logprobs, strict=True))
+        return {sequence: note_of(rows[i], self._tokens[i], favourites) for sequence, i in found.items()}

@@ -43,11 +43,11 @@ class Job:
         self.ruled = asked.recipe is not None and any(asked.recipe[1:])
         """Whether it has processors that run for the rows of all requests at once."""
         self.fined = asked.warp is not None and asked.warp.repetition != 1
-        """Whether repeating a token costs it something, with everybody's."""
+        """Whether it has a repetition penalty, computed for the rows of all requests at once."""
         self.trouble_with_scores: Exception | None = None
         """What one of these processors raised."""
         self.plain = asked.recipe is not None
-        """Whether its tokens are chosen with everybody's, in one go, and the host may hear of them later."""
+        """Whether its tokens are chosen on the device, with those of others: the host gets them later."""
 
     # ---- a step
 
@@ -68,6 +68,12 @@ class Job:
         return [row + [pad] * (length - len(row)) for row in rows]
 
     @property
+    def _known_length(self) -> int:
+        """The tokens of each of its sequences that the host has."""
+        assert self.group is not None
+        return len(self.group.leader.tokens)
+
+    @property
     def _pad(self) -> int:
         pad = self.asked.config._pad_token_tensor
         return 0 if pad is None else int(pad.flatten()[0])
@@ -80,7 +86,7 @@ class Job:
         assert self.group is not None
         if not self.asked.processors:
             return scores
-        ids = torch.tensor(self.rows(self.group.length), dtype=torch.long, device=device)
+        ids = torch.tensor(self.rows(self._known_length), dtype=torch.long, device=device)
         places = [sequence.index for sequence in self.group.sequences]
         whole = scores.new_zeros(ids.shape[0], scores.shape[1])
         whole[places] = scores
@@ -92,49 +98,26 @@ class Job:
         return scores_of(answer, rows, vocabulary, self.asked.sampled, single)[places]
 
     def take(
-        self, scheduler: Scheduler, tokens: list[int], notes: list[TokenLogprob] | None, device: torch.device
-    ) -> None:
-        """Its running sequences have these next tokens: enter them, and see which end."""
-        assert self.group is not None
-        position, heard = self.group.length, dict(zip(self.group.sequences, tokens, strict=True))
-        for sequence, token in heard.items():
-            scheduler.extend(sequence, token)
-        self._go_on(scheduler, position, heard, notes, device)
-
-    def reveal(
         self,
         scheduler: Scheduler,
-        position: int,
-        heard: Mapping[TokenSequence, int],
+        tokens: Mapping[TokenSequence, int],
         notes: Mapping[TokenSequence, TokenLogprob] | None,
         device: torch.device,
     ) -> None:
-        """Its running sequences have got these tokens at `position` a while ago: see which end there."""
-        assert self.group is not None
-        scheduler.reveal(self.group, position, heard)
-        kept = None if notes is None else [notes[sequence] for sequence in heard]
-        self._go_on(scheduler, position, heard, kept, device)
-
-    def _go_on(
-        self,
-        scheduler: Scheduler,
-        position: int,
-        heard: Mapping[TokenSequence, int],
-        notes: list[TokenLogprob] | None,
-        device: torch.device,
-    ) -> None:
-        stopped = (
-            self._stopped([sequence.index for sequence in heard], position + 1, device)
-            if self.asked.criteria
-            else None
-        )
-        for i, (sequence, token) in enumerate(heard.items()):
-            reason = self._reason(token, position + 1, stopped[i] if stopped else None)
-            self._tell(sequence.index, token, notes[i] if notes else None, reason)
+        """Its running sequences have these next tokens: enter them, and see which end."""
+        length = 1 + len(next(iter(tokens)).tokens)
+        scheduler.extend(tokens, tokens.values())
+        stopped: Mapping[TokenSequence, FinishReason | None] = {}
+        if self.asked.criteria:
+            places = [sequence.index for sequence in tokens]
+            stopped = dict(zip(tokens, self._stopped(places, length, device), strict=True))
+        for sequence, token in tokens.items():
+            reason = self._reason(token, length, stopped.get(sequence))
+            self._grow(sequence.index, token, None if notes is None else notes[sequence], reason)
             if reason is not None:
                 scheduler.finish(sequence)
 
-    def _tell(self, index: int, token: int, note: TokenLogprob | None, reason: FinishReason | None) -> None:
+    def _grow(self, index: int, token: int, note: TokenLogprob | None, reason: FinishReason | None) -> None:
         self.timing.first_token = self.timing.first_token or time.monotonic()
         self.streams[index].add([token], [note] if note else [], reason)
         self.news.put()
@@ -173,7 +156,7 @@ class Job:
         return next((stream.trouble for stream in self.streams if stream.trouble is not None), None)
 
     def interrupt(self) -> BaseException | None:
-        """What its own code raised that is meant for whoever drives, too; once."""
+        """What its own code raised that its driver must get, too; once."""
         error = self.trouble if self.output is None else self.output.error
         if self._passed_on or not reaches_driver(error):
             return None
@@ -202,7 +185,7 @@ class Job:
         )
 
     def go_back(self) -> None:
-        """A step broke off: its sequences have the tokens that somebody has been told, and no others."""
+        """A step broke off: its sequences keep the tokens of their streams, and no others."""
         if self.group is None or self.beams is not None:
             return
         for stream in self.streams:
@@ -225,7 +208,7 @@ class Job:
                 for beam, token in zip(beams, tokens, strict=True)
             ]
             stopped = self._judge(rows, range(len(rows)), device)
-        length = self.group.length + 1
+        length = self._known_length + 1
         return [self._reason(token, length, why) for token, why in zip(tokens, stopped, strict=True)]
 
     def take_beams(self, scheduler: Scheduler, step: BeamStep) -> None:
@@ -255,8 +238,8 @@ class Job:
     # ---- the end
 
     def close(self, reason: FinishReason | None = None, error: BaseException | None = None) -> Output:
-        """Make the output; answers that have not ended end for `reason`, or for the trouble that somebody had
-        in reading one of them.
+        """Make the output; answers that have not ended end for `reason`, or because one could not be
+        decoded.
         """
         self.timing.finished = time.monotonic()
         for stream in self.streams:

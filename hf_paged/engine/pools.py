@@ -21,7 +21,7 @@ from ..kv import HostBlocks, LayerGroup, LayerKind, Transfer
 from ..kv.budget import free_bytes
 from ..model.registry import memory_of
 from ..model.slots import CROSS, slots_of
-from ..scheduling import KVCacheGroup, Swaps
+from ..scheduling import KVCacheGroup, StepPlan, Swaps
 from ..scheduling import SequenceGroup as Requests
 from ..trace import Kind as TracedKind
 from ..trace import Trace
@@ -75,13 +75,10 @@ class Pools:
             kind: self.memory.group(kind, self.options, count, count / counts.total())
             for kind, count in counts.items()
         }
+        self.own = {kind: group for kind, group in self.groups.items() if kind != CROSS}
+        """The groups whose tables hold a sequence's own tokens, the first ones of all."""
         for group in self.groups.values():
             group.kept = config.keep_pools
-
-    @property
-    def own(self) -> dict[LayerKind, LayerGroup]:
-        """The groups whose tables hold a sequence's own tokens, the first ones of all."""
-        return {kind: group for kind, group in self.groups.items() if kind != CROSS}
 
     def drop_cross(self) -> None:
         """Have no blocks for cross-attention layers: nothing will be stored in them."""
@@ -211,10 +208,15 @@ class Pools:
             ):  # it may not be needed, and blocks in use claim no more than they need
                 group.reserve(min(need, group.pool.total))
 
-    def cover(self) -> None:
-        """Have memory for every block that the books have handed out, before a step writes to it."""
+    def prepare(self, plan: StepPlan) -> None:
+        """Before the rows of a plan: have memory for every block that was handed out, swap, and copy."""
         for group in self.groups.values():
-            group.reserve(group.pool.top)
+            if group.reserved is not None and group.pool.top > group.reserved:
+                group.reserve(group.pool.top)
+        if plan.swaps.out or plan.swaps.back:
+            self.swap(plan.swaps)
+        if any(plan.copies):
+            self.copy(plan.copies)
 
     def copy(self, copies: tuple[tuple[Copy, ...], ...]) -> None:
         """Carry out the copies on write of a step."""

@@ -9,6 +9,9 @@ from ..scheduling import StepPlan, Victim
 from .costs import Costs
 from .pools import Pools
 
+GATHERED = 50
+"""So many measured steps are entered together."""
+
 
 class Preemption:
     """Decides for the scheduler, by the measured times of steps and swaps.
@@ -19,40 +22,49 @@ class Preemption:
 
     def __init__(self, pools: Pools, mode: str) -> None:
         self.pools, self.mode, self.costs = pools, mode, Costs()
+        self._measured = mode == "auto" and pools.swaps
+        self._steps: list[tuple[int, float]] = []
+        """Tokens and seconds of steps that are not entered yet."""
         self._exposed = self._copied = 0.0
         self._carried = {True: 0, False: 0}
-        self._tokens, self._seconds, self._heard = 0, 0.0, 0.0
+        self._tokens, self._seconds, self._before = 0, 0.0, 0.0
 
     def decide(self, victim: Victim) -> bool:
         """Whether this group is swapped; if so the host has room for it."""
         if self.mode == "recompute" or not self.pools.swaps:
             return False
         if self.mode == "auto":
-            self._listen()
+            self._enter_measurements()
             if not self.costs.swap_is_better(self.pools.bytes_of(victim.blocks), victim.tokens):
                 return False
         return self.pools.reserve(victim.blocks)
 
-    def heard(self, plan: StepPlan, begin: float) -> None:
+    def measure(self, plan: StepPlan, begin: float) -> None:
         """The tokens of a plan, whose launch began at `begin`, have just reached the host.
 
         Time before `begin`, or before the previous plan's tokens arrived, was not this plan's. A plan without
         sampled tokens returns nothing to wait for: its time is counted in the next one.
         """
-        if self.mode != "auto" or not self.pools.swaps:
+        if not self._measured:
             return
         now = time.perf_counter()
-        seconds, self._heard = now - max(begin, self._heard), now
-        if plan.swaps:
+        seconds, self._before = now - max(begin, self._before), now
+        if plan.swaps.out or plan.swaps.back:
             self._tokens, self._seconds = 0, 0.0
             return
-        self._tokens += plan.tokens
+        self._tokens += plan.batch.tokens
         self._seconds += seconds
-        if plan.samples:
-            self.costs.step(self._tokens, self._seconds)
+        if plan.batch.decodes or plan.batch.sampled:
+            self._steps.append((self._tokens, self._seconds))
+            if len(self._steps) >= GATHERED:
+                self._enter_measurements()
             self._tokens, self._seconds = 0, 0.0
 
-    def _listen(self) -> None:
+    def _enter_measurements(self) -> None:
+        """Enter what was measured since the last time."""
+        for tokens, seconds in self._steps:
+            self.costs.step(tokens, seconds)
+        self._steps.clear()
         for trip in self.pools.trips():
             (self.costs.out if trip.out else self.costs.back).add(trip.bytes, trip.exposed)
             self._exposed += trip.exposed
@@ -63,7 +75,7 @@ class Preemption:
         """Bytes that went out and came back, as far as that is over; the seconds that copying took, and by
         which steps were held up.
         """
-        self._listen()
+        self._enter_measurements()
         return {
             "bytes_out": self._carried[True],
             "bytes_in": self._carried[False],

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from ..blocks import BlockTable, append
+from ..blocks import append
 from ..checking.ties import shaken
 from ..kv import Batch, FlatBatch, LayerKind
 from ..kv.group import is_out_of_memory
@@ -23,10 +25,11 @@ from ..model.offloaded import input_device
 from ..model.routers import routers_of
 from ..model.slots import CROSS
 from ..model.switch import decoder_configs, restore, switch
+from ..scheduling import Request, ScheduledBatch, ScheduledRow, SequenceGroup, TokenSequence
 from .cache import StepCache
 from .check_policy import CheckPolicy
 from .decoding import Decoding
-from .forward_batch import ForwardBatch, ScheduledChunk, merged, placed, split
+from .forward_batch import PLAIN, ForwardBatch, LastTokens, RowInputs
 from .multimodal.cross import STATES, CrossInputs, trial_inputs, why_not_across
 from .multimodal.encoder import Encoder, EncoderInput
 from .multimodal.extras import given, joined
@@ -132,50 +135,42 @@ class Runner:
         label = label_of(size)
         return self.warming is None or self.warming.done or not label or label in self.warming.ready
 
-    def run(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None = None) -> Answer:
-        """What follows the last token of each piece that is wanted, from a captured step if there is one.
-
-        latest: the tokens that the last step chose, if there are pieces that follow them.
-        """
-        if self.why_rows is None and any(piece.across is not None for piece in split(pieces)[1]):
-            return self._run_apart(pieces, latest)
+    def run(self, batch: ForwardBatch) -> Answer:
+        """The logits behind the rows that are sampled from, from a captured step if there is one."""
+        apart = [i for i, row in batch.inputs.items() if row.across is not None]
+        if apart and self.why_rows is None:
+            return self._run_apart(batch, apart)
         with self.pools.memory.lock, torch.no_grad():
             decoding = self.decoding if self.why_rows is None else None
-            replayed = None if decoding is None else decoding.run(pieces, latest)
+            replayed = None if decoding is None else decoding.run(batch)
             if replayed is not None:
                 return replayed
-            self.device = input_device(self.model)
-            return self.plugged(lambda: self._compute(pieces, latest, decoding))
+            return self.plugged(lambda: self._compute(batch, decoding))
 
-    def _run_apart(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> Answer:
-        """Chunks that attend across, one by one, and the others as ever."""
-        stride, others = split(pieces)
-        crew = 0 if stride is None else len(stride.sequences)
-        across = [piece for piece in others if piece.across is not None]
+    def _run_apart(self, batch: ForwardBatch, apart: list[int]) -> Answer:
+        """Rows that attend across, one by one, and the others as ever."""
+        texts = [i for i in range(len(batch.rows)) if i not in apart]
         with self.pools.memory.lock, torch.no_grad():
             self.device = input_device(self.model)
-            apart = self.plugged(lambda: self._one_by_one(across, latest))
-            if len(across) == crew + len(others):
-                return Answer(apart)
-            texts = (
-                pieces.without_across()
-                if isinstance(pieces, ForwardBatch)
-                else [piece for piece in others if piece.across is None]
-            )
-            parts = [each for each in (self.run(texts, latest).logits, apart) if len(each)]
-            is_apart = [*[False] * crew, *(piece.across is not None for piece in others if piece.wanted)]
-            # The parts hold the texts first; row i of the answer is their row places[i].
-            order = sorted(range(len(is_apart)), key=is_apart.__getitem__)
-            places = sorted(range(len(order)), key=order.__getitem__)
-            return Answer(torch.cat(parts)[upload(places, self.device)] if parts else apart)
+            across = self.plugged(lambda: self._one_by_one(batch.select(apart)))
+            if not texts:
+                return Answer(across)
+            parts = [each for each in (self.run(batch.select(texts)).logits, across) if len(each)]
+            wanted = batch.wanted
+            order = [i for i in texts if i in wanted] + [i for i in apart if i in wanted]
+            places = upload([order.index(i) for i in wanted], self.device)
+            return Answer(torch.cat(parts)[places] if parts else across)
 
-    def _compute(
-        self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None, decoding: Decoding | None
-    ) -> Answer:
-        logits = self.flat(pieces, latest) if self.why_rows is None else self._one_by_one(pieces, latest)
+    def _compute(self, batch: ForwardBatch, decoding: Decoding | None) -> Answer:
+        logits = self.forward(batch, self.form)
         if decoding is not None:
-            decoding.learn(pieces, latest, logits)
+            decoding.learn(batch, logits)
         return Answer(logits)
+
+    def forward(self, batch: ForwardBatch, form: Form) -> torch.Tensor:
+        """The same logits, operation by operation."""
+        self.device = input_device(self.model)
+        return self.flat(batch) if form == "flat" else self._one_by_one(batch)
 
     def show(self, media: Media) -> None:
         """Have the model look at a prompt's pictures. Its attention is its own here."""
@@ -192,97 +187,84 @@ class Runner:
             with self.pools.memory.lock:
                 self.decoding.look()
 
-    def ids(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> torch.Tensor:
-        """The tokens of the pieces, one behind the other, on the device: those that the host has not heard of
-        from the device itself.
-        """
-        if isinstance(pieces, ForwardBatch) and pieces.stride is not None:
-            own = pieces.ids(self.device)
-            return torch.cat([own, self.ids(pieces.others, latest)]) if pieces.others else own
-        told = [token for piece in pieces for token in piece.tokens]
-        if all(piece.follows is None for piece in pieces):
-            return upload(told, self.device)
-        assert latest is not None
-        places: list[int] = []
-        for piece in pieces:
-            places += [-1] * (len(piece.tokens) - 1)
-            places.append(-1 if piece.follows is None else piece.follows)
-        return merged(told, places, latest)
-
-    def flat(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> torch.Tensor:
+    def flat(self, batch: ForwardBatch) -> torch.Tensor:
         """The step as one flat row, operation by operation."""
         self.checks.mark_dirty()
-        counts = [len(piece.tokens) for piece in pieces]
-        batches = {
-            kind: FlatBatch([piece.tables[i] for piece in pieces], counts)
-            for i, kind in enumerate(self.pools.own)
-        }
-        self.cache.begin(batches)
-        borders = next(iter(batches.values())).borders
-        last = [border - 1 for border, piece in zip(borders[1:], pieces, strict=True) if piece.wanted]
-        return self._forward(pieces, self._inputs(pieces, latest), last, flat=True)
+        rows = batch.rows
+        self.cache.begin(
+            {
+                kind: FlatBatch([sequence.tables[i] for sequence in rows.sequences], rows.counts)
+                for i, kind in enumerate(self.pools.own)
+            }
+        )
+        ends = list(accumulate(rows.counts))
+        return self._forward(batch, self._inputs(batch), [ends[i] - 1 for i in batch.wanted], flat=True)
 
-    def _one_by_one(self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None) -> torch.Tensor:
+    def _one_by_one(self, batch: ForwardBatch) -> torch.Tensor:
         self.checks.mark_dirty()
-        rows = [logits for piece in pieces for logits in self._row(piece, latest)]
-        return torch.cat(rows or [torch.empty(0, 0, dtype=torch.float32, device=self.device)])
+        found = [self._row(batch.select([i])) for i in range(len(batch.rows))]
+        wanted = [found[i] for i in batch.wanted]
+        return torch.cat(wanted or [torch.empty(0, 0, dtype=torch.float32, device=self.device)])
 
-    def _row(self, piece: ScheduledChunk, latest: torch.Tensor | None) -> Iterator[torch.Tensor]:
-        count = len(piece.tokens)
-        length = piece.start + count
+    def _row(self, batch: ForwardBatch) -> torch.Tensor:
+        """The logits behind the one row of a batch, if they are wanted."""
+        ((sequence, start, count, _),) = batch.rows.rows
         batches = {
-            kind: Batch([piece.tables[i]], None, length, count, None, lambda: True)
+            kind: Batch([sequence.tables[i]], None, start + count, count, None, lambda: True)
             for i, kind in enumerate(self.pools.own)
         }
-        inputs, across = self._inputs([piece], latest), 0
-        if piece.source is not None:
-            inputs = self._behind_encoder(piece, inputs["input_ids"], batches)
-        elif piece.across is not None:
-            tokens = piece.tables[-1].length
-            batches[CROSS] = Batch([piece.tables[-1]], None, tokens, tokens, None, lambda: True)
-            across = 0 if piece.across.states else tokens
-        self.cache.begin(batches, past=piece.start, across=across)
-        logits = self._forward([piece], inputs, [count - 1] if piece.wanted else [], flat=False)
-        if piece.wanted:
-            yield logits
+        inputs = self._inputs(batch)
+        row = batch.inputs.get(0, PLAIN)
+        across = 0
+        if row.source is not None:
+            inputs = self._behind_encoder(row.source, sequence, inputs["input_ids"], batches, start == 0)
+        elif row.across is not None:
+            table = sequence.tables[-1]
+            batches[CROSS] = Batch([table], None, table.length, table.length, None, lambda: True)
+            across = 0 if row.across.states else table.length
+        self.cache.begin(batches, past=start, across=across)
+        return self._forward(batch, inputs, [count - 1] if batch.wanted else [], flat=False)
 
     def _behind_encoder(
-        self, piece: ScheduledChunk, ids: torch.Tensor, batches: dict[LayerKind, Batch]
+        self,
+        source: EncoderInput,
+        sequence: TokenSequence,
+        ids: torch.Tensor,
+        batches: dict[LayerKind, Batch],
+        first: bool,
     ) -> dict[str, Any]:
-        """What a decoder is given for the ids [1, tokens] of a piece, and where it finds what it attends
-        to.
-        """
-        assert self.encoder is not None and piece.source is not None
-        first, tokens = piece.start == 0, piece.tables[-1].length
-        answer = self.encoder.run(piece.source) if first or piece.source.made is None else piece.source.made
+        """What a decoder is given for the ids [1, tokens] of a row, and where it finds what it attends to."""
+        assert self.encoder is not None
+        table = sequence.tables[-1]
+        answer = self.encoder.run(source) if first or source.made is None else source.made
         made = answer.last_hidden_state.shape[1]
-        if made != tokens:
+        if made != table.length:
             raise RuntimeError(
-                f"the encoder of {type(self.model).__name__} made {made} tokens, expected {tokens}; use "
-                "generate()"
+                f"the encoder of {type(self.model).__name__} made {made} tokens, expected {table.length}; "
+                "use generate()"
             )
-        batches[CROSS] = Batch([piece.tables[-1]], None, tokens, tokens, None, lambda: True)
+        batches[CROSS] = Batch([table], None, table.length, table.length, None, lambda: True)
         return {
             "decoder_input_ids": ids,
             "past_key_values": self.cache.with_encoder(filled=not first),
             "encoder_outputs": answer,
         }
 
-    def _inputs(
-        self, pieces: Sequence[ScheduledChunk], latest: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        """The pieces' token ids [1, tokens], or if anybody has brought embeddings those of everybody [1,
-        tokens, hidden].
+    def _inputs(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:
+        """The token ids [1, tokens] of a batch, or if any row has embeddings those of all rows [1, tokens,
+        hidden].
         """
-        ids = self.ids(pieces, latest)[None]
-        if all(piece.embeds is None for piece in pieces):
+        ids = batch.ids(self.device)[None]
+        if all(row.embeds is None for row in batch.inputs.values()):
             return {"input_ids": ids}
-        rows, place = self.embedded(ids.clamp(min=0)), 0
-        for piece in pieces:
-            if piece.embeds is not None:
-                rows[0, place : place + len(piece.embeds)] = piece.embeds
-            place += len(piece.tokens)
-        return {"inputs_embeds": rows}
+        embeds = self.embedded(ids.clamp(min=0))
+        begin = 0
+        for i, count in enumerate(batch.rows.counts):
+            own = batch.inputs.get(i, PLAIN).embeds
+            if own is not None:
+                embeds[0, begin : begin + len(own)] = own
+            begin += count
+        return {"inputs_embeds": embeds}
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """The model's own embeddings [1, tokens, hidden] of ids [1, tokens]."""
@@ -290,14 +272,12 @@ class Runner:
         return found
 
     def _forward(
-        self, pieces: Sequence[ScheduledChunk], inputs: Mapping[str, Any], last: list[int], flat: bool
+        self, batch: ForwardBatch, inputs: Mapping[str, Any], last: list[int], flat: bool
     ) -> torch.Tensor:
-        """One forward over the tokens of pieces in a row: the logits [len(last), vocabulary] at the places
-        `last`.
-        """
+        """One forward over the tokens of a batch: the logits [len(last), vocabulary] at the places `last`."""
         arguments: dict[str, Any] = {"past_key_values": self.cache, **inputs}
-        tokens, moved = [piece.positions for piece in pieces], placed(pieces)
-        positions = [position for piece in tokens for position in piece]
+        positions = batch.positions
+        moved = batch.rope_positions()
         count = len(positions)
         numbers = upload(
             [*positions, *(last or [count - 1])], self.device
@@ -307,12 +287,14 @@ class Runner:
         places = numbers[count:]
         if self.keeps_some:
             arguments["logits_to_keep"] = places
-        beside, outer = joined([piece.beside for piece in pieces], [*map(len, tokens)]), running.get()
-        for piece in pieces:
-            beside |= {} if piece.across is None else piece.across.arguments
+        counts = batch.rows.counts
+        extras = joined([batch.inputs.get(i, PLAIN).extras for i in range(len(counts))], counts)
+        for row in batch.inputs.values():
+            extras |= {} if row.across is None else row.across.arguments
+        outer = running.get()
         try:
             running.set(Forward(self.cache, flat=flat))
-            with given(self.model, beside):
+            with given(self.model, extras):
                 answer = self.model(**arguments, use_cache=True, return_dict=True)
         finally:
             running.set(outer)
@@ -548,30 +530,40 @@ class Runner:
         """
         if self.warming is not None and (form == "flat" or self.pools.config.kernels != "auto"):
             self.warming.wait()  # here the first kernel is launched
-        tables = [tuple(BlockTable(group.pool) for group in self.pools.groups.values()) for _ in rows]
-        kept, self.why_rows = self.why_rows, None if form == "flat" else self.why_rows or "tried out"
-        begin = [0] * len(rows)
-        logits, source = torch.empty(0, dtype=torch.float32, device=self.device), self._trial_source
+        shelves = self.pools.shelves
+        requests = [Request(i, tuple(row), len(row)) for i, row in enumerate(rows)]
+        sequences = [SequenceGroup(request, shelves).leader for request in requests]
+        last_tokens = LastTokens(0, self.device)
+        logits = torch.empty(0, dtype=torch.float32, device=self.device)
         try:
             for ends in cuts:
-                pieces = []
-                for row, of_row, first, end in zip(rows, tables, begin, ends, strict=True):
-                    for group, table in zip(self.pools.groups.values(), of_row, strict=True):
-                        if group.kind.window is not None:
-                            table.release_before(table.length - group.kind.window + 1)
-                        cross = 0 if first or across is None else ACROSS
-                        if not first and source is not None and self.encoder is not None:
-                            cross = self.encoder.length(source)
-                        append([table], [cross if group.kind == CROSS else end - first])
-                    part = None if across is None else across.part(first, end - first, stored=bool(first))
-                    pieces.append(
-                        ScheduledChunk(row[first:end], first, of_row, True, source=source, across=part)
-                    )
-                logits = self.run(pieces).logits
-                begin = ends
+                made = [self._trial_row(*each, across) for each in zip(sequences, ends, strict=True)]
+                inputs = {i: self._trial_inputs(row, across) for i, row in enumerate(made)}
+                batch = ForwardBatch(ScheduledBatch().followed_by(made), last_tokens, inputs)
+                with self.pools.memory.lock, torch.no_grad():
+                    logits = self.plugged(partial(self.forward, batch, form))
+                for row in made:
+                    row.sequence.computed += row.count
         finally:
-            self.why_rows = kept
-            for of_row in tables:
-                for table in of_row:
-                    table.free()
+            for sequence in sequences:
+                sequence.free()
         return logits
+
+    def _trial_row(self, sequence: TokenSequence, end: int, across: CrossInputs | None) -> ScheduledRow:
+        """A row that takes a sequence up to `end` tokens."""
+        start = sequence.computed
+        first = 0 if across is None else ACROSS
+        if self.encoder is not None and self._trial_source is not None:
+            first = self.encoder.length(self._trial_source)
+        for group, table in zip(self.pools.groups.values(), sequence.tables, strict=True):
+            if group.kind.window is not None:
+                table.release_before(table.length - group.kind.window + 1)
+            count = end - start
+            if group.kind == CROSS:
+                count = 0 if start else first
+            append([table], [count])
+        return ScheduledRow(sequence, start, end - start, (sequence,))
+
+    def _trial_inputs(self, row: ScheduledRow, across: CrossInputs | None) -> RowInputs:
+        part = None if across is None else across.part(row.start, row.count, stored=bool(row.start))
+        return RowInputs(source=self._trial_source, across=part)

@@ -14,7 +14,7 @@ from .prefixes import Found, Prefix, begin_with, count, longest
 from .rows import Rows
 from .sequences import Sequences
 from .spans import StaticSpans
-from .static import Ranks, StaticBatch
+from .static import StaticBatch
 from .store import Layout, Pages, Store, alike
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "Ops",
     "Pages",
     "Prefix",
-    "Ranks",
     "Rows",
     "Seen",
     "Sequences",

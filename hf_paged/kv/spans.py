@@ -4,13 +4,15 @@ decoding rows together.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from ..blocks import BlockTable
-from .static import LONGS, Ranks, StaticBatch
+from ..blocks import BlockTableArray
+from .static import LONGS, StaticBatch, blocks_of, tokens_of
 
 if TYPE_CHECKING:
     from .ops_torch import Ops
@@ -48,25 +50,25 @@ class StaticSpans(StaticBatch):
         self.alone = self.totals
         """[most]: the same of sequences with one new token, 0 of others; this run's, once it has begun."""
 
-    def spread(self, tables: Sequence[BlockTable], counts: Sequence[int], ranks: Ranks | None = None) -> None:
-        """Upload a step in which sequence i has taken counts[i] tokens, after the ranks; those of one token
-        come first.
+    def spread(
+        self, tables: BlockTableArray, row_ids: array[int], offsets: array[int], step: int, counts: array[int]
+    ) -> None:
+        """Upload a step in which row_ids[i] has taken counts[i] tokens after offsets[i] + step; rows of one
+        token come first.
         """
         _, ids, tokens, owners, totals, borders = self._stage()
-        blocks, row = ids.reshape(self.most, self.width), 0
-        if ranks is not None:
-            row = ranks.enter(tokens, blocks, self.block_size)
-            owners[:row], totals[:row], borders[:row] = range(row), tokens[:row] + 1, range(row)
-        first, borders[row] = row, row
-        for place, (table, count) in enumerate(zip(tables, counts, strict=True), first):
-            blocks[place, table.released : table.end] = table.blocks
-            tokens[row : row + count] = range(table.length - count, table.length)
-            owners[row : row + count] = place
-            totals[place] = table.length
-            row += count
-            borders[place + 1] = row
-        totals[first + len(tables) :] = 0
-        borders[first + len(tables) + 1 :] = row
+        rows, many = np.asarray(row_ids), np.asarray(counts)
+        starts = np.asarray(offsets) + step
+        places, positions = tokens_of(np.arange(len(rows)), starts, counts)
+        width = int(positions.max()) // self.block_size + 1
+        ids.reshape(self.most, self.width)[: len(rows), :width] = blocks_of(tables, rows, width)
+        tokens[: len(places)] = positions
+        owners[: len(places)] = places
+        totals[: len(rows)] = starts + many
+        totals[len(rows) :] = 0
+        borders[0] = 0
+        borders[1 : len(rows) + 1] = many.cumsum()
+        borders[len(rows) + 1 :] = len(places)
         self._send()
 
     def begin(self, ops: Ops) -> None:

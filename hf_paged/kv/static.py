@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..blocks import BlockTable, BlockTableArray, Copy
@@ -19,30 +20,20 @@ LONGS = 4
 """The columns before and after a step take two numbers each of the buffer's."""
 
 
-class Ranks(NamedTuple):
-    """Rows of one token each from a block table array: row i has starts[i] + step tokens before this one,
-    none more than `most`.
-    """
+def tokens_of(
+    rows: np.ndarray[Any, Any], starts: np.ndarray[Any, Any], counts: array[int]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """For every token its row and its position, [tokens] each, where row i has counts[i] after starts[i]."""
+    many = np.asarray(counts)
+    firsts = many.cumsum() - many
+    return rows.repeat(many), np.arange(many.sum()) + (starts - firsts).repeat(many)
 
-    sheet: BlockTableArray
-    starts: array[int]
-    step: int
-    most: int
 
-    def enter(self, tokens: Any, blocks: Any, block_size: int) -> int:
-        """Write into numpy's arrays the tokens before this one [rows or more] and the blocks [rows or more,
-        width]; how many rows it is.
-        """
-        rows = len(self.starts)
-        tokens[:rows] = torch.frombuffer(self.starts, dtype=torch.int32).numpy() + self.step
-        standing = (
-            torch.frombuffer(self.sheet.ids, dtype=torch.int32)
-            .numpy()
-            .reshape(self.sheet.height, self.sheet.width)
-        )
-        width = self.most // block_size + 1
-        blocks[:rows, :width] = standing[:rows, :width]
-        return rows
+def blocks_of(tables: BlockTableArray, rows: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
+    """The first `width` block ids of some rows: [rows, width]."""
+    blocks = np.asarray(tables.ids).reshape(tables.height, tables.width)
+    found: np.ndarray[Any, Any] = blocks.take(rows, 0)[:, :width]
+    return found
 
 
 class StaticBatch:
@@ -133,23 +124,19 @@ class StaticBatch:
             sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
         self._send()
 
-    def spread(self, tables: Sequence[BlockTable], counts: Sequence[int], ranks: Ranks | None = None) -> None:
-        """Upload a step in which table i has taken counts[i] tokens, each of them a row of its own, after one
-        row for each of the ranks.
+    def spread(
+        self, tables: BlockTableArray, row_ids: array[int], offsets: array[int], step: int, counts: array[int]
+    ) -> None:
+        """Upload a step in which row_ids[i] has taken counts[i] tokens after offsets[i] + step; every token
+        is a row here.
         """
         _, ids, tokens, _, _ = self._stage()
-        blocks, row = ids.reshape(self.rows, self.width), 0
-        if ranks is not None:
-            row = ranks.enter(tokens, blocks, self.block_size)
-        for table, count in zip(tables, counts, strict=True):
-            held = blocks[row, table.released : table.end]
-            held[:] = table.blocks
-            if count == 1:
-                tokens[row] = table.length - 1
-            else:
-                blocks[row + 1 : row + count, table.released : table.end] = held
-                tokens[row : row + count] = range(table.length - count, table.length)
-            row += count
+        rows, positions = np.asarray(row_ids), np.asarray(offsets) + step
+        if len(rows) != np.asarray(counts).sum():
+            rows, positions = tokens_of(rows, positions, counts)
+        width = int(positions.max()) // self.block_size + 1
+        tokens[: len(rows)] = positions
+        ids.reshape(self.rows, self.width)[: len(rows), :width] = blocks_of(tables, rows, width)
         self._send()
 
     def _stage(self) -> list[Any]:

@@ -26,7 +26,12 @@ def only_observes(hook: object) -> bool:
 
 def mark_wrapper(wrapper: Callable[..., Any]) -> None:
     """Register a forward of ours, made with functools.wraps around the user's."""
-    setattr(wrapper, WRAPPER, wrapper)  # itself: other wrappers copy attributes
+    # Which wrapper it is, since others copy attributes; weakly, or the model would live until a collection.
+    setattr(wrapper, WRAPPER, weakref.ref(wrapper))
+
+
+def _no_wrapper() -> None:
+    """Stands for a reference to nothing."""
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
@@ -34,7 +39,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     forward = module.__dict__.get("forward")
     if forward is None:
         return None
-    own = inspect.unwrap(forward, stop=lambda each: getattr(each, WRAPPER, None) is not each)
+    own = inspect.unwrap(forward, stop=lambda each: getattr(each, WRAPPER, _no_wrapper)() is not each)
     return None if getattr(own, "__func__", None) is type(module).forward else own
 
 

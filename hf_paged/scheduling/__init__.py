@@ -3,11 +3,11 @@ tensor.
 """
 
 from .admission import Admission, judge, why_infeasible
-from .decode_batch import DecodeBatch, DecodeRows
+from .decode_batch import DecodeBatch
 from .forecast import ADMISSIONS, FuturePeak
 from .history import AnswerLengths
 from .limits import KVCacheGroup, Limits
-from .plan import ScheduledRow, StepPlan, Swaps
+from .plan import ScheduledBatch, ScheduledRow, StepPlan, Swaps
 from .policy import POLICIES
 from .request import UNKNOWN, Request, SequenceGroup, Status, TokenSequence
 from .scheduler import Count, Infeasible, Scheduler
@@ -22,12 +22,12 @@ __all__ = [
     "Count",
     "Decide",
     "DecodeBatch",
-    "DecodeRows",
     "FuturePeak",
     "Infeasible",
     "KVCacheGroup",
     "Limits",
     "Request",
+    "ScheduledBatch",
     "ScheduledRow",
     "Scheduler",
     "SequenceGroup",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..blocks import BlockPool, BlockTable, Copy, blocks_needed, detach
-from .decode_batch import DecodeRows
 from .limits import KVCacheGroup
-from .plan import ScheduledRow, StepPlan, Swaps
+from .plan import NOTHING, ScheduledRow, StepPlan, Swaps
 from .request import SequenceGroup, TokenSequence
 
 Steps = list[tuple[TokenSequence, int]]
@@ -19,8 +18,10 @@ class Draft:
 
     def __init__(self, shelves: int, room: int) -> None:
         self.room = room
-        self.stride: DecodeRows | None = None
+        self.batch = NOTHING
+        """The rows of the decode batch."""
         self.rows: list[ScheduledRow] = []
+        """All other rows."""
         self.copies: list[list[Copy]] = [[] for _ in range(shelves)]
         self.admitted: list[SequenceGroup] = []
         self.preempted: list[SequenceGroup] = []
@@ -39,16 +40,15 @@ class Draft:
         for pool, source, stamp in self._sources:
             pool.drop(source, stamp)
         copies = tuple(tuple(copies) for copies in self.copies)
-        return StepPlan(
-            tuple(self.rows), copies, swaps, tuple(self.admitted), tuple(self.preempted), self.stride
-        )
+        batch = self.batch.followed_by(self.rows) if self.rows else self.batch
+        return StepPlan(batch, copies, swaps, tuple(self.admitted), tuple(self.preempted))
 
 
 def samples(sequence: TokenSequence, count: int) -> tuple[TokenSequence, ...]:
     """The sequences that are sampled after this row: none if tokens are left, all of the group's before it is
     forked.
     """
-    if sequence.computed + count < len(sequence.tokens):
+    if sequence.computed + count < sequence.length:
         return ()
     return (sequence,) if sequence.group.forked else tuple(sequence.group.sequences)
 
@@ -69,8 +69,8 @@ def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
     return found
 
 
-def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], beside: int = 0) -> bool:
-    """Whether every pool has the blocks for these steps and `beside` more, which no cross-attention table
+def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], extra: int = 0) -> bool:
+    """Whether every pool has the blocks for these steps and `extra` more, which no cross-attention table
     takes. Blocks that a window has passed are freed first (C10).
     """
     for i, shelf in enumerate(shelves):
@@ -79,7 +79,7 @@ def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], beside: int =
             for tables, _ in every:
                 for table in tables:
                     table.release_before(table.length - shelf.window + 1)
-        own = 0 if shelf.cross else beside
+        own = 0 if shelf.cross else extra
         most = own + sum([count // shelf.pool.block_size + 2 for steps in several for _, count in steps])
         if not shelf.cross and most <= shelf.pool.available:
             continue  # an upper bound fits, so an exact count is unnecessary

@@ -14,7 +14,7 @@ from ..blocks.pool import expect
 from .admission import Admission, Candidate, SchedulerState, Watermark
 from .history import AnswerLengths
 from .limits import KVCacheGroup, Limits
-from .request import UNKNOWN, SequenceGroup, Status, TokenSequence, blocks_of_group
+from .request import SequenceGroup, Status, TokenSequence, blocks_of_group
 
 FAR = 1 << 60
 """The end of groups whose prompt takes several steps: it is unknown."""
@@ -280,9 +280,7 @@ class FuturePeak(Watermark):
 
     def finish(self, sequence: TokenSequence) -> None:
         group = sequence.group
-        length = len(sequence.tokens) - (
-            sequence.tokens[-1] == UNKNOWN
-        )  # a token after the last one, if the host worked ahead
+        length = len(sequence.tokens)
         self.history.add(length - len(group.request.prompt), limited=length >= group.request.most_tokens)
         if len(group.sequences) > 1 and group in self._entries:
             self._changed[group] = None

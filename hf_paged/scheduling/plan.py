@@ -1,13 +1,14 @@
-"""A step as a value: the scheduler makes it, the memory and the model carry it out, nobody keeps it."""
+"""A step as a value: the scheduler makes it, the memory and the model carry it out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from ..blocks import Copy
-from .decode_batch import DecodeRows
+from ..blocks import BlockTableArray, Copy
 from .request import SequenceGroup, TokenSequence
 
 
@@ -29,6 +30,113 @@ class ScheduledRow(NamedTuple):
         return self.sequence.tokens[self.start : self.start + self.count]
 
 
+def _column() -> array[int]:
+    return array("i")
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """The rows of a step as columns: row i computes counts[i] tokens of sequences[i] from starts[i] on.
+
+    starts[i] is offsets[i] + step, so that rows which decode need no new column for every step. row_ids: the
+    row that each sequence owns while it runs. samples: as of `ScheduledRow`. tables: for every
+    KV cache group the block tables of all running sequences, by the row that they own, until the next step
+    is planned. longest: the tokens of the longest sequence with this step's. decodes: how many rows, the
+    first ones, are of the decode batch: one token each, and one sample of their own sequence. full: sequences
+    with a block that this step fills, and their tokens then. last: the decode rows whose sequence gets its
+    last token.
+    """
+
+    sequences: tuple[TokenSequence, ...] = ()
+    row_ids: array[int] = field(default_factory=_column)
+    offsets: array[int] = field(default_factory=_column)
+    counts: array[int] = field(default_factory=_column)
+    samples: tuple[tuple[TokenSequence, ...], ...] = ()
+    tables: tuple[BlockTableArray, ...] = ()
+    step: int = 0
+    longest: int = 0
+    decodes: int = 0
+    full: tuple[tuple[TokenSequence, int], ...] = ()
+    last: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def followed_by(self, rows: Sequence[ScheduledRow]) -> ScheduledBatch:
+        """The batch with more rows behind its own; their tables are entered in the arrays."""
+        if not rows:
+            return self
+        sequences, starts, counts, samples = zip(*rows, strict=True)
+        ends = [start + count for _, start, count, _ in rows]
+        for sequence in sequences:
+            for tables, table in zip(self.tables, sequence.tables, strict=False):
+                tables.put(sequence.row, table)
+        size = sequences[0].tables[0].pool.block_size
+        full = [
+            (sequence, end)
+            for sequence, start, end in zip(sequences, starts, ends, strict=True)
+            if end // size > start // size
+        ]
+        return ScheduledBatch(
+            self.sequences + sequences,
+            self.row_ids + array("i", [sequence.row for sequence in sequences]),
+            self.offsets + array("i", [start - self.step for start in starts]),
+            self.counts + array("i", counts),
+            self.samples + samples,
+            self.tables,
+            self.step,
+            max(self.longest, *ends),
+            self.decodes,
+            (*self.full, *full),
+            self.last,
+        )
+
+    def select(self, rows: Sequence[int]) -> ScheduledBatch:
+        """A batch of some of the rows, in this order; all of them count as rows outside the decode batch."""
+        return ScheduledBatch(
+            tuple([self.sequences[i] for i in rows]),
+            array("i", [self.row_ids[i] for i in rows]),
+            array("i", [self.offsets[i] for i in rows]),
+            array("i", [self.counts[i] for i in rows]),
+            tuple([self.samples[i] for i in rows]),
+            self.tables,
+            self.step,
+            self.longest,
+        )
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The tokens of each sequence before this step."""
+        return [offset + self.step for offset in self.offsets]
+
+    @cached_property
+    def rows(self) -> tuple[ScheduledRow, ...]:
+        """The rows one by one, for code that looks at each of them."""
+        return tuple(map(ScheduledRow, self.sequences, self.starts, self.counts, self.samples))
+
+    @property
+    def rows_behind(self) -> tuple[ScheduledRow, ...]:
+        """The rows behind those of the decode batch, one by one."""
+        return self.rows[self.decodes :] if len(self.sequences) > self.decodes else ()
+
+    @cached_property
+    def sampled(self) -> tuple[TokenSequence, ...]:
+        """The sequences that get a token, in the order of the rows."""
+        if self.decodes == len(self.sequences):
+            return self.sequences
+        behind = [sequence for samples in self.samples[self.decodes :] for sequence in samples]
+        return (*self.sequences[: self.decodes], *behind)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all rows."""
+        behind = self.counts[self.decodes :]
+        return self.decodes + sum(behind) if behind else self.decodes
+
+
+NOTHING = ScheduledBatch()
+
+
 @dataclass(frozen=True)
 class Swaps:
     """Blocks that go to the host and that come back, for every shelf.
@@ -48,48 +156,31 @@ class Swaps:
 class StepPlan:
     """What a step does, in this order: swaps, copies, rows.
 
-    stride: the step of those who do nothing but decode, if there are any. others: the rows of everybody else.
     copies: for every shelf the copies on write. swaps: the blocks of preempted groups on their way to the
-    host and back. admitted, preempted: who came and who went.
+    host and back. admitted, preempted: the groups that begin to run in it and that do not run any more.
     """
 
-    others: tuple[ScheduledRow, ...] = ()
+    batch: ScheduledBatch = NOTHING
     copies: tuple[tuple[Copy, ...], ...] = ()
     swaps: Swaps = Swaps()
     admitted: tuple[SequenceGroup, ...] = ()
     preempted: tuple[SequenceGroup, ...] = ()
-    stride: DecodeRows | None = None
 
     def __bool__(self) -> bool:
         """Whether anything is computed."""
-        return self.stride is not None or bool(self.others)
-
-    @cached_property
-    def rows(self) -> tuple[ScheduledRow, ...]:
-        """All rows, the stride's first. Made when somebody asks for them: most steps are carried out
-        without.
-        """
-        if self.stride is None:
-            return self.others
-        sequences, starts, step = self.stride.sequences, self.stride.starts, self.stride.step
-        return *(
-            ScheduledRow(each, start + step, 1, (each,))
-            for each, start in zip(sequences, starts, strict=True)
-        ), *self.others
+        return bool(self.batch.sequences)
 
     @property
-    def samples(self) -> bool:
-        """Whether anybody gets a token."""
-        return self.stride is not None or any(row.samples for row in self.others)
+    def rows(self) -> tuple[ScheduledRow, ...]:
+        """The rows of the batch, one by one."""
+        return self.batch.rows
 
     @property
     def tokens(self) -> int:
         """The tokens of the step."""
-        return sum(row.count for row in self.others) + (
-            0 if self.stride is None else len(self.stride.sequences)
-        )
+        return self.batch.tokens
 
     @property
     def groups(self) -> list[SequenceGroup]:
-        """Whose rows run, each once, in order."""
-        return list(dict.fromkeys(row.sequence.group for row in self.rows))
+        """The groups of the rows, each once, in order."""
+        return list(dict.fromkeys(sequence.group for sequence in self.batch.sequences))

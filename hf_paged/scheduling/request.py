@@ -11,7 +11,9 @@ from ..blocks.pool import NOWHERE
 from .limits import KVCacheGroup
 
 UNKNOWN = -1
-"""Stands for a sampled token that has not reached the host yet."""
+"""In the place of a token id: there is none."""
+NO_ROW = -1
+"""The row of a sequence that does not run."""
 
 
 class Status(Enum):
@@ -65,10 +67,11 @@ class TokenSequence:
     reason it is behind.
 
     A prefix hit begins further on, a chunk covers a part, decoding is one behind, a preempted sequence starts
-    again at 0 or, if it was swapped, where it was.
+    again at 0 or, if it was swapped, where it was. `tokens` are those that the host has; where all of them
+    are computed, the next one is sampled and on its way to the host.
     """
 
-    __slots__ = ("begun", "computed", "group", "index", "parked", "place", "tables", "tokens")
+    __slots__ = ("begun", "computed", "group", "index", "parked", "row", "tables", "tokens")
 
     def __init__(
         self, group: SequenceGroup, index: int, tokens: list[int], tables: tuple[BlockTable, ...]
@@ -79,17 +82,23 @@ class TokenSequence:
         self.computed = 0
         self.begun = False
         """Whether its tables have been through a forward, so that its cross-attention table is filled."""
-        self.place: int | None = None
-        """Its row in the decode batch, if it is in it."""
+        self.row = NO_ROW
+        """The row of the batch that it owns while it runs."""
 
     def __repr__(self) -> str:
         name = f"{self.group.request.number}.{self.index}"
-        return f"Sequence({name}, computed={self.computed} of {len(self.tokens)})"
+        return f"Sequence({name}, computed={self.computed} of {self.length})"
+
+    @property
+    def length(self) -> int:
+        """Its tokens, with one that is on its way to the host."""
+        known = len(self.tokens)
+        return known if known > self.computed else self.computed + 1
 
     @property
     def behind(self) -> int:
         """How many tokens are still to be computed."""
-        return len(self.tokens) - self.computed
+        return self.length - self.computed
 
     def growth(self, shelf: int, count: int) -> int:
         """By how many tokens a table grows in a step of `count`: by so many, or in a first step by all that
@@ -129,16 +138,18 @@ class SequenceGroup:
         """How many of them were for want of blocks: the more, the more room it waits for."""
         self.cached_tokens = 0
         """How many tokens of the prompt were there already when it was first admitted."""
+        self.awaits_tokens = False
+        """Whether it was preempted while tokens were on their way to the host: it runs again behind them."""
         self.promised: list[bytes] = []
         """Names of the blocks that it has still to compute and that others wait for."""
         self._prompt: Prompt | None = None
-        self.gather()
+        self.reset_to_common()
 
     def __repr__(self) -> str:
         return f"Group({self.request.number}, {self.status.value}, {self.sequences})"
 
-    def scatter(self) -> None:
-        """Its tokens turn out to have other positions than expected: its rows are scheduled one by one."""
+    def leave_decode_batch(self) -> None:
+        """Its tokens turn out to have other positions than expected: its rows are planned one by one."""
         if self.request.steady:
             self.request = replace(self.request, steady=False)
 
@@ -149,8 +160,8 @@ class SequenceGroup:
 
     @property
     def length(self) -> int:
-        """The tokens of each sequence."""
-        return len(self.leader.tokens)
+        """The tokens of each sequence, with one that is on its way to the host."""
+        return self.leader.length
 
     @property
     def swapped(self) -> bool:
@@ -164,18 +175,18 @@ class SequenceGroup:
             return False
         # A generator would cost more than the comparison, for every group in every step.
         for sequence in self.sequences:  # noqa: SIM110
-            if len(sequence.tokens) - sequence.computed != 1:
+            if len(sequence.tokens) - sequence.computed > 1:
                 return False
         return True
 
     @property
     def complete(self) -> bool:
-        """Whether its sequences have reached their full length: only their last tokens have yet to reach the
-        host.
+        """Whether its sequences are as long as they may become: at most their last tokens are on their way
+        to the host.
         """
-        return len(self.sequences[0].tokens) >= self.request.most_tokens
+        return self.sequences[0].length >= self.request.most_tokens
 
-    def gather(self) -> None:
+    def reset_to_common(self) -> None:
         """Begin again, unforked, with what the sequences have in common."""
         self.forked = len(self.sequences) == 1
         self.common = _common([sequence.tokens for sequence in self.sequences])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from heapq import heappop, heappush
 from typing import Literal
 
 from ..blocks import (
@@ -26,9 +27,9 @@ from .draft import Draft, Steps, fit, samples, share
 from .forecast import ADMISSIONS
 from .in_flight_prefixes import InFlightPrefixes
 from .limits import KVCacheGroup, Limits
-from .plan import ScheduledRow, StepPlan
+from .plan import ScheduledRow, StepPlan, Swaps
 from .policy import POLICIES
-from .request import UNKNOWN, Request, SequenceGroup, Status, TokenSequence
+from .request import NO_ROW, Request, SequenceGroup, Status, TokenSequence
 from .swap import Decide, Swapping, never
 
 Count = Literal[
@@ -50,7 +51,7 @@ class Scheduler:
     There is one idea: every sequence has `computed` catching up with its tokens. A prompt, a chunk of it,
     what a prefix hit left over, a decoding step and a recomputation are one case. Whoever runs comes first,
     in the order of the policy; for lack of blocks the last one goes, to the host if `swap` says so and there
-    is room, else to be computed again later; nobody new is admitted while anybody preempted waits (C26 to
+    is room, else to be computed again later; no new group is admitted while a preempted one waits (C26 to
     C31).
     """
 
@@ -84,9 +85,11 @@ class Scheduler:
         self.preempted: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         """These three are in the order of the policy."""
-        self.crew = DecodeBatch(self._growing)
+        self.decode_batch = DecodeBatch(self._growing)
         self._others: list[SequenceGroup] = []
-        """Who runs and is not in the crew, in the same order."""
+        """The running groups outside the decode batch, in the same order."""
+        self._free_rows = list(range(limits.sequences))
+        """Rows that no sequence owns, a heap: the lowest is given first."""
         self._promised = InFlightPrefixes()
         self.swapping = Swapping(self.shelves, swap, verify)
         self.counts: Counter[Count] = Counter()
@@ -118,6 +121,7 @@ class Scheduler:
         self.admission.finish(sequence)
         self._name_tail(sequence)
         sequence.free()
+        self._release_row(sequence)
         if len(group.sequences) == 1:
             self._leave(group)
         else:
@@ -131,6 +135,8 @@ class Scheduler:
         ].remove(group)
         if group.status is Status.RUNNING:
             self._others.remove(group)
+        for sequence in group.sequences:
+            self._release_row(sequence)
         group.status = Status.FINISHED
         self.counts["finished"] += 1
 
@@ -140,12 +146,15 @@ class Scheduler:
         self._leave_batch(group)
         self._promised.withdraw(group)
         self.admission.leave(group)
+        group.awaits_tokens = any(sequence.computed >= len(sequence.tokens) for sequence in group.sequences)
         blocks = self.swapping.park(group) if swap else None
         if blocks is None:
             self.begin_again(group)
         else:
             self.counts["swapped_out"] += 1
             self.counts["blocks_out"] += blocks
+        for sequence in group.sequences:
+            self._release_row(sequence)
         group.preemptions += 1
         group.status = Status.PREEMPTED
         self.running.remove(group)
@@ -157,26 +166,28 @@ class Scheduler:
         """Give back what a group has computed, on the host too: it will be computed again."""
         for sequence in group.sequences:
             sequence.free()
-        group.gather()
+        group.reset_to_common()
         self.counts["recomputed"] += 1
 
     def start_over(self, groups: Iterable[SequenceGroup]) -> None:
-        """Something broke into the middle of a step: nobody holds anything, and all that are not finished are
-        computed again.
+        """A step broke off in the middle: no group keeps anything, and all that are not finished are computed
+        again.
         """
         self.waiting, self.preempted, self.running, self._others = [], [], [], []
-        self.crew.clear()
+        self.decode_batch.clear()
+        self._free_rows = list(range(self.limits.sequences))
         self._promised.clear()
         self.admission.clear()
         self.swapping.clear()
         for group in groups:
             group.promised = []
+            group.awaits_tokens = False
             for sequence in group.sequences:
-                sequence.place = None
+                sequence.row = NO_ROW
                 sequence.free()
             if group.status is Status.FINISHED:
                 continue
-            group.gather()
+            group.reset_to_common()
             if group.status is Status.RUNNING:
                 group.status = Status.PREEMPTED
                 group.preemptions += 1
@@ -194,23 +205,32 @@ class Scheduler:
         draft = Draft(len(self.shelves), self.limits.tokens)
         now = [shelf.pool.tick() for shelf in self.shelves]
         self._refresh_batch()
-        steps = share(self._others, self.limits.tokens - len(self.crew))
-        while self.running and not fit(self.shelves, steps, self.crew.need()):
+        steps: list[Steps] = []
+        if self._others or self.decode_batch.growing:
+            steps = self._make_room(draft)
+        draft.batch = self.decode_batch.step(now)
+        draft.room -= draft.batch.decodes
+        for of_group in steps:
+            self._take(draft, of_group)
+        if (self.preempted or self.waiting) and not draft.preempted:
+            self._admit(draft)
+        plan = draft.plan(self.swapping.plan() if self.swapping.moves else Swaps())
+        self.counts["steps"] += bool(plan.batch.sequences)
+        self.counts["tokens"] += self.limits.tokens - draft.room
+        return plan
+
+    def _make_room(self, draft: Draft) -> list[Steps]:
+        """Preempt groups until every pool has the blocks of the step: the steps of those outside the decode
+        batch.
+        """
+        steps = share(self._others, self.limits.tokens - len(self.decode_batch))
+        while self.running and not fit(self.shelves, steps, self.decode_batch.need()):
             last = self.running[-1]
             self.preempt(last)
             last.setbacks += 1
             draft.preempted.append(last)
-            steps = share(self._others, self.limits.tokens - len(self.crew))
-        draft.room -= len(self.crew)
-        draft.stride = self.crew.step(now)
-        for of_group in steps:
-            self._take(draft, of_group)
-        if not draft.preempted:
-            self._admit(draft)
-        plan = draft.plan(self.swapping.plan())
-        self.counts["steps"] += bool(plan)
-        self.counts["tokens"] += plan.tokens
-        return plan
+            steps = share(self._others, self.limits.tokens - len(self.decode_batch))
+        return steps
 
     def commit(self, plan: StepPlan, without: Collection[SequenceGroup] = ()) -> None:
         """The rows of the plan are computed, but for those of groups `without`."""
@@ -221,11 +241,11 @@ class Scheduler:
         """The rows of the plan are on their way, but for those of groups `without`: the next step may build
         on them.
         """
-        if plan.stride is not None:
-            for sequence in plan.stride.sequences:
-                if not without or sequence.group not in without:
-                    sequence.computed += 1
-        for sequence, start, count, _ in plan.others:
+        batch = plan.batch
+        for sequence in batch.sequences[: batch.decodes]:
+            if not without or sequence.group not in without:
+                sequence.computed += 1
+        for sequence, start, count, _ in batch.rows_behind if len(batch.sequences) > batch.decodes else ():
             group = sequence.group
             if group in without:
                 continue
@@ -235,33 +255,26 @@ class Scheduler:
                 group.fork()
 
     def confirm(self, plan: StepPlan, without: Collection[SequenceGroup] = ()) -> None:
-        """The rows of the plan are there, and so are their tokens: their blocks may be named now, and no
-        sooner (C22).
+        """The rows of the plan are computed, and the host has their tokens: their blocks may be cached now,
+        and no sooner (C22).
         """
-        size = self.shelves[0].pool.block_size
-        if plan.stride is not None:
-            for sequence, end in plan.stride.filled:
-                if sequence.computed >= end and sequence.group not in without:
-                    self._name(sequence, end)
-        for sequence, start, count, _ in plan.others:
-            group, end = sequence.group, start + count
-            if group in without or sequence.computed < end:
-                continue  # it failed, or had to go in the meantime
-            if end // size > start // size:
+        batch = plan.batch
+        for sequence, end in batch.full:
+            if sequence.computed >= end and sequence.group not in without:
                 self._name(sequence, end)
-            if group.promised and end >= group.common:
+        for sequence, start, count, _ in batch.rows_behind if len(batch.sequences) > batch.decodes else ():
+            group, end = sequence.group, start + count
+            if group.promised and end >= group.common and sequence.computed >= end and group not in without:
                 self._promised.withdraw(group)
 
-    def extend(self, sequence: TokenSequence, token: int) -> None:
-        """A sequence has got its next token; UNKNOWN if the host will `reveal` it later."""
-        sequence.tokens.append(token)
-
-    def reveal(self, group: SequenceGroup, position: int, tokens: Mapping[TokenSequence, int]) -> None:
-        """The host has heard which token stands at `position` of these sequences of a group."""
-        for sequence, token in tokens.items():
-            sequence.tokens[position] = token
-        if group.status is Status.PREEMPTED and not group.swapped:
-            group.gather()  # what they have in common was not known when it had to go
+    def extend(self, sequences: Iterable[TokenSequence], tokens: Iterable[int]) -> None:
+        """The host has the next tokens of sequences, which run or were preempted since the tokens' step."""
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.tokens.append(token)
+            if sequence.row == NO_ROW:
+                sequence.group.awaits_tokens = False
+                if not sequence.group.swapped:
+                    sequence.group.reset_to_common()  # what they have in common was not known before
 
     def reorder(self, group: SequenceGroup, sources: Sequence[int], tokens: Sequence[int]) -> None:
         """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6,
@@ -277,33 +290,38 @@ class Scheduler:
             list(row) if sources[i] in sources[:i] else row for i, row in enumerate(rows)
         ]  # its first heir goes on with each
         for sequence, row, token in zip(sequences, rows, tokens, strict=True):
-            row.append(token)
             sequence.tokens = row
+            sequence.tokens.append(token)
 
     @property
     def may_admit(self) -> bool:
         """Whether the next step may let anybody in, or look for what he begins with."""
         return (
             bool(self.preempted or self.waiting)
-            and self._taken - len(self.crew.complete()) < self.limits.sequences
+            and self._taken - len(self.decode_batch.complete()) < self.limits.sequences
         )
 
     # ---- the parts of a step
 
     def _refresh_batch(self) -> None:
-        """Whoever does nothing but decode by now joins the crew, and whoever is complete leaves it."""
-        for sequence in self.crew.complete():
+        """Groups that only decode by now join the decode batch, and complete ones leave it."""
+        for sequence in self.decode_batch.complete():
             self._leave_batch(sequence.group)
         for group in self._others.copy():
-            if self.crew.accepts(group):
-                self.crew.join(group.leader)
+            if self.decode_batch.accepts(group):
+                self.decode_batch.join(group.leader)
                 self._others.remove(group)
 
     def _leave_batch(self, group: SequenceGroup) -> None:
-        """Out of the crew, if it is there."""
-        if group.leader.place is not None:
-            self.crew.leave(group.leader)
+        """Out of the decode batch, if it is there."""
+        if group.leader in self.decode_batch:
+            self.decode_batch.leave(group.leader)
             insort(self._others, group, key=self._key)
+
+    def _release_row(self, sequence: TokenSequence) -> None:
+        if sequence.row != NO_ROW:
+            heappush(self._free_rows, sequence.row)
+            sequence.row = NO_ROW
 
     def _take(self, draft: Draft, steps: Steps) -> None:
         """Enter the steps in the tables and in the draft."""
@@ -331,6 +349,8 @@ class Scheduler:
             if passed >= len(queue):
                 return
             group = queue[passed]
+            if group.awaits_tokens:
+                return
             if group.swapped and self.swapping.stale(group):
                 self.begin_again(group)
             found = self._find(group)
@@ -393,7 +413,7 @@ class Scheduler:
     @property
     def _taken(self) -> int:
         """How many sequences run."""
-        return len(self.crew) + sum([len(group.sequences) for group in self._others])
+        return len(self.decode_batch) + sum([len(group.sequences) for group in self._others])
 
     def _moment(self, room: int) -> SchedulerState:
         return SchedulerState(self.counts["steps"], room, self.running, self._taken)
@@ -419,6 +439,8 @@ class Scheduler:
             computed = self._adopt(draft, group, found)
         if self._shares(group) and computed is not None:
             self._promised.make(group, group.names()[computed:])
+        for sequence in group.sequences:
+            sequence.row = heappop(self._free_rows)
         group.status = Status.RUNNING
         insort(self.running, group, key=self._key)
         insort(self._others, group, key=self._key)
@@ -452,18 +474,15 @@ class Scheduler:
             ):
                 exchanged = min(exchanged, named)
         if exchanged < full:
-            self.crew.renamed(sequence, exchanged)
+            self.decode_batch.renamed(sequence, exchanged)
 
     def _name_tail(self, sequence: TokenSequence) -> None:
         """Let others find the last, partly filled block of a sequence that ends (C17). Its last token was
         never computed.
         """
         tokens = sequence.tokens
-        known = len(tokens)
-        while known and tokens[known - 1] == UNKNOWN:
-            known -= 1
         for table in self._named_tables(sequence):
-            commit_tail(table, tokens, sequence.group.request.key, until=known - 1)
+            commit_tail(table, tokens, sequence.group.request.key, until=len(tokens) - 1)
 
     def _named_tables(self, sequence: TokenSequence) -> tuple[BlockTable, ...]:
         """The tables whose blocks others may find by the sequence's tokens."""
@@ -480,15 +499,20 @@ class Scheduler:
         )
         moment = self._moment(self.limits.tokens)
         self.admission.check(moment)
-        self.crew.check()
-        apart = [group for group in self.running if group.leader.place is None]
+        self.decode_batch.check()
+        apart = [group for group in self.running if group.leader not in self.decode_batch]
+        rows = [sequence.row for group in self.running for sequence in group.sequences]
         expect(
-            moment.taken == sum(len(group.sequences) for group in self.running),
-            "somebody runs and is not counted",
+            sorted([*rows, *self._free_rows]) == list(range(self.limits.sequences)),
+            "a row belongs to two sequences, or is lost",
         )
         expect(
-            self._others == apart and len(self.crew) == len(self.running) - len(apart),
-            "somebody runs twice, or not at all",
+            moment.taken == sum(len(group.sequences) for group in self.running),
+            "a running sequence is not counted",
+        )
+        expect(
+            self._others == apart and len(self.decode_batch) == len(self.running) - len(apart),
+            "a running group is in two places, or in none",
         )
         expect(
             moment.taken <= self.limits.sequences,

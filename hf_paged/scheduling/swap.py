@@ -46,6 +46,8 @@ class Swapping:
 
     def clear(self) -> None:
         """Nothing is on its way any more."""
+        self.moves = False
+        """Whether blocks have moved in the books since the last plan."""
         self._out: list[dict[int, int]] = [{} for _ in self.shelves]
         """For every pool the host blocks to be filled, and the device blocks they are filled from, by the
         block's latest owner.
@@ -54,8 +56,6 @@ class Swapping:
 
     def plan(self) -> Swaps:
         """What is to be carried out before the rows of this step."""
-        if not any(self._out) and not any(self._back):
-            return Swaps()
         out = tuple(tuple(Copy(source, target) for target, source in shelf.items()) for shelf in self._out)
         swaps = Swaps(out, tuple(map(tuple, self._back)))
         self.clear()
@@ -88,6 +88,7 @@ class Swapping:
         hosts = [shelf.host for shelf in self.shelves if shelf.host is not None]
         if any(host.available < blocks for host, blocks in zip(hosts, held, strict=True)):
             return None
+        self.moves = True
         for sequence in group.sequences:
             sequence.parked = tuple(BlockTable(host) for host in hosts)
         for i, of_shelf in enumerate(self._out):
@@ -131,6 +132,7 @@ class Swapping:
 
     def bring_back(self, group: SequenceGroup) -> int:
         """Move a group from the host to the device's pools, which have room: the blocks to copy."""
+        self.moves = True
         blocks = 0
         for i, of_shelf in enumerate(self._back):
             parked = [sequence.parked[i] for sequence in group.sequences]

@@ -246,7 +246,7 @@ class Simulated:
 
     def choose(self, group: SequenceGroup, values: dict[TokenSequence, int]) -> None:
         for sequence, value in values.items():
-            self.scheduler.extend(sequence, next_token(value, sequence.index))
+            self.scheduler.extend([sequence], [next_token(value, sequence.index)])
             if len(sequence.tokens) >= stop_at(group.request, sequence.index):
                 self.answers[group.request.number][sequence.index] = list(sequence.tokens)
                 self.scheduler.finish(sequence)

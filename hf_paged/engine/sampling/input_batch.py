@@ -1,86 +1,134 @@
-"""The jobs of the crew: what is asked for each of them in every step, found once for as long as nobody joins
-or leaves.
-"""
+"""The sampling state of the rows whose tokens are chosen together, on the device."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
-from itertools import repeat
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...scheduling import UNKNOWN, DecodeRows, SequenceGroup, TokenSequence
+from ...kv.upload import upload
+from ...scheduling import UNKNOWN, SequenceGroup, TokenSequence
 from ..job import Job
-from .answers import Answer
 from .penalties import PenaltyState
-from .selection import Selection
+from .rules import Recipe, Rule, processed
+from .warp import Warp, best, draw, mend, warp
 
 
 class InputBatch:
-    """The jobs of a crew by its places. Each has one sequence, whose next token needs nothing but a cut and a
-    draw, and which ends by a token or by its length."""
+    """Columns by place: what is asked for each sequence that gets a token. Made again when others do.
+
+    A place is a sequence's place among those that are sampled here, in the order of the step's rows.
+    """
 
     def __init__(
-        self, sequences: tuple[TokenSequence, ...], jobs: Mapping[SequenceGroup, Job], repeats: PenaltyState
+        self,
+        sequences: tuple[TokenSequence, ...],
+        jobs: Mapping[SequenceGroup, Job],
+        penalties: PenaltyState,
     ) -> None:
         self.sequences = sequences
         self.jobs = [jobs[sequence.group] for sequence in sequences]
-        self._rows = [sequence.tokens for sequence in sequences]
-        self._said = [job.streams[0].so_far for job in self.jobs]
-        self._readers = [job.news.readers for job in self.jobs]
-        self._ends = [job.asked.ends for job in self.jobs]
-        self._any_end = frozenset([UNKNOWN]).union(*set(self._ends))
-        self._selection = Selection(list(zip(self.jobs, sequences, strict=True)), repeats)
+        self._owners = list(zip(self.jobs, sequences, strict=True))
+        asked = [job.asked for job in self.jobs]
+        self.streams = [job.streams[sequence.index] for job, sequence in self._owners]
+        self._ends = [each.ends for each in asked]
+        self.any_end = frozenset([UNKNOWN]).union(*set(self._ends))
+        self.logprobs = [place for place, each in enumerate(asked) if each.favourites is not None]
+        self.has_criteria = any(each.criteria for each in asked)
+        self._penalties = penalties
+        self._drawn = [place for place, each in enumerate(asked) if each.sampled]
+        self._fined = [place for place, job in enumerate(self.jobs) if job.fined]
+        self._seeds = [asked[place].seed for place in self._drawn]
+        self._indices = [sequences[place].index for place in self._drawn]
+        self._warps = [asked[place].warp or Warp() for place in self._drawn]
+        self._recipes: list[Recipe] = []
+        if any(job.ruled for job in self.jobs):
+            self._recipes = [each.recipe or Recipe() for each in asked]
+        self._reading = [place for place, recipe in enumerate(self._recipes) if recipe.reads]
+        self.uses_positions = bool(self._drawn or self._recipes)
 
-    def choose(self, answer: Answer, stride: DecodeRows) -> torch.Tensor:
-        """The crew's next tokens, whose logits come first in an answer, and what the host is told of them:
-        [2, crew], as `best` says it. Nobody waits for the device."""
-        crew = len(self.jobs)
-        positions = [start + stride.step + 1 for start in stride.starts]
-        known = None if answer.best is None else answer.best[:, :crew]
-        return self._selection.choose(answer.logits[:crew], positions, known)
-
-    def launch(self) -> None:
-        """Everybody has a next token, whichever it is."""
-        _exhaust(map(list.append, self._rows, repeat(UNKNOWN)))
-
-    def ends(self, stride: DecodeRows, tokens: list[int]) -> bool:
-        """Whether anybody ends with the token that he got in a stride."""
-        return bool(stride.last) or bool(self._who_stopped(tokens))
-
-    def reveal(self, stride: DecodeRows, tokens: list[int], whole: bool) -> list[int]:
-        """Give everybody who goes on the token that he got in a stride. The answer is the places of all
-        others: who ends with it, has no token, or has left the crew since. whole: whether surely nobody has.
-        """
-        odd = {*stride.last, *self._who_stopped(tokens)}
-        if not whole:
-            odd.update([place for place, sequence in enumerate(self.sequences) if sequence.place is None])
-        rows, said, position = self._rows, self._said, stride.step + 1
-        positions = [start + position for start in stride.starts]
-        if odd:
-            here = [place for place in range(len(rows)) if place not in odd]
-            rows, said = [rows[place] for place in here], [said[place] for place in here]
-            positions, tokens = [positions[place] for place in here], [tokens[place] for place in here]
-        # All that is left to be done for every row in every step: two numbers are written down.
-        for row, place, token in zip(rows, positions, tokens, strict=True):
-            row[place] = token
-        _exhaust(map(list.append, said, tokens))
-        if any(self._readers):
-            for job in self.jobs:
-                job.news.put()
-        return sorted(odd)
-
-    def _who_stopped(self, tokens: list[int]) -> list[int]:
-        if self._any_end.isdisjoint(tokens):
-            return []
+    def ending(self, tokens: list[int]) -> list[int]:
+        """The places whose sequence ends with its token, or has none."""
         return [
             place
             for place, (token, ends) in enumerate(zip(tokens, self._ends, strict=True))
             if token == UNKNOWN or token in ends
         ]
 
+    def choose(
+        self, logits: torch.Tensor, positions: Sequence[int], known: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Tokens for logits [places, vocabulary], and what the host gets, as `best` gives it: [2, places].
 
-def _exhaust(calls: Iterable[None]) -> None:
-    """Make calls that answer nothing."""
-    deque(calls, maxlen=0)
+        positions: of these tokens in their sequences, if the batch `uses_positions`. known: the best tokens
+            of these logits, if computed already.
+        """
+        if self._reading:
+            self._penalties.histories.enter([self._owners[place] for place in self._reading], logits.device)
+        scores = logits
+        if self._recipes:
+            scores = self._processed(logits, [recipe.before for recipe in self._recipes], positions)
+        fined = None
+        if self._fined:
+            fined = self._penalties.fined(scores, self._fined, [self._owners[place] for place in self._fined])
+        if fined is not None and (self._drawn or self._recipes):
+            scores = scores.index_copy(0, fined.rows, fined.scores)
+        if self._recipes:
+            scores = self._processed(scores, [recipe.between for recipe in self._recipes], positions)
+        # The next replay writes over what is known.
+        chosen = best(scores) if known is None or self._recipes else known.clone()
+        if fined is not None and not self._recipes:
+            chosen[:, fined.rows] = best(fined.scores)
+        if self._drawn:
+            chosen = self._with_draws(chosen, scores, positions)
+        if fined is not None:
+            self._penalties.note(fined, chosen[0])
+        if self._reading:
+            self._note(chosen[0], positions)
+        return chosen
+
+    def _note(self, tokens: torch.Tensor, positions: Sequence[int]) -> None:
+        """Keep the tokens of rows whose processors read ids."""
+        owners = [self._owners[place] for place in self._reading]
+        lengths = [self._owners[place][0].asked.seen_length(positions[place]) for place in self._reading]
+        every = len(owners) == len(self._owners)
+        own = tokens if every else tokens[upload(self._reading, tokens.device)]
+        self._penalties.histories.note(owners, lengths, own)
+
+    def _with_draws(
+        self, chosen: torch.Tensor, scores: torch.Tensor, positions: Sequence[int]
+    ) -> torch.Tensor:
+        """The chosen tokens with drawn ones in the rows that are sampled."""
+        every = len(self._drawn) == len(self._owners)
+        places = None if every else upload(self._drawn, scores.device)
+        own = warp(scores if places is None else scores[places], self._warps)
+        where = [positions[place] for place in self._drawn]
+        if self._recipes:
+            rules = [self._recipes[place].after for place in self._drawn]
+            own = self._processed(own, rules, where, self._drawn)
+        chosen[0, slice(None) if places is None else places] = draw(own, self._seeds, self._indices, where)
+        return mend(chosen, scores.shape[1])
+
+    def _processed(
+        self,
+        scores: torch.Tensor,
+        rules: Sequence[tuple[Rule, ...]],
+        positions: Sequence[int],
+        owners: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Scores after the rules of their rows, which belong to these owners."""
+        if not any(rules):
+            return scores
+        whose = [self._owners[place] for place in owners or range(len(self._owners))]
+        lengths = [
+            job.asked.seen_length(position) for (job, _), position in zip(whose, positions, strict=True)
+        ]
+
+        def fail(row: int, error: Exception) -> None:
+            whose[row][0].trouble_with_scores = error
+
+        def read(rows: list[int], width: int, pad: int) -> torch.Tensor:
+            own = [lengths[row] for row in rows]
+            return self._penalties.histories.read([whose[row] for row in rows], own, width, pad)
+
+        return processed(scores, rules, lengths, fail, read)

@@ -1,6 +1,4 @@
-"""What comes after the logits: a token for every sequence that is due, each request by its own rules, none by
-another's fault.
-"""
+"""Tokens of requests that need the host: processors of their own, and beams."""
 
 from __future__ import annotations
 
@@ -11,21 +9,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kv.upload import Download, upload
-from ...scheduling import UNKNOWN, Scheduler
+from ...scheduling import Scheduler
 from ..job import Job
 from ..outputs.output import TokenLogprob
 from ..requests.callables import require_known
 from .beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
 from .candidates import BeamScorer, apart
-from .penalties import PenaltyState
-from .selection import Selection
 from .warp import draw
 
 
 class SamplingRows(NamedTuple):
-    """A job that is due, and the rows of the step's logits that its running sequences follow, in their
-    order.
-    """
+    """A job, and the rows of the step's logits that its running sequences follow, in their order."""
 
     job: Job
     rows: list[int]
@@ -52,142 +46,139 @@ def no_token(job: Job) -> Exception:
     return NoToken(f"the model's logits are NaN or all -inf{ruled}")
 
 
-class Sampler:
-    """The next tokens of the jobs that are due. logits [rows, vocabulary] in fp32.
+class HostSampler:
+    """The next tokens of the requests that need the host for them: processors of their own, and beams. logits
+    [rows, vocabulary] in fp32.
 
-    Whose tokens need nothing but a cut and a draw are chosen together, and so are the continuations of beams
-    that nobody processes: that is launched at once, and heard of when the choice lands. Processors and
-    criteria run then, only for their own rows, and whatever they raise is their own request's end.
+    The continuations of beams without processors are compared together on the device: that is launched at
+    once. Processors and criteria run in `apply`, only for their own rows; what they raise ends their request.
     """
 
-    def __init__(self, picks: Sequence[SamplingRows], logits: torch.Tensor, repeats: PenaltyState) -> None:
-        self._picks, self._logits = picks, logits
+    def __init__(self, requests: Sequence[SamplingRows], logits: torch.Tensor) -> None:
+        self.jobs = [request.job for request in requests]
+        self._requests, self._logits = requests, logits
         self._failed: dict[Job, Exception] = {}
-        self._plain = [pick for pick in picks if pick.job.plain]
-        self._contests = _contests(picks, logits)
-        compared = {pick.job for others, _ in self._contests for pick in others}
-        self._own = [pick for pick in picks if not pick.job.plain and pick.job not in compared]
+        self._scorers = _scorers(requests, logits)
+        compared = {request.job for others, _ in self._scorers for request in others}
+        self._own = [request for request in requests if request.job not in compared]
         tensors = []
-        if self._plain:
-            tensors.append(together(self._plain, logits, repeats)[1])
         if self._own:
-            tensors.append(
-                logits[upload([row for pick in self._own for row in pick.rows], logits.device)]
-                .amax(1)
-                .isnan()
-            )
+            rows = [row for request in self._own for row in request.rows]
+            tensors.append(logits[upload(rows, logits.device)].amax(1).isnan())
         self._download = Download(
-            [*tensors, *[tensor for _, contest in self._contests for tensor in contest.tensors]]
+            [*tensors, *[tensor for _, scorer in self._scorers for tensor in scorer.tensors]]
         )
 
+    def wait(self) -> bool:
+        """Whether code of requests decides about the tokens: it may."""
+        return True
+
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
-        """Wait for what was launched, and give every job its tokens. The answer is who failed, and why."""
-        heard = iter(self._download.wait())
-        tokens = _dealt(self._plain, next(heard).tolist() if self._plain else [])
-        broken = _dealt(self._own, next(heard).tolist() if self._own else [])
-        self._reject(job for job, found in tokens.items() if UNKNOWN in found)
+        """Wait for what was launched, and give every job its tokens: the jobs that failed, and why."""
+        arrived = iter(self._download.wait())
+        broken = _dealt(self._own, next(arrived).tolist() if self._own else [])
         self._reject(job for job, found in broken.items() if any(found) and not job.asked.mends)
-        self._each(self._plain, lambda pick: self._take(scheduler, pick, tokens[pick.job]))
         self._each(
-            [pick for pick in self._own if pick.job.beams is None],
-            lambda pick: self._take(scheduler, pick, self._chosen(pick)),
+            [request for request in self._own if request.job.beams is None],
+            lambda request: self._take(scheduler, request, self._chosen(request)),
         )
-        self._search(scheduler, heard)
+        self._search(scheduler, arrived)
         return self._failed
 
     def _reject(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             self._failed[job] = no_token(job)
 
-    def _each(self, picks: Iterable[SamplingRows], act: Callable[[SamplingRows], None]) -> None:
+    def _each(self, requests: Iterable[SamplingRows], act: Callable[[SamplingRows], None]) -> None:
         """Do something for every job that has not failed."""
-        for pick in picks:
-            if pick.job not in self._failed:
+        for request in requests:
+            if request.job not in self._failed:
                 try:
-                    act(pick)
+                    act(request)
                 except (
                     Exception
                 ) as error:  # a processor, a criterion or a tokenizer of this request; its neighbours go on
-                    self._failed[pick.job] = error
+                    self._failed[request.job] = error
 
     # ---- samples
 
-    def _chosen(self, pick: SamplingRows) -> list[int]:
+    def _chosen(self, request: SamplingRows) -> list[int]:
         """The tokens of a job with processors of its own."""
-        job, own = pick.job, self._logits[pick.rows]
+        job, own = request.job, self._logits[request.rows]
         scores = _sound(job.processed(own, own.device), job)
-        tokens: list[int] = (_drawn(pick, scores) if job.asked.sampled else scores.argmax(-1)).tolist()
+        tokens: list[int] = (_drawn(request, scores) if job.asked.sampled else scores.argmax(-1)).tolist()
         return require_known(tokens, own.shape[1], scores)
 
-    def _take(self, scheduler: Scheduler, pick: SamplingRows, tokens: list[int]) -> None:
-        """Let a job go on. Of one that asks for no logprobs there is nothing to compute: not one launch for
-        each request.
-        """
+    def _take(self, scheduler: Scheduler, request: SamplingRows, tokens: list[int]) -> None:
+        """Give a job its tokens; logprobs are computed only where they were asked for."""
         notes = (
             None
-            if pick.job.asked.favourites is None
-            else _notes(self._logits[pick.rows], tokens, pick.job.asked.favourites)
+            if request.job.asked.favourites is None
+            else _notes(self._logits[request.rows], tokens, request.job.asked.favourites)
         )
-        pick.job.take(scheduler, tokens, notes, self._logits.device)
+        assert request.job.group is not None
+        sequences = request.job.group.sequences
+        noted = None if notes is None else dict(zip(sequences, notes, strict=True))
+        request.job.take(scheduler, dict(zip(sequences, tokens, strict=True)), noted, self._logits.device)
 
     # ---- beams
 
-    def _search(self, scheduler: Scheduler, heard: Iterator[torch.Tensor]) -> None:
+    def _search(self, scheduler: Scheduler, arrived: Iterator[torch.Tensor]) -> None:
         """Let the beam searches go on, all of one shape together."""
         compared: dict[Job, Continuations | None] = {}
-        for picks, contest in self._contests:
-            found = contest.found([next(heard) for _ in contest.tensors])
-            compared |= zip([pick.job for pick in picks], found, strict=True)
+        for requests, scorer in self._scorers:
+            found = scorer.found([next(arrived) for _ in scorer.tensors])
+            compared |= zip([request.job for request in requests], found, strict=True)
         self._reject(job for job, found in compared.items() if found is None)
-        contenders: dict[tuple[int, int], dict[Job, BeamCandidates]] = {}
+        candidates: dict[tuple[int, int], dict[Job, BeamCandidates]] = {}
 
-        def judge(pick: SamplingRows) -> None:
-            job = pick.job
+        def judge(request: SamplingRows) -> None:
+            job = request.job
             assert job.beams is not None
-            found = compared.get(job) or self._continuations(pick, job.beams)
+            found = compared.get(job) or self._continuations(request, job.beams)
             reasons = job.judged(found.beams, found.tokens, self._logits.device)
-            contenders.setdefault(job.beams.shape, {})[job] = job.beams.contender(found, reasons)
+            candidates.setdefault(job.beams.shape, {})[job] = job.beams.contender(found, reasons)
 
-        searching = [pick for pick in self._picks if pick.job.beams is not None]
+        searching = [request for request in self._requests if request.job.beams is not None]
         self._each(searching, judge)
         steps: dict[Job, BeamStep] = {}
-        for alike in contenders.values():
+        for alike in candidates.values():
             steps |= zip(alike, step(list(alike.values())), strict=True)
-        self._each(searching, lambda pick: pick.job.take_beams(scheduler, steps[pick.job]))
+        self._each(searching, lambda request: request.job.take_beams(scheduler, steps[request.job]))
 
-    def _continuations(self, pick: SamplingRows, search: BeamSearch) -> Continuations:
+    def _continuations(self, request: SamplingRows, search: BeamSearch) -> Continuations:
         """The best continuations, or drawn ones, of a search with processors of its own."""
-        own = self._logits[pick.rows].log_softmax(-1)
-        scores = _sound(pick.job.processed(own, own.device), pick.job)
+        own = self._logits[request.rows].log_softmax(-1)
+        scores = _sound(request.job.processed(own, own.device), request.job)
         values, places = apart(search, scores)
         beams = (places // scores.shape[1]).tolist()
         tokens = require_known((places % scores.shape[1]).tolist(), own.shape[1], scores)
-        favourites = pick.job.asked.favourites
+        favourites = request.job.asked.favourites
         notes = (
             None
             if favourites is None
-            else _notes(self._logits[[pick.rows[beam] for beam in beams]], tokens, favourites)
+            else _notes(self._logits[[request.rows[beam] for beam in beams]], tokens, favourites)
         )
         return Continuations(values.tolist(), beams, tokens, notes)
 
 
-def _contests(
-    picks: Sequence[SamplingRows], logits: torch.Tensor
+def _scorers(
+    requests: Sequence[SamplingRows], logits: torch.Tensor
 ) -> list[tuple[list[SamplingRows], BeamScorer]]:
     """The searches that can be compared together, by their shapes."""
     alike: dict[tuple[int, int], list[SamplingRows]] = {}
-    for pick in picks:
-        search, asked = pick.job.beams, pick.job.asked
+    for request in requests:
+        search, asked = request.job.beams, request.job.asked
         if search is None or asked.processors or asked.sampled:
             continue
         if search.keep <= search.count * logits.shape[1]:  # else it fails by itself
-            alike.setdefault(search.shape, []).append(pick)
+            alike.setdefault(search.shape, []).append(request)
     return [
         (
             those,
             BeamScorer(
-                [pick.job.beams for pick in those if pick.job.beams],
-                [row for pick in those for row in pick.rows],
+                [request.job.beams for request in those if request.job.beams],
+                [row for request in those for row in request.rows],
                 logits,
             ),
         )
@@ -195,29 +186,17 @@ def _contests(
     ]
 
 
-def _dealt(picks: Sequence[SamplingRows], found: list[Any]) -> dict[Job, list[Any]]:
-    """What was found for all rows of the picks, to each job its own."""
+def _dealt(requests: Sequence[SamplingRows], found: list[Any]) -> dict[Job, list[Any]]:
+    """What was found for the rows of all requests, by job."""
     each = iter(found)
-    return {pick.job: list(islice(each, len(pick.rows))) for pick in picks}
+    return {request.job: list(islice(each, len(request.rows))) for request in requests}
 
 
-def together(picks: Sequence[SamplingRows], logits: torch.Tensor, repeats: PenaltyState) -> torch.Tensor:
-    """The tokens of plain jobs, one behind the other, and what the host is told of them: UNKNOWN where the
-    logits have NaN among them, and some token stands for it: [2, sequences]. Nobody waits for the device.
-    """
-    rows = [row for pick in picks for row in pick.rows]
-    own = logits if rows == list(range(logits.shape[0])) else logits[upload(rows, logits.device)]
-    owners = [
-        (pick.job, sequence) for pick in picks if pick.job.group for sequence in pick.job.group.sequences
-    ]
-    return Selection(owners, repeats).choose(own, [len(sequence.tokens) for _, sequence in owners])
-
-
-def _drawn(pick: SamplingRows, scores: torch.Tensor) -> torch.Tensor:
+def _drawn(request: SamplingRows, scores: torch.Tensor) -> torch.Tensor:
     """Tokens [rows] drawn from a job's processed scores [rows, vocabulary]."""
-    assert pick.job.group is not None
-    sequences = pick.job.group.sequences
-    seeds = [pick.job.asked.seed] * len(sequences)
+    assert request.job.group is not None
+    sequences = request.job.group.sequences
+    seeds = [request.job.asked.seed] * len(sequences)
     indices = [sequence.index for sequence in sequences]
     return draw(scores, seeds, indices, [len(sequence.tokens) for sequence in sequences])
 
@@ -235,13 +214,13 @@ def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
 
 
 def _notes(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> list[TokenLogprob]:
-    """What is told about each token of logits [tokens, vocabulary]: its logprob, and its favourites."""
+    """What is reported about each token of logits [tokens, vocabulary]: its logprob, and its favourites."""
     numbers = numbers_of(logits.log_softmax(-1), upload(tokens, logits.device), favourites).tolist()
     return [note_of(own, token, favourites) for own, token in zip(numbers, tokens, strict=True)]
 
 
 def numbers_of(logprobs: torch.Tensor, tokens: torch.Tensor, favourites: int) -> torch.Tensor:
-    """What is told about tokens [rows] of logprobs [rows, vocabulary]: [rows, 1 + 2 * favourites] in fp64.
+    """What is reported of tokens [rows] by logprobs [rows, vocabulary]: [rows, 1 + 2 * favourites] in fp64.
 
     The token's own, then the favourites' logprobs, the best first, then their ids.
     """

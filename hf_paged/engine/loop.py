@@ -1,0 +1,295 @@
+"""The engine's loop: step after step, from the plan to the tokens and the requests that end with them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+
+from ..scheduling import ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan
+from .check_policy import WeightsChanged
+from .forward_batch import ForwardBatch, LastTokens, RowInputs
+from .in_flight import InFlightStep, SamplingState
+from .job import Job
+from .model_check import ModelCheck
+from .multimodal.cross import CrossMedia
+from .multimodal.media import Media
+from .outputs.output import FinishReason, Output
+from .own_code import raised_by, reaches_driver
+from .pools import Pools
+from .preemption import Preemption
+from .recorder import Recorder
+from .requests.params import RequestParams
+from .runner import Runner
+from .sampling.answers import Answer
+from .sampling.sampler import HostSampler
+
+
+class StepLoop:
+    """Carries out what the scheduler plans, and gives requests their tokens.
+
+    With `ahead` a step is launched before the host has the tokens of the one before: the device never waits.
+    A sequence that turns out to have ended has then computed one token too many, which is dropped. A request
+    that needs the host for its next token (beams, processors) gets it at once: the device waits for these
+    tokens only, and all other work on the host is done before.
+    """
+
+    def __init__(
+        self,
+        pools: Pools,
+        runner: Runner,
+        model_check: ModelCheck,
+        scheduler: Scheduler,
+        jobs: dict[SequenceGroup, Job],
+        preemption: Preemption,
+        ahead: bool,
+    ) -> None:
+        self.pools, self.runner, self.scheduler, self.jobs, self.ahead = pools, runner, scheduler, jobs, ahead
+        self.model_check, self.preemption = model_check, preemption
+        self.in_flight: InFlightStep | None = None
+        self.interrupted: deque[Job] = deque()
+        """Requests that have ended with what is meant for their driver as well."""
+        self.recorder: Recorder | None = None
+        """Writes a trace, if one was asked for."""
+        self._sampling = SamplingState(jobs, LastTokens(scheduler.limits.sequences, runner.device))
+        self._given: dict[SequenceGroup, RequestParams] = {}
+        """Requests whose rows are more than token ids."""
+
+    def enter(self, job: Job) -> None:
+        """A request is in the scheduler's books."""
+        assert job.group is not None
+        if not job.asked.of_ids:
+            self._given[job.group] = job.asked
+        self.jobs[job.group] = job
+
+    # ---- a step
+
+    def step(self) -> list[Output]:
+        """Plan and launch a step, then apply the tokens of the one before: the requests that have ended."""
+        if not self.scheduler.running:
+            self.pools.expect([*self.scheduler.preempted, *self.scheduler.waiting])
+        plan = self.scheduler.schedule()
+        self.pools.prepare(plan)
+        if not plan.batch.sequences:
+            return self._idle()
+        previous = self.in_flight
+        step = self.in_flight = self._launch(plan)
+        step.sample()
+        ended = self._apply(previous) if self.ahead else self.finish_in_flight()
+        if step.host is not None or step.failed:
+            ended += self._apply(step.host, step.failed)
+        return ended
+
+    def finish_in_flight(self) -> list[Output]:
+        """Give out the tokens of the step in flight: the requests that have ended with it."""
+        step, self.in_flight = self.in_flight, None
+        return self._apply(step)
+
+    def _idle(self) -> list[Output]:
+        if self.jobs and self.in_flight is None:
+            raise RuntimeError(
+                f"none of {self.scheduler.unfinished} requests can run: the engine's books are broken"
+            )
+        return self.finish_in_flight()
+
+    def _launch(self, plan: StepPlan) -> InFlightStep:
+        """Launch the forward of a plan. If it fails each request is tried by itself, on the same blocks."""
+        if self.recorder is not None:
+            self.recorder.planned(plan)
+        for group in plan.admitted:
+            timing = self.jobs[group].timing
+            timing.started = timing.started or time.monotonic()
+        begin = time.perf_counter()
+        batch, failed = plan.batch, dict[SequenceGroup, Exception]()
+        try:
+            answer = self._run(batch)
+        except Exception as error:
+            batch, answer, failed = self._run_apart(plan, error)
+        self.scheduler.launch(plan, failed)
+        return InFlightStep(plan, batch, answer, failed, self._sampling, begin)
+
+    def _run_apart(
+        self, plan: StepPlan, error: Exception
+    ) -> tuple[ScheduledBatch, Answer, dict[SequenceGroup, Exception]]:
+        """Each request by itself: the rows that were computed, their logits, and the requests that failed."""
+        done: list[int] = []
+        logits: list[torch.Tensor] = []
+        failed: dict[SequenceGroup, Exception] = {}
+        if len(plan.groups) == 1:
+            failed[plan.groups[0]] = error
+        for group in plan.groups if not failed else ():
+            own = [i for i, sequence in enumerate(plan.batch.sequences) if sequence.group is group]
+            try:
+                answer = self._run(plan.batch.select(own))
+                logits.append(answer.logits.clone())  # the next run may overwrite it
+                done += own
+            except Exception as trouble:
+                failed[group] = trouble
+        rows = [each for each in logits if len(each)]
+        empty = torch.empty(0, 0, dtype=torch.float32, device="cpu")
+        return plan.batch.select(done), Answer(torch.cat(rows) if rows else empty), failed
+
+    def _run(self, batch: ScheduledBatch) -> Answer:
+        """The logits behind the rows that are sampled from."""
+        shown = self._show(batch) if self._given else []
+        inputs = self._inputs(batch) if self._given else {}
+        unseen = () if self.in_flight is None else self.in_flight.sequences
+        answer = self.runner.run(ForwardBatch(batch, self._sampling.last_tokens, inputs, unseen))
+        for media in shown:
+            media.forget_spent()
+        return answer
+
+    def _apply(
+        self,
+        tokens: InFlightStep | HostSampler | None,
+        failed: Mapping[SequenceGroup, Exception] | None = None,
+    ) -> list[Output]:
+        """Give requests their tokens, and end those that are done or failed: their outputs.
+
+        Code of requests (processors, criteria, tokenizers) runs in here and in no other part of a step: the
+        model is checked before it, and marked for a check after it.
+        """
+        trouble: dict[Job, Exception] = {}
+        jobs: list[Job] = []
+        if tokens is not None:
+            if tokens.wait():
+                self.check_model()
+                self.runner.checks.mark_dirty()
+            trouble = tokens.apply(self.scheduler)
+            jobs = tokens.jobs
+        if isinstance(tokens, InFlightStep):
+            self.preemption.measure(tokens.plan, tokens.begin)
+        for group, error in (failed or {}).items():
+            if group in self.jobs:
+                trouble[self.jobs[group]] = error
+        ended = [self.end(job, "error", error) for job, error in trouble.items()]
+        return ended + [self.end(job) for job in jobs if _is_over(job)]
+
+    def check_model(self) -> None:
+        """Before a request ends or its code runs: check that the model is what it was, unless this step has
+        done so.
+        """
+        if self.runner.checks.unseen:
+            self.model_check.require_untouched(len(self.scheduler.running))
+            self.runner.look()
+
+    def start_over(self, error: BaseException) -> None:
+        """A step broke off in the middle. What was computed is not known, so no request keeps any of it.
+
+        Requests that are whole are computed again; one of whose sequences only some have their token ends
+        here, and so do those whose tokens may be of two models.
+        """
+        self.in_flight = None
+        self.forget()
+        self._sampling.clear()
+        spoiled = isinstance(error, WeightsChanged)
+        for job in self.jobs.values():
+            job.go_back()
+        for shelf in self.pools.shelves:
+            shelf.pool.recover()
+            if shelf.host is not None:
+                shelf.host.recover()
+        self.scheduler.start_over(self.jobs)
+        for group in self._given.keys() - self.jobs.keys():
+            self._given.pop(group, None)
+        for group, job in list(self.jobs.items()):
+            if job.beams is not None and job.beams.standing.done and job.output is None:
+                job.conclude_beams()
+            if job.output is not None:
+                job.news.end()
+                self._drop(group, job)
+            elif job.said:
+                self.end(job)
+            elif (
+                group.status is Status.FINISHED or job.torn or (spoiled and group.status is Status.PREEMPTED)
+            ):
+                self.end(
+                    job,
+                    "error",
+                    error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"),
+                )
+
+    def _show(self, batch: ScheduledBatch) -> list[Media]:
+        """Run the model on the pictures of prompts in this step: those that are not needed after it."""
+        done = []
+        for sequence, start, count, _ in batch.rows_behind:
+            asked = self._given.get(sequence.group)
+            media = None if asked is None else asked.media
+            if media is None:
+                continue
+            if media.shift is None:
+                self.runner.merger.recall(media)  # another request may have brought the same by now
+            if media.due(start, count, sequence.begun):
+                self.runner.show(media)
+            if media.shift:
+                sequence.group.leave_decode_batch()
+            if media.spent(start, count):
+                done.append(media)
+        return done
+
+    def forget(self) -> None:
+        """What was made of pictures, by the weights of then, is made again."""
+        for asked in self._given.values():
+            if asked.media is not None:
+                asked.media.forget()
+
+    def _inputs(self, batch: ScheduledBatch) -> dict[int, RowInputs]:
+        """What rows are beside token ids; those of the decode batch are ids only."""
+        inputs: dict[int, RowInputs] = {}
+        for i, (sequence, start, count, _) in enumerate(batch.rows_behind, batch.decodes):
+            asked = self._given.get(sequence.group)
+            if asked is None:
+                continue
+            row = RowInputs(asked.vectors(start, count), asked.source)
+            media = asked.media
+            if isinstance(media, CrossMedia):
+                assert media.across is not None
+                ids = media.ids_of(start, sequence.tokens[start : start + count])
+                row = RowInputs(across=media.across.part(start, count, sequence.begun), ids=ids)
+            elif media is not None:
+                positions = media.where(start, count)
+                delta = 0 if positions is None else media.moved_by(start)
+                row = RowInputs(row.embeds, row.source, positions, delta, media.near(start, count))
+            inputs[i] = row
+        return inputs
+
+    def end(self, job: Job, reason: FinishReason | None = None, error: BaseException | None = None) -> Output:
+        """End a request, in whatever state it is."""
+        group = job.group
+        assert group is not None
+        if error is not None:
+            self._disown(group)
+        self.scheduler.abort(group)
+        output = self.conclude(job, reason, error)
+        self._drop(group, job)  # not before there is an output: an interrupt may come in between
+        if self.recorder is not None:
+            self.recorder.ended(group.request.number, output.finish_reason)
+        return output
+
+    def conclude(self, job: Job, reason: FinishReason | None, error: BaseException | None = None) -> Output:
+        """Make the output of a request. Its tokenizer may raise in here, which is its own trouble."""
+        output = job.close(reason, None if error is None else raised_by(error))
+        if reaches_driver(output.error):
+            self.interrupted.append(job)
+        return output
+
+    def _drop(self, group: SequenceGroup, job: Job) -> None:
+        """Forget a request that has its output. Twice is once."""
+        self.jobs.pop(group, None)
+        self._given.pop(group, None)
+        self._sampling.penalties.drop(group)
+        if job.asked.source is not None:
+            job.asked.source.made = None
+
+    def _disown(self, group: SequenceGroup) -> None:
+        """Uncache what a failed request has computed: it may be what failed."""
+        for sequence in group.sequences:
+            for table in sequence.tables:
+                for block in table.blocks:
+                    table.pool.withdraw(block)
+
+
+def _is_over(job: Job) -> bool:
+    return job.group is not None and job.group.status is Status.FINISHED

@@ -1,0 +1,58 @@
+"""What the steps of an engine do, by what the scheduler plans: for tests that must not depend on how they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_paged.engine import Engine
+from hf_paged.scheduling import UNKNOWN, StepPlan, TokenSequence
+
+
+def watch_plans(engine: Engine, see: Callable[[StepPlan], object]) -> None:
+    """Call `see` with every plan that has rows, before it is carried out."""
+    schedule = engine._scheduler.schedule
+
+    def watched() -> StepPlan:
+        plan = schedule()
+        if plan:
+            see(plan)
+        return plan
+
+    engine._scheduler.schedule = watched  # type: ignore[method-assign]
+
+
+def known_tokens(sequence: TokenSequence) -> int:
+    """How many tokens of a sequence the host has."""
+    return len(sequence.tokens) - sequence.tokens.count(UNKNOWN)
+
+
+def launched_unseen(engine: Engine) -> list[int]:
+    """How many rows of each step from now on begin with a token that the host has not seen; the list grows."""
+    seen: list[int] = []
+
+    def count(plan: StepPlan) -> None:
+        seen.append(sum(row.start + row.count > known_tokens(row.sequence) for row in plan.rows))
+
+    watch_plans(engine, count)
+    return seen
+
+
+def unseen_tokens(engine: Engine) -> int:
+    """How many running sequences wait for a token of a launched step."""
+    running = [sequence for group in engine._scheduler.running for sequence in group.sequences]
+    return sum(sequence.computed >= known_tokens(sequence) for sequence in running)
+
+
+def interrupted_forward(model: Any, number: int) -> None:
+    """Have the forward of that number from now on break off with a KeyboardInterrupt, once."""
+    forward = model.lm_head.forward
+    left = [number]
+
+    def breaks(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return forward(*arguments)
+
+    model.lm_head.forward = breaks
