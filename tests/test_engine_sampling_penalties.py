@@ -94,7 +94,7 @@ def test_everybody_pays_his_own(ahead: bool, graphs: bool, monkeypatch: pytest.M
         model, block_size=4, num_blocks=14, max_batch_tokens=16, max_batch_sequences=6, run_ahead=ahead
     ) as engine:
         handles = [engine.submit(prompt, **kind) for prompt, kind in asked]
-        interrupted_forward(model, 12)
+        interrupted_forward(model, 4 if graphs else 12)  # captured steps call it rarely
         with pytest.raises(KeyboardInterrupt):
             handles[-1].result()
         while not all(handle.done for handle in handles):
