@@ -86,7 +86,7 @@ def blocks(bench: Bench) -> None:
 
 def unused_share(scheduler: Scheduler) -> float:
     """The share of the slots in held blocks that hold nothing (C2). Nobody shares a block here."""
-    size = scheduler.shelves[0].pool.block_size
+    size = scheduler.kv_groups[0].pool.block_size
     tables = [sequence.tables[0] for group in scheduler.running for sequence in group.sequences]
     slots = size * sum(len(table.blocks) for table in tables)
     return 1 - sum(table.length - table.released * size for table in tables) / slots if slots else 0.0

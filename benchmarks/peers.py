@@ -129,15 +129,15 @@ class waits:
 def unused(engine: Engine) -> float:
     """The share of the held slots that hold no token (C2); what is shared counts once."""
     slots = used = 0
-    for shelf in engine.pools.shelves:
-        slots += shelf.pool.held * shelf.pool.block_size
+    for kv_group in engine.pools.kv_groups:
+        slots += kv_group.pool.held * kv_group.pool.block_size
         last = {}
         for group in engine._scheduler.running:
             for sequence in group.sequences:
-                table = sequence.tables[engine.pools.shelves.index(shelf)]
+                table = sequence.tables[engine.pools.kv_groups.index(kv_group)]
                 for place, block in enumerate(table.blocks):
-                    begin = (table.released + place) * shelf.pool.block_size
-                    last[block] = min(shelf.pool.block_size, table.length - begin)
+                    begin = (table.released + place) * kv_group.pool.block_size
+                    last[block] = min(kv_group.pool.block_size, table.length - begin)
         used += sum(last.values())
     return 1 - used / slots if slots else 0.0
 

@@ -90,7 +90,7 @@ class Bench:
 
     def through(self, engine: Engine, turn: int, timeline: Path | None) -> Run:
         before = engine.stats()
-        pool = engine.pools.shelves[0].pool
+        pool = engine.pools.kv_groups[0].pool
         pool.peak_held = 0
         self.wait()
         begin = time.perf_counter()
@@ -156,7 +156,7 @@ def measure(bench: Bench, report: Report) -> None:
     options = bench.options
     with bench.engine(num_blocks=options.num_blocks, preemption="recompute") as engine:
         size, alone = engine.config.block_size, bench.run(engine)
-        total = engine.pools.shelves[0].pool.total
+        total = engine.pools.kv_groups[0].pool.total
     if alone.counts["preemptions"]:
         print(
             f"even with {total} blocks somebody had to go {alone.counts['preemptions']:.0f} times; give more "

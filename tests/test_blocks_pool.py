@@ -68,7 +68,7 @@ def test_c7_every_move_keeps_the_sum():
     assert (pool.total, pool.available) == (5, 5)
     one, two = pool.take(), pool.take()
     assert books(pool) == (3, 2, 0)
-    pool.publish(one, name(1), 4)
+    pool.cache(one, name(1), 4)
     pool.drop(one)
     assert books(pool) == (3, 1, 1)
     assert pool.available == 4
@@ -102,7 +102,7 @@ def test_c4_a_double_free_names_the_block_and_changes_nothing(cached):
     pool = BlockPool(8, 4)
     blocks = [pool.take() for _ in range(6)]
     if cached:
-        pool.publish(blocks[5], name(1), 4)
+        pool.cache(blocks[5], name(1), 4)
     pool.drop(blocks[5])
     before = books(pool)
     with pytest.raises(ValueError, match="block 5 was freed twice"):
@@ -122,7 +122,7 @@ def test_c7_the_peak_is_remembered():
     pool = BlockPool(4, 4)
     blocks = [pool.take() for _ in range(3)]
     for number, block in enumerate(blocks):
-        pool.publish(block, name(number), 4)
+        pool.cache(block, name(number), 4)
         pool.drop(block)
     assert pool.peak_held == 3
     for block in blocks:
@@ -143,7 +143,7 @@ def test_growing_adds_free_blocks_and_keeps_the_rest():
     """C5, the books' part: held and cached blocks stay what they are."""
     pool = BlockPool(2, 4)
     held, cached = pool.take(), pool.take()
-    pool.publish(cached, name(1), 4)
+    pool.cache(cached, name(1), 4)
     pool.drop(cached)
     pool.grow(5)
     assert books(pool) == (3, 1, 1)
@@ -180,7 +180,7 @@ def test_c18_a_cached_block_is_not_taken_while_another_is_free():
     """C18: a miss takes a never used or emptied block, else evicts; a wish for a place evicts nobody."""
     pool = BlockPool(3, 4)
     block = pool.take()
-    pool.publish(block, name(1), 4)
+    pool.cache(block, name(1), 4)
     pool.drop(block)
     assert [pool.take(near=block), pool.take()] == [1, 2]
     assert pool.lookup(name(1)) == block
@@ -241,7 +241,7 @@ def test_c38_cached_blocks_are_not_part_of_a_run():
     """C38: a run is of free blocks."""
     pool = BlockPool(4, 1)
     blocks = [pool.take() for _ in range(4)]
-    pool.publish(blocks[1], name(1), 1)
+    pool.cache(blocks[1], name(1), 1)
     for block in blocks:
         pool.drop(block)
     assert pool.take_several(2) == [2, 3]
@@ -256,7 +256,7 @@ def test_c19_a_named_block_stays_matchable_until_it_is_evicted():
     """C19: freed hashed blocks go to the evictor and stay matchable."""
     pool = BlockPool(2, 4)
     block = pool.take()
-    assert pool.publish(block, name(1), 4) == block
+    assert pool.cache(block, name(1), 4) == block
     pool.drop(block)
     assert pool.lookup(name(1)) == block
     pool.take(), pool.take()
@@ -268,7 +268,7 @@ def test_c18_a_hit_in_the_evictor_is_taken_out_and_still_valid():
     pool = BlockPool(2, 4)
     block, other = pool.take(), pool.take()
     for number, each in enumerate((block, other)):
-        pool.publish(each, name(number), 4)
+        pool.cache(each, name(number), 4)
         pool.drop(each)
     pool.share(block)
     assert pool.take() == other
@@ -281,8 +281,8 @@ def test_c20_the_last_access_decides_and_never_goes_back():
     """C20: the latest stamp of all that dropped a block counts, not that of the last one that did."""
     pool = BlockPool(2, 4)
     first, second = pool.take(), pool.take()
-    pool.publish(first, name(1), 4)
-    pool.publish(second, name(2), 4)
+    pool.cache(first, name(1), 4)
+    pool.cache(second, name(2), 4)
     pool.share(first)
     pool.drop(first, last_access=9)
     pool.drop(first, last_access=1)
@@ -294,11 +294,11 @@ def test_c20_a_reused_block_starts_without_a_past():
     """C20: the stamps of evicted content do not protect what comes after it."""
     pool = BlockPool(2, 4)
     old, new = pool.take(), pool.take()
-    pool.publish(old, name(1), 4)
+    pool.cache(old, name(1), 4)
     pool.drop(old, last_access=1000)
     assert pool.take() == old
-    pool.publish(old, name(2), 4)
-    pool.publish(new, name(3), 4)
+    pool.cache(old, name(2), 4)
+    pool.cache(new, name(3), 4)
     pool.drop(old, last_access=3)
     pool.drop(new, last_access=4)
     assert pool.take() == old
@@ -308,9 +308,9 @@ def test_c17_the_second_of_equal_contents_is_told_of_the_first():
     """C17: publish answers with the block that bears the name; the other stays without one."""
     pool = BlockPool(3, 4)
     first, second = pool.take(), pool.take()
-    assert pool.publish(first, name(1), 4) == first
-    assert pool.publish(first, name(1), 4) == first
-    assert pool.publish(second, name(1), 4) == first
+    assert pool.cache(first, name(1), 4) == first
+    assert pool.cache(first, name(1), 4) == first
+    assert pool.cache(second, name(1), 4) == first
     pool.drop(second)
     assert books(pool) == (2, 1, 0)
 
@@ -318,8 +318,8 @@ def test_c17_the_second_of_equal_contents_is_told_of_the_first():
 def test_a_block_has_one_name():
     pool = BlockPool(2, 4)
     block = pool.take()
-    pool.publish(block, name(1), 4)
-    assert pool.publish(block, name(2), 4) is None
+    pool.cache(block, name(1), 4)
+    assert pool.cache(block, name(2), 4) is None
     assert (pool.lookup(name(1)), pool.lookup(name(2))) == (block, None)
     pool.drop(block)
     pool.check()
@@ -331,42 +331,42 @@ def test_c25_a_name_that_other_content_has_taken_is_not_lent():
     """
     pool = BlockPool(4, 2)
     first, second = pool.take(), pool.take()
-    pool.publish(first, name(1), 2, (5, 6))
-    assert pool.publish(second, name(1), 2, (5, 7)) is None
-    assert pool.publish(second, name(1), 4) is None
-    assert pool.publish(second, name(1), 2, (5, 6)) == first
-    assert pool.published_tokens(first) == (5, 6)
-    assert pool.published_tokens(second) == ()
+    pool.cache(first, name(1), 2, (5, 6))
+    assert pool.cache(second, name(1), 2, (5, 7)) is None
+    assert pool.cache(second, name(1), 4) is None
+    assert pool.cache(second, name(1), 2, (5, 6)) == first
+    assert pool.tokens_of_block(first) == (5, 6)
+    assert pool.tokens_of_block(second) == ()
 
 
 def test_c25_tokens_that_were_kept_are_not_lost_by_a_second_publication():
     """C25: and they are added when they come later."""
     pool = BlockPool(2, 2)
     block = pool.take()
-    pool.publish(block, name(1), 2)
-    assert pool.published_tokens(block) == ()
-    pool.publish(block, name(1), 2, (5, 6))
-    pool.publish(block, name(1), 2)
-    assert pool.published_tokens(block) == (5, 6)
+    pool.cache(block, name(1), 2)
+    assert pool.tokens_of_block(block) == ()
+    pool.cache(block, name(1), 2, (5, 6))
+    pool.cache(block, name(1), 2)
+    assert pool.tokens_of_block(block) == (5, 6)
 
 
 def test_c22_only_held_blocks_are_published():
     """C22: a free or cached block belongs to no forward that could have filled it."""
     pool = BlockPool(2, 4)
     with pytest.raises(ValueError, match="block 0 is not held"):
-        pool.publish(0, name(1), 4)
-    pool.publish(pool.take(), name(1), 4)
+        pool.cache(0, name(1), 4)
+    pool.cache(pool.take(), name(1), 4)
     pool.drop(0)
     with pytest.raises(ValueError, match="block 0 is not held"):
-        pool.publish(0, name(2), 4)
+        pool.cache(0, name(2), 4)
 
 
 def test_withdraw_takes_the_name_and_leaves_the_block():
     pool = BlockPool(2, 4)
     block = pool.take()
-    pool.withdraw(block)
-    pool.publish(block, name(1), 4)
-    pool.withdraw(block)
+    pool.uncache(block)
+    pool.cache(block, name(1), 4)
+    pool.uncache(block)
     assert pool.lookup(name(1)) is None
     pool.drop(block)
     assert books(pool) == (2, 0, 0)
@@ -377,8 +377,8 @@ def test_forget_frees_what_is_cached_and_unnames_what_is_held():
     """C24: after a change of weights nobody matches anything."""
     pool = BlockPool(4, 4)
     held, cached = pool.take(), pool.take()
-    pool.publish(held, name(1), 4)
-    pool.publish(cached, name(2), 4)
+    pool.cache(held, name(1), 4)
+    pool.cache(cached, name(2), 4)
     pool.drop(cached)
     pool.forget()
     assert (pool.lookup(name(1)), pool.lookup(name(2))) == (None, None)
@@ -423,7 +423,7 @@ def test_check_finds_books_that_were_tampered_with(fault):
     """C7: each of the books is recounted."""
     pool = BlockPool(4, 4)
     block = pool.take()
-    pool.publish(block, name(1), 4)
+    pool.cache(block, name(1), 4)
     pool.drop(block)
     pool.check()
     if fault == "_held":
@@ -449,7 +449,7 @@ def random_pool(rng, total, size):
     blocks = [pool.take() for _ in range(total)]
     for block in blocks:
         if rng.random() < 0.3:
-            pool.publish(block, name(block), size)
+            pool.cache(block, name(block), size)
     for block in rng.sample(blocks, rng.randrange(total)):
         pool.drop(block, rng.randrange(9))
     return pool

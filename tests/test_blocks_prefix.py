@@ -74,7 +74,7 @@ def test_c18_a_prefix_whose_middle_was_evicted_ends_before_it():
     """C18: what lies behind a gap is not found."""
     pool = BlockPool(8, 4)
     table = committed(pool, PROMPT + [1, 2])
-    pool.withdraw(table.blocks[1])
+    pool.uncache(table.blocks[1])
     assert match(pool, PROMPT + [1, 2]).blocks == table.blocks[:1]
 
 
@@ -430,10 +430,10 @@ def test_c25_a_forged_name_is_found_out_by_its_tokens():
     pool = BlockPool(8, 4)
     forger = BlockTable(pool)
     forger.append(8)
-    pool.publish(forger.blocks[0], chain(ROOT, PROMPT[:4]), 4, (9, 9, 9, 9))
+    pool.cache(forger.blocks[0], chain(ROOT, PROMPT[:4]), 4, (9, 9, 9, 9))
     assert match(pool, PROMPT).blocks == forger.blocks[:1]
     assert match(pool, PROMPT, verify=True) == Match([], [])
-    pool.publish(forger.blocks[1], chain(ROOT, [1, 2, 3, 4]), 4)
+    pool.cache(forger.blocks[1], chain(ROOT, [1, 2, 3, 4]), 4)
     assert match(pool, [1, 2, 3, 4, 5], verify=True) == Match([], [])
 
 
@@ -452,7 +452,7 @@ def test_c25_a_collision_is_not_adopted_and_names_nothing_behind_it():
     pool = BlockPool(12, 4)
     forger = BlockTable(pool)
     forger.append(4)
-    pool.publish(forger.blocks[0], chain(ROOT, PROMPT[:4]), 4, (9, 9, 9, 9))
+    pool.cache(forger.blocks[0], chain(ROOT, PROMPT[:4]), 4, (9, 9, 9, 9))
     table = BlockTable(pool)
     table.append(12)
     blocks = list(table.blocks)
@@ -470,7 +470,7 @@ def test_c25_a_name_of_another_depth_is_not_adopted():
     pool = BlockPool(8, 4)
     table = BlockTable(pool)
     table.append(8)
-    pool.publish(table.blocks[1], chain(ROOT, PROMPT[:4]), 8)
+    pool.cache(table.blocks[1], chain(ROOT, PROMPT[:4]), 8)
     commit(table, PROMPT[:8])
     assert len(set(table.blocks)) == 2
     pool.check()

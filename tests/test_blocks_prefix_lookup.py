@@ -43,10 +43,10 @@ def reach(
 
 def taken(pool: BlockPool, tokens: list[int], most: int) -> tuple[BlockTable, list[Copy]]:
     """A table that begins with `most` of the tokens."""
-    trail = PrefixLookup(pool, Prompt(tokens, pool.block_size))
-    assert trail.reach(most) == most
+    lookup = PrefixLookup(pool, Prompt(tokens, pool.block_size))
+    assert lookup.reach(most) == most
     table = BlockTable(pool)
-    adopt(table, trail.take(most))
+    adopt(table, lookup.take(most))
     copies = detach([table])
     pool.check()
     return table, copies
@@ -55,7 +55,7 @@ def taken(pool: BlockPool, tokens: list[int], most: int) -> tuple[BlockTable, li
 def evict(pool: BlockPool, block: int) -> None:
     """Give up one cached block, whatever its age."""
     pool.share(block)
-    pool.withdraw(block)
+    pool.uncache(block)
     pool.drop(block)
 
 
@@ -123,9 +123,9 @@ def test_c10_behind_a_window_only_what_it_shows_is_needed(window: int) -> None:
     first = max(0, 20 - window + 1) // 4
     for block in blocks[:first]:
         evict(pool, block)
-    trail = PrefixLookup(pool, Prompt(TOKENS, 4), window)
-    assert trail.reach(20) == 20
-    match = trail.take(20)
+    lookup = PrefixLookup(pool, Prompt(TOKENS, 4), window)
+    assert lookup.reach(20) == 20
+    match = lookup.take(20)
     assert (match.blocks, match.released, len(match.digests)) == (blocks[first:], first, 5)
     again = BlockTable(pool)
     adopt(again, match)
@@ -153,9 +153,9 @@ def test_c10_behind_a_part_of_a_block_the_window_shows_less(window: int, length:
     commit_tail(table, tokens)
     first = table.released
     table.free()
-    trail = PrefixLookup(pool, Prompt([*tokens, 99, 98, 97], 4), window)
-    assert trail.reach(length + 2) == length
-    match = trail.take(length)
+    lookup = PrefixLookup(pool, Prompt([*tokens, 99, 98, 97], 4), window)
+    assert lookup.reach(length + 2) == length
+    match = lookup.take(length)
     assert (match.released, len(match.blocks), len(match.digests)) == (first, 4 - first, 4)
     again = BlockTable(pool)
     adopt(again, match)
@@ -169,7 +169,7 @@ def test_a_gap_ends_it_where_everything_is_seen() -> None:
     table = BlockTable(pool)
     table.append(20)
     commit(table, TOKENS, keep_tokens=True)
-    pool.withdraw(table.blocks[2])
+    pool.uncache(table.blocks[2])
     assert reach(pool, TOKENS) == 8
 
 
@@ -278,11 +278,11 @@ def test_nothing_is_named_twice_or_without_its_beginning() -> None:
 
 def test_flooding_one_place_costs_nobody_a_search() -> None:
     """Thousands of blocks behind one beginning: a few comparisons find the best, whatever their tokens."""
-    siblings = PartialBlockIndex()
+    partial_index = PartialBlockIndex()
     rng = random.Random(1)
     blocks = {tuple(rng.randrange(3) for _ in range(16)): number for number in range(4000)}
     for tokens, number in blocks.items():
-        siblings.add(b"seat", tokens, number)
+        partial_index.add(b"seat", tokens, number)
     compared = 0
 
     class Counted(int):
@@ -293,11 +293,11 @@ def test_flooding_one_place_costs_nobody_a_search() -> None:
 
     for _ in range(50):
         wanted = [rng.randrange(3) for _ in range(16)]
-        best = siblings.best(b"seat", [Counted(token) for token in wanted])
+        best = partial_index.best(b"seat", [Counted(token) for token in wanted])
         longest = max(next((i for i in range(16) if tokens[i] != wanted[i]), 16) for tokens in blocks)
         assert (best[1] if best else 0) == longest
     assert compared < 50 * 40
     for tokens, number in blocks.items():
-        siblings.remove(b"seat", tokens, number)
-    assert len(siblings) == 0
-    assert siblings.best(b"seat", [1]) is None
+        partial_index.remove(b"seat", tokens, number)
+    assert len(partial_index) == 0
+    assert partial_index.best(b"seat", [1]) is None

@@ -563,7 +563,7 @@ def test_c20_a_row_takes_its_last_use_along():
     old.append(4)
     recent.append(4)
     for number, table in enumerate((old, recent)):
-        pool.publish(table.blocks[0], bytes([number]) * 32, 4)
+        pool.cache(table.blocks[0], bytes([number]) * 32, 4)
     late = recent.blocks[0]
     rows = reorder([old, recent], [1, 0])
     for row in rows:

@@ -241,8 +241,8 @@ def test_nobody_ends_before_somebody_has_looked(engine: Engine, kind: str, ends:
     or by a token.
     """
     options: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 0, "eos_token_id": None, **KINDS[kind]}
-    asked = PROMPTS[:1] * 2  # the steps of it are captured, and trusted
-    (output, _) = engine.generate(asked, **options)
+    params = PROMPTS[:1] * 2  # the steps of it are captured, and trusted
+    (output, _) = engine.generate(params, **options)
     if ends == "stop":
         # A token that the answer has near its end and not before.
         said = output.sequences[0].token_ids
@@ -253,7 +253,7 @@ def test_nobody_ends_before_somebody_has_looked(engine: Engine, kind: str, ends:
         }
         options |= {"max_new_tokens": 30}
     for _ in range(3):
-        engine.generate(asked, **options)
+        engine.generate(params, **options)
     handle = engine.submit(PROMPTS[0], **options)
     for _ in range(3):
         engine.step()

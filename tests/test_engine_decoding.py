@@ -63,11 +63,11 @@ def test_a_larger_graph_stands_in(
     lengths = [6, 18, 30]
     with Engine(llama, block_size=4, max_batch_sequences=3, max_batch_tokens=64) as engine:
         for _ in range(2):
-            asked = [{"max_new_tokens": new, "min_new_tokens": new, "do_sample": False} for new in lengths]
-            handles = [engine.submit(prompt, **one) for prompt, one in zip(PROMPTS[1:4], asked, strict=True)]
+            params = [{"max_new_tokens": new, "min_new_tokens": new, "do_sample": False} for new in lengths]
+            handles = [engine.submit(prompt, **one) for prompt, one in zip(PROMPTS[1:4], params, strict=True)]
             outputs = [handle.result() for handle in handles]
             assert [answers(output) for output in outputs] == [
-                alone(llama, prompt, **one) for prompt, one in zip(PROMPTS[1:4], asked, strict=True)
+                alone(llama, prompt, **one) for prompt, one in zip(PROMPTS[1:4], params, strict=True)
             ]
         assert sizes(engine, "single") == rows
 
@@ -137,7 +137,7 @@ def test_chunks_of_prompts_in_a_graph(
     if form == "spans":
         policy(monkeypatch, pairs=0)
     model = build(BY_NAME[name])
-    asked = [PROMPTS[3], PROMPTS[1], PROMPTS[5], PROMPTS[3][:20] + PROMPTS[0], PROMPTS[2], PROMPTS[3]] * 3
+    params = [PROMPTS[3], PROMPTS[1], PROMPTS[5], PROMPTS[3][:20] + PROMPTS[0], PROMPTS[2], PROMPTS[3]] * 3
     with Engine(model, block_size=size, max_batch_tokens=12, max_batch_sequences=4) as engine:
         plans: list[tuple[int, list[int]]] = []
 
@@ -146,10 +146,10 @@ def test_chunks_of_prompts_in_a_graph(
             plans.append((counts(engine)["replayed"], [row.count for row in plan.rows]))
 
         watch_plans(engine, watched)
-        outputs = engine.generate(asked, **GREEDY)
+        outputs = engine.generate(params, **GREEDY)
         engine.check()
         assert form in forms(engine)
-    assert [answers(output) for output in outputs] == [alone(model, prompt, **GREEDY) for prompt in asked]
+    assert [answers(output) for output in outputs] == [alone(model, prompt, **GREEDY) for prompt in params]
     replayed = [
         brought for (before, brought), (after, _) in pairwise(plans) if after > before and max(brought) > 1
     ]

@@ -90,7 +90,7 @@ asks = st.builds(
 )
 
 
-def least_blocks(asked: list[Ask], size: int) -> int:
+def least_blocks(params: list[Ask], size: int) -> int:
     """What the largest request needs to its end."""
 
     def need(ask: Ask) -> int:
@@ -99,28 +99,28 @@ def least_blocks(asked: list[Ask], size: int) -> int:
             max(width, KINDS[ask.kind].get("num_beams", 1)) + 1
         )
 
-    return max(map(need, asked)) + 10
+    return max(map(need, params)) + 10
 
 
 @settings(max_examples=20, deadline=None)
 @given(
     name=st.sampled_from(["llama", "qwen2-window"]),
     options=engines(),
-    asked=st.lists(asks, min_size=1, max_size=7),
+    params=st.lists(asks, min_size=1, max_size=7),
     share=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
 )
-def test_nothing_changes_a_token(name: str, options: dict[str, Any], asked: list[Ask], share: float) -> None:
+def test_nothing_changes_a_token(name: str, options: dict[str, Any], params: list[Ask], share: float) -> None:
     """{block size, pool size, budgets, chunking, preemption, admission, cache, order of arrival} change no
     token of any request.
 
     Drawn under a seed or greedy, beams and samples among them; the books are recounted after every step.
     """
     blocks = int(
-        least_blocks(asked, options["block_size"]) * (1 + 3 * share)
+        least_blocks(params, options["block_size"]) * (1 + 3 * share)
     )  # from barely enough for the largest to enough for all
     with Engine(_model(name), num_blocks=blocks, **options) as engine:
         handles = []
-        for i, ask in enumerate(asked):
+        for i, ask in enumerate(params):
             if ask.pushed:
                 engine.pause()  # everybody is computed again
                 engine.resume()
@@ -143,7 +143,7 @@ def test_nothing_changes_a_token(name: str, options: dict[str, Any], asked: list
         assert all(kind["held"] == 0 for kind in [*stats["blocks"].values(), *stats["host"].values()])
         assert stats["waiting"] == stats["running"] == stats["preempted"] == 0
         found = [answers(handle.result()) for handle in handles]
-    assert found == [right(name, ask.prompt, ask.kind, ask.new) for ask in asked]
+    assert found == [right(name, ask.prompt, ask.kind, ask.new) for ask in params]
 
 
 def test_equal_prompts_are_computed_once() -> None:
@@ -175,7 +175,7 @@ def test_names_that_collide_hand_out_nothing(preemption: str, monkeypatch: pytes
     model = _model("llama")
     expected = [alone(model, prompt, max_new_tokens=14, do_sample=False) for prompt in PROMPTS]
 
-    def asked(check: bool) -> list[list[list[int]]]:
+    def params(check: bool) -> list[list[list[int]]]:
         with Engine(
             model, block_size=4, num_blocks=19, max_batch_sequences=4, check_hits=check, preemption=preemption
         ) as engine:
@@ -186,8 +186,8 @@ def test_names_that_collide_hand_out_nothing(preemption: str, monkeypatch: pytes
             assert not check or engine.stats()["swapped_in" if preemption == "swap" else "preemptions"] > 0
             return [answers(handle.result()) for handle in handles]
 
-    assert asked(check=True) == expected * 2
-    assert asked(check=False) != expected * 2
+    assert params(check=True) == expected * 2
+    assert params(check=False) != expected * 2
 
 
 def test_salts_and_an_engine_without_a_cache_share_nothing() -> None:

@@ -36,7 +36,7 @@ def requests(count: int, seed: int) -> list[tuple[list[int], dict[str, Any]]]:
     """Prompts of all lengths, some that begin alike, some with several samples or beams."""
     chance = random.Random(seed)
     common = [chance.randrange(5, VOCABULARY) for _ in range(40)]
-    asked = []
+    params = []
     for _ in range(count):
         prompt = common[: chance.choice([0, 0, 20, 40])] + [
             chance.randrange(5, VOCABULARY) for _ in range(chance.randint(1, 90))
@@ -44,8 +44,8 @@ def requests(count: int, seed: int) -> list[tuple[list[int], dict[str, Any]]]:
         kind = chance.choice(
             [{}, {}, {"num_beams": 3}, {"do_sample": True, "seed": 4, "num_return_sequences": 3}]
         )
-        asked.append((prompt, {"max_new_tokens": chance.choice([1, 8, 30]), "do_sample": False, **kind}))
-    return asked
+        params.append((prompt, {"max_new_tokens": chance.choice([1, 8, 30]), "do_sample": False, **kind}))
+    return params
 
 
 def test_the_first_request_takes_a_share(
@@ -86,12 +86,12 @@ def test_answers_do_not_depend_on_where_a_pool_began(
     preemptions.
     """
     monkeypatch.setitem(RECORDERS, "cpu", record)
-    model, asked = build(BY_NAME[family]), requests(9, seed=ahead)
+    model, params = build(BY_NAME[family]), requests(9, seed=ahead)
     with Engine(model, num_blocks=700, **OPTIONS) as engine:
-        expected = [answers(engine.submit(prompt, **options).result()) for prompt, options in asked]
+        expected = [answers(engine.submit(prompt, **options).result()) for prompt, options in params]
     chance = random.Random(5)
     with Engine(model, run_ahead=ahead, **OPTIONS) as engine, caplog.at_level(logging.INFO):
-        left, handles, busy = list(asked), [], 0
+        left, handles, busy = list(params), [], 0
         while left or not all(handle.done for handle in handles):
             for prompt, options in [
                 left.pop(0) for _ in range(min(len(left), chance.choice([0, 0, 0, 1, 2])))

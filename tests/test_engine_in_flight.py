@@ -95,17 +95,17 @@ def test_a_step_ahead_changes_no_token(
         monkeypatch.setitem(RECORDERS, "cpu", record)
     model, chance = build(BY_NAME[name]), random.Random(seed)
     options = {"block_size": 4, "max_batch_tokens": 13, "max_batch_sequences": 6, "graphs": graphs}
-    asked = [(chance.choice(PROMPTS), chance.choice(KINDS), chance.choice([1, 7, 14]), i) for i in range(9)]
-    asked[2], asked[6] = (PROMPTS[1], SLOW[seed], 7, 2), (PROMPTS[2], SLOW[1 - seed], 7, 6)
+    params = [(chance.choice(PROMPTS), chance.choice(KINDS), chance.choice([1, 7, 14]), i) for i in range(9)]
+    params[2], params[6] = (PROMPTS[1], SLOW[seed], 7, 2), (PROMPTS[2], SLOW[1 - seed], 7, 6)
     with Engine(
         model, num_blocks=200, run_ahead=False, prefix_caching=False, max_batch_sequences=6
     ) as engine:
         expected = [
-            answers(engine.generate([p], max_new_tokens=new, seed=i, **kind)[0]) for p, kind, new, i in asked
+            answers(engine.generate([p], max_new_tokens=new, seed=i, **kind)[0]) for p, kind, new, i in params
         ]
     with Engine(model, num_blocks=blocks, run_ahead=True, **options) as engine:
         blind, handles = launched_unseen(engine), []
-        for prompt, kind, new, i in asked:
+        for prompt, kind, new, i in params:
             handles.append(engine.submit(prompt, max_new_tokens=new, seed=i, **kind))
             for _ in range(chance.randrange(3)):
                 engine.step()
@@ -242,9 +242,9 @@ def test_an_interrupt(
     model: Any, engine: Engine, where: str, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while a step is on its way: nobody loses a token that was told, nobody gets another one."""
-    asked = [(prompt, {**GREEDY, **kind, "seed": i}) for i, prompt in enumerate(PROMPTS[:4])]
-    expected = [answers(engine.generate([prompt], **options)[0]) for prompt, options in asked]
-    handles = [engine.submit(prompt, **options) for prompt, options in asked]
+    params = [(prompt, {**GREEDY, **kind, "seed": i}) for i, prompt in enumerate(PROMPTS[:4])]
+    expected = [answers(engine.generate([prompt], **options)[0]) for prompt, options in params]
+    handles = [engine.submit(prompt, **options) for prompt, options in params]
     for _ in range(4):
         engine.step()
 
@@ -325,16 +325,16 @@ def test_samples_that_had_to_go_before_their_tokens_were_heard_of(model: Any) ->
 
 def test_logprobs_come_with_their_tokens(engine: Engine) -> None:
     """To each request as many favourites as it has asked for, beside others that asked for none."""
-    asked = [(PROMPTS[0], 2), (PROMPTS[1], None), (PROMPTS[2], 0), (PROMPTS[3], 5)]
+    params = [(PROMPTS[0], 2), (PROMPTS[1], None), (PROMPTS[2], 0), (PROMPTS[3], 5)]
     kind = {"do_sample": True, "max_new_tokens": 7}
     with Engine(engine.model, num_blocks=200, run_ahead=False) as slow:
         expected = [
             slow.generate([prompt], seed=2, logprobs=n, **kind)[0]
-            for prompt, n in [(p, True if n == 0 else n) for p, n in asked]
+            for prompt, n in [(p, True if n == 0 else n) for p, n in params]
         ]
     blind = launched_unseen(engine)
-    handles = [engine.submit(prompt, seed=2, logprobs=True if n == 0 else n, **kind) for prompt, n in asked]
-    for handle, right, (_, wanted) in zip(handles, expected, asked, strict=True):
+    handles = [engine.submit(prompt, seed=2, logprobs=True if n == 0 else n, **kind) for prompt, n in params]
+    for handle, right, (_, wanted) in zip(handles, expected, params, strict=True):
         (mine,), (its,) = handle.result().sequences, right.sequences
         assert mine.token_ids == its.token_ids
         if wanted is None:

@@ -326,8 +326,8 @@ def test_an_interrupt_while_beams_end(
     model: Any, engine: Engine, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search that is over and whose answers are not entered yet ends with them, in the next call at the latest."""
-    asked = {"max_new_tokens": 4, "num_beams": 3, "num_return_sequences": 2, "do_sample": False}
-    expected = answers(engine.submit(PROMPTS[0], **asked).result())
+    params = {"max_new_tokens": 4, "num_beams": 3, "num_return_sequences": 2, "do_sample": False}
+    expected = answers(engine.submit(PROMPTS[0], **params).result())
     whole, left = BeamSearch.answers, [times]
 
     def breaks(search: BeamSearch) -> Any:
@@ -337,7 +337,7 @@ def test_an_interrupt_while_beams_end(
         return whole(search)
 
     monkeypatch.setattr(BeamSearch, "answers", breaks)
-    handle = engine.submit(PROMPTS[0], **asked)
+    handle = engine.submit(PROMPTS[0], **params)
     with pytest.raises(KeyboardInterrupt):
         handle.result()
     assert answers(handle.result()) == expected

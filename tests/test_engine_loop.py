@@ -80,11 +80,11 @@ def test_rows_that_change_owners_change_no_token(seed: int, ahead: bool) -> None
         {"do_sample": True, "top_k": 9, "repetition_penalty": 1.2},
     ]
     model, chance = build(BY_NAME["llama"]), random.Random(seed)
-    asked = [(chance.choice(PROMPTS), chance.choice(kinds), chance.choice([2, 6, 11])) for _ in range(12)]
+    params = [(chance.choice(PROMPTS), chance.choice(kinds), chance.choice([2, 6, 11])) for _ in range(12)]
     with Engine(model, num_blocks=200, run_ahead=False, prefix_caching=False) as engine:
         expected = [
             answers(engine.generate([prompt], max_new_tokens=new, seed=i, **kind)[0])
-            for i, (prompt, kind, new) in enumerate(asked)
+            for i, (prompt, kind, new) in enumerate(params)
         ]
     options = {"block_size": 2, "num_blocks": 32, "max_batch_tokens": 16, "max_batch_sequences": 4}
     with Engine(
@@ -92,7 +92,7 @@ def test_rows_that_change_owners_change_no_token(seed: int, ahead: bool) -> None
     ) as engine:
         handles = []
         aborted = []
-        for i, (prompt, kind, new) in enumerate(asked):
+        for i, (prompt, kind, new) in enumerate(params):
             handles.append(engine.submit(prompt, max_new_tokens=new, seed=i, **kind))
             if chance.random() < 0.3:
                 aborted.append(engine.submit(chance.choice(PROMPTS), max_new_tokens=9, do_sample=False))

@@ -222,7 +222,7 @@ def test_the_encoder_runs_once_each_time(monkeypatch: pytest.MonkeyPatch) -> Non
         engine.resume()
         run(engine, handles)
         assert sorted(ran) == [3, 3, 17, 17]
-        assert all(handle._job.asked.source.made is None for handle in handles)
+        assert all(handle._job.params.source.made is None for handle in handles)
 
 
 def test_room_for_cross_tables() -> None:

@@ -299,7 +299,7 @@ def test_how_long_what_was_made_is_kept(model: Any, monkeypatch: pytest.MonkeyPa
         assert answers(engine.submit(**inputs, **GREEDY).result()) == expected
         seen.clear()
         handle = engine.submit(**inputs, **GREEDY)
-        media = handle._job.asked.media
+        media = handle._job.params.media
         assert media is not None
         assert seen == []
         inputs["pixel_values"].zero_()  # its owner's own business
@@ -322,7 +322,7 @@ def test_how_long_what_was_made_is_kept(model: Any, monkeypatch: pytest.MonkeyPa
         cancelled = engine.submit(**inputs, **GREEDY)
         engine.step()
         cancelled.cancel()
-        media = cancelled._job.asked.media
+        media = cancelled._job.params.media
         assert media is not None
         assert media.made is None
         assert not media.inputs

@@ -47,7 +47,7 @@ def books(engine: Engine) -> tuple[Any, ...]:
         for sequence in group.sequences
         if any(table.blocks for table in sequence.tables)
     }
-    pools = [shelf.pool for shelf in engine.pools.shelves]
+    pools = [kv_group.pool for kv_group in engine.pools.kv_groups]
     cached = tuple(frozenset(i for i, state in enumerate(pool._state) if state == CACHED) for pool in pools)
     counts = tuple(
         Blocks(
@@ -55,9 +55,9 @@ def books(engine: Engine) -> tuple[Any, ...]:
             sum(count > 1 for count in pool._references),
             pool.cached,
             pool.free,
-            shelf.host.held if shelf.host else 0,
+            kv_group.host.held if kv_group.host else 0,
         )
-        for pool, shelf in zip(pools, engine.pools.shelves, strict=True)
+        for pool, kv_group in zip(pools, engine.pools.kv_groups, strict=True)
     )
     return tables, cached, counts
 

@@ -40,10 +40,10 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_requests_of_one_kind_are_read_once(model: Any, reads: list[Any]) -> None:
-    options, asked = Options(), {"do_sample": True, "temperature": 0.7, "eos_token_id": 5}
+    options, params = Options(), {"do_sample": True, "temperature": 0.7, "eos_token_id": 5}
     for new in (3, 9, 4):
-        found = options.read(model, None, asked | {"max_new_tokens": new})
-        fresh = Options().read(model, None, asked | {"max_new_tokens": new})
+        found = options.read(model, None, params | {"max_new_tokens": new})
+        fresh = Options().read(model, None, params | {"max_new_tokens": new})
         assert same(found.config, fresh.config)
         assert (found.open, found.ends) == (fresh.open, fresh.ends) == ((True, True), frozenset({5}))
         found.config.max_length = 1  # a request's own
@@ -64,12 +64,12 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_different_is_read_again(change: str, model: Any, reads: list[Any]) -> None:
     model.generation_config.eos_token_id = [2, 3]
-    options, (asked, touch) = Options(), CHANGES[change]
+    options, (params, touch) = Options(), CHANGES[change]
     options.read(model, None, {"max_new_tokens": 3, "top_k": 5})
     if touch is not None:
         touch(model.generation_config)
     try:
-        found: Any = options.read(model, None, asked)
+        found: Any = options.read(model, None, params)
     except (TypeError, ValueError) as error:
         found = error
     assert len(reads) == 2
@@ -78,7 +78,7 @@ def test_what_is_different_is_read_again(change: str, model: Any, reads: list[An
     elif change == "inside the model's own":
         assert found.ends == {2, 3, 9}
     else:
-        assert same(found.config, Options().read(model, None, asked).config)
+        assert same(found.config, Options().read(model, None, params).config)
 
 
 def test_a_config_or_a_list_is_always_read(model: Any, reads: list[Any]) -> None:

@@ -110,8 +110,8 @@ def test_many_strings_cost_little() -> None:
         assert (
             time.perf_counter() - begin < 4
         )  # of transformers' matrices each of the first would take half a minute
-        assert len({id(handle._job.asked.criteria[0]) for handle in handles}) == 1
-        criterion = handles[0]._job.asked.criteria[0]
+        assert len({id(handle._job.params.criteria[0]) for handle in handles}) == 1
+        criterion = handles[0]._job.params.criteria[0]
         rows = torch.randint(5, len(tokenizer), (32, 200))
         begin = time.perf_counter()
         for _ in range(10):
@@ -147,4 +147,4 @@ def test_a_criterion_of_the_users_own_stays() -> None:
     with Engine(model, tokenizer, num_blocks=200) as engine:
         own = StopStringCriteria(tokenizer, ["zq"])
         job = engine.submit(demo.prompts()[0], stop_strings=["er"], stopping_criteria=[own], **NEW)._job
-        assert list(job.asked.criteria) == [own]
+        assert list(job.params.criteria) == [own]

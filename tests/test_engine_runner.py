@@ -30,7 +30,7 @@ def test_rows_of_a_step_are_strangers() -> None:
     pools.settle(None)
     prompts, done = [PROMPTS[1], PROMPTS[2], PROMPTS[5]], [0, 4, 11]
     requests = [Request(i, tuple(prompt), len(prompt)) for i, prompt in enumerate(prompts)]
-    sequences = [SequenceGroup(request, pools.shelves).leader for request in requests]
+    sequences = [SequenceGroup(request, pools.kv_groups).leader for request in requests]
 
     def computed(ends: list[int]) -> torch.Tensor:
         """The logits behind the sequences that these steps bring to their end."""
@@ -98,13 +98,13 @@ def test_a_model_in_half_precision_may_be_off_by_rounding(monkeypatch: pytest.Mo
     """
     monkeypatch.setattr(runner, "CLOSE_IN_HALF", 0.0)
     model = build(BY_NAME["llama"]).to(torch.bfloat16)
-    asked = []
+    params = []
     moved = Runner._moved
-    monkeypatch.setattr(Runner, "_moved", lambda *given: asked.append(moved(*given)) or asked[-1])
+    monkeypatch.setattr(Runner, "_moved", lambda *given: params.append(moved(*given)) or params[-1])
     with Engine(model, num_blocks=60) as engine:
         assert engine.stats()["form"] == "flat"
-    assert asked
-    assert all(0 < far < 0.05 for far in asked)
+    assert params
+    assert all(0 < far < 0.05 for far in params)
     assert not model.get_input_embeddings()._forward_hooks
     model.model.embed_tokens.register_forward_hook(
         lambda module, inputs, out: out + out.mean(1, keepdim=True) / 4

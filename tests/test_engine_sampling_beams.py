@@ -107,7 +107,7 @@ def test_searches_of_all_shapes_in_one_batch(model: Any, ahead: bool) -> None:
     """C16: of different widths, ends, penalties and lengths, some that are compared together and some by
     themselves.
     """
-    asked = [
+    params = [
         (PROMPTS[i % 4], {"max_new_tokens": 14, "do_sample": False, **kind})
         for i, kind in enumerate(SIDE_BY_SIDE)
     ]
@@ -117,7 +117,7 @@ def test_searches_of_all_shapes_in_one_batch(model: Any, ahead: bool) -> None:
     ) as engine:
         handles = [
             engine.submit(prompt, logprobs=i % 3 or None, **options)
-            for i, (prompt, options) in enumerate(asked)
+            for i, (prompt, options) in enumerate(params)
         ]
         handles.append(engine.submit(PROMPTS[5], **greedy))
         most = 0
@@ -127,12 +127,12 @@ def test_searches_of_all_shapes_in_one_batch(model: Any, ahead: bool) -> None:
             most = max(most, engine.stats()["running"])
         assert most == len(handles)
     for i, ((prompt, options), handle) in enumerate(
-        zip([*asked, (PROMPTS[5], greedy)], handles, strict=True)
+        zip([*params, (PROMPTS[5], greedy)], handles, strict=True)
     ):
         output = handle.result()
         assert answers(output) == alone(model, prompt, **options)
         for sequence in output.sequences:
-            if i % 3 and i < len(asked):
+            if i % 3 and i < len(params):
                 assert [(note.token_id, len(note.favourites)) for note in sequence.logprobs] == [
                     (t, i % 3) for t in sequence.token_ids
                 ]

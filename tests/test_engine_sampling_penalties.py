@@ -25,7 +25,7 @@ VOCABULARY = 12
 def owner(group: Any, tokens: list[int], index: int = 0, penalty: float = 2.0) -> Any:
     """A job of one penalty, and a sequence of its own with these tokens in it."""
     job = SimpleNamespace(
-        asked=SimpleNamespace(warp=SimpleNamespace(repetition=penalty), seen=lambda tokens: tokens)
+        params=SimpleNamespace(warp=SimpleNamespace(repetition=penalty), seen=lambda tokens: tokens)
     )
     return job, SimpleNamespace(group=group, index=index, tokens=tokens)
 
@@ -82,10 +82,10 @@ def test_everybody_pays_his_own(ahead: bool, graphs: bool, monkeypatch: pytest.M
     if graphs:
         monkeypatch.setitem(RECORDERS, "cpu", record)
     model = build(BY_NAME["llama"])
-    asked = [(prompt, {**kind, "max_new_tokens": 14}) for prompt in PROMPTS[:3] for kind in KINDS]
+    params = [(prompt, {**kind, "max_new_tokens": 14}) for prompt in PROMPTS[:3] for kind in KINDS]
     with Engine(model, num_blocks=200, run_ahead=False, prefix_caching=False) as engine:
-        expected = [answers(engine.generate([prompt], **kind)[0]) for prompt, kind in asked]
-    for (prompt, kind), found in zip(asked, expected, strict=True):
+        expected = [answers(engine.generate([prompt], **kind)[0]) for prompt, kind in params]
+    for (prompt, kind), found in zip(params, expected, strict=True):
         if not kind["do_sample"]:
             assert found == alone(
                 model, prompt, **{name: value for name, value in kind.items() if name != "logprobs"}
@@ -93,7 +93,7 @@ def test_everybody_pays_his_own(ahead: bool, graphs: bool, monkeypatch: pytest.M
     with Engine(
         model, block_size=4, num_blocks=14, max_batch_tokens=16, max_batch_sequences=6, run_ahead=ahead
     ) as engine:
-        handles = [engine.submit(prompt, **kind) for prompt, kind in asked]
+        handles = [engine.submit(prompt, **kind) for prompt, kind in params]
         interrupted_forward(model, 4 if graphs else 12)  # captured steps call it rarely
         with pytest.raises(KeyboardInterrupt):
             handles[-1].result()

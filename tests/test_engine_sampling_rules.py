@@ -92,18 +92,18 @@ def test_each_row_has_its_own_rules(ahead: bool, graphs: bool, monkeypatch: pyte
     if graphs:
         monkeypatch.setitem(RECORDERS, "cpu", record)
     model = build(BY_NAME["llama"])
-    asked = requests(24, seed=2 * ahead + graphs)
+    params = requests(24, seed=2 * ahead + graphs)
     with Engine(model, num_blocks=200, run_ahead=False, prefix_caching=False) as engine:
         handles = [
-            engine.submit(prompt, logits_processor=[Nothing()], **options) for prompt, options in asked
+            engine.submit(prompt, logits_processor=[Nothing()], **options) for prompt, options in params
         ]
         assert not any(handle._job.plain for handle in handles)
         expected = [told(handle.result()) for handle in handles]
-    for (prompt, options), found in zip(asked[:8], expected, strict=False):
+    for (prompt, options), found in zip(params[:8], expected, strict=False):
         if not options["do_sample"] and found is not None:
             assert found == alone(model, prompt, **options)
     with Engine(model, block_size=4, num_blocks=24, max_batch_sequences=8, run_ahead=ahead) as engine:
-        handles = [engine.submit(prompt, **options) for prompt, options in asked]
+        handles = [engine.submit(prompt, **options) for prompt, options in params]
         assert all(handle._job.plain for handle in handles)
         assert [told(handle.result()) for handle in handles] == expected
         assert not engine.stats()["slow_processors"]

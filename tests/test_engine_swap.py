@@ -32,9 +32,9 @@ TIGHT = {
 """About a fifth of what those requests hold if there are enough."""
 
 
-def run(engine: Engine, asked: list[tuple[int, int]] = ASKED) -> list[list[list[int]]]:
+def run(engine: Engine, params: list[tuple[int, int]] = ASKED) -> list[list[list[int]]]:
     """The answers of all requests, submitted together."""
-    handles = [engine.submit(PROMPTS[p], max_new_tokens=NEW, seed=p, **KINDS[k]) for p, k in asked]
+    handles = [engine.submit(PROMPTS[p], max_new_tokens=NEW, seed=p, **KINDS[k]) for p, k in params]
     found = [answers(handle.result()) for handle in handles]
     engine.check()
     stats = engine.stats()
@@ -42,8 +42,8 @@ def run(engine: Engine, asked: list[tuple[int, int]] = ASKED) -> list[list[list[
     return found
 
 
-def expected(name: str, asked: list[tuple[int, int]] = ASKED) -> list[list[list[int]]]:
-    return [right(name, p, k, NEW) for p, k in asked]
+def expected(name: str, params: list[tuple[int, int]] = ASKED) -> list[list[list[int]]]:
+    return [right(name, p, k, NEW) for p, k in params]
 
 
 MODES: list[dict[str, Any]] = [
@@ -142,7 +142,7 @@ def test_the_demand_is_five_times_that() -> None:
     ) as engine:
         run(engine)
         assert engine.stats()["preemptions"] == 0
-        assert engine.pools.shelves[0].pool.peak_held > 5 * TIGHT["num_blocks"]
+        assert engine.pools.kv_groups[0].pool.peak_held > 5 * TIGHT["num_blocks"]
 
 
 def test_work_under_pressure_is_bounded() -> None:
@@ -190,7 +190,7 @@ def test_the_same_bytes_come_back(kind: dict[str, Any], monkeypatch: pytest.Monk
         for _ in range(7):
             engine.step()
         (group,) = engine._scheduler.running
-        computed, held = group.leader.computed, engine.pools.shelves[0].pool.held
+        computed, held = group.leader.computed, engine.pools.kv_groups[0].pool.held
         before = contents(group, engine, computed)
         carry, launch, after = engine.pools.swap, engine._scheduler.launch, []
 
@@ -305,7 +305,7 @@ def test_an_interrupt_in_a_swap(
         "out": (HostBlocks, "out", breaks),
         "back": (HostBlocks, "back", breaks),
         "schedule": (engine._scheduler, "_take", breaks),
-        "move": (engine.pools.shelves[0].host, "share", breaks),
+        "move": (engine.pools.kv_groups[0].host, "share", breaks),
     }
     if where in ("out", "move"):
         handles = [

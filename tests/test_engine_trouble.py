@@ -129,7 +129,9 @@ class Breaks:
 
 def known(engine: Engine, prompt: list[int]) -> int:
     """How many blocks a later request with this prompt would find."""
-    return min(len(match(shelf.pool, [*prompt, 5], extra_key(None)).blocks) for shelf in engine.pools.shelves)
+    return min(
+        len(match(kv_group.pool, [*prompt, 5], extra_key(None)).blocks) for kv_group in engine.pools.kv_groups
+    )
 
 
 @pytest.mark.parametrize("kind", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
@@ -238,7 +240,9 @@ def test_an_interrupt(
     own = engine.submit(PROMPTS[4], seed=3, **{**GREEDY, **kind, "logits_processor": [breaks]})
     engine.step()
     engine.step()
-    pool = engine.pools.shelves[0].pool  # somebody needs a block, and others in the step have theirs already
+    pool = engine.pools.kv_groups[
+        0
+    ].pool  # somebody needs a block, and others in the step have theirs already
     target = {
         "forward": (model.lm_head, "forward"),
         "copy": (engine.pools, "prepare"),

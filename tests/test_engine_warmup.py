@@ -38,12 +38,12 @@ class Compiler:
     """Stands for Triton's: it notes which specialisation of which kernel it is asked for."""
 
     def __init__(self) -> None:
-        self.asked: set[Specialisation] = set()
+        self.params: set[Specialisation] = set()
         self.here: set[str] = set()
         """Kernels that the main thread has asked for."""
 
     def ask(self, kernel: Any, key: str) -> None:
-        self.asked.add((kernel.__name__, key))
+        self.params.add((kernel.__name__, key))
         if threading.current_thread() is threading.main_thread():
             self.here.add(kernel.__name__)
 
@@ -132,7 +132,7 @@ def first_steps(engine: Engine, compiler: Compiler, prompt: int) -> set[Speciali
     while not engine.stats()["graphs"].get("captured"):
         assert engine.stats()["running"] + engine.stats()["waiting"]
         engine.step()
-    return set(compiler.asked)
+    return set(compiler.params)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -147,14 +147,14 @@ def test_what_is_launched_first_is_compiled_before(
     engine = Engine(MODELS[name](), block_size=4, num_blocks=200)
     launched = first_steps(engine, compiler, 140 if name == "half" else 21)
     engine.generate([[7, 6, 5]], max_new_tokens=1)  # a short one, with another beginning
-    launched |= compiler.asked
-    compiler.asked.clear()
+    launched |= compiler.params
+    compiler.params.clear()
     for job in jobs(engine._runner):
         job()
-    foreseen = {(kernel, key) for kernel, key in compiler.asked if kernel != "_digest"}
+    foreseen = {(kernel, key) for kernel, key in compiler.params if kernel != "_digest"}
     assert {"_prefill", "_write", "_plan", "_decode"} <= {kernel for kernel, _ in launched}
     assert foreseen == launched
-    assert len(compiler.asked) == len(foreseen) + 1
+    assert len(compiler.params) == len(foreseen) + 1
 
 
 def names() -> set[str]:
@@ -178,14 +178,14 @@ def test_threads_compile_and_end(compiler: Compiler, monkeypatch: pytest.MonkeyP
 
     def watched(runner: Any, *arguments: Any) -> Any:
         runner.warming.wait()
-        before.append(set(compiler.asked))
+        before.append(set(compiler.params))
         return trial(runner, *arguments)
 
     monkeypatch.setattr(Runner, "_why_not_flat", watched)
     engine = Engine(make("Llama"), block_size=4, num_blocks=200)
     assert compiler.here == {"_prefill", "_write"}
     join(engine)
-    compiler.asked.clear()
+    compiler.params.clear()
     assert first_steps(engine, compiler, 21) <= before[0]
 
 
@@ -196,13 +196,13 @@ def test_larger_steps_find_their_kernels(compiler: Compiler, monkeypatch: pytest
     model = make("Llama", num_hidden_layers=1)
     engine = Engine(model, block_size=4, num_blocks=200, max_batch_tokens=12, max_batch_sequences=4)
     join(engine)
-    known, captured = set(compiler.asked), []
+    known, captured = set(compiler.params), []
     capture = CapturePool._capture
 
     def watched(pool: Any, key: Any, source: Any) -> Any:
-        compiler.asked.clear()
+        compiler.params.clear()
         step = capture(pool, key, source)
-        captured.append((source.size, compiler.asked - known))
+        captured.append((source.size, compiler.params - known))
         return step
 
     monkeypatch.setattr(CapturePool, "_capture", watched)
@@ -238,7 +238,7 @@ def test_trouble_in_there_is_nobodys(
     assert calls
     join(engine)
     assert {"_prefill", "_write", "_advance", "_swiglu", "_rotary"} <= {
-        kernel for kernel, _ in compiler.asked
+        kernel for kernel, _ in compiler.params
     }
     assert (
         len(
@@ -256,7 +256,7 @@ def test_threads_end_where_the_model_is_refused(compiler: Compiler, monkeypatch:
     with pytest.raises(Unservable):
         Engine(make("Llama"), block_size=4, num_blocks=200)
     assert not names()
-    assert compiler.asked
+    assert compiler.params
 
 
 @pytest.mark.parametrize("options", [{"kernels": "torch"}, {}], ids=["torch", "auto"])
@@ -268,7 +268,7 @@ def test_a_cpu_compiles_nothing(
         monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
     monkeypatch.setattr(Warming, "__init__", lambda *given: pytest.fail("threads for nothing"))
     Engine(make("Llama"), block_size=4, num_blocks=200, **options)
-    assert {kernel for kernel, _ in compiler.asked} == compiler.here
+    assert {kernel for kernel, _ in compiler.params} == compiler.here
 
 
 def test_without_data_nothing_is_computed(compiler: Compiler) -> None:
@@ -278,10 +278,10 @@ def test_without_data_nothing_is_computed(compiler: Compiler) -> None:
     made = kernels.rms_norm(x.to("meta"), weight.to("meta"), 1e-6)
     assert made.is_meta
     assert made.shape == x.shape
-    asked = set(compiler.asked)
+    params = set(compiler.params)
     kernels.rms_norm(x, weight, 1e-6)
-    assert compiler.asked == asked
-    assert len(asked) == 1
+    assert compiler.params == params
+    assert len(params) == 1
 
 
 def test_cudnn_is_left_out_of_a_trial_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -600,7 +600,7 @@ def test_a_hit_must_hold_in_all_groups() -> None:
     pool = pool_of(model, "window")
     for block in list(pool._evictor):
         pool.share(block)
-        pool.withdraw(block)
+        pool.uncache(block)
         pool.drop(block)
     assert ask(model, continued(first, 30, 5), 4)[1][0] == 35
 

@@ -451,14 +451,14 @@ def test_c24_other_arguments_keep_a_prompt_private(llama: Any) -> None:
 def test_c25_verify_compares_tokens(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that collide hand out nothing: here every block of a depth has the same name."""
     from hf_paged.blocks import prefix
-    from hf_paged.blocks import prefix_lookup as trail
+    from hf_paged.blocks import prefix_lookup as lookup
 
     def weak(parent: bytes, tokens: Any, extra: bytes = b"") -> bytes:
         return bytes([parent[0] + 1, *parent[1:]]) if len(tokens) == 4 else original(parent, tokens, extra)
 
     original = prefix.chain
     monkeypatch.setattr(prefix, "chain", weak)
-    monkeypatch.setattr(trail, "chain", weak)
+    monkeypatch.setattr(lookup, "chain", weak)
     other = words(1, 45, seed=77)
     ask(llama, PROMPT, 4)
     with pytest.raises(AssertionError, match="answer"):
@@ -571,7 +571,7 @@ def test_one_thread_looks_at_a_time(llama: Any, monkeypatch: pytest.MonkeyPatch)
     def look() -> None:
         found.append(prefix_key(llama))
 
-    def watched(shelf: DeviceParts, ranges: list[tuple[int, int]]) -> Any:
+    def watched(kv_group: DeviceParts, ranges: list[tuple[int, int]]) -> Any:
         inside[0] += 1
         most[0] = max(most[0], inside[0])
         if others:
@@ -580,7 +580,7 @@ def test_one_thread_looks_at_a_time(llama: Any, monkeypatch: pytest.MonkeyPatch)
             others.append(threading.Thread(target=look))
             others[0].start()
             came.wait(0.2)  # whoever does not wait outside comes in here
-        answer = read(shelf, ranges)
+        answer = read(kv_group, ranges)
         inside[0] -= 1
         return answer
 

@@ -195,5 +195,5 @@ def test_looking_keeps_no_tensor_alive(reader: str) -> None:
 def test_a_device_is_read_by_address() -> None:
     watched = tensors()
     contents = Contents(watched)
-    assert any(by_address for _, by_address in contents._shelves)
+    assert any(by_address for _, by_address in contents._kv_groups)
     assert contents.same(contents.look(watched))

@@ -53,11 +53,11 @@ def test_infeasible_says_both_numbers() -> None:
     """C11: the whole group at full length, full blocks of the prompt once, against the total without the
     watermark.
     """
-    shelf, limits = KVCacheGroup(BlockPool(20, 4)), Limits(16, 4, 0.1)
+    kv_group, limits = KVCacheGroup(BlockPool(20, 4)), Limits(16, 4, 0.1)
     # 9 prompt tokens fill 2 blocks; 3 sequences of 20 tokens need 3 more each: 11. At 36 tokens 2 + 3 * 7 =
     # 23, of 18.
-    assert why_infeasible(Request(0, tuple(range(9)), 20, width=3), [shelf], limits) is None
-    reason = why_infeasible(Request(0, tuple(range(9)), 36, width=3), [shelf], limits)
+    assert why_infeasible(Request(0, tuple(range(9)), 20, width=3), [kv_group], limits) is None
+    reason = why_infeasible(Request(0, tuple(range(9)), 36, width=3), [kv_group], limits)
     assert reason is not None
     assert "23 blocks" in reason
     assert "18 can be had" in reason
@@ -86,11 +86,11 @@ def test_the_room_that_is_left_doubles() -> None:
     """C31: with each time that a group had to go, for each sequence and up to what each can come to need;
     alone it never waits.
     """
-    shelves = (KVCacheGroup(BlockPool(40, 4)),)
-    group = SequenceGroup(Request(0, (1,) * 8, 48), shelves)  # 2 blocks now, 12 at its end
+    kv_groups = (KVCacheGroup(BlockPool(40, 4)),)
+    group = SequenceGroup(Request(0, (1,) * 8, 48), kv_groups)  # 2 blocks now, 12 at its end
     others = [
-        SequenceGroup(Request(1, (1,) * 8, 20), shelves),
-        SequenceGroup(Request(2, (1,) * 8, 400, width=2), shelves),
+        SequenceGroup(Request(1, (1,) * 8, 20), kv_groups),
+        SequenceGroup(Request(2, (1,) * 8, 400, width=2), kv_groups),
     ]  # 5 blocks, 198 blocks
     found = []
     for setbacks in (2, 3, 4, 5, 20):

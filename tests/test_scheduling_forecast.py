@@ -320,8 +320,8 @@ def test_fewer_preemptions_than_with_a_watermark() -> None:
 
 
 def test_routers_have_names() -> None:
-    shelf = KVCacheGroup(Simulated.of(total=4).pools[0])
+    kv_group = KVCacheGroup(Simulated.of(total=4).pools[0])
     limits = Simulated.of(total=4).limits
-    assert isinstance(Scheduler([shelf], limits, admission="future").admission, FuturePeak)
+    assert isinstance(Scheduler([kv_group], limits, admission="future").admission, FuturePeak)
     with pytest.raises(ValueError, match="admission='peak'"):
-        Scheduler([shelf], limits, admission="peak")
+        Scheduler([kv_group], limits, admission="peak")

@@ -24,11 +24,11 @@ def test_it_agrees_with_a_sorted_list(keep: int, doubt: int) -> None:
         lengths = (lengths + [NEVER if limited else length])[-keep:] if keep else []
         assert len(history) == len(lengths)
         for _ in range(4):
-            said, share = rng.randrange(420), rng.random()
-            most = said + rng.randrange(1, 300)
-            longer = sorted(length for length in lengths if length > said) + [NEVER] * doubt
+            generated, share = rng.randrange(420), rng.random()
+            most = generated + rng.randrange(1, 300)
+            longer = sorted(length for length in lengths if length > generated) + [NEVER] * doubt
             expected = min(most, longer[int(share * len(longer))]) if lengths and longer else most
-            assert history.expected(said, most, share) == expected
+            assert history.expected(generated, most, share) == expected
 
 
 def test_nobody_knows_at_first() -> None:
@@ -53,9 +53,9 @@ def test_whoever_said_more_becomes_longer() -> None:
     for _ in range(300):
         history.add(1 + int(rng.expovariate(1 / 80)))
     for share in (0.0, 0.3, 0.9):
-        lengths = [history.expected(said, 1000, share) for said in range(600)]
+        lengths = [history.expected(generated, 1000, share) for generated in range(600)]
         assert lengths == sorted(lengths)
-        assert all(length > said for said, length in enumerate(lengths))
+        assert all(length > generated for generated, length in enumerate(lengths))
 
 
 def test_wrong_values_are_refused() -> None:

@@ -80,7 +80,7 @@ def test_a_resumed_group_needs_no_watermark() -> None:
     group = world.submit(Request(0, prompt(21), 24))
     world.step()
     world.scheduler.preempt(group)
-    blocker = world.scheduler.shelves[0].pool
+    blocker = world.scheduler.kv_groups[0].pool
     held = [blocker.take() for _ in range(2)]
     assert world.scheduler.schedule().admitted == (group,)
     for block in held:
@@ -387,11 +387,11 @@ def test_the_impossible_is_refused_at_once() -> None:
 
 def test_options_are_checked() -> None:
     world = Simulated.of(total=4)
-    shelf = world.scheduler.shelves[0]
+    kv_group = world.scheduler.kv_groups[0]
     with pytest.raises(ValueError, match="policy='fifo'"):
-        Scheduler([shelf], Limits(4, 4), "fifo")
+        Scheduler([kv_group], Limits(4, 4), "fifo")
     with pytest.raises(ValueError, match="one size"):
-        Scheduler([shelf, KVCacheGroup(type(shelf.pool)(4, 8))], Limits(4, 4))
+        Scheduler([kv_group, KVCacheGroup(type(kv_group.pool)(4, 8))], Limits(4, 4))
 
 
 def behind_encoders(total: int, encoders: int, size: int = 4, **options: Any) -> Simulated:

@@ -17,10 +17,10 @@ def prompt(length: int, first: int = 1) -> tuple[int, ...]:
     return (first, *range(2, length + 1))
 
 
-def sharing(group: SequenceGroup, shelf: int, length: int) -> list[list[int]]:
+def sharing(group: SequenceGroup, kv_group: int, length: int) -> list[list[int]]:
     """Who of the group shares which block of the first `length` tokens with whom, here or on the host."""
     names: dict[int, int] = {}
-    tables = [(sequence.parked or sequence.tables)[shelf] for sequence in group.sequences]
+    tables = [(sequence.parked or sequence.tables)[kv_group] for sequence in group.sequences]
     rows = [table.blocks[: length // table.pool.block_size - table.released] for table in tables]
     return [[names.setdefault(block, len(names)) for block in row] for row in rows]
 
@@ -145,7 +145,7 @@ def test_a_full_host_means_recomputation() -> None:
 
 
 def test_who_decides_knows_the_victim() -> None:
-    """Blocks of every shelf, each once; tokens as often as they would be computed again."""
+    """Blocks of every KV cache group, each once; tokens as often as they would be computed again."""
     asked: list[Victim] = []
     world = Simulated.of(
         total=60, size=2, window=5, tokens=32, host=40, swap=lambda victim: bool(asked.append(victim))

@@ -6,7 +6,7 @@ Nothing here locks: the owner of a pool admits one thread at a time (`kv` does s
 from .block_table_array import BlockTableArray
 from .copies import distinct, move
 from .evictor import Evictor
-from .hashing import ROOT, chain, check_salt, extra_key, seat
+from .hashing import ROOT, chain, check_salt, extra_key, parent_key
 from .partial_index import PartialBlockIndex
 from .pool import BlockPool, OutOfBlocks
 from .prefix import Match, Partial, adopt, commit
@@ -40,5 +40,5 @@ __all__ = [
     "move",
     "reach_in_all",
     "reorder",
-    "seat",
+    "parent_key",
 ]

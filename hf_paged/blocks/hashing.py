@@ -21,7 +21,7 @@ def chain(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes:
     return blake2b(key + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
-def seat(parent: bytes, extra: bytes = b"") -> bytes:
+def parent_key(parent: bytes, extra: bytes = b"") -> bytes:
     """The key of all blocks that follow the block with the hash `parent` under the same extras."""
     return parent + extra
 

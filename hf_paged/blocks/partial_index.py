@@ -19,26 +19,28 @@ class PartialBlockIndex:
         self._of: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
 
     def __len__(self) -> int:
-        return sum(len(family) for family in self._of.values())
+        return sum(len(entries) for entries in self._of.values())
 
-    def add(self, seat: bytes, tokens: tuple[int, ...], block: int) -> None:
-        """Add `block`, which holds `tokens` after the prefix that `seat` names."""
-        insort(self._of.setdefault(seat, []), (tokens, block))
+    def add(self, parent_key: bytes, tokens: tuple[int, ...], block: int) -> None:
+        """Add `block`, which holds `tokens` after the prefix that `parent_key` names."""
+        insort(self._of.setdefault(parent_key, []), (tokens, block))
 
-    def remove(self, seat: bytes, tokens: tuple[int, ...], block: int) -> None:
+    def remove(self, parent_key: bytes, tokens: tuple[int, ...], block: int) -> None:
         """Forget a block that was noted."""
-        family = self._of[seat]
-        del family[bisect_left(family, (tokens, block))]
-        if not family:
-            del self._of[seat]
+        entries = self._of[parent_key]
+        del entries[bisect_left(entries, (tokens, block))]
+        if not entries:
+            del self._of[parent_key]
 
-    def best(self, seat: bytes, tokens: Sequence[int]) -> tuple[int, int] | None:
+    def best(self, parent_key: bytes, tokens: Sequence[int]) -> tuple[int, int] | None:
         """The block that begins with most of `tokens`, and with how many; None if none begins with the first
         of them.
         """
-        family, wanted = self._of.get(seat, []), tuple(tokens)
-        place = bisect_left(family, (wanted, -1))
-        near = [(block, _common(content, wanted)) for content, block in family[max(0, place - 1) : place + 1]]
+        entries, wanted = self._of.get(parent_key, []), tuple(tokens)
+        place = bisect_left(entries, (wanted, -1))
+        near = [
+            (block, _common(content, wanted)) for content, block in entries[max(0, place - 1) : place + 1]
+        ]
         best = max(near, key=lambda one: one[1], default=None)
         return best if best is not None and best[1] else None
 

@@ -44,7 +44,7 @@ class _Name(NamedTuple):
     digest: bytes
     covered: int
     tokens: tuple[int, ...]
-    seat: bytes
+    parent_key: bytes
 
 
 class BlockPool:
@@ -67,7 +67,7 @@ class BlockPool:
         self._last_access = [0] * total
         self._names: dict[int, _Name] = {}
         self._block_of: dict[bytes, int] = {}
-        self.siblings = PartialBlockIndex()
+        self.partial_index = PartialBlockIndex()
         """Cached blocks by prefix and tokens: for prompts that continue with a part of a block."""
         self._clock = 0
         self.epoch = 0
@@ -236,15 +236,15 @@ class BlockPool:
                 f"all {self.total} blocks of {self.block_size} tokens are held; 1 more is needed"
             )
         block = self._evictor.evict()
-        self.withdraw(block)
+        self.uncache(block)
         self._set_free(block)
         self.counts["evictions"] += 1
         return block
 
     # ---- names
 
-    def publish(
-        self, block: int, digest: bytes, covered: int, tokens: tuple[int, ...] = (), seat: bytes = b""
+    def cache(
+        self, block: int, digest: bytes, covered: int, tokens: tuple[int, ...] = (), parent_key: bytes = b""
     ) -> int | None:
         """Make a held block matchable under `digest`; the answer is the block that bears the name.
 
@@ -264,19 +264,19 @@ class BlockPool:
         if name is not None and name.digest != digest:
             return None
         if name is None or (tokens and not name.tokens):
-            self._names[block] = _Name(digest, covered, tokens, seat if tokens else b"")
-            if seat and tokens:
-                self.siblings.add(seat, tokens, block)
+            self._names[block] = _Name(digest, covered, tokens, parent_key if tokens else b"")
+            if parent_key and tokens:
+                self.partial_index.add(parent_key, tokens, block)
         self._block_of[digest] = block
         return block
 
-    def withdraw(self, block: int) -> None:
+    def uncache(self, block: int) -> None:
         """Take the name of `block` away, if it has one: its content is about to change."""
         name = self._names.pop(block, None)
         if name:
             del self._block_of[name.digest]
-            if name.seat:
-                self.siblings.remove(name.seat, name.tokens, block)
+            if name.parent_key:
+                self.partial_index.remove(name.parent_key, name.tokens, block)
 
     def lookup(self, digest: bytes) -> int | None:
         """The block that holds what `digest` names, held or cached."""
@@ -290,7 +290,7 @@ class BlockPool:
         """How many tokens, from the sequence's first, the hash of `block` covers."""
         return self._names[block].covered
 
-    def published_tokens(self, block: int) -> tuple[int, ...]:
+    def tokens_of_block(self, block: int) -> tuple[int, ...]:
         """The tokens that `block` was published with, empty if none were given."""
         name = self._names.get(block)
         return name.tokens if name else ()
@@ -306,7 +306,7 @@ class BlockPool:
             self._set_free(block)
         self._names.clear()
         self._block_of.clear()
-        self.siblings.clear()
+        self.partial_index.clear()
         self.epoch += 1
 
     def recover(self) -> None:
@@ -355,7 +355,7 @@ class BlockPool:
         )
         expect(len(self._block_of) == len(self._names), "digests and blocks are not one to one")
         expect(
-            len(self.siblings) == sum(1 for name in self._names.values() if name.seat),
+            len(self.partial_index) == sum(1 for name in self._names.values() if name.parent_key),
             "seats and names disagree",
         )
         for block, name in self._names.items():

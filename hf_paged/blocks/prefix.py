@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .hashing import ROOT, chain, seat
+from .hashing import ROOT, chain, parent_key
 from .table import BlockTable
 
 
@@ -63,14 +63,14 @@ def commit(
     tokens: Sequence[int],
     extra: bytes = b"",
     keep_tokens: bool = False,
-    exchange: bool = True,
+    dedupe: bool = True,
     until: int | None = None,
 ) -> bool:
     """Hash every full block of `table`. `tokens` are the sequence's tokens from its first, of which the first
     `until` are computed. The answer is whether the table names other blocks now.
 
     Call it only once the forward that filled the blocks has succeeded (C22) and no launched step names them.
-    A private block whose content is cached under another id is exchanged for that one, unless `exchange` is
+    A private block whose content is cached under another id is exchanged for that one, unless `dedupe` is
     False (C17). With `keep_tokens` the pool keeps the tokens, so that hits can be compared with them and a
     prompt can begin with a part of a block. Hashing ends at the first block that cannot be hashed, and blocks
     that depend on dropped ones get no hash: no later block may be found after a content that it was not
@@ -78,25 +78,25 @@ def commit(
     """
     size = table.pool.block_size
     full = min(len(tokens) if until is None else until, len(tokens), table.length) // size
-    exchanged = False
+    deduped = False
     parent = table.digests[-1] if table.digests else ROOT
     for index in range(len(table.digests), full if table.epoch == table.pool.epoch else 0):
         content = tokens[index * size : (index + 1) * size]
-        behind = seat(parent, extra) if keep_tokens else b""
+        behind = parent_key(parent, extra) if keep_tokens else b""
         parent = chain(parent, content, extra)
         place = index - table.released
         if place >= 0:
             block = table.blocks[place]
-            bearer = table.pool.publish(
+            bearer = table.pool.cache(
                 block, parent, (index + 1) * size, tuple(content) if keep_tokens else (), behind
             )
             if bearer is None:
                 break
-            if exchange and bearer != block and table.pool.references(block) == 1:
+            if dedupe and bearer != block and table.pool.references(block) == 1:
                 _exchange(table, place, bearer)
-                exchanged = True
+                deduped = True
         table.digests.append(parent)
-    return exchanged
+    return deduped
 
 
 def _exchange(table: BlockTable, place: int, bearer: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .hashing import ROOT, chain, seat
+from .hashing import ROOT, chain, parent_key
 from .pool import BlockPool
 from .prefix import Match, Partial
 from .table import BlockTable, Copy
@@ -26,9 +26,9 @@ class Prompt:
             parent = chain(parent, tokens[start : start + block_size], extra)
             self.digests.append(parent)
 
-    def seat(self, full: int) -> bytes:
+    def parent_key(self, full: int) -> bytes:
         """The key of the prefix made of the first `full` blocks."""
-        return seat(self.digests[full - 1] if full else ROOT, self.extra)
+        return parent_key(self.digests[full - 1] if full else ROOT, self.extra)
 
 
 class PrefixLookup:
@@ -54,7 +54,7 @@ class PrefixLookup:
 
     def _find(self, index: int) -> int | None:
         block = self.pool.lookup(self.prompt.digests[index])
-        if block is not None and self.verify and self.pool.published_tokens(block) != self._tokens(index):
+        if block is not None and self.verify and self.pool.tokens_of_block(block) != self._tokens(index):
             return None
         return block
 
@@ -91,7 +91,7 @@ class PrefixLookup:
         best = (
             (whole, len(wanted))
             if whole is not None
-            else self.pool.siblings.best(self.prompt.seat(full), wanted)
+            else self.pool.partial_index.best(self.prompt.parent_key(full), wanted)
         )
         if best is None or best[1] >= size:
             return None
@@ -107,10 +107,10 @@ class PrefixLookup:
         return Match(blocks, self.prompt.digests[:full], first, self._partial(full, tokens) if rest else None)
 
 
-def reach_in_all(trails: Sequence[PrefixLookup], most: int) -> int:
+def reach_in_all(lookups: Sequence[PrefixLookup], most: int) -> int:
     """How many of the first `most` tokens every pool can hand out together."""
     while True:
-        reached = min(trail.reach(most) for trail in trails)
+        reached = min(lookup.reach(most) for lookup in lookups)
         if reached == most or not reached:
             return reached
         most = reached
@@ -160,4 +160,4 @@ def commit_tail(
     parent, content = table.digests[-1] if full else ROOT, tuple(tokens[full * pool.block_size : end])
     digest = chain(parent, content, extra)
     if pool.lookup(digest) is None:
-        pool.publish(table.blocks[place], digest, end, content, seat(parent, extra))
+        pool.cache(table.blocks[place], digest, end, content, parent_key(parent, extra))

@@ -118,7 +118,7 @@ class BlockTable:
         """
         last, pool = self.blocks[-1], self.pool
         if pool.references(last) == 1:
-            pool.withdraw(last)
+            pool.uncache(last)
             return None
         self.blocks[-1] = pool.take(last + 1)
         pool.drop(last, self.stamp)

@@ -112,15 +112,15 @@ class Background:
         """Wait for the end of a job, or for `each` increment, or until the thread has ended; `timeout` in
         seconds.
         """
-        news: SimpleQueue[None] = SimpleQueue()  # not an Event, whose lock a signal handler must not meet
+        queue: SimpleQueue[None] = SimpleQueue()  # not an Event, whose lock a signal handler must not meet
 
         def wake() -> None:
-            news.put(None)
+            queue.put(None)
 
         try:
             self.listen(job, wake, each)
             if not self._ready(job, each):
-                news.get(timeout=None if timeout is None else max(0.0, timeout))
+                queue.get(timeout=None if timeout is None else max(0.0, timeout))
         except Empty:
             pass
         finally:
@@ -150,14 +150,14 @@ class Background:
         none after this.
         """
         self._listeners.add(wake)
-        (job.news.readers if each else job.news.waiters).add(wake)
+        (job.queue.readers if each else job.queue.waiters).add(wake)
 
     def unlisten(self, job: Job, wake: Wake) -> None:
-        for listeners in (self._listeners, job.news.readers, job.news.waiters):
+        for listeners in (self._listeners, job.queue.readers, job.queue.waiters):
             listeners.discard(wake)
 
     def _ready(self, job: Job, each: bool) -> bool:
-        return self.over or job.output is not None or (each and bool(job.news))
+        return self.over or job.output is not None or (each and bool(job.queue))
 
     def _raise_trouble(self, job: Job) -> None:
         if self.error is not None and job.output is None:

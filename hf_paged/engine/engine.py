@@ -99,7 +99,7 @@ class Engine:
         self.pools.settle(self._longest, longest_across, self._runner.capture_bytes)
         self._preemption = Preemption(self.pools, self.config.preemption)
         self._scheduler = Scheduler(
-            self.pools.shelves,
+            self.pools.kv_groups,
             self.config.limits(),
             self.config.policy,
             admission=self.config.admission,
@@ -162,13 +162,13 @@ class Engine:
     def longest(self) -> int:
         """The most tokens that one sequence can have, prompt and answer together: by the model's positions
         and by the pools."""
-        slots = [each.pool.total * each.pool.block_size for each in self.pools.shelves if not each.cross]
+        slots = [each.pool.total * each.pool.block_size for each in self.pools.kv_groups if not each.cross]
         bound = self._longest or max(slots)
         return bisect_left(range(1, bound + 1), True, key=self._never_fits)
 
     def _never_fits(self, tokens: int) -> bool:
         alone = Request(0, (0,), tokens, 1)
-        return why_infeasible(alone, self.pools.shelves, self.config.limits()) is not None
+        return why_infeasible(alone, self.pools.kv_groups, self.config.limits()) is not None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -205,24 +205,24 @@ class Engine:
         back at once with finish_reason "refused" and the numbers in its error.
         """
         keywords = {**generate_keywords, "inputs_embeds": inputs_embeds}
-        asked = read(
+        params = read(
             self.model, self.processor, prompt, generation_config, keywords, seed, logprobs, self._options
         )
         self._require_open()
-        if asked.embeds is not None or asked.media is not None:
-            self._require_vectors(asked.media)
-        job = Job(asked, None, self.tokenizer)
+        if params.embeds is not None or params.media is not None:
+            self._require_vectors(params.media)
+        job = Job(params, None, self.tokenizer)
         extra = extra_key(None if salt is None else check_salt(salt))
         request = Request(
             next(self._numbers),
-            asked.prompt,
-            asked.max_length,
-            asked.width,
+            params.prompt,
+            params.max_length,
+            params.width,
             priority,
             extra,
-            self._source_length(asked),
-            asked.steady,
-            asked.source_key,
+            self._source_length(params),
+            params.steady,
+            params.source_key,
         )
         reason = self._why_never(request)
         if reason is not None:
@@ -416,7 +416,9 @@ class Engine:
         """Take everybody's steps until a job has ended, or has `each` increment, or the time is over; or wait
         for what the thread makes of it. Handles call it."""
         end = None if timeout is None else time.monotonic() + timeout
-        self._drive([job], lambda: (each and bool(job.news)) or (end is not None and time.monotonic() >= end))
+        self._drive(
+            [job], lambda: (each and bool(job.queue)) or (end is not None and time.monotonic() >= end)
+        )
         thread = self._thread
         if thread is not None and job.output is None:
             thread.wait(job, each, None if end is None else end - time.monotonic())
@@ -533,15 +535,15 @@ class Engine:
                 f"the encoder of {type(self.model).__name__} is made for {self._longest_source} tokens, "
                 f"got {request.source}; shorten them"
             )
-        return why_infeasible(request, self.pools.shelves, self.config.limits())
+        return why_infeasible(request, self.pools.kv_groups, self.config.limits())
 
-    def _source_length(self, asked: RequestParams) -> int:
-        if isinstance(asked.media, CrossMedia):
-            return asked.media.length
-        if asked.source is None:
+    def _source_length(self, params: RequestParams) -> int:
+        if isinstance(params.media, CrossMedia):
+            return params.media.length
+        if params.source is None:
             return 0
         assert self._runner.encoder is not None
-        return self._runner.encoder.length(asked.source)
+        return self._runner.encoder.length(params.source)
 
     def _require_vectors(self, media: Media | None) -> None:
         if self._runner.why_no_embeddings is not None:
@@ -562,14 +564,14 @@ class Engine:
         while self._inbox:
             job, request = self._inbox[0]
             if job.output is not None:
-                job.news.end()
+                job.queue.end()
             elif job.cancelled or self._closed:
                 self._loop.conclude(job, "abort")
             elif job.group not in self._jobs:
                 try:
                     job.group = self._scheduler.submit(request)
                     self._loop.enter(job)
-                    self._slow.update(set(job.asked.slow))
+                    self._slow.update(set(job.params.slow))
                 except Infeasible as error:
                     self._loop.conclude(job, "refused", error)
             self._inbox.popleft()

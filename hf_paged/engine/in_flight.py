@@ -92,7 +92,7 @@ class InFlightStep:
         wanted = [for_host]
         if columns.logprobs:
             index = upload(columns.logprobs, tokens.device)
-            most = max(columns.jobs[place].asked.favourites or 0 for place in columns.logprobs)
+            most = max(columns.jobs[place].params.favourites or 0 for place in columns.logprobs)
             wanted.append(numbers_of(answer.logits[index].log_softmax(-1), tokens[index], most))
         self._download = Download(wanted)
 
@@ -137,7 +137,7 @@ class InFlightStep:
         if not columns.any_end.isdisjoint(self._tokens):
             self._ending += columns.ending(self._tokens)
         for place in range(self.batch.decodes, len(self._tokens)):
-            if len(self.sequences[place].tokens) + 1 >= columns.jobs[place].asked.max_length:
+            if len(self.sequences[place].tokens) + 1 >= columns.jobs[place].params.max_length:
                 self._ending.append(place)
         return bool(self._ending) or columns.has_criteria
 
@@ -160,8 +160,8 @@ class InFlightStep:
         for stream, token in zip(streams, tokens, strict=True):
             stream.so_far.append(token)
         for job in columns.jobs:
-            if job.news.readers:
-                job.news.put()
+            if job.queue.readers:
+                job.queue.put()
         return self._apply_one_by_one(scheduler, columns, sorted(one_by_one)) if one_by_one else {}
 
     def _apply_one_by_one(
@@ -189,7 +189,7 @@ class InFlightStep:
 
     def _notes(self, columns: InputBatch, job: Job, found: Mapping[TokenSequence, int]) -> Any:
         """The logprobs of a job's tokens, if it asked for any."""
-        favourites = job.asked.favourites
+        favourites = job.params.favourites
         if favourites is None:
             return None
         rows = dict(zip(columns.logprobs, self._logprobs, strict=True))

@@ -28,25 +28,25 @@ class Job:
     A job of samples grows its answers token by token; one of beams knows them only at its end.
     """
 
-    def __init__(self, asked: RequestParams, group: SequenceGroup | None, tokenizer: Any) -> None:
-        self.asked, self.group, self.tokenizer = asked, group, tokenizer
-        self.beams = BeamSearch(asked) if asked.beams > 1 else None
-        self.streams = [Stream(i, tokenizer, whole=self.beams is not None) for i in range(asked.answers)]
+    def __init__(self, params: RequestParams, group: SequenceGroup | None, tokenizer: Any) -> None:
+        self.params, self.group, self.tokenizer = params, group, tokenizer
+        self.beams = BeamSearch(params) if params.beams > 1 else None
+        self.streams = [Stream(i, tokenizer, whole=self.beams is not None) for i in range(params.answers)]
         self.timing = Timing(time.monotonic())
-        self.news = OutputQueue(self.streams)
+        self.queue = OutputQueue(self.streams)
         self.number: int | None = None
         """Its place in the order of arrival; a request that was refused has none."""
         self.output: Output | None = None
         self.cancelled = False
         self._passed_on = False
         """Whether its driver has been given the interrupt that it ended with."""
-        self.ruled = asked.recipe is not None and any(asked.recipe[1:])
+        self.ruled = params.recipe is not None and any(params.recipe[1:])
         """Whether it has processors that run for the rows of all requests at once."""
-        self.fined = asked.warp is not None and asked.warp.repetition != 1
+        self.fined = params.warp is not None and params.warp.repetition != 1
         """Whether it has a repetition penalty, computed for the rows of all requests at once."""
         self.trouble_with_scores: Exception | None = None
         """What one of these processors raised."""
-        self.plain = asked.recipe is not None
+        self.plain = params.recipe is not None
         """Whether its tokens are chosen on the device, with those of others: the host gets them later."""
 
     # ---- a step
@@ -56,15 +56,15 @@ class Job:
         generate().
         """
         assert self.group is not None
-        asked, pad = self.asked, self._pad
-        running = {sequence.index: asked.seen(sequence.tokens[:length]) for sequence in self.group.sequences}
+        params, pad = self.params, self._pad
+        running = {sequence.index: params.seen(sequence.tokens[:length]) for sequence in self.group.sequences}
         ended = {
-            stream.index: [*asked.ids, *stream.tokens]
+            stream.index: [*params.ids, *stream.tokens]
             for stream in self.streams
             if stream.finish_reason is not None
         }
-        length += len(asked.ids) - len(asked.prompt)
-        rows = [running[i] if i in running else ended[i] for i in range(self.asked.width)]
+        length += len(params.ids) - len(params.prompt)
+        rows = [running[i] if i in running else ended[i] for i in range(self.params.width)]
         return [row + [pad] * (length - len(row)) for row in rows]
 
     @property
@@ -75,7 +75,7 @@ class Job:
 
     @property
     def _pad(self) -> int:
-        pad = self.asked.config._pad_token_tensor
+        pad = self.params.config._pad_token_tensor
         return 0 if pad is None else int(pad.flatten()[0])
 
     @own_code
@@ -84,7 +84,7 @@ class Job:
         generate().
         """
         assert self.group is not None
-        if not self.asked.processors:
+        if not self.params.processors:
             return scores
         ids = torch.tensor(self.rows(self._known_length), dtype=torch.long, device=device)
         places = [sequence.index for sequence in self.group.sequences]
@@ -93,9 +93,9 @@ class Job:
         rows, vocabulary = whole.shape
         with torch.no_grad():
             # Transformers names the legacy types.
-            answer = self.asked.processors(ids, whole)  # type: ignore[arg-type]
-        single = self.beams is None and bool(self.asked.ends)
-        return scores_of(answer, rows, vocabulary, self.asked.sampled, single)[places]
+            answer = self.params.processors(ids, whole)  # type: ignore[arg-type]
+        single = self.beams is None and bool(self.params.ends)
+        return scores_of(answer, rows, vocabulary, self.params.sampled, single)[places]
 
     def take(
         self,
@@ -108,7 +108,7 @@ class Job:
         length = 1 + len(next(iter(tokens)).tokens)
         scheduler.extend(tokens, tokens.values())
         stopped: Mapping[TokenSequence, FinishReason | None] = {}
-        if self.asked.criteria:
+        if self.params.criteria:
             places = [sequence.index for sequence in tokens]
             stopped = dict(zip(tokens, self._stopped(places, length, device), strict=True))
         for sequence, token in tokens.items():
@@ -120,7 +120,7 @@ class Job:
     def _grow(self, index: int, token: int, note: TokenLogprob | None, reason: FinishReason | None) -> None:
         self.timing.first_token = self.timing.first_token or time.monotonic()
         self.streams[index].add([token], [note] if note else [], reason)
-        self.news.put()
+        self.queue.put()
 
     def _stopped(self, places: list[int], length: int, device: torch.device) -> list[FinishReason | None]:
         """What the criteria say about the first `length` tokens of its running sequences; they see all of
@@ -134,11 +134,11 @@ class Job:
     ) -> list[FinishReason | None]:
         # What is computed on the device waits for the step that runs there; users' criteria find their rows
         # where generate() has them.
-        known = all(type(each).__module__.startswith(OWN) for each in self.asked.criteria)
+        known = all(type(each).__module__.startswith(OWN) for each in self.params.criteria)
         ids = torch.tensor(rows, device=CPU if known else device)
         reasons: list[FinishReason | None] = [None] * len(places)
-        for criterion in self.asked.criteria:
-            says = stops(criterion, ids, self.beams is not None, bool(self.asked.ends))
+        for criterion in self.params.criteria:
+            says = stops(criterion, ids, self.beams is not None, bool(self.params.ends))
             for i, place in enumerate(places):
                 if says[place] and reasons[i] != "stop":
                     reasons[i] = "length" if is_about_time(criterion) else "stop"
@@ -146,9 +146,9 @@ class Job:
 
     def _reason(self, token: int, length: int, stopped: FinishReason | None) -> FinishReason | None:
         """Why a sequence ends with this token, if it does."""
-        if token in self.asked.ends or stopped == "stop":
+        if token in self.params.ends or stopped == "stop":
             return "stop"
-        return "length" if length >= self.asked.max_length else stopped
+        return "length" if length >= self.params.max_length else stopped
 
     @property
     def trouble(self) -> BaseException | None:
@@ -180,8 +180,8 @@ class Job:
                 self.streams[sequence.index].finish_reason is not None for sequence in self.group.sequences
             )
         return (
-            lengths != {len(self.asked.prompt) + self.beams.standing.new}
-            or len(self.group.sequences) < self.asked.width
+            lengths != {len(self.params.prompt) + self.beams.standing.new}
+            or len(self.group.sequences) < self.params.width
         )
 
     def go_back(self) -> None:
@@ -191,7 +191,7 @@ class Job:
         for stream in self.streams:
             del stream.logprobs[len(stream.tokens) :]
         for sequence in self.group.sequences:
-            sequence.tokens = [*self.asked.prompt, *self.streams[sequence.index].tokens]
+            sequence.tokens = [*self.params.prompt, *self.streams[sequence.index].tokens]
 
     # ---- a step of beams
 
@@ -201,10 +201,10 @@ class Job:
         """Why beams would end with these next tokens, if they would."""
         assert self.group is not None
         stopped: list[FinishReason | None] = [None] * len(beams)
-        if self.asked.criteria:
+        if self.params.criteria:
             sequences = self.group.sequences
             rows = [
-                self.asked.seen([*sequences[beam].tokens, token])
+                self.params.seen([*sequences[beam].tokens, token])
                 for beam, token in zip(beams, tokens, strict=True)
             ]
             stopped = self._judge(rows, range(len(rows)), device)
@@ -233,7 +233,7 @@ class Job:
                 stream.score = best.score
                 stream.logprobs.clear()
                 stream.add(best.tokens, best.notes, best.reason or "length")
-        self.news.put()
+        self.queue.put()
 
     # ---- the end
 
@@ -246,9 +246,9 @@ class Job:
             if stream.finish_reason is None:
                 stream.add([], [], reason if self.trouble is None else "error")
         group = self.group
-        sequences = [stream.output(self.asked.favourites is not None) for stream in self.streams]
+        sequences = [stream.output(self.params.favourites is not None) for stream in self.streams]
         self.output = Output(
-            list(self.asked.told),
+            list(self.params.told),
             sequences,
             cached_tokens=group.cached_tokens if group else 0,
             preemptions=group.preemptions if group else 0,
@@ -256,7 +256,7 @@ class Job:
             error=error or self.trouble,
         )
         self.group = None
-        if self.asked.media is not None:
-            self.asked.media.drop()
-        self.news.end()
+        if self.params.media is not None:
+            self.params.media.drop()
+        self.queue.end()
         return self.output

@@ -60,8 +60,8 @@ class StepLoop:
     def enter(self, job: Job) -> None:
         """A request is in the scheduler's books."""
         assert job.group is not None
-        if not job.asked.of_ids:
-            self._given[job.group] = job.asked
+        if not job.params.of_ids:
+            self._given[job.group] = job.params
         self.jobs[job.group] = job
 
     # ---- a step
@@ -187,10 +187,10 @@ class StepLoop:
         spoiled = isinstance(error, WeightsChanged)
         for job in self.jobs.values():
             job.go_back()
-        for shelf in self.pools.shelves:
-            shelf.pool.recover()
-            if shelf.host is not None:
-                shelf.host.recover()
+        for kv_group in self.pools.kv_groups:
+            kv_group.pool.recover()
+            if kv_group.host is not None:
+                kv_group.host.recover()
         self.scheduler.start_over(self.jobs)
         for group in self._given.keys() - self.jobs.keys():
             self._given.pop(group, None)
@@ -198,7 +198,7 @@ class StepLoop:
             if job.beams is not None and job.beams.standing.done and job.output is None:
                 job.conclude_beams()
             if job.output is not None:
-                job.news.end()
+                job.queue.end()
                 self._drop(group, job)
             elif job.said:
                 self.end(job)
@@ -215,8 +215,8 @@ class StepLoop:
         """Run the model on the pictures of prompts in this step: those that are not needed after it."""
         done = []
         for sequence, start, count, _ in batch.rows_behind:
-            asked = self._given.get(sequence.group)
-            media = None if asked is None else asked.media
+            params = self._given.get(sequence.group)
+            media = None if params is None else params.media
             if media is None:
                 continue
             if media.shift is None:
@@ -231,19 +231,19 @@ class StepLoop:
 
     def forget(self) -> None:
         """What was made of pictures, by the weights of then, is made again."""
-        for asked in self._given.values():
-            if asked.media is not None:
-                asked.media.forget()
+        for params in self._given.values():
+            if params.media is not None:
+                params.media.forget()
 
     def _inputs(self, batch: ScheduledBatch) -> dict[int, RowInputs]:
         """What rows are beside token ids; those of the decode batch are ids only."""
         inputs: dict[int, RowInputs] = {}
         for i, (sequence, start, count, _) in enumerate(batch.rows_behind, batch.decodes):
-            asked = self._given.get(sequence.group)
-            if asked is None:
+            params = self._given.get(sequence.group)
+            if params is None:
                 continue
-            row = RowInputs(asked.vectors(start, count), asked.source)
-            media = asked.media
+            row = RowInputs(params.vectors(start, count), params.source)
+            media = params.media
             if isinstance(media, CrossMedia):
                 assert media.across is not None
                 ids = media.ids_of(start, sequence.tokens[start : start + count])
@@ -280,15 +280,15 @@ class StepLoop:
         self.jobs.pop(group, None)
         self._given.pop(group, None)
         self._sampling.penalties.drop(group)
-        if job.asked.source is not None:
-            job.asked.source.made = None
+        if job.params.source is not None:
+            job.params.source.made = None
 
     def _disown(self, group: SequenceGroup) -> None:
         """Uncache what a failed request has computed: it may be what failed."""
         for sequence in group.sequences:
             for table in sequence.tables:
                 for block in table.blocks:
-                    table.pool.withdraw(block)
+                    table.pool.uncache(block)
 
 
 def _is_over(job: Job) -> bool:

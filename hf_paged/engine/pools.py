@@ -50,7 +50,7 @@ class _OwnPages(CacheConfig):
 
 
 class Pools:
-    """The layer groups of a model as one engine has them, in a fixed order: shelf i is group i."""
+    """The layer groups of a model as one engine has them, in the order of the scheduler's KV cache groups."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         slots = slots_of(model, cross=False)
@@ -87,7 +87,7 @@ class Pools:
             self.memory.groups.pop((CROSS, self.options), None)
 
     @property
-    def shelves(self) -> tuple[KVCacheGroup, ...]:
+    def kv_groups(self) -> tuple[KVCacheGroup, ...]:
         """The same as the scheduler sees them."""
         return tuple(
             KVCacheGroup(
@@ -182,9 +182,10 @@ class Pools:
         affordable = int(share * group.share * free) // group.block_bytes
         if config.memory_fraction is not None:
             return affordable
-        shelf = KVCacheGroup(group.pool, kind.window)
+        kv_group = KVCacheGroup(group.pool, kind.window)
         return min(
-            affordable, config.limits().sequences * (shelf.row_blocks(longest, config.max_batch_tokens) + 1)
+            affordable,
+            config.limits().sequences * (kv_group.row_blocks(longest, config.max_batch_tokens) + 1),
         )
 
     def expect(self, groups: Iterable[Requests]) -> None:

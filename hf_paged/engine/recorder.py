@@ -94,7 +94,7 @@ class Recorder:
         self._scheduler, self._lock = scheduler, lock
         self._writer = Writer(path, header)
         self._begin = time.monotonic()
-        self._shelves = [_RecordedPool(shelf.pool, shelf.host) for shelf in scheduler.shelves]
+        self._kv_groups = [_RecordedPool(kv_group.pool, kv_group.host) for kv_group in scheduler.kv_groups]
         self._held: dict[Name, list[_RecordedTable]] = {}
         self._preemptions: dict[SequenceGroup, int] = {
             group: group.preemptions for group in scheduler.preempted + scheduler.running
@@ -137,9 +137,9 @@ class Recorder:
             len(scheduler.waiting),
             len(scheduler.running),
             len(scheduler.preempted),
-            tuple(shelf.blocks() for shelf in self._shelves),
+            tuple(kv_group.blocks() for kv_group in self._kv_groups),
             tables,
-            tuple(shelf.caching() for shelf in self._shelves),
+            tuple(kv_group.caching() for kv_group in self._kv_groups),
         )
 
     def ended(self, number: int, reason: FinishReason) -> None:
@@ -197,8 +197,8 @@ class Recorder:
         ]
         names = [Name(sequence.group.request.number, sequence.index) for sequence in running]
         for name in self._held.keys() - set(names):  # first those that go: their blocks may be others' now
-            for shelf, held in zip(self._shelves, self._held.pop(name), strict=True):
-                shelf.change(held, 0, [])
+            for kv_group, held in zip(self._kv_groups, self._held.pop(name), strict=True):
+                kv_group.change(held, 0, [])
             changes[name] = None
         for name, sequence in zip(names, running, strict=True):
             old = self._held.get(name)
@@ -207,9 +207,9 @@ class Recorder:
             ):
                 continue
             changes[name] = tuple(
-                shelf.change(was, table.released, table.blocks)
-                for shelf, was, table in zip(
-                    self._shelves, old or repeat(_RecordedTable(0, [])), sequence.tables, strict=False
+                kv_group.change(was, table.released, table.blocks)
+                for kv_group, was, table in zip(
+                    self._kv_groups, old or repeat(_RecordedTable(0, [])), sequence.tables, strict=False
                 )
             )
             self._held[name] = [

@@ -530,9 +530,9 @@ class Runner:
         """
         if self.warming is not None and (form == "flat" or self.pools.config.kernels != "auto"):
             self.warming.wait()  # here the first kernel is launched
-        shelves = self.pools.shelves
+        kv_groups = self.pools.kv_groups
         requests = [Request(i, tuple(row), len(row)) for i, row in enumerate(rows)]
-        sequences = [SequenceGroup(request, shelves).leader for request in requests]
+        sequences = [SequenceGroup(request, kv_groups).leader for request in requests]
         last_tokens = LastTokens(0, self.device)
         logits = torch.empty(0, dtype=torch.float32, device=self.device)
         try:

@@ -154,7 +154,7 @@ def _take_back(draws: Draws, parts: list[PagedCache], before: list[Mark], cache:
     _roll_back(parts, before, cache)
     for part in parts:
         if part.reuse is not None:
-            part.reuse.spoil("the forward draws random numbers")
+            part.reuse.disable("the forward draws random numbers")
 
 
 def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, rows: int) -> bool:

@@ -72,7 +72,7 @@ class Reuse:
 
     # ---- a call
 
-    def spoil(self, reason: str) -> None:
+    def disable(self, reason: str) -> None:
         """What the rows hold shall not be found."""
         if self.spoiled is None:
             self.spoiled = reason
@@ -100,14 +100,14 @@ class Reuse:
         snapshot = ModelSnapshot(model)
         still = identity_of(model).still(snapshot, self.state, self._moves)
         if not still or not self._onlookers.know(snapshot.hooked):
-            self.spoil("the model changed while it was used")
+            self.disable("the model changed while it was used")
 
     def _is_sound(self) -> bool:
         """Whether the rows hold what their keys and tokens say."""
         if self._onlookers.changed:
-            self.spoil("a hook changes what layers compute")
+            self.disable("a hook changes what layers compute")
         if not self.sequences.padding_known:
-            self.spoil("the attention mask is not left padding")
+            self.disable("the attention mask is not left padding")
         whole = all(
             rows.columns == self.history.columns and not rows.torn for rows in self.sequences.rows.values()
         )
@@ -118,9 +118,9 @@ class Reuse:
         return [self._keys[row] for row in self.history.origins()]
 
     def _name(self, model: nn.Module, tokens: list[list[int]], keys: list[bytes]) -> None:
-        exchange = identity_of(model).trust.get(self.state, "none") != "none"
+        dedupe = identity_of(model).trust.get(self.state, "none") != "none"
         for rows in self.sequences.rows.values():
-            rows.commit(tokens, keys, exchange)
+            rows.commit(tokens, keys, dedupe)
 
     # ---- a forward
 
@@ -139,7 +139,7 @@ class Reuse:
             try:
                 fed = self._read(cache, arguments, self._look(cache, model, forward))
             except (NotShareable, Unreadable) as reason:
-                self.spoil(str(reason))
+                self.disable(str(reason))
         if self.spoiled is None and fed is not None:
             return self._prompt(cache, model, arguments, fed, dense, compute)
         self._tokens = None
@@ -282,7 +282,7 @@ class Reuse:
                 same = found.agrees() and alike(answer.logits[:, -1], part.logits[:, -1])
                 trust[state] = "trial" if same else "none"
         if trust.get(state) == "none":
-            self.spoil("a part of a prompt is not computed like the whole")
+            self.disable("a part of a prompt is not computed like the whole")
         return answer
 
     def _take_back(self, cache: PagedCache, mark: Mark, starts: list[int] | None) -> None:

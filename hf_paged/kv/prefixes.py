@@ -27,16 +27,16 @@ def longest(
     Rows end together, so a row that begins later than others has fewer tokens in as many columns.
     """
     starts = sequences.starts or [0] * len(prompts)
-    trails = {
+    lookups = {
         kind: [PrefixLookup(rows.group.pool, prompt, kind.window, verify) for prompt in prompts]
         for kind, rows in sequences.rows.items()
     }
     columns = most
     while True:
         reached = min(
-            start + trail.reach(columns - start) if start < columns else columns
-            for row in trails.values()
-            for start, trail in zip(starts, row, strict=True)
+            start + lookup.reach(columns - start) if start < columns else columns
+            for row in lookups.values()
+            for start, lookup in zip(starts, row, strict=True)
         )
         if reached <= min(starts):
             return None
@@ -46,8 +46,8 @@ def longest(
     return Prefix(
         columns,
         {
-            kind: [trail.take(columns - start) for start, trail in zip(starts, row, strict=True)]
-            for kind, row in trails.items()
+            kind: [lookup.take(columns - start) for start, lookup in zip(starts, row, strict=True)]
+            for kind, row in lookups.items()
         },
     )
 

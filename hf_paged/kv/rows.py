@@ -353,17 +353,17 @@ class Rows:
                 self._find_lane()
             self._changed()
 
-    def commit(self, tokens: Sequence[Sequence[int]], extras: Sequence[bytes], exchange: bool) -> None:
+    def commit(self, tokens: Sequence[Sequence[int]], extras: Sequence[bytes], dedupe: bool) -> None:
         """Let other rows begin with what these hold: tokens [rows][columns], padding included, and the extras
         that their keys and values depend on.
 
-        With `exchange` blocks that hold the same as cached ones are replaced by those.
+        With `dedupe` blocks that hold the same as cached ones are replaced by those.
         """
         with self.group.memory.lock:
             with self._whole():
                 for i, table in enumerate(self.tables):
                     own = tokens[i][self.starts[i] if self.starts is not None else 0 :]
-                    commit(table, own, extras[i], keep_tokens=True, exchange=exchange)
+                    commit(table, own, extras[i], keep_tokens=True, dedupe=dedupe)
                     commit_tail(table, own, extras[i])
             self._keep_lane(look_closely=True)
             self._changed()

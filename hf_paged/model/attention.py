@@ -95,7 +95,7 @@ def _keep_to_yourself(cache: OnPages) -> None:
     values.
     """
     if cache.reuse is not None:
-        cache.reuse.spoil("the attention mask is more than causal or sliding")
+        cache.reuse.disable("the attention mask is more than causal or sliding")
 
 
 def _flat_mask(arguments: dict[str, Any], cache: OnPages) -> torch.Tensor:

@@ -58,7 +58,7 @@ class Sample(NamedTuple):
 class Reading(NamedTuple):
     """What was found in one place, perhaps still on its way: the numbers of some pieces."""
 
-    shelf: DeviceParts
+    kv_group: DeviceParts
     ranges: list[tuple[int, int]]
     numbers: torch.Tensor | list[int]
     arrived: torch.cuda.Event | None = None
@@ -85,15 +85,15 @@ class Contents:
             for i, tensor in enumerate(tensors)
             if any(not by_address for _, by_address in _by_place([tensor]))
         ]
-        self._shelves = {place: DeviceParts(parts, place) for place, parts in _by_place(tensors).items()}
-        self._baseline = self._read([[(0, len(shelf.pieces))] for shelf in self._shelves.values()])
+        self._kv_groups = {place: DeviceParts(parts, place) for place, parts in _by_place(tensors).items()}
+        self._baseline = self._read([[(0, len(kv_group.pieces))] for kv_group in self._kv_groups.values()])
         self._known: dict[DeviceParts, list[int]] = {}
         self._looks = 0
 
     @property
     def turns(self) -> int:
         """After how many looks everything was read again."""
-        return max((len(shelf.turns) for shelf in self._shelves.values()), default=1)
+        return max((len(kv_group.turns) for kv_group in self._kv_groups.values()), default=1)
 
     def look(self, tensors: Sequence[torch.Tensor]) -> list[Reading]:
         """Begin to read some of it again. The tensors must be those that this was made for, where they
@@ -101,21 +101,23 @@ class Contents:
         """
         self._looks += 1
         for place, parts in _by_place([tensors[i] for i in self._by_hand]).items():
-            self._shelves[place].parts = parts
-        return self._read([shelf.due(self._looks) for shelf in self._shelves.values()])
+            self._kv_groups[place].parts = parts
+        return self._read([kv_group.due(self._looks) for kv_group in self._kv_groups.values()])
 
     def _read(self, ranges: list[list[tuple[int, int]]]) -> list[Reading]:
-        readings = [shelf.read(due) for shelf, due in zip(self._shelves.values(), ranges, strict=True)]
-        for shelf in self._shelves.values():
-            shelf.parts = []  # whoever looks must not keep weights alive
+        readings = [
+            kv_group.read(due) for kv_group, due in zip(self._kv_groups.values(), ranges, strict=True)
+        ]
+        for kv_group in self._kv_groups.values():
+            kv_group.parts = []  # whoever looks must not keep weights alive
         return readings
 
     def same(self, readings: Sequence[Reading]) -> bool:
         """Wait for what was read; whether it is what it was."""
         if not self._known:
-            self._known = {reading.shelf: reading.fetch() for reading in self._baseline}
+            self._known = {reading.kv_group: reading.fetch() for reading in self._baseline}
         for reading in readings:
-            known = self._known[reading.shelf]
+            known = self._known[reading.kv_group]
             if reading.fetch() != [number for begin, end in reading.ranges for number in known[begin:end]]:
                 return False
         return True

@@ -34,36 +34,41 @@ def judge(
     return Admission.LATER
 
 
-def why_infeasible(request: Request, shelves: Sequence[KVCacheGroup], limits: Limits) -> str | None:
+def why_infeasible(request: Request, kv_groups: Sequence[KVCacheGroup], limits: Limits) -> str | None:
     """Why this request can never run to its end, with both numbers, or None if it can (C11)."""
     if request.width > limits.sequences:
         return (
             f"{request.width} sequences are asked for and at most {limits.sequences} run at once; "
             "lower num_beams or num_return_sequences, or raise max_batch_sequences"
         )
-    for shelf in shelves:
-        if shelf.cross:
-            need, most = shelf.pool.blocks_for(request.source), shelf.pool.total - limits.reserve(shelf)
+    for kv_group in kv_groups:
+        if kv_group.cross:
+            need, most = (
+                kv_group.pool.blocks_for(request.source),
+                kv_group.pool.total - limits.reserve(kv_group),
+            )
             if need > most:
                 return (
                     f"cross attention to {request.source} tokens needs {need} blocks of "
-                    f"{shelf.pool.block_size} and {most} can be had; give a shorter input or fewer pictures, "
-                    "or raise num_blocks"
+                    f"{kv_group.pool.block_size} and {most} can be had; give a shorter input or fewer "
+                    "pictures, or raise num_blocks"
                 )
             continue
-        need = blocks_of_group(shelf, request.width, len(request.prompt), request.most_tokens, limits.tokens)
-        most = shelf.pool.total - limits.reserve(shelf)
+        need = blocks_of_group(
+            kv_group, request.width, len(request.prompt), request.most_tokens, limits.tokens
+        )
+        most = kv_group.pool.total - limits.reserve(kv_group)
         if need > most:
             return (
                 f"{request.width} sequence(s) of up to {request.most_tokens} tokens (prompt "
                 f"{len(request.prompt)}) need {need} blocks of "
-                f"{shelf.pool.block_size} and {most} can be had; lower max_new_tokens or raise num_blocks"
+                f"{kv_group.pool.block_size} and {most} can be had; lower max_new_tokens or raise num_blocks"
             )
     return None
 
 
 def headroom(
-    group: SequenceGroup, need: int, running: Sequence[SequenceGroup], shelf: int, chunk: int
+    group: SequenceGroup, need: int, running: Sequence[SequenceGroup], kv_group: int, chunk: int
 ) -> int:
     """The blocks that a repeatedly preempted group must leave available when it returns with `need` blocks.
 
@@ -75,10 +80,10 @@ def headroom(
     # Alone it finds all of the pool, and must never wait for more.
     own = min(
         each * len(group.sequences),
-        max(0, min(group.most(shelf, chunk), group.shelves[shelf].pool.total) - need),
+        max(0, min(group.most(kv_group, chunk), group.kv_groups[kv_group].pool.total) - need),
     )
     return own + sum(
-        min(each * len(other.sequences), max(0, other.most(shelf, chunk) - other.held(shelf)))
+        min(each * len(other.sequences), max(0, other.most(kv_group, chunk) - other.held(kv_group)))
         for other in running
     )
 
@@ -117,53 +122,53 @@ class Watermark:
     The scheduler reports admissions and departures; other policies extend this one.
     """
 
-    def __init__(self, shelves: Sequence[KVCacheGroup], limits: Limits) -> None:
-        self.shelves, self.limits = tuple(shelves), limits
+    def __init__(self, kv_groups: Sequence[KVCacheGroup], limits: Limits) -> None:
+        self.kv_groups, self.limits = tuple(kv_groups), limits
         self._behind: dict[SequenceGroup, None] = {}
         """Running groups with more than one token left to compute: few, so that a decision does not visit
         every group.
         """
 
-    def verdict(self, bid: Candidate, moment: SchedulerState) -> Admission:
+    def verdict(self, candidate: Candidate, state: SchedulerState) -> Admission:
         """Whether every pool has room for all tokens of the group, beside what the running groups have still
         to compute.
         """
         self._behind = {other: None for other in self._behind if not other.decoding}
-        fits = all(self._judge(i, bid, moment) is Admission.OK for i in range(len(self.shelves)))
+        fits = all(self._judge(i, candidate, state) is Admission.OK for i in range(len(self.kv_groups)))
         return Admission.OK if fits else Admission.LATER
 
-    def _judge(self, i: int, bid: Candidate, moment: SchedulerState) -> Admission:
-        shelf, chunk, (group, blocks, need) = (
-            self.shelves[i],
+    def _judge(self, i: int, candidate: Candidate, state: SchedulerState) -> Admission:
+        kv_group, chunk, (group, blocks, need) = (
+            self.kv_groups[i],
             self.limits.tokens,
-            (bid.group, bid.blocks[i], bid.needs[i]),
+            (candidate.group, candidate.blocks[i], candidate.needs[i]),
         )
         outstanding = sum(max(0, other.need(i, chunk) - other.held(i)) for other in self._behind)
-        reserve = self.limits.reserve(shelf)
+        reserve = self.limits.reserve(kv_group)
         if group.status is Status.PREEMPTED:
             # No watermark; but it must not take the next block of a running sequence, or it would be the next
             # to be preempted (C9). A cross-attention table takes none.
-            reserve = 0 if shelf.cross else moment.taken
+            reserve = 0 if kv_group.cross else state.taken
             if group.setbacks >= 2:
-                reserve = headroom(group, need, moment.running, i, chunk)
+                reserve = headroom(group, need, state.running, i, chunk)
         return judge(
-            shelf.pool.total,
-            shelf.pool.available - outstanding,
+            kv_group.pool.total,
+            kv_group.pool.available - outstanding,
             need,
             hits=min(len(blocks), need),
-            cached_hits=sum(1 for block in self._read(i, bid) if not shelf.pool.references(block)),
+            cached_hits=sum(1 for block in self._read(i, candidate) if not kv_group.pool.references(block)),
             reserve=reserve,
         )
 
     @staticmethod
-    def _read(i: int, bid: Candidate) -> list[int]:
+    def _read(i: int, candidate: Candidate) -> list[int]:
         """The blocks of a pool that the group is going to hold or to copy from."""
-        source = bid.sources[i] if bid.sources else None
-        return bid.blocks[i] if source is None else [*bid.blocks[i], source]
+        source = candidate.sources[i] if candidate.sources else None
+        return candidate.blocks[i] if source is None else [*candidate.blocks[i], source]
 
-    def enter(self, bid: Candidate, moment: SchedulerState) -> None:
+    def enter(self, candidate: Candidate, state: SchedulerState) -> None:
         """The group was let in, and is about to take the blocks that were found."""
-        self._behind[bid.group] = None
+        self._behind[candidate.group] = None
 
     def leave(self, group: SequenceGroup) -> None:
         """The group holds nothing any more: it has ended or was preempted, or it never ran."""
@@ -176,11 +181,11 @@ class Watermark:
         """All blocks were given back."""
         self._behind.clear()
 
-    def check(self, moment: SchedulerState) -> None:
+    def check(self, state: SchedulerState) -> None:
         """Raise AssertionError on the first thing that does not add up."""
-        for group in moment.running:
+        for group in state.running:
             expect(
                 group.decoding or group.complete or group in self._behind,
                 f"{group!r} is behind and admission does not know",
             )
-        expect(self._behind.keys() <= set(moment.running), "admission counts a group that does not run")
+        expect(self._behind.keys() <= set(state.running), "admission counts a group that does not run")

@@ -10,12 +10,12 @@ from .policy import Key
 from .request import SequenceGroup, Status
 
 
-def check_shelves(shelves: Iterable[KVCacheGroup]) -> None:
+def check_kv_groups(kv_groups: Iterable[KVCacheGroup]) -> None:
     """Recount the pools, those of the host too (C7)."""
-    for shelf in shelves:
-        shelf.pool.check()
-        if shelf.host is not None:
-            shelf.host.check()
+    for kv_group in kv_groups:
+        kv_group.pool.check()
+        if kv_group.host is not None:
+            kv_group.host.check()
 
 
 def check_groups(by_status: Mapping[Status, Sequence[SequenceGroup]], key: Key) -> None:
@@ -29,10 +29,10 @@ def check_groups(by_status: Mapping[Status, Sequence[SequenceGroup]], key: Key) 
             expect(group.status is status, f"{group!r} is queued as {status.value}")
             expect(not group.swapped or status is Status.PREEMPTED, f"{group!r} waits on the host")
             for sequence in group.sequences:
-                tables = list(zip(group.shelves, sequence.parked or sequence.tables, strict=True))
-                lengths = {table.length for shelf, table in tables if not shelf.cross}
+                tables = list(zip(group.kv_groups, sequence.parked or sequence.tables, strict=True))
+                lengths = {table.length for kv_group, table in tables if not kv_group.cross}
                 expect(lengths == {sequence.computed}, f"{sequence!r} has tables of {lengths} tokens")
-                encoded = {table.length for shelf, table in tables if shelf.cross}
+                encoded = {table.length for kv_group, table in tables if kv_group.cross}
                 expect(
                     encoded <= {group.request.source if sequence.computed else 0},
                     f"{sequence!r} attends across to {encoded} tokens",

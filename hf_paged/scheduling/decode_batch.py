@@ -38,16 +38,16 @@ class DecodeBatch:
     planned row by row.
     """
 
-    def __init__(self, shelves: tuple[KVCacheGroup, ...]) -> None:
-        """shelves: those whose tables grow with the tokens; a member's cross-attention table is empty."""
-        self.shelves = shelves
-        self.block_size = shelves[0].pool.block_size
+    def __init__(self, kv_groups: tuple[KVCacheGroup, ...]) -> None:
+        """kv_groups: those whose tables grow with the tokens; a member's cross-attention table is empty."""
+        self.kv_groups = kv_groups
+        self.block_size = kv_groups[0].pool.block_size
         self.clear()
 
     def clear(self) -> None:
         """Begin anew without members."""
         self.steps = 0
-        self.tables = tuple(BlockTableArray() for _ in self.shelves)
+        self.tables = tuple(BlockTableArray() for _ in self.kv_groups)
         """The block tables of all running sequences by their rows: members' are kept up to date here, others'
         are entered with each step of theirs."""
         self._offsets: dict[TokenSequence, int] = {}
@@ -58,7 +58,7 @@ class DecodeBatch:
         """By the number of a step: members that are complete before it, if nothing happens until then."""
         self.growing = self._growing[0]
         """Members that need a new block in the next step."""
-        self._now: Sequence[int] = [0 for _ in self.shelves]
+        self._now: Sequence[int] = [0 for _ in self.kv_groups]
         self._columns: _Columns | None = None
 
     def __len__(self) -> int:
@@ -84,11 +84,13 @@ class DecodeBatch:
         self._offsets[sequence] = offset
         self._growing[-offset % self.block_size][sequence] = None
         self._ends.setdefault(self._end_of(sequence), {})[sequence] = None
-        for shelf, tables, table in zip(self.shelves, self.tables, self._tables_of(sequence), strict=True):
+        for kv_group, tables, table in zip(
+            self.kv_groups, self.tables, self._tables_of(sequence), strict=True
+        ):
             if table.length % self.block_size:
-                shelf.pool.withdraw(table.blocks[-1])  # a name from before a crop would be wrong
-            if shelf.window is not None:
-                table.release_before(table.length - shelf.window + 1)
+                kv_group.pool.uncache(table.blocks[-1])  # a name from before a crop would be wrong
+            if kv_group.window is not None:
+                table.release_before(table.length - kv_group.window + 1)
             tables.put(sequence.row, table)
         self._columns = None
 
@@ -109,7 +111,7 @@ class DecodeBatch:
 
     def _tables_of(self, sequence: TokenSequence) -> tuple[BlockTable, ...]:
         """The tables of a member that take its tokens."""
-        return sequence.tables[: len(self.shelves)]
+        return sequence.tables[: len(self.kv_groups)]
 
     def _end_of(self, sequence: TokenSequence) -> int:
         """The number of the first step that a member does not take: the one before it brings its last
@@ -121,17 +123,17 @@ class DecodeBatch:
 
     def need(self) -> int:
         """The blocks of every pool that the next step takes; blocks behind a window go back first (C10)."""
-        for i, shelf in enumerate(self.shelves):
-            if shelf.window is not None:
+        for i, kv_group in enumerate(self.kv_groups):
+            if kv_group.window is not None:
                 for sequence in self.growing:
                     table = sequence.tables[i]
                     table.stamp = max(table.stamp, self._now[i])
-                    table.release_before(table.length - shelf.window + 1)
+                    table.release_before(table.length - kv_group.window + 1)
         return len(self.growing)
 
     def step(self, now: Sequence[int]) -> ScheduledBatch:
         """One token of every member; every pool has the blocks for it."""
-        self._now = now[: len(self.shelves)]
+        self._now = now[: len(self.kv_groups)]
         for sequence in self.growing:
             self._add_block(sequence)
         columns = self._columns = self._columns or self._made_columns()

@@ -16,19 +16,19 @@ Steps = list[tuple[TokenSequence, int]]
 class Draft:
     """What a step will do, as far as that is known, and the tokens that it still has room for."""
 
-    def __init__(self, shelves: int, room: int) -> None:
+    def __init__(self, kv_groups: int, room: int) -> None:
         self.room = room
         self.batch = NOTHING
         """The rows of the decode batch."""
         self.rows: list[ScheduledRow] = []
         """All other rows."""
-        self.copies: list[list[Copy]] = [[] for _ in range(shelves)]
+        self.copies: list[list[Copy]] = [[] for _ in range(kv_groups)]
         self.admitted: list[SequenceGroup] = []
         self.preempted: list[SequenceGroup] = []
         self._sources: list[tuple[BlockPool, int, int]] = []
 
     def detach(self, i: int, table: BlockTable) -> None:
-        """Give a table of shelf `i` its own copy of a last block that it shares. The source stays referenced
+        """Give a table of KV cache group `i` its own copy of a last block that it shares. The source stays referenced
         until the step is planned.
         """
         for copy in detach([table], drop=False):
@@ -69,24 +69,24 @@ def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
     return found
 
 
-def fit(shelves: Iterable[KVCacheGroup], several: Sequence[Steps], extra: int = 0) -> bool:
+def fit(kv_groups: Iterable[KVCacheGroup], several: Sequence[Steps], extra: int = 0) -> bool:
     """Whether every pool has the blocks for these steps and `extra` more, which no cross-attention table
     takes. Blocks that a window has passed are freed first (C10).
     """
-    for i, shelf in enumerate(shelves):
+    for i, kv_group in enumerate(kv_groups):
         every = [([sequence.tables[i] for sequence, _ in steps], steps) for steps in several]
-        if shelf.window is not None:
+        if kv_group.window is not None:
             for tables, _ in every:
                 for table in tables:
-                    table.release_before(table.length - shelf.window + 1)
-        own = 0 if shelf.cross else extra
-        most = own + sum([count // shelf.pool.block_size + 2 for steps in several for _, count in steps])
-        if not shelf.cross and most <= shelf.pool.available:
+                    table.release_before(table.length - kv_group.window + 1)
+        own = 0 if kv_group.cross else extra
+        most = own + sum([count // kv_group.pool.block_size + 2 for steps in several for _, count in steps])
+        if not kv_group.cross and most <= kv_group.pool.available:
             continue  # an upper bound fits, so an exact count is unnecessary
         need = sum(
             blocks_needed(tables, [sequence.growth(i, count) for sequence, count in steps])
             for tables, steps in every
         )
-        if own + need > shelf.pool.available:
+        if own + need > kv_group.pool.available:
             return False
     return True

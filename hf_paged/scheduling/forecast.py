@@ -103,9 +103,9 @@ class FuturePeak(Watermark):
     """
 
     def __init__(
-        self, shelves: Sequence[KVCacheGroup], limits: Limits, history: AnswerLengths | None = None
+        self, kv_groups: Sequence[KVCacheGroup], limits: Limits, history: AnswerLengths | None = None
     ) -> None:
-        super().__init__(shelves, limits)
+        super().__init__(kv_groups, limits)
         self.history = AnswerLengths() if history is None else history
         self.clear()
 
@@ -119,23 +119,23 @@ class FuturePeak(Watermark):
         self._serial = count()
         self._changed: dict[SequenceGroup, None] = {}
         """Groups that do not decode yet, or have lost a sequence."""
-        self._shared: list[Counter[int]] = [Counter() for _ in self.shelves]
+        self._shared: list[Counter[int]] = [Counter() for _ in self.kv_groups]
         """Blocks that are counted once for several groups, and for how many."""
 
     # ---- the verdict
 
-    def verdict(self, bid: Candidate, moment: SchedulerState) -> Admission:
+    def verdict(self, candidate: Candidate, state: SchedulerState) -> Admission:
         """Whether there is room now, and will be."""
-        now = super().verdict(bid, moment)
-        if now is not Admission.OK or not moment.running:
+        now = super().verdict(candidate, state)
+        if now is not Admission.OK or not state.running:
             return now
-        self._catch_up(moment.step)
-        entry = self._newcomer(bid, moment)
-        for i, shelf in enumerate(self.shelves):
-            reserve = 0 if bid.group.status is Status.PREEMPTED else self.limits.reserve(shelf)
-            known = shelf.window is not None or shelf.cross
+        self._catch_up(state.step)
+        entry = self._newcomer(candidate, state)
+        for i, kv_group in enumerate(self.kv_groups):
+            reserve = 0 if candidate.group.status is Status.PREEMPTED else self.limits.reserve(kv_group)
+            known = kv_group.window is not None or kv_group.cross
             margin = 0 if known else MARGIN * math.sqrt(self._spread + entry.spread)
-            if self._peak(i, entry) + margin > (shelf.pool.total - reserve) * shelf.pool.block_size:
+            if self._peak(i, entry) + margin > (kv_group.pool.total - reserve) * kv_group.pool.block_size:
                 return Admission.LATER
         return Admission.OK
 
@@ -143,7 +143,7 @@ class FuturePeak(Watermark):
         """The future peak of a pool, in slots, with the newcomer; what it shares with others is theirs no
         more.
         """
-        size, shared = self.shelves[i].pool.block_size, self._shared[i]
+        size, shared = self.kv_groups[i].pool.block_size, self._shared[i]
         blocks = newcomer.shared[i]
         given = {entry: len(taken) * size for entry, taken in self._owners(i, blocks)}
         place = bisect(self._order, newcomer.key, key=lambda entry: entry.key)
@@ -161,7 +161,7 @@ class FuturePeak(Watermark):
         Blocks shared by all of them come first. A block that is not found here is counted twice, and never
         too little.
         """
-        shared, size = self._shared[i], self.shelves[i].pool.block_size
+        shared, size = self._shared[i], self.kv_groups[i].pool.block_size
         first = next((place for place, block in enumerate(blocks) if block not in shared), len(blocks))
         new = list(takewhile(lambda block: block not in shared, blocks[first:]))
         if not new:
@@ -176,35 +176,37 @@ class FuturePeak(Watermark):
 
     # ---- entries
 
-    def _newcomer(self, bid: Candidate, moment: SchedulerState) -> _Entry:
-        group = bid.group
+    def _newcomer(self, candidate: Candidate, state: SchedulerState) -> _Entry:
+        group = candidate.group
         shared = [
-            [block for block in blocks if shelf.pool.references(block)] if shelf.window is None else []
-            for shelf, blocks in zip(self.shelves, bid.blocks, strict=True)
+            [block for block in blocks if kv_group.pool.references(block)] if kv_group.window is None else []
+            for kv_group, blocks in zip(self.kv_groups, candidate.blocks, strict=True)
         ]
-        behind = group.leader.behind if group.swapped else group.common - bid.cached
-        settled = group.decoding or (group.common == group.length and behind <= moment.room)
-        return self._entry(group, moment.step, settled, shared)
+        behind = group.leader.behind if group.swapped else group.common - candidate.cached
+        settled = group.decoding or (group.common == group.length and behind <= state.room)
+        return self._entry(group, state.step, settled, shared)
 
     def _entry(self, group: SequenceGroup, step: int, settled: bool, shared: list[list[int]]) -> _Entry:
         """What a group holds from `step` on; settled: from then on it grows in every step."""
         width, prompt = len(group.sequences), len(group.request.prompt)
-        said, most = group.length - prompt, group.request.most_tokens - prompt
+        generated, most = group.length - prompt, group.request.most_tokens - prompt
         # Of n answers the longest counts, which stays within a length as often as one does, to the power of
         # n.
         share = (group.request.number * GOLDEN % 1.0) ** (1 / width)
-        length = max(said, self.history.expected(said, most, share))
-        end = step + length - said - 1 + LAG if settled else FAR
+        length = max(generated, self.history.expected(generated, most, share))
+        end = step + length - generated - 1 + LAG if settled else FAR
         parts = []
-        for i in range(len(self.shelves)):
+        for i in range(len(self.kv_groups)):
             slots = (
                 self._slots(i, group, prompt + length + LAG, length < most)
-                - len(shared[i]) * self.shelves[i].pool.block_size
+                - len(shared[i]) * self.kv_groups[i].pool.block_size
             )
-            slope = width if settled and self.shelves[i].window is None and not self.shelves[i].cross else 0
+            slope = (
+                width if settled and self.kv_groups[i].window is None and not self.kv_groups[i].cross else 0
+            )
             parts.append(Part(end, slope, slots - slope * end))
-        review = step + min(max(1, length - said), max(SHORTEST_REVIEW, said // 4))
-        spread = (width * (length - said)) ** 2 if length < most else 0
+        review = step + min(max(1, length - generated), max(SHORTEST_REVIEW, generated // 4))
+        spread = (width * (length - generated)) ** 2 if length < most else 0
         return _Entry(group, settled, review, spread, parts, shared)
 
     def _slots(self, i: int, group: SequenceGroup, length: int, estimated: bool) -> int:
@@ -214,12 +216,12 @@ class FuturePeak(Watermark):
         Where that is an estimate, the slots that a last block leaves unused are, too: half of it, as for
         lengths at random.
         """
-        shelf, width = self.shelves[i], len(group.sequences)
-        size = shelf.pool.block_size
-        if shelf.cross:
+        kv_group, width = self.kv_groups[i], len(group.sequences)
+        size = kv_group.pool.block_size
+        if kv_group.cross:
             return size * group.need(i, self.limits.tokens)
-        if shelf.window is not None:
-            return size * blocks_of_group(shelf, width, group.common, length, self.limits.tokens)
+        if kv_group.window is not None:
+            return size * blocks_of_group(kv_group, width, group.common, length, self.limits.tokens)
         common, unused = group.common // size * size, size // 2 if estimated else size - 1
         return common + width * (length - 1 - common + unused)
 
@@ -254,17 +256,17 @@ class FuturePeak(Watermark):
 
     # ---- groups that are admitted and leave
 
-    def enter(self, bid: Candidate, moment: SchedulerState) -> None:
-        super().enter(bid, moment)
-        self._catch_up(moment.step)
-        newcomer = self._newcomer(bid, moment)
+    def enter(self, candidate: Candidate, state: SchedulerState) -> None:
+        super().enter(candidate, state)
+        self._catch_up(state.step)
+        newcomer = self._newcomer(candidate, state)
         for i, blocks in enumerate(newcomer.shared):
             owners = list(self._owners(i, blocks))
             self._shared[i].update(blocks)
             for entry, taken in owners:
                 self._shared[i].update(taken)
                 entry.shared[i].extend(taken)
-                self._renew(entry.group, moment.step)
+                self._renew(entry.group, state.step)
         self._put(newcomer)
 
     def leave(self, group: SequenceGroup) -> None:
@@ -287,34 +289,34 @@ class FuturePeak(Watermark):
 
     # ---- the audit
 
-    def check(self, moment: SchedulerState) -> None:
-        super().check(moment)
-        expect(set(self._entries) == set(moment.running), "the future knows others than those who run")
+    def check(self, state: SchedulerState) -> None:
+        super().check(state)
+        expect(set(self._entries) == set(state.running), "the future knows others than those who run")
         expect(
             self._order == sorted(self._entries.values(), key=lambda entry: entry.key),
             "the future is out of order",
         )
-        for i, shelf in enumerate(self.shelves):
+        for i, kv_group in enumerate(self.kv_groups):
             expect(
                 self._shared[i] == Counter(b for entry in self._order for b in entry.shared[i]),
                 "shared blocks do not add up",
             )
-            if shelf.window is not None:
+            if kv_group.window is not None:
                 continue
             held = {
                 b
-                for group in moment.running
+                for group in state.running
                 for sequence in group.sequences
                 for b in sequence.tables[i].blocks
             }
-            slots = shelf.pool.block_size * len(self._shared[i])
+            slots = kv_group.pool.block_size * len(self._shared[i])
             for entry in self._order:
                 if not entry.settled:  # it may decode by now, and longer than was estimated
-                    entry = self._entry(entry.group, moment.step, entry.group.decoding, entry.shared)
-                slots += entry.parts[i].start + entry.parts[i].slope * (moment.step - 1)
-                slots += len(entry.group.sequences) * shelf.pool.block_size if entry.spread else 0
+                    entry = self._entry(entry.group, state.step, entry.group.decoding, entry.shared)
+                slots += entry.parts[i].start + entry.parts[i].slope * (state.step - 1)
+                slots += len(entry.group.sequences) * kv_group.pool.block_size if entry.spread else 0
             expect(
-                len(held) * shelf.pool.block_size <= slots,
+                len(held) * kv_group.pool.block_size <= slots,
                 f"{len(held)} blocks are held, the future has {slots} slots for them",
             )
 

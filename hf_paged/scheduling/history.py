@@ -39,8 +39,9 @@ class AnswerLengths:
             if oldest is not None:
                 del self._lengths[bisect_left(self._lengths, oldest)]
 
-    def expected(self, said: int, most: int, share: float) -> int:
-        """The length that `share` of the answers longer than `said` tokens stay within; never above `most`.
+    def expected(self, generated: int, most: int, share: float) -> int:
+        """The length that `share` of the answers longer than `generated` tokens stay within; never above
+        `most`.
 
         `most` if no such answer is known.
         """
@@ -48,6 +49,6 @@ class AnswerLengths:
             raise ValueError(f"share={share} is not in [0, 1)")
         if not self._answers:
             return most
-        shorter = bisect_right(self._lengths, said)
+        shorter = bisect_right(self._lengths, generated)
         place = shorter + int(share * (len(self._answers) - shorter + self.doubt))
         return min(most, self._lengths[place]) if place < len(self._lengths) else most

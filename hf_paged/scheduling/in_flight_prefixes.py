@@ -17,7 +17,7 @@ class InFlightPrefixes(Counter[bytes]):
         group.promised = names
         self.update(names)
 
-    def withdraw(self, group: SequenceGroup) -> None:
+    def uncache(self, group: SequenceGroup) -> None:
         """The group has computed its shared prefix, or will not do so: no other group waits
         for it any more.
         """

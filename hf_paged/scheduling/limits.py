@@ -54,6 +54,6 @@ class Limits:
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark={self.watermark} is not in [0, 1); 0.01 is a good choice")
 
-    def reserve(self, shelf: KVCacheGroup) -> int:
+    def reserve(self, kv_group: KVCacheGroup) -> int:
         """The blocks of a pool that a new request must leave available."""
-        return int(self.watermark * shelf.pool.total)
+        return int(self.watermark * kv_group.pool.total)

@@ -139,7 +139,7 @@ NOTHING = ScheduledBatch()
 
 @dataclass(frozen=True)
 class Swaps:
-    """Blocks that go to the host and that come back, for every shelf.
+    """Blocks that go to the host and that come back, for every KV cache group.
 
     out: from a block of the device's pool to one of the host's. back: the other way. All that goes out goes
     first: what comes back may be written where that was, and may be among it.
@@ -156,7 +156,7 @@ class Swaps:
 class StepPlan:
     """What a step does, in this order: swaps, copies, rows.
 
-    copies: for every shelf the copies on write. swaps: the blocks of preempted groups on their way to the
+    copies: for every KV cache group the copies on write. swaps: the blocks of preempted groups on their way to the
     host and back. admitted, preempted: the groups that begin to run in it and that do not run any more.
     """
 

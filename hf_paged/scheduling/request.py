@@ -100,13 +100,13 @@ class TokenSequence:
         """How many tokens are still to be computed."""
         return self.length - self.computed
 
-    def growth(self, shelf: int, count: int) -> int:
+    def growth(self, kv_group: int, count: int) -> int:
         """By how many tokens a table grows in a step of `count`: by so many, or in a first step by all that
         it attends to across (C36).
         """
         return (
-            self.group.request.source - self.tables[shelf].length
-            if self.group.shelves[shelf].cross
+            self.group.request.source - self.tables[kv_group].length
+            if self.group.kv_groups[kv_group].cross
             else count
         )
 
@@ -126,11 +126,13 @@ class SequenceGroup:
     which are the prompt, or after a preemption whatever they still have in common (C30).
     """
 
-    def __init__(self, request: Request, shelves: tuple[KVCacheGroup, ...]) -> None:
-        self.request, self.shelves = request, shelves
+    def __init__(self, request: Request, kv_groups: tuple[KVCacheGroup, ...]) -> None:
+        self.request, self.kv_groups = request, kv_groups
         self.status = Status.WAITING
         self.sequences = [
-            TokenSequence(self, i, list(request.prompt), tuple(BlockTable(shelf.pool) for shelf in shelves))
+            TokenSequence(
+                self, i, list(request.prompt), tuple(BlockTable(kv_group.pool) for kv_group in kv_groups)
+            )
             for i in range(request.width)
         ]
         self.preemptions = 0
@@ -230,33 +232,33 @@ class SequenceGroup:
                 room -= count
         return steps
 
-    def need(self, shelf: int, chunk: int) -> int:
+    def need(self, kv_group: int, chunk: int) -> int:
         """The blocks that the tokens so far fill. The common prefix is counted once; with a window, only what
         it can see.
         """
-        if self.shelves[shelf].cross:
-            return self.shelves[shelf].pool.blocks_for(self.request.source)
-        return blocks_of_group(self.shelves[shelf], len(self.sequences), self.common, self.length, chunk)
+        if self.kv_groups[kv_group].cross:
+            return self.kv_groups[kv_group].pool.blocks_for(self.request.source)
+        return blocks_of_group(self.kv_groups[kv_group], len(self.sequences), self.common, self.length, chunk)
 
-    def most(self, shelf: int, chunk: int) -> int:
+    def most(self, kv_group: int, chunk: int) -> int:
         """The blocks that it may come to need to its end."""
-        if self.shelves[shelf].cross:
-            return self.need(shelf, chunk)
+        if self.kv_groups[kv_group].cross:
+            return self.need(kv_group, chunk)
         return blocks_of_group(
-            self.shelves[shelf], len(self.sequences), self.common, self.request.most_tokens, chunk
+            self.kv_groups[kv_group], len(self.sequences), self.common, self.request.most_tokens, chunk
         )
 
-    def held(self, shelf: int) -> int:
+    def held(self, kv_group: int) -> int:
         """The blocks that the group's tables name, each counted once."""
         if not self.forked or len(self.sequences) == 1:
-            return len(self.leader.tables[shelf].blocks)
-        return len({block for sequence in self.sequences for block in sequence.tables[shelf].blocks})
+            return len(self.leader.tables[kv_group].blocks)
+        return len({block for sequence in self.sequences for block in sequence.tables[kv_group].blocks})
 
     @property
     def prompt(self) -> Prompt:
         """What the leader computes for all sequences, with the digests of its full blocks."""
         if self._prompt is None:
-            size = self.shelves[0].pool.block_size
+            size = self.kv_groups[0].pool.block_size
             self._prompt = Prompt(self.leader.tokens[: self.common], size, self.request.key)
         return self._prompt
 
@@ -266,22 +268,24 @@ class SequenceGroup:
         return prompt.digests[: (self.common - 1) // prompt.size]
 
 
-def blocks_of_group(shelf: KVCacheGroup, width: int, common: int, length: int, chunk: int) -> int:
+def blocks_of_group(kv_group: KVCacheGroup, width: int, common: int, length: int, chunk: int) -> int:
     """The most blocks of `width` sequences of `length` tokens whose first `common` are the same (C11).
 
     Blocks full of common tokens exist once, the rest once for each sequence. With a window every sequence
     keeps what it sees, and one step's tokens are added.
     """
-    size = shelf.pool.block_size
+    size = kv_group.pool.block_size
     shared = common // size
     tails = 1 if length == common else width
-    whole = shared + tails * (shelf.pool.blocks_for(length) - shared)
-    if shelf.window is None:
+    whole = shared + tails * (kv_group.pool.blocks_for(length) - shared)
+    if kv_group.window is None:
         return whole
     if width == 1:
-        return min(whole, shelf.row_blocks(length, chunk))
+        return min(whole, kv_group.row_blocks(length, chunk))
     return min(
-        whole, width * (shelf.pool.blocks_for(shelf.window) + 2) + shelf.pool.blocks_for(min(chunk, length))
+        whole,
+        width * (kv_group.pool.blocks_for(kv_group.window) + 2)
+        + kv_group.pool.blocks_for(min(chunk, length)),
     )
 
 

@@ -21,7 +21,7 @@ from ..blocks import (
 )
 from ..blocks.pool import expect
 from .admission import Admission, Candidate, SchedulerState, why_infeasible
-from .audit import check_groups, check_shelves
+from .audit import check_groups, check_kv_groups
 from .decode_batch import DecodeBatch
 from .draft import Draft, Steps, fit, samples, share
 from .forecast import ADMISSIONS
@@ -57,7 +57,7 @@ class Scheduler:
 
     def __init__(
         self,
-        shelves: Iterable[KVCacheGroup],
+        kv_groups: Iterable[KVCacheGroup],
         limits: Limits,
         policy: str = "fcfs",
         *,
@@ -70,16 +70,16 @@ class Scheduler:
             raise ValueError(f"policy={policy!r} is not one of {sorted(POLICIES)}")
         if admission not in ADMISSIONS:
             raise ValueError(f"admission={admission!r} is not one of {sorted(ADMISSIONS)}")
-        self.shelves, self.limits, self.verify = tuple(shelves), limits, verify
+        self.kv_groups, self.limits, self.verify = tuple(kv_groups), limits, verify
         self.prefix_caching = prefix_caching
-        self._growing = tuple(shelf for shelf in self.shelves if not shelf.cross)
+        self._growing = tuple(kv_group for kv_group in self.kv_groups if not kv_group.cross)
         """Those whose tables hold a sequence's own tokens."""
-        if self._growing != self.shelves[: len(self._growing)]:
+        if self._growing != self.kv_groups[: len(self._growing)]:
             raise ValueError("a pool of cross-attention layers stands behind all others")
-        if len({shelf.pool.block_size for shelf in self.shelves}) != 1:
+        if len({kv_group.pool.block_size for kv_group in self.kv_groups}) != 1:
             raise ValueError("the pools of one scheduler must have blocks of one size")
         self._key = POLICIES[policy]
-        self.admission = ADMISSIONS[admission](self.shelves, limits)
+        self.admission = ADMISSIONS[admission](self.kv_groups, limits)
         """Says who is let in."""
         self.waiting: list[SequenceGroup] = []
         self.preempted: list[SequenceGroup] = []
@@ -91,17 +91,17 @@ class Scheduler:
         self._free_rows = list(range(limits.sequences))
         """Rows that no sequence owns, a heap: the lowest is given first."""
         self._promised = InFlightPrefixes()
-        self.swapping = Swapping(self.shelves, swap, verify)
+        self.swapping = Swapping(self.kv_groups, swap, verify)
         self.counts: Counter[Count] = Counter()
 
     # ---- requests come and go
 
     def submit(self, request: Request) -> SequenceGroup:
         """Queue a request, or raise Infeasible at once (C11)."""
-        reason = why_infeasible(request, self.shelves, self.limits)
+        reason = why_infeasible(request, self.kv_groups, self.limits)
         if reason is not None:
             raise Infeasible(reason)
-        group = SequenceGroup(request, self.shelves)
+        group = SequenceGroup(request, self.kv_groups)
         insort(self.waiting, group, key=self._key)
         return group
 
@@ -128,7 +128,7 @@ class Scheduler:
             group.sequences.remove(sequence)
 
     def _leave(self, group: SequenceGroup) -> None:
-        self._promised.withdraw(group)
+        self._promised.uncache(group)
         self.admission.leave(group)
         {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}[
             group.status
@@ -144,7 +144,7 @@ class Scheduler:
         """Take all blocks of a running group. They wait for it on the host, or it is computed again, from the
         prefix cache where it can (C29 to C31); without `swap` that is not asked."""
         self._leave_batch(group)
-        self._promised.withdraw(group)
+        self._promised.uncache(group)
         self.admission.leave(group)
         group.awaits_tokens = any(sequence.computed >= len(sequence.tokens) for sequence in group.sequences)
         blocks = self.swapping.park(group) if swap else None
@@ -202,8 +202,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. Its blocks are taken in the books; `commit` says that it has been computed."""
-        draft = Draft(len(self.shelves), self.limits.tokens)
-        now = [shelf.pool.tick() for shelf in self.shelves]
+        draft = Draft(len(self.kv_groups), self.limits.tokens)
+        now = [kv_group.pool.tick() for kv_group in self.kv_groups]
         self._refresh_batch()
         steps: list[Steps] = []
         if self._others or self.decode_batch.growing:
@@ -224,7 +224,7 @@ class Scheduler:
         batch.
         """
         steps = share(self._others, self.limits.tokens - len(self.decode_batch))
-        while self.running and not fit(self.shelves, steps, self.decode_batch.need()):
+        while self.running and not fit(self.kv_groups, steps, self.decode_batch.need()):
             last = self.running[-1]
             self.preempt(last)
             last.setbacks += 1
@@ -265,7 +265,7 @@ class Scheduler:
         for sequence, start, count, _ in batch.rows_behind if len(batch.sequences) > batch.decodes else ():
             group, end = sequence.group, start + count
             if group.promised and end >= group.common and sequence.computed >= end and group not in without:
-                self._promised.withdraw(group)
+                self._promised.uncache(group)
 
     def extend(self, sequences: Iterable[TokenSequence], tokens: Iterable[int]) -> None:
         """The host has the next tokens of sequences, which run or were preempted since the tokens' step."""
@@ -282,7 +282,7 @@ class Scheduler:
         """
         sequences = group.sequences
         for i in range(
-            len(self.shelves) if any(place != source for place, source in enumerate(sources)) else 0
+            len(self.kv_groups) if any(place != source for place, source in enumerate(sources)) else 0
         ):
             reorder([sequence.tables[i] for sequence in sequences], sources)
         rows = [sequences[source].tokens for source in sources]
@@ -326,10 +326,10 @@ class Scheduler:
     def _take(self, draft: Draft, steps: Steps) -> None:
         """Enter the steps in the tables and in the draft."""
         ones = all(count == 1 for _, count in steps)
-        for i, shelf in enumerate(self.shelves):
+        for i, kv_group in enumerate(self.kv_groups):
             tables = [sequence.tables[i] for sequence, _ in steps]
-            if ones and not shelf.cross:
-                now = shelf.pool.tick()
+            if ones and not kv_group.cross:
+                now = kv_group.pool.tick()
                 draft.copies[i] += [
                     copy for copy in [table.step(now) for table in tables] if copy is not None
                 ]
@@ -359,25 +359,25 @@ class Scheduler:
                     1  # a twin computes its prompt: it keeps its place, and nobody behind it waits for that
                 )
                 continue
-            moment, bid = self._moment(draft.room), self._bid(group, found)
-            if moment.taken + len(group.sequences) > self.limits.sequences:
+            state, candidate = self._state(draft.room), self._candidate(group, found)
+            if state.taken + len(group.sequences) > self.limits.sequences:
                 return
-            verdict = self.admission.verdict(bid, moment)
+            verdict = self.admission.verdict(candidate, state)
             if verdict is not Admission.OK and any(each.partial for each in found):
                 # The source of a copy is held beside the copy: a group that needs every block does without.
                 found = self._find(group, whole=True) or found
-                bid = self._bid(group, found)
-                verdict = self.admission.verdict(bid, moment)
+                candidate = self._candidate(group, found)
+                verdict = self.admission.verdict(candidate, state)
             if verdict is not Admission.OK:
                 return
             del queue[passed]
-            self.admission.enter(bid, moment)
+            self.admission.enter(candidate, state)
             self._start(draft, group, found)
-            if self.shelves[0].pool.block_size == 1:
+            if self.kv_groups[0].pool.block_size == 1:
                 group.seek_runs()
             draft.admitted.append(group)
             steps = group.advance(draft.room)
-            if not fit(self.shelves, [steps]):
+            if not fit(self.kv_groups, [steps]):
                 raise AssertionError(f"{group!r} was let in and its first step does not fit")
             self._take(draft, steps)
 
@@ -389,21 +389,24 @@ class Scheduler:
         """
         if group.swapped:
             return [
-                Match(list(set(self.swapping.there(group, i).values())), []) for i in range(len(self.shelves))
+                Match(list(set(self.swapping.there(group, i).values())), [])
+                for i in range(len(self.kv_groups))
             ]
         if not self._shares(group):
-            return [Match([], []) for _ in self.shelves]
+            return [Match([], []) for _ in self.kv_groups]
         prompt, names = group.prompt, group.names()
-        trails = [PrefixLookup(shelf.pool, prompt, shelf.window, self.verify) for shelf in self._growing]
-        reached = reach_in_all(trails, group.common - 1)
+        lookups = [
+            PrefixLookup(kv_group.pool, prompt, kv_group.window, self.verify) for kv_group in self._growing
+        ]
+        reached = reach_in_all(lookups, group.common - 1)
         while whole and reached % prompt.size:
-            reached = reach_in_all(trails, reached - reached % prompt.size)
+            reached = reach_in_all(lookups, reached - reached % prompt.size)
         full = reached // prompt.size
         if full < len(names) and self._promised[names[full]]:
             return None
         # What it attends to across is made anew.
-        return [trail.take(reached) for trail in trails] + [Match([], [])] * (
-            len(self.shelves) - len(self._growing)
+        return [lookup.take(reached) for lookup in lookups] + [Match([], [])] * (
+            len(self.kv_groups) - len(self._growing)
         )
 
     def _shares(self, group: SequenceGroup) -> bool:
@@ -415,11 +418,11 @@ class Scheduler:
         """How many sequences run."""
         return len(self.decode_batch) + sum([len(group.sequences) for group in self._others])
 
-    def _moment(self, room: int) -> SchedulerState:
+    def _state(self, room: int) -> SchedulerState:
         return SchedulerState(self.counts["steps"], room, self.running, self._taken)
 
-    def _bid(self, group: SequenceGroup, found: list[Match]) -> Candidate:
-        chunk, many = self.limits.tokens, range(len(self.shelves))
+    def _candidate(self, group: SequenceGroup, found: list[Match]) -> Candidate:
+        chunk, many = self.limits.tokens, range(len(self.kv_groups))
         needs = [self.swapping.need(group, i, chunk) if group.swapped else group.need(i, chunk) for i in many]
         sources = [None if each.partial is None else each.partial.block for each in found]
         return Candidate(
@@ -427,7 +430,7 @@ class Scheduler:
             [each.blocks for each in found],
             needs,
             sources,
-            found[0].tokens(self.shelves[0].pool.block_size),
+            found[0].tokens(self.kv_groups[0].pool.block_size),
         )
 
     def _start(self, draft: Draft, group: SequenceGroup, found: list[Match]) -> None:
@@ -460,21 +463,21 @@ class Scheduler:
             hits = full + (found[0].partial is not None)
             misses = max(0, len(group.names()) - hits)
             self.counts.update(hits=hits, misses=misses)
-            for shelf in self._growing:
-                shelf.pool.counts.update(hits=hits, misses=misses)
+            for kv_group in self._growing:
+                kv_group.pool.counts.update(hits=hits, misses=misses)
         return full
 
     def _name(self, sequence: TokenSequence, end: int) -> None:
         """Let others find the full blocks of the first `end` tokens of a sequence."""
-        exchanged = full = end // self.shelves[0].pool.block_size
+        deduped = full = end // self.kv_groups[0].pool.block_size
         for table in self._named_tables(sequence):
             named = len(table.digests)
             if named < full and commit(
                 table, sequence.tokens, sequence.group.request.key, keep_tokens=True, until=end
             ):
-                exchanged = min(exchanged, named)
-        if exchanged < full:
-            self.decode_batch.renamed(sequence, exchanged)
+                deduped = min(deduped, named)
+        if deduped < full:
+            self.decode_batch.renamed(sequence, deduped)
 
     def _name_tail(self, sequence: TokenSequence) -> None:
         """Let others find the last, partly filled block of a sequence that ends (C17). Its last token was
@@ -492,13 +495,13 @@ class Scheduler:
 
     def check(self) -> None:
         """Recount everything; between two steps every table holds what is computed, and nothing else."""
-        check_shelves(self.shelves)
+        check_kv_groups(self.kv_groups)
         check_groups(
             {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running},
             self._key,
         )
-        moment = self._moment(self.limits.tokens)
-        self.admission.check(moment)
+        state = self._state(self.limits.tokens)
+        self.admission.check(state)
         self.decode_batch.check()
         apart = [group for group in self.running if group.leader not in self.decode_batch]
         rows = [sequence.row for group in self.running for sequence in group.sequences]
@@ -507,7 +510,7 @@ class Scheduler:
             "a row belongs to two sequences, or is lost",
         )
         expect(
-            moment.taken == sum(len(group.sequences) for group in self.running),
+            state.taken == sum(len(group.sequences) for group in self.running),
             "a running sequence is not counted",
         )
         expect(
@@ -515,6 +518,6 @@ class Scheduler:
             "a running group is in two places, or in none",
         )
         expect(
-            moment.taken <= self.limits.sequences,
-            f"{moment.taken} sequences run, {self.limits.sequences} may",
+            state.taken <= self.limits.sequences,
+            f"{state.taken} sequences run, {self.limits.sequences} may",
         )

@@ -40,23 +40,25 @@ class Swapping:
     dropped hashes (other weights, a pool given back) are never brought back.
     """
 
-    def __init__(self, shelves: tuple[KVCacheGroup, ...], decide: Decide, verify: bool) -> None:
-        self.shelves, self.decide, self.verify = shelves, decide, verify
+    def __init__(self, kv_groups: tuple[KVCacheGroup, ...], decide: Decide, verify: bool) -> None:
+        self.kv_groups, self.decide, self.verify = kv_groups, decide, verify
         self.clear()
 
     def clear(self) -> None:
         """Nothing is on its way any more."""
         self.moves = False
         """Whether blocks have moved in the books since the last plan."""
-        self._out: list[dict[int, int]] = [{} for _ in self.shelves]
+        self._out: list[dict[int, int]] = [{} for _ in self.kv_groups]
         """For every pool the host blocks to be filled, and the device blocks they are filled from, by the
         block's latest owner.
         """
-        self._back: list[list[Copy]] = [[] for _ in self.shelves]
+        self._back: list[list[Copy]] = [[] for _ in self.kv_groups]
 
     def plan(self) -> Swaps:
         """What is to be carried out before the rows of this step."""
-        out = tuple(tuple(Copy(source, target) for target, source in shelf.items()) for shelf in self._out)
+        out = tuple(
+            tuple(Copy(source, target) for target, source in kv_group.items()) for kv_group in self._out
+        )
         swaps = Swaps(out, tuple(map(tuple, self._back)))
         self.clear()
         return swaps
@@ -70,30 +72,30 @@ class Swapping:
         if (
             not group.leader.computed
             or group.complete
-            or any(shelf.host is None for shelf in self.shelves)
+            or any(kv_group.host is None for kv_group in self.kv_groups)
             or self.stale(group)
         ):
             return None
-        for i, shelf in enumerate(self.shelves):
-            if shelf.window is not None:
+        for i, kv_group in enumerate(self.kv_groups):
+            if kv_group.window is not None:
                 for table in _tables(group, i):
-                    table.release_before(table.length - shelf.window + 1)
-        held = tuple(distinct(_tables(group, i)) for i in range(len(self.shelves)))
+                    table.release_before(table.length - kv_group.window + 1)
+        held = tuple(distinct(_tables(group, i)) for i in range(len(self.kv_groups)))
         # Common tokens are computed once in a recomputation.
         tokens = sum(sequence.computed for sequence in group.sequences)
         if group.forked:
             tokens -= (len(group.sequences) - 1) * group.common
         if not self.decide(Victim(held, tokens)):
             return None
-        hosts = [shelf.host for shelf in self.shelves if shelf.host is not None]
+        hosts = [kv_group.host for kv_group in self.kv_groups if kv_group.host is not None]
         if any(host.available < blocks for host, blocks in zip(hosts, held, strict=True)):
             return None
         self.moves = True
         for sequence in group.sequences:
             sequence.parked = tuple(BlockTable(host) for host in hosts)
-        for i, of_shelf in enumerate(self._out):
+        for i, of_kv_group in enumerate(self._out):
             for copy in move(_tables(group, i), [sequence.parked[i] for sequence in group.sequences]):
-                of_shelf[copy.target] = copy.source
+                of_kv_group[copy.target] = copy.source
         return sum(held)
 
     # ---- back
@@ -101,21 +103,21 @@ class Swapping:
     def stale(self, group: SequenceGroup) -> bool:
         """Whether what a group has computed rests on what was forgotten since."""
         return any(
-            table.length and table.epoch != shelf.pool.epoch
+            table.length and table.epoch != kv_group.pool.epoch
             for sequence in group.sequences
-            for shelf, table in zip(self.shelves, sequence.parked or sequence.tables, strict=True)
+            for kv_group, table in zip(self.kv_groups, sequence.parked or sequence.tables, strict=True)
         )
 
     def there(self, group: SequenceGroup, i: int) -> dict[int, int]:
         """Which of a group's blocks on the host the device still has under their names, and where."""
-        pool, found = self.shelves[i].pool, {}
+        pool, found = self.kv_groups[i].pool, {}
         for sequence in group.sequences:
             table = sequence.parked[i]
             for place in range(table.released, len(table.digests)):
                 block = pool.lookup(table.digests[place])
                 if block is not None and (
                     not self.verify
-                    or pool.published_tokens(block) == _content(sequence.tokens, place, pool.block_size)
+                    or pool.tokens_of_block(block) == _content(sequence.tokens, place, pool.block_size)
                 ):
                     found[table.blocks[place - table.released]] = block
         return found
@@ -134,10 +136,10 @@ class Swapping:
         """Move a group from the host to the device's pools, which have room: the blocks to copy."""
         self.moves = True
         blocks = 0
-        for i, of_shelf in enumerate(self._back):
+        for i, of_kv_group in enumerate(self._back):
             parked = [sequence.parked[i] for sequence in group.sequences]
             copies = move(parked, _tables(group, i), self.there(group, i))
-            of_shelf += copies
+            of_kv_group += copies
             blocks += len(copies)
         for sequence in group.sequences:
             sequence.parked = ()

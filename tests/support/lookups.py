@@ -9,6 +9,6 @@ from hf_paged.blocks import BlockPool, Match, PrefixLookup, Prompt
 
 def match(pool: BlockPool, tokens: Sequence[int], extra: bytes = b"", verify: bool = False) -> Match:
     """The full blocks that a prompt can begin with; at least one of its tokens is computed."""
-    trail = PrefixLookup(pool, Prompt(tokens, pool.block_size, extra), verify=verify)
-    reach = trail.reach(len(tokens) - 1)
-    return trail.take(reach - reach % pool.block_size)
+    lookup = PrefixLookup(pool, Prompt(tokens, pool.block_size, extra), verify=verify)
+    reach = lookup.reach(len(tokens) - 1)
+    return lookup.take(reach - reach % pool.block_size)

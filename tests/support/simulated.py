@@ -106,14 +106,15 @@ class Simulated:
         self.hosts = [
             None if self.host is None else BlockPool(self.host, pool.block_size) for pool in everybody
         ]
-        shelves = [
-            KVCacheGroup(*of_shelf) for of_shelf in zip(self.pools, self.windows, self.hosts, strict=False)
+        kv_groups = [
+            KVCacheGroup(*of_kv_group)
+            for of_kv_group in zip(self.pools, self.windows, self.hosts, strict=False)
         ]
         if self.encoders is not None:
-            shelves.append(KVCacheGroup(self.encoders, host=self.hosts[-1], cross=True))
+            kv_groups.append(KVCacheGroup(self.encoders, host=self.hosts[-1], cross=True))
         options = {"admission": self.admission, "prefix_caching": self.prefix_caching, "verify": self.verify}
         self.scheduler = Scheduler(
-            shelves, self.limits, self.policy, swap=lambda victim: self.swap(victim), **options
+            kv_groups, self.limits, self.policy, swap=lambda victim: self.swap(victim), **options
         )
         self.stores: list[dict[int, int]] = [{} for _ in everybody]
         self.on_host: list[dict[int, int]] = [{} for _ in everybody]
@@ -190,10 +191,10 @@ class Simulated:
             (swaps.out, self.stores, self.on_host),
             (swaps.back, self.on_host, self.stores),
         ):
-            for shelf, sources, targets, copies in zip(
-                self.scheduler.shelves, here, there, ways, strict=bool(ways)
+            for kv_group, sources, targets, copies in zip(
+                self.scheduler.kv_groups, here, there, ways, strict=bool(ways)
             ):
-                pool = shelf.pool
+                pool = kv_group.pool
                 assert len({copy.target for copy in copies}) == len(copies)
                 for source, target in copies:
                     for slot in range(pool.block_size):
@@ -203,8 +204,8 @@ class Simulated:
 
     def copy(self, plan: StepPlan) -> None:
         assert self.encoders is None or not plan.copies[-1]
-        for shelf, store, copies in zip(self.scheduler.shelves, self.stores, plan.copies, strict=True):
-            pool = shelf.pool
+        for kv_group, store, copies in zip(self.scheduler.kv_groups, self.stores, plan.copies, strict=True):
+            pool = kv_group.pool
             assert not {copy.source for copy in copies} & {copy.target for copy in copies}
             assert len({copy.target for copy in copies}) == len(copies)
             for source, target in copies:
@@ -272,8 +273,8 @@ class Simulated:
     def assert_empty(self) -> None:
         assert not self.scheduler.unfinished
         assert all(
-            shelf.pool.held == 0 and (shelf.host is None or shelf.host.held == 0)
-            for shelf in self.scheduler.shelves
+            kv_group.pool.held == 0 and (kv_group.host is None or kv_group.host.held == 0)
+            for kv_group in self.scheduler.kv_groups
         )
         assert not self.scheduler._promised
         self.scheduler.check()

@@ -88,7 +88,7 @@ class Handle:
         """The increments since the last read, without waiting for more: for callers that drive the engine by
         hand.
         """
-        increments = self._job.news.drain()
+        increments = self._job.queue.drain()
         self._see_to_trouble()
         return increments
 
@@ -112,7 +112,7 @@ class Handle:
 
     def _read_one(self) -> Increment | None:
         """The first unread increment: leaving a loop after it does not consume the following ones."""
-        increment = self._job.news.next()
+        increment = self._job.queue.next()
         self._see_to_trouble()
         return increment
 

@@ -61,10 +61,10 @@ class Options:
         free = type(new) is int and new > 0
         kept_out = {LENGTH} if free else set()
         values = [(name, type(value), value) for name, value in keywords.items() if name not in kept_out]
-        asked = values, free, input_device(model)
+        params = values, free, input_device(model)
         last = self._last
-        if last is None or not _equal(last[0], (asked, vars(own))):
-            kept = asked, copy.deepcopy(vars(own))
+        if last is None or not _equal(last[0], (params, vars(own))):
+            kept = params, copy.deepcopy(vars(own))
             self._last = last = kept, _read(model, None, keywords)
         config = copy.copy(last[1].config)
         if free:

@@ -84,9 +84,9 @@ class BeamSearch:
     ended before, by score over length.
     """
 
-    def __init__(self, asked: RequestParams) -> None:
-        config = asked.config
-        self.asked, self.count = asked, asked.beams
+    def __init__(self, params: RequestParams) -> None:
+        config = params.config
+        self.params, self.count = params, params.beams
         self.keep = max(2, 1 + _ends(config)) * self.count
         self.length_penalty, self.early_stopping = config.length_penalty, config.early_stopping
         count, nothing = self.count, [NOT] * self.count
@@ -109,14 +109,14 @@ class BeamSearch:
     def answers(self) -> list[Hypothesis]:
         """What is returned, best first."""
         found = zip(self.standing.ended, self.standing.why, self.standing.scores, strict=True)
-        return [_hypothesis(*each) for each in found][: self.asked.answers]
+        return [_hypothesis(*each) for each in found][: self.params.answers]
 
     def contender(self, found: Continuations, reasons: list[FinishReason | None]) -> BeamCandidates:
         """The search as it is about to go on with some of these, or to end there for these reasons."""
         new = self.standing.new + 1
         later = new
         if self.early_stopping == "never" and self.length_penalty > 0:
-            later = self.asked.config.max_length - len(self.asked.ids)
+            later = self.params.config.max_length - len(self.params.ids)
         return BeamCandidates(
             self, found, reasons, float(new**self.length_penalty), float(later**self.length_penalty)
         )

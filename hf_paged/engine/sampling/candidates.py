@@ -24,7 +24,7 @@ class BeamScorer:
         self.searches = searches
         (count, keep), device = searches[0].shape, logits.device
         self._most = max(
-            (search.asked.favourites for search in searches if search.asked.favourites is not None),
+            (search.params.favourites for search in searches if search.params.favourites is not None),
             default=None,
         )
         own = logits if rows == list(range(len(logits))) else logits[upload(rows, device)]
@@ -52,7 +52,7 @@ class BeamScorer:
     def _notes(
         self, i: int, beams: list[int], tokens: list[int], heard: Sequence[torch.Tensor]
     ) -> list[TokenLogprob] | None:
-        wanted = self.searches[i].asked.favourites
+        wanted = self.searches[i].params.favourites
         if wanted is None:
             return None
         own, values, indices = (each[i].tolist() for each in heard)
@@ -72,12 +72,12 @@ def apart(search: BeamSearch, scores: torch.Tensor) -> tuple[torch.Tensor, torch
     scores: [beams, vocabulary], log probabilities that were processed. They are the best, or drawn if the
         request says so.
     """
-    asked, standing = search.asked, search.standing
+    params, standing = search.params, search.standing
     flat = (scores + upload(standing.running, scores.device, torch.float32)[:, None]).flatten()
-    if not asked.sampled:
+    if not params.sampled:
         values, places = flat.topk(search.keep)
         return values, places
-    keys = upload([asked.seed, standing.new], flat.device)
+    keys = upload([params.seed, standing.new], flat.device)
     noise = gumbel(keys[:1], keys[1:], torch.arange(flat.shape[0], device=flat.device))
     places = (flat.double() + noise).topk(search.keep)[1]
     return flat[places], places

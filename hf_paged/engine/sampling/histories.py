@@ -67,7 +67,7 @@ class Histories(Places):
         new = self.without(owners)
         if not new:
             return
-        lines = [job.asked.seen(row.tokens) for job, row in new]
+        lines = [job.params.seen(row.tokens) for job, row in new]
         self._room(len(new), max(map(len, lines)), device)
         places = [self.take(row) for _, row in new]
         longest = max(map(len, lines))

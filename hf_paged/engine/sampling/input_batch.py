@@ -29,21 +29,21 @@ class InputBatch:
         self.sequences = sequences
         self.jobs = [jobs[sequence.group] for sequence in sequences]
         self._owners = list(zip(self.jobs, sequences, strict=True))
-        asked = [job.asked for job in self.jobs]
+        params = [job.params for job in self.jobs]
         self.streams = [job.streams[sequence.index] for job, sequence in self._owners]
-        self._ends = [each.ends for each in asked]
+        self._ends = [each.ends for each in params]
         self.any_end = frozenset([UNKNOWN]).union(*set(self._ends))
-        self.logprobs = [place for place, each in enumerate(asked) if each.favourites is not None]
-        self.has_criteria = any(each.criteria for each in asked)
+        self.logprobs = [place for place, each in enumerate(params) if each.favourites is not None]
+        self.has_criteria = any(each.criteria for each in params)
         self._penalties = penalties
-        self._drawn = [place for place, each in enumerate(asked) if each.sampled]
+        self._drawn = [place for place, each in enumerate(params) if each.sampled]
         self._fined = [place for place, job in enumerate(self.jobs) if job.fined]
-        self._seeds = [asked[place].seed for place in self._drawn]
+        self._seeds = [params[place].seed for place in self._drawn]
         self._indices = [sequences[place].index for place in self._drawn]
-        self._warps = [asked[place].warp or Warp() for place in self._drawn]
+        self._warps = [params[place].warp or Warp() for place in self._drawn]
         self._recipes: list[Recipe] = []
         if any(job.ruled for job in self.jobs):
-            self._recipes = [each.recipe or Recipe() for each in asked]
+            self._recipes = [each.recipe or Recipe() for each in params]
         self._reading = [place for place, recipe in enumerate(self._recipes) if recipe.reads]
         self.uses_positions = bool(self._drawn or self._recipes)
 
@@ -90,7 +90,7 @@ class InputBatch:
     def _note(self, tokens: torch.Tensor, positions: Sequence[int]) -> None:
         """Keep the tokens of rows whose processors read ids."""
         owners = [self._owners[place] for place in self._reading]
-        lengths = [self._owners[place][0].asked.seen_length(positions[place]) for place in self._reading]
+        lengths = [self._owners[place][0].params.seen_length(positions[place]) for place in self._reading]
         every = len(owners) == len(self._owners)
         own = tokens if every else tokens[upload(self._reading, tokens.device)]
         self._penalties.histories.note(owners, lengths, own)
@@ -121,7 +121,7 @@ class InputBatch:
             return scores
         whose = [self._owners[place] for place in owners or range(len(self._owners))]
         lengths = [
-            job.asked.seen_length(position) for (job, _), position in zip(whose, positions, strict=True)
+            job.params.seen_length(position) for (job, _), position in zip(whose, positions, strict=True)
         ]
 
         def fail(row: int, error: Exception) -> None:

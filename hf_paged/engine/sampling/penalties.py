@@ -56,7 +56,7 @@ class PenaltyState(Places):
         self._fit(scores)
         self._enter(self.without(owners), scores.shape[1])
         at, places = upload([list(rows), [self.place(row) for _, row in owners]], scores.device)
-        penalties = [1.0 if job.asked.warp is None else job.asked.warp.repetition for job, _ in owners]
+        penalties = [1.0 if job.params.warp is None else job.params.warp.repetition for job, _ in owners]
         return PenalizedRows(at, places, penalised(scores[at], self._seen[places], penalties))
 
     def note(self, fined: PenalizedRows, tokens: torch.Tensor) -> None:
@@ -92,7 +92,7 @@ class PenaltyState(Places):
             place = self.take(row)
             # Whoever asks for ids beyond the scores has asked for nothing that could be repeated.
             lines.append(
-                (place, [token for token in set(job.asked.seen(row.tokens)) if 0 <= token < vocabulary])
+                (place, [token for token in set(job.params.seen(row.tokens)) if 0 <= token < vocabulary])
             )
         places = list(chain.from_iterable(repeat(place, len(tokens)) for place, tokens in lines))
         tokens = list(chain.from_iterable(tokens for _, tokens in lines))

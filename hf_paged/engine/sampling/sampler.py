@@ -38,8 +38,8 @@ def no_token(job: Job) -> Exception:
         if job.ruled
         else ", and leave no token"
     )
-    warp = job.asked.warp
-    if job.asked.sampled and warp is not None and warp.temperature != 1:
+    warp = job.params.warp
+    if job.params.sampled and warp is not None and warp.temperature != 1:
         return NoToken(
             f"the model's logits over temperature={warp.temperature} are NaN, inf or all -inf{ruled}"
         )
@@ -77,7 +77,7 @@ class HostSampler:
         """Wait for what was launched, and give every job its tokens: the jobs that failed, and why."""
         arrived = iter(self._download.wait())
         broken = _dealt(self._own, next(arrived).tolist() if self._own else [])
-        self._reject(job for job, found in broken.items() if any(found) and not job.asked.mends)
+        self._reject(job for job, found in broken.items() if any(found) and not job.params.mends)
         self._each(
             [request for request in self._own if request.job.beams is None],
             lambda request: self._take(scheduler, request, self._chosen(request)),
@@ -106,15 +106,15 @@ class HostSampler:
         """The tokens of a job with processors of its own."""
         job, own = request.job, self._logits[request.rows]
         scores = _sound(job.processed(own, own.device), job)
-        tokens: list[int] = (_drawn(request, scores) if job.asked.sampled else scores.argmax(-1)).tolist()
+        tokens: list[int] = (_drawn(request, scores) if job.params.sampled else scores.argmax(-1)).tolist()
         return require_known(tokens, own.shape[1], scores)
 
     def _take(self, scheduler: Scheduler, request: SamplingRows, tokens: list[int]) -> None:
         """Give a job its tokens; logprobs are computed only where they were asked for."""
         notes = (
             None
-            if request.job.asked.favourites is None
-            else _notes(self._logits[request.rows], tokens, request.job.asked.favourites)
+            if request.job.params.favourites is None
+            else _notes(self._logits[request.rows], tokens, request.job.params.favourites)
         )
         assert request.job.group is not None
         sequences = request.job.group.sequences
@@ -153,7 +153,7 @@ class HostSampler:
         values, places = apart(search, scores)
         beams = (places // scores.shape[1]).tolist()
         tokens = require_known((places % scores.shape[1]).tolist(), own.shape[1], scores)
-        favourites = request.job.asked.favourites
+        favourites = request.job.params.favourites
         notes = (
             None
             if favourites is None
@@ -168,8 +168,8 @@ def _scorers(
     """The searches that can be compared together, by their shapes."""
     alike: dict[tuple[int, int], list[SamplingRows]] = {}
     for request in requests:
-        search, asked = request.job.beams, request.job.asked
-        if search is None or asked.processors or asked.sampled:
+        search, params = request.job.beams, request.job.params
+        if search is None or params.processors or params.sampled:
             continue
         if search.keep <= search.count * logits.shape[1]:  # else it fails by itself
             alike.setdefault(search.shape, []).append(request)
@@ -196,7 +196,7 @@ def _drawn(request: SamplingRows, scores: torch.Tensor) -> torch.Tensor:
     """Tokens [rows] drawn from a job's processed scores [rows, vocabulary]."""
     assert request.job.group is not None
     sequences = request.job.group.sequences
-    seeds = [request.job.asked.seed] * len(sequences)
+    seeds = [request.job.params.seed] * len(sequences)
     indices = [sequence.index for sequence in sequences]
     return draw(scores, seeds, indices, [len(sequence.tokens) for sequence in sequences])
 
@@ -208,7 +208,7 @@ def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
     best = scores.amax(-1) if job.beams is None else scores.amax()
     if not bool((best > -torch.inf).all()):
         raise NoToken("no token is left after the logits processors: all scores of a row are -inf")
-    if job.asked.sampled and not bool(best.isfinite().all()):
+    if job.params.sampled and not bool(best.isfinite().all()):
         raise NoToken("no token can be drawn after the logits processors: a score is inf")
     return scores
 
