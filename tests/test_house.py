@@ -43,10 +43,10 @@ BUDGETS = {
     "hf_paged/engine/requests": 1350,
     "hf_paged/engine/sampling": 1350,
     "hf_paged/generate": 2000,
-    "hf_paged/kv": 3800,
+    "hf_paged/kv": 3850,
     "hf_paged/model": 3400,
     "hf_paged/model/capture": 2200,
-    "hf_paged/scheduling": 2250,
+    "hf_paged/scheduling": 2300,
     "hf_paged/serve": 3600,
 }
 """The most lines of each folder."""

@@ -38,7 +38,7 @@ __all__ = [
     "distinct",
     "extra_key",
     "move",
+    "parent_key",
     "reach_in_all",
     "reorder",
-    "parent_key",
 ]

@@ -18,7 +18,8 @@ class BlockTableArray:
     """
 
     def __init__(self) -> None:
-        self.width, self.height = NARROWEST, 0
+        self.width = NARROWEST
+        self.height = 0
         self.ids = array("i")
         """Replaced by a new array whenever it grows, so that an array in use never changes its size."""
 
@@ -44,11 +45,11 @@ class BlockTableArray:
     def _fit(self, row: int, width: int) -> None:
         if row < self.height and width <= self.width:
             return
-        wide, high = (
-            max(self.width, 1 << (width - 1).bit_length() if width else 0),
-            max(self.height, 2 * row, 8),
-        )
+        wide = max(self.width, 1 << (width - 1).bit_length() if width else 0)
+        high = max(self.height, 2 * row, 8)
         ids = array("i", bytes(4 * wide * high))
         for i in range(self.height):
             ids[i * wide : i * wide + self.width] = self.ids[i * self.width : (i + 1) * self.width]
-        self.ids, self.width, self.height = ids, wide, high
+        self.ids = ids
+        self.width = wide
+        self.height = high

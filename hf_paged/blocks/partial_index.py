@@ -36,7 +36,8 @@ class PartialBlockIndex:
         """The block that begins with most of `tokens`, and with how many; None if none begins with the first
         of them.
         """
-        entries, wanted = self._of.get(parent_key, []), tuple(tokens)
+        entries = self._of.get(parent_key, [])
+        wanted = tuple(tokens)
         place = bisect_left(entries, (wanted, -1))
         near = [
             (block, _common(content, wanted)) for content, block in entries[max(0, place - 1) : place + 1]

@@ -13,7 +13,9 @@ from .partial_index import PartialBlockIndex
 if TYPE_CHECKING:
     from .table import BlockTable
 
-FREE, HELD, CACHED = 0, 1, 2
+FREE = 0
+HELD = 1
+CACHED = 2
 MAX_BLOCK_SIZE = 256
 NOWHERE = -1
 
@@ -150,7 +152,8 @@ class BlockPool:
             near if near >= 0 and self._state.find(bytes(count), near, near + count) == near else None
         )
         if start is None and self.block_size == 1:
-            start, near = self.find_run(count), NOWHERE
+            start = self.find_run(count)
+            near = NOWHERE
         if start is None:
             found: list[int] = []
             for _ in range(count):
@@ -200,8 +203,12 @@ class BlockPool:
         """Drop one reference of each block. Blocks without further references and without a hash are free at
         once.
         """
-        references, state, names, times = self._references, self._state, self._names, self._last_access
-        lowest, freed = self._lowest_free, 0
+        references = self._references
+        state = self._state
+        names = self._names
+        times = self._last_access
+        lowest = self._lowest_free
+        freed = 0
         try:
             for block in blocks:
                 if references[block] == 1 and block not in names:
@@ -320,7 +327,8 @@ class BlockPool:
         self._references = [named[block] for block in range(self.total)]
         self._state = bytearray(HELD if count else FREE for count in self._references)
         self._evictor = Evictor()
-        self._held, self._lowest_free = len(named), 0
+        self._held = len(named)
+        self._lowest_free = 0
 
     # ---- the audit
 
@@ -363,7 +371,8 @@ class BlockPool:
             expect(self._state[block] != FREE, f"block {block} is free and has a name")
 
     def _check_block(self, block: int, named: int) -> None:
-        count, state = self._references[block], self._state[block]
+        count = self._references[block]
+        state = self._state[block]
         expect(count == named, f"block {block} has {count} references but {named} tables name it")
         expect((count > 0) == (state == HELD), f"block {block} has {count} references and state {state}")
         expect(

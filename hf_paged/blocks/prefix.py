@@ -42,9 +42,11 @@ def adopt(table: BlockTable, found: Match) -> None:
     pool = table.pool
     if table.blocks or table.length:
         raise ValueError(f"only an empty table can begin with a prefix, this one holds {table.length} tokens")
-    blocks, names = list(found.blocks), found.digests[found.released :]
+    blocks = list(found.blocks)
+    names = found.digests[found.released :]
     if found.partial:
-        blocks, names = [*blocks, found.partial.block], [*names, found.partial.digest]
+        blocks = [*blocks, found.partial.block]
+        names = [*names, found.partial.digest]
     for block, digest in zip(blocks, names, strict=True):
         if pool.lookup(digest) != block:
             raise ValueError(
@@ -53,9 +55,12 @@ def adopt(table: BlockTable, found: Match) -> None:
             )
     for block in blocks:
         pool.share(block)
-    table.blocks, table.digests, table.released = blocks, list(found.digests), found.released
+    table.blocks = blocks
+    table.digests = list(found.digests)
+    table.released = found.released
     table.length = found.tokens(pool.block_size)
-    table.stamp, table.epoch = pool.tick(), pool.epoch
+    table.stamp = pool.tick()
+    table.epoch = pool.epoch
 
 
 def commit(

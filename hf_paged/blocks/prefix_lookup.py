@@ -19,7 +19,9 @@ class Prompt:
     """A row's tokens, and the names of its full blocks."""
 
     def __init__(self, tokens: Sequence[int], block_size: int, extra: bytes = b"") -> None:
-        self.tokens, self.size, self.extra = tokens, block_size, extra
+        self.tokens = tokens
+        self.size = block_size
+        self.extra = extra
         self.digests: list[bytes] = []
         parent = ROOT
         for start in range(0, len(tokens) - block_size + 1, block_size):
@@ -41,7 +43,10 @@ class PrefixLookup:
     def __init__(
         self, pool: BlockPool, prompt: Prompt, window: int | None = None, verify: bool = False
     ) -> None:
-        self.pool, self.prompt, self.window, self.verify = pool, prompt, window, verify
+        self.pool = pool
+        self.prompt = prompt
+        self.window = window
+        self.verify = verify
         self._found: list[int | None] = []
         for index in range(len(prompt.digests)):
             self._found.append(self._find(index))
@@ -150,14 +155,16 @@ def commit_tail(
 
     until: how many tokens of the table are computed; by default all of them.
     """
-    pool, end = table.pool, table.length if until is None else until
+    pool = table.pool
+    end = table.length if until is None else until
     full, rest = divmod(end, pool.block_size)
     place = full - table.released
     if not rest or end > min(len(tokens), table.length) or not 0 <= place < len(table.blocks):
         return
     if len(table.digests) != full or table.epoch != pool.epoch:
         return
-    parent, content = table.digests[-1] if full else ROOT, tuple(tokens[full * pool.block_size : end])
+    parent = table.digests[-1] if full else ROOT
+    content = tuple(tokens[full * pool.block_size : end])
     digest = chain(parent, content, extra)
     if pool.lookup(digest) is None:
         pool.cache(table.blocks[place], digest, end, content, parent_key(parent, extra))

@@ -82,14 +82,16 @@ class BlockTable:
 
     def step(self, now: int) -> Copy | None:
         """Take one more token, as `append` does. The caller has checked that a block is available."""
-        pool, copy = self.pool, None
+        pool = self.pool
+        copy = None
         if self.length % pool.block_size:
             copy = self._own_last_block()
         else:
             if not self.length:
                 self.epoch = pool.epoch
             self.blocks.append(pool.take(self.blocks[-1] + 1 if self.blocks else self.near))
-        self.length, self.stamp = self.length + 1, now
+        self.length = self.length + 1
+        self.stamp = now
         return copy
 
     def fill(self, tokens: int, now: int) -> None:
@@ -99,7 +101,8 @@ class BlockTable:
 
     def _extend(self, tokens: int, now: int) -> Copy | None:
         """Make the last block private if it is written, and add new ones. There are enough blocks for it."""
-        pool, copy = self.pool, None
+        pool = self.pool
+        copy = None
         if self.length % pool.block_size:
             copy = self._own_last_block()
         elif not self.length:
@@ -116,7 +119,8 @@ class BlockTable:
         """Write in place if the block has no other reference, and drop its hash, which covers other tokens.
         Else copy (C14).
         """
-        last, pool = self.blocks[-1], self.pool
+        last = self.blocks[-1]
+        pool = self.pool
         if pool.references(last) == 1:
             pool.uncache(last)
             return None
@@ -193,7 +197,8 @@ def blocks_needed(tables: Sequence[BlockTable], tokens: Sequence[int]) -> int:
     if not tables:
         return 0
     pool = tables[0].pool
-    size, need = pool.block_size, 0
+    size = pool.block_size
+    need = 0
     writers: Counter[int] = Counter()
     for table, more in zip(tables, tokens, strict=True):
         if more < 0 or table.pool is not pool:
@@ -303,11 +308,14 @@ def _ending(heirs: dict[int, int], new: int) -> int:
 
 def _second(tables: Sequence[BlockTable], old: int, ending: int, tails: dict[int, int]) -> _Row:
     """A second row like `old`, built on what it has in common with the row that ends."""
-    table, stamp, same = tables[old], tables[old].stamp, 0
+    table = tables[old]
+    stamp = tables[old].stamp
+    same = 0
     blocks = table.blocks
     if ending in tails:
         same = tails[ending] = _common(table, tables[ending])
-        blocks, stamp = tables[ending].blocks, max(stamp, tables[ending].stamp)
+        blocks = tables[ending].blocks
+        stamp = max(stamp, tables[ending].stamp)
     for block in table.blocks[same:]:
         table.pool.share(block)
     blocks = blocks[:same] + table.blocks[same:]

@@ -137,16 +137,17 @@ def _judge(
         far = apart(one, other)
         gap = lead(one, *tokens, size_of(one))
         if not far <= noise:  # which a NaN is not, either
-            verdict, reason = "mismatch", f"logits differ by {far:.1e}, rounding explains {noise:.1e}"
+            verdict = "mismatch"
+            reason = f"logits differ by {far:.1e}, rounding explains {noise:.1e}"
         elif mode == "samples":
-            verdict, reason = (
-                "rounding",
-                f"logits agree ({far:.1e}); the draw fell on the other side of a rounded probability",
-            )
+            verdict = "rounding"
+            reason = f"logits agree ({far:.1e}); the draw fell on the other side of a rounded probability"
         elif is_tie(gap, noise):
-            verdict, reason = "rounding", f"a tie: {gap:.1e} apart, rounding explains {2 * noise:.1e}"
+            verdict = "rounding"
+            reason = f"a tie: {gap:.1e} apart, rounding explains {2 * noise:.1e}"
         else:
-            verdict, reason = "mismatch", f"no tie: {gap:.1e} apart, rounding explains {2 * noise:.1e}"
+            verdict = "mismatch"
+            reason = f"no tie: {gap:.1e} apart, rounding explains {2 * noise:.1e}"
         # One of the verdicts.
         found.append(RowMismatch(row, step, *tokens, gap, far, verdict, reason))  # type: ignore[arg-type]
     return found

@@ -26,9 +26,11 @@ OF_ASSISTANTS = (
 OURS = ("cache_config", "cache_implementation", "return_dict_in_generate", "streamer")
 """Options that a comparison sets itself, or leaves out."""
 SHAKES = 3
-SMALL, LARGE = 2**-12, 2**-4
+SMALL = 2**-12
+LARGE = 2**-4
 """Shakes of embeddings in float32 that show whether a model rounds to fewer bits."""
-ROUNDINGS, MOST = 2.0, 0.25
+ROUNDINGS = 2.0
+MOST = 0.25
 """Rounding explains so many times what shaking the embeddings does, and at most so much."""
 
 

@@ -78,7 +78,8 @@ def judge(
     most = 0.0
     compared = 0
     for row in range(stock.sequences.shape[0]):
-        ours, theirs = paged.sequences[row, prompt:], stock.sequences[row, prompt:]
+        ours = paged.sequences[row, prompt:]
+        theirs = stock.sequences[row, prompt:]
         steps = min(ours.numel(), theirs.numel(), logits[0].shape[1], logits[1].shape[1])
         if comparable is not None:
             steps = int(min(steps, comparable[row]))
@@ -86,7 +87,8 @@ def judge(
             continue
         different = (ours[:steps] != theirs[:steps]).nonzero().flatten().tolist()
         last = different[0] if different else steps - 1
-        one, other = logits[0][row, : last + 1], logits[1][row, : last + 1]
+        one = logits[0][row, : last + 1]
+        other = logits[1][row, : last + 1]
         found = apart(one, other)
         most = max(most, found)
         compared += last + 1
@@ -112,7 +114,8 @@ def judge(
 
 def judge_beams(stock: Any, paged: Any, noise: float) -> Verdict:
     """The same sequences, or others with the same scores."""
-    one, other = stock.sequences_scores.float(), paged.sequences_scores.float()
+    one = stock.sequences_scores.float()
+    other = paged.sequences_scores.float()
     far = scores_apart(one, other)
     same = stock.sequences.shape == paged.sequences.shape and torch.equal(stock.sequences, paged.sequences)
     if not far <= BEAMS * noise:

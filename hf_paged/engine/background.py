@@ -39,7 +39,8 @@ class Background:
         """Whether it begins no other step."""
         self._listeners: set[Wake] = set()
         """Everybody who waits: all are woken when the thread ends."""
-        self._over, self._process = False, os.getpid()
+        self._over = False
+        self._process = os.getpid()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="hf_paged engine", daemon=True)
 
@@ -129,7 +130,8 @@ class Background:
 
     async def arrival(self, job: Job, each: bool) -> None:
         """The same for a coroutine; its loop goes on meanwhile."""
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        event = asyncio.Event()
 
         def wake() -> None:
             try:

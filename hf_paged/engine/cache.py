@@ -57,7 +57,9 @@ class StepCache(DynamicCache):
         Until it is updated a layer is initialized if there is a past: models ask that to know a prompt. Of
         several sequences some may be at their prompt, so none of the layers is.
         """
-        self.batches, self.past, self.across = batches, past, across
+        self.batches = batches
+        self.past = past
+        self.across = across
         for layer in self.layers:
             layer.reset()
 
@@ -99,7 +101,8 @@ class StepLayer(PagedLayer):
         pages.ops.write(pages, key_states, value_states)
         self.columns = pages.batch.columns
         self.is_initialized = True
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype = key_states.dtype
+        self.device = key_states.device
         return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
 
     def _pages(self) -> Pages:

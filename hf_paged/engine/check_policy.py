@@ -55,4 +55,5 @@ class CheckPolicy:
 
     def release(self) -> None:
         """The driver returns to its caller: mark the model dirty and keep none of its memory."""
-        self._dirty, self._kept = True, ()
+        self._dirty = True
+        self._kept = ()

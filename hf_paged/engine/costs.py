@@ -62,7 +62,9 @@ class Costs:
     """Swaps by bytes, steps by tokens."""
 
     def __init__(self) -> None:
-        self.out, self.back, self.steps = Curve(), Curve(), Curve()
+        self.out = Curve()
+        self.back = Curve()
+        self.steps = Curve()
         self._usual: deque[int] = deque(maxlen=2 * LATELY + 1)
         """Tokens of the last steps: what is computed again comes on top of such a one."""
         self._declined = 0
@@ -74,7 +76,8 @@ class Costs:
 
     def of_swap(self, bytes: int) -> float | None:
         """Seconds by which swapping so much out and in delays the steps."""
-        out, back = self.out.at(bytes), self.back.at(bytes)
+        out = self.out.at(bytes)
+        back = self.back.at(bytes)
         return None if out is None or back is None else out + back
 
     def of_recomputation(self, tokens: int) -> float | None:
@@ -83,12 +86,14 @@ class Costs:
         Hits in the prefix cache are not counted: where blocks run out it is evicted first.
         """
         usual = median_low(self._usual) if self._usual else 0
-        alone, together = self.steps.at(usual), self.steps.at(usual + tokens)
+        alone = self.steps.at(usual)
+        together = self.steps.at(usual + tokens)
         return None if alone is None or together is None else max(0.0, together - alone)
 
     def swap_is_better(self, bytes: int, tokens: int) -> bool:
         """Which of the two is cheaper; what was not measured yet is swapped, and so measured."""
-        swap, recomputation = self.of_swap(bytes), self.of_recomputation(tokens)
+        swap = self.of_swap(bytes)
+        recomputation = self.of_recomputation(tokens)
         better = swap is None or recomputation is None or swap <= recomputation or self._declined >= PATIENCE
         self._declined = 0 if better else self._declined + 1
         return better

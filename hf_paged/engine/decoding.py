@@ -61,7 +61,10 @@ class _CapturedStep(CapturedStep):
         answer: Answer,
         spans: bool,
     ) -> None:
-        self.ids, self.places, self.shift, self.batches = ids, places, shift, batches
+        self.ids = ids
+        self.places = places
+        self.shift = shift
+        self.batches = batches
         """ids [rows, 1]. places [most sequences]: the rows whose logits are wanted; None if all are. shift
         [rows]: how far tokens stand behind their number, where any may.
         """
@@ -167,7 +170,7 @@ class Decoding:
             self._capture(state, source, Answer(logits))
 
     def _capture(
-        self, state: StateKey, source: _Source, answer: Answer, stand_in: _CapturedStep | None = None
+        self, state: StateKey, source: _EngineSource, answer: Answer, stand_in: _CapturedStep | None = None
     ) -> None:
         self.runner.checks.mark_dirty()
         self.captures.capture_or_compare(state, source, answer, stand_in)
@@ -209,9 +212,9 @@ class Decoding:
 
     # ---- one step
 
-    def _source(self, batch: ForwardBatch) -> _Source | None:
+    def _source(self, batch: ForwardBatch) -> _EngineSource | None:
         size = self._shape(batch)
-        return None if size is None else _Source(self, size, batch)
+        return None if size is None else _EngineSource(self, size, batch)
 
     def _shape(self, batch: ForwardBatch) -> Size | None:
         if self.runner.device.type not in RECORDERS or (batch.inputs and not batch.of_ids):
@@ -277,7 +280,9 @@ class Decoding:
 
     def make(self, size: Size) -> _CapturedStep:
         """Static tensors for steps of a size."""
-        rows, device, mixed = size.rows, self.runner.device, size.form != "single"
+        rows = size.rows
+        device = self.runner.device
+        mixed = size.form != "single"
         batches = {kind: self._batch(size, group) for kind, group in self.runner.pools.own.items()}
         with torch.inference_mode(False):
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
@@ -317,11 +322,13 @@ class Decoding:
             sequences.static = None
 
 
-class _Source(StepSource[_CapturedStep]):
+class _EngineSource(StepSource[_CapturedStep]):
     """A step of an engine."""
 
     def __init__(self, decoding: Decoding, size: Size, batch: ForwardBatch) -> None:
-        self.model, self.size, self._decoding = decoding.runner.model, size, decoding
+        self.model = decoding.runner.model
+        self.size = size
+        self._decoding = decoding
         self.holders = FORMS[FORMS.index(size.form) :]
         self.groups = list(decoding.runner.pools.own.values())
         self._batch = batch
@@ -352,14 +359,16 @@ class _Source(StepSource[_CapturedStep]):
         return bool(self._batch.wanted)
 
     def agrees(self, step: _CapturedStep, answer: Any) -> bool:
-        logits, dtype = answer.logits, next(self.model.parameters()).dtype
+        logits = answer.logits
+        dtype = next(self.model.parameters()).dtype
         return agree(step.answer.logits[: len(logits)].to(dtype), logits.to(dtype))
 
     def recompute(self) -> None:
         self._decoding.runner.plugged(lambda: self._decoding.runner.flat(self._batch))
 
     def compile(self, fusion: Fusion) -> CompiledFusion | None:
-        runner, compilation = self._decoding.runner, self._decoding.compilation
+        runner = self._decoding.runner
+        compilation = self._decoding.compilation
         if compilation is None:
             return None
         return CompiledFusion(runner.model, fusion.kernels, compilation, runner.cache.layers)

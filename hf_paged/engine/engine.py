@@ -84,10 +84,12 @@ class Engine:
         self._prepare_for_calls(tokenizer)
         check_servable(self.model, model)
         check_model(self.model)
-        self._longest, self._longest_source = longest(self.model), longest_source(self.model)
+        self._longest = longest(self.model)
+        self._longest_source = longest_source(self.model)
         longest_across = self._longest_source
         if not inner.config.is_encoder_decoder:
-            self._longest_source, longest_across = None, longest_picture(self.model)
+            self._longest_source = None
+            longest_across = longest_picture(self.model)
         self.pools = Pools(self.model, self.config)
         # Finalizers run in the middle of anything, so this one only notes that the pools have no owner.
         weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
@@ -134,7 +136,8 @@ class Engine:
                 f"a tokenizer has decode(), got {type(tokenizer).__name__}; give options by name, and no "
                 "tokenizer if there is none"
             )
-        self.processor, self.tokenizer = tokenizer, words
+        self.processor = tokenizer
+        self.tokenizer = words
         self._lock = FairLock()
         self._closed = self._closing = self._paused = False
         self._stepping = False
@@ -625,7 +628,8 @@ class Engine:
         """The answer of `act`, which changes the books. Whatever breaks it off, they are whole before
         anything else is done with them.
         """
-        stepping, torn = self._stepping, self._torn
+        stepping = self._stepping
+        torn = self._torn
         self._stepping = self._torn = True
         try:
             answer = act()

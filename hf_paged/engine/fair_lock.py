@@ -14,7 +14,8 @@ from ..kv import fork_safe_lock
 
 P = ParamSpec("P")
 T = TypeVar("T")
-LONGEST, MOMENT = 0.05, 0.0001
+LONGEST = 0.05
+MOMENT = 0.0001
 """Seconds that a driver gives way at most, and how long it sleeps meanwhile."""
 
 
@@ -68,7 +69,8 @@ def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P
     """
 
     def turn(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        turns, me = self._lock, threading.get_ident()
+        turns = self._lock
+        me = threading.get_ident()
         try:
             turns.waiting.add(me)
             with turns.lock:

@@ -28,7 +28,8 @@ class SamplingState:
     """What sampling keeps from step to step."""
 
     def __init__(self, jobs: Mapping[SequenceGroup, Job], last_tokens: LastTokens) -> None:
-        self.jobs, self.last_tokens = jobs, last_tokens
+        self.jobs = jobs
+        self.last_tokens = last_tokens
         self.penalties = PenaltyState()
         self.columns = InputBatch((), jobs, self.penalties)
         """Those of the last step, which serve the next one if it samples the same sequences."""
@@ -58,7 +59,10 @@ class InFlightStep:
         """batch: the rows of the plan without those of `failed` groups. answer: the logits behind the rows
         that are sampled from. begin: when the host began to launch it.
         """
-        self.plan, self.batch, self.answer, self.failed = plan, batch, answer, failed
+        self.plan = plan
+        self.batch = batch
+        self.answer = answer
+        self.failed = failed
         self.begin = begin
         self._sampling = sampling
         self._input_batch: InputBatch | None = None
@@ -76,7 +80,8 @@ class InFlightStep:
 
     def sample(self) -> None:
         """Launch the choice of the next tokens."""
-        batch, answer = self.batch, self.answer
+        batch = self.batch
+        answer = self.answer
         self.sequences = batch.sequences[: batch.decodes]
         row_ids = batch.row_ids[: batch.decodes]
         if len(batch.sequences) > batch.decodes:
@@ -100,7 +105,9 @@ class InFlightStep:
         """Add the sequences of the rows behind the decode batch, and hand over those that need the host: the
         rows and the logits of all that are sampled on the device.
         """
-        decodes, jobs, logits = self.batch.decodes, self._sampling.jobs, self.answer.logits
+        decodes = self.batch.decodes
+        jobs = self._sampling.jobs
+        logits = self.answer.logits
         rows = list(range(decodes))
         on_device = list(self.sequences)
         on_host: dict[Job, list[int]] = {}
@@ -147,7 +154,9 @@ class InFlightStep:
         columns = self._input_batch
         if columns is None:
             return {}
-        sequences, streams, tokens = self.sequences, columns.streams, self._tokens
+        sequences = self.sequences
+        streams = columns.streams
+        tokens = self._tokens
         one_by_one = {*range(self.batch.decodes, len(tokens)), *self._ending}
         one_by_one.update([place for place, sequence in enumerate(sequences) if sequence.row < 0])
         if one_by_one:

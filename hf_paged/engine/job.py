@@ -29,7 +29,9 @@ class Job:
     """
 
     def __init__(self, params: RequestParams, group: SequenceGroup | None, tokenizer: Any) -> None:
-        self.params, self.group, self.tokenizer = params, group, tokenizer
+        self.params = params
+        self.group = group
+        self.tokenizer = tokenizer
         self.beams = BeamSearch(params) if params.beams > 1 else None
         self.streams = [Stream(i, tokenizer, whole=self.beams is not None) for i in range(params.answers)]
         self.timing = Timing(time.monotonic())
@@ -56,7 +58,8 @@ class Job:
         generate().
         """
         assert self.group is not None
-        params, pad = self.params, self._pad
+        params = self.params
+        pad = self._pad
         running = {sequence.index: params.seen(sequence.tokens[:length]) for sequence in self.group.sequences}
         ended = {
             stream.index: [*params.ids, *stream.tokens]

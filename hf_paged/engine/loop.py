@@ -46,8 +46,13 @@ class StepLoop:
         preemption: Preemption,
         ahead: bool,
     ) -> None:
-        self.pools, self.runner, self.scheduler, self.jobs, self.ahead = pools, runner, scheduler, jobs, ahead
-        self.model_check, self.preemption = model_check, preemption
+        self.pools = pools
+        self.runner = runner
+        self.scheduler = scheduler
+        self.jobs = jobs
+        self.ahead = ahead
+        self.model_check = model_check
+        self.preemption = preemption
         self.in_flight: InFlightStep | None = None
         self.interrupted: deque[Job] = deque()
         """Requests that have ended with what is meant for their driver as well."""
@@ -84,7 +89,8 @@ class StepLoop:
 
     def finish_in_flight(self) -> list[Output]:
         """Give out the tokens of the step in flight: the requests that have ended with it."""
-        step, self.in_flight = self.in_flight, None
+        step = self.in_flight
+        self.in_flight = None
         return self._apply(step)
 
     def _idle(self) -> list[Output]:
@@ -102,7 +108,8 @@ class StepLoop:
             timing = self.jobs[group].timing
             timing.started = timing.started or time.monotonic()
         begin = time.perf_counter()
-        batch, failed = plan.batch, dict[SequenceGroup, Exception]()
+        batch = plan.batch
+        failed = dict[SequenceGroup, Exception]()
         try:
             answer = self._run(batch)
         except Exception as error:

@@ -30,7 +30,8 @@ from .support import Unservable
 
 logger = logging.getLogger("hf_paged")
 
-SHARE_OF_CUDA, SHARE_OF_CPU = 0.8, 0.25
+SHARE_OF_CUDA = 0.8
+SHARE_OF_CPU = 0.25
 """The largest share of the free memory that an engine takes by default."""
 SHARE_AT_FIRST = 1 / 16
 """The share of its blocks that a pool on the host has memory for at first. On a device it has memory for all
@@ -66,8 +67,11 @@ class Pools:
         cross = len(slots_of(model, cross=True)) if getattr(model.config, "is_encoder_decoder", False) else 0
         counts = Counter(kind for kind in kinds if kind != CROSS)
         counts.update([CROSS] * (cross or kinds.count(CROSS)))  # the last of them
-        self.config, self.layers, self.cross_layers = config, kinds, cross
-        self._model, self._dtype = weakref.ref(model), getattr(model, "dtype", None)
+        self.config = config
+        self.layers = kinds
+        self.cross_layers = cross
+        self._model = weakref.ref(model)
+        self._dtype = getattr(model, "dtype", None)
         self.memory = memory_of(model)
         pages = config.pages()
         self.options = _OwnPages(pages.block_size, None, None, pages.kernels, False, engine=next(_engines))
@@ -266,7 +270,8 @@ class Pools:
 
     def forget(self) -> None:
         """Drop what is cached: it was computed with other weights, which may be of another dtype now."""
-        before, self._dtype = self._dtype, getattr(self._model(), "dtype", None)
+        before = self._dtype
+        self._dtype = getattr(self._model(), "dtype", None)
         for group in self.groups.values():
             if self._dtype != before:
                 group.look_anew()

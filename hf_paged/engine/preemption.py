@@ -21,13 +21,17 @@ class Preemption:
     """
 
     def __init__(self, pools: Pools, mode: str) -> None:
-        self.pools, self.mode, self.costs = pools, mode, Costs()
+        self.pools = pools
+        self.mode = mode
+        self.costs = Costs()
         self._measured = mode == "auto" and pools.swaps
         self._steps: list[tuple[int, float]] = []
         """Tokens and seconds of steps that are not entered yet."""
         self._exposed = self._copied = 0.0
         self._carried = {True: 0, False: 0}
-        self._tokens, self._seconds, self._before = 0, 0.0, 0.0
+        self._tokens = 0
+        self._seconds = 0.0
+        self._before = 0.0
 
     def decide(self, victim: Victim) -> bool:
         """Whether this group is swapped; if so the host has room for it."""
@@ -48,9 +52,11 @@ class Preemption:
         if not self._measured:
             return
         now = time.perf_counter()
-        seconds, self._before = now - max(begin, self._before), now
+        seconds = now - max(begin, self._before)
+        self._before = now
         if plan.swaps.out or plan.swaps.back:
-            self._tokens, self._seconds = 0, 0.0
+            self._tokens = 0
+            self._seconds = 0.0
             return
         self._tokens += plan.batch.tokens
         self._seconds += seconds
@@ -58,7 +64,8 @@ class Preemption:
             self._steps.append((self._tokens, self._seconds))
             if len(self._steps) >= GATHERED:
                 self._enter_measurements()
-            self._tokens, self._seconds = 0, 0.0
+            self._tokens = 0
+            self._seconds = 0.0
 
     def _enter_measurements(self) -> None:
         """Enter what was measured since the last time."""

@@ -34,7 +34,8 @@ class _RecordedPool:
     """One pool as it was at the last record."""
 
     def __init__(self, pool: BlockPool, host: BlockPool | None) -> None:
-        self.pool, self.host = pool, host
+        self.pool = pool
+        self.host = host
         self.states = bytes(pool.total)
         self.references: Counter[int] = Counter()
         """How many of the recorded tables name each block."""
@@ -57,7 +58,8 @@ class _RecordedPool:
 
     def caching(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The blocks that came into the cache since the last time, and those that left it."""
-        before, self.states = self.states, self.pool.states()
+        before = self.states
+        self.states = self.pool.states()
         if self.states == before:
             return (), ()
         # All at once, as two long numbers: a pool has tens of thousands of blocks, and few of them change in
@@ -90,8 +92,10 @@ class Recorder:
         header: Trace,
         lock: AbstractContextManager[Any],
     ) -> None:
-        self.path, self.closed = path, False
-        self._scheduler, self._lock = scheduler, lock
+        self.path = path
+        self.closed = False
+        self._scheduler = scheduler
+        self._lock = lock
         self._writer = Writer(path, header)
         self._begin = time.monotonic()
         self._kv_groups = [_RecordedPool(kv_group.pool, kv_group.host) for kv_group in scheduler.kv_groups]
@@ -168,7 +172,9 @@ class Recorder:
         """
         if self._step is None or self._error is not None:
             return
-        step, self._step, self._ended = replace(self._step, ended=tuple(self._ended)), None, []
+        step = replace(self._step, ended=tuple(self._ended))
+        self._step = None
+        self._ended = []
         try:
             self._writer.write(step)
         except OSError as error:
@@ -184,7 +190,8 @@ class Recorder:
     def _preempted(self) -> tuple[int, ...]:
         """The groups preempted since the last record, for whatever reason."""
         alive = {group: group.preemptions for group in self._scheduler.running + self._scheduler.preempted}
-        before, self._preemptions = self._preemptions, alive
+        before = self._preemptions
+        self._preemptions = alive
         return tuple(group.request.number for group, times in alive.items() if times > before.get(group, 0))
 
     def _changes(self) -> dict[Name, tuple[Change, ...] | None]:

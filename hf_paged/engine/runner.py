@@ -61,7 +61,8 @@ CLOSE_IN_HALF = 5e-2
 """How far logits may be apart that should be the same, as a share of their size. A token that sees what it
 should not is far beyond.
 """
-ROUNDINGS, MOST_IN_HALF = 2.0, 0.25
+ROUNDINGS = 2.0
+MOST_IN_HALF = 0.25
 """In half precision a deep model may be further off: by so many times what rounding its embeddings once more
 does, and at most so far.
 """
@@ -76,7 +77,8 @@ class Runner:
     """
 
     def __init__(self, model: nn.Module, pools: Pools) -> None:
-        self.model, self.pools = model, pools
+        self.model = model
+        self.pools = pools
         self.checks = CheckPolicy()
         """The model runs its own code in here, whoever wrote it; and a captured step takes it for what it
         was.
@@ -487,7 +489,8 @@ class Runner:
         """How far logits are from the right ones, if that is more than rounding; `moved` finds out what
         rounding does to them.
         """
-        dtype, far = next(self.model.parameters()).dtype, distance(right, found)
+        dtype = next(self.model.parameters()).dtype
+        far = distance(right, found)
         if far <= CLOSE.get(dtype, CLOSE_IN_HALF):
             return None
         rounding = dtype not in CLOSE and far <= MOST_IN_HALF and far <= ROUNDINGS * moved()

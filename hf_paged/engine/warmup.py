@@ -65,10 +65,8 @@ class _Expected(NamedTuple):
 def _expected(runner: Runner) -> _Expected | None:
     model: Any = runner.model
     config = model.config.get_text_config(decoder=True)
-    query_heads, dim = (
-        config.num_attention_heads,
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-    )
+    query_heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layout = Layout(
         runner.device, model.dtype, getattr(config, "num_key_value_heads", None) or query_heads, dim, dim
     )
@@ -115,7 +113,8 @@ def later_jobs(runner: Runner) -> Sequence[tuple[Hashable, Sequence[Job]]]:
     if fusion is None:
         return []
     limits = runner.pools.config.limits()
-    most, tokens = bucket_of(limits.sequences), max(limits.tokens, limits.sequences)
+    most = bucket_of(limits.sequences)
+    tokens = max(limits.tokens, limits.sequences)
     chunks: list[Job] = [
         job for each in attentions for job in each.spans(ops, bucket_of(tokens), most, WIDTHS[0])
     ]

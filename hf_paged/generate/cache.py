@@ -73,7 +73,8 @@ class PagedCache(DynamicCache):
         memory = memory_of(model)
         total = sum(counts.values())
         groups = {kind: memory.group(kind, config, count, count / total) for kind, count in counts.items()}
-        across, reference = None, weakref.ref(model)
+        across = None
+        reference = weakref.ref(model)
         if CROSS in groups and not cross:
             across = PagedCache.__new__(PagedCache)
             sequences = Sequences(memory, {CROSS: groups.pop(CROSS)})
@@ -100,7 +101,10 @@ class PagedCache(DynamicCache):
             for i, slot in enumerate(slots)
         ]
         Cache.__init__(self, layers=layers)
-        self.sequences, self.config, self.cross, self._model = sequences, config, cross, model
+        self.sequences = sequences
+        self.config = config
+        self.cross = cross
+        self._model = model
         self.reuse = None
         self.mask_read = False
         """Whether the running call has read its attention mask on the host."""
@@ -143,7 +147,8 @@ class PagedCache(DynamicCache):
         return [list(table.blocks) for table in found.sequences.tables(found.kind)]
 
     def __repr__(self) -> str:
-        rows, tokens = self.sequences.count, self.sequences.columns
+        rows = self.sequences.count
+        tokens = self.sequences.columns
         size = self.config.block_size
         return f"PagedCache(rows={rows}, tokens={tokens}, block_size={size}, layers={len(self)})"
 
@@ -290,7 +295,8 @@ class PagedCache(DynamicCache):
         """Let the layers know what their rows have done without them: a replayed step passes them by."""
         for layer in self.own_layers:
             if layer.is_initialized:
-                layer.columns, layer.path = self.sequences.rows[layer.kind].columns, "paged"
+                layer.columns = self.sequences.rows[layer.kind].columns
+                layer.path = "paged"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """A fork: the same blocks under new tables, copied only where one of the two writes."""

@@ -147,7 +147,8 @@ class Call:
         model = self.model
         if model is None:
             return
-        memory, broken = memory_of(model), self.left or answer is None
+        memory = memory_of(model)
+        broken = self.left or answer is None
         memory.suspect |= broken
         self.left = True
         try:

@@ -219,7 +219,8 @@ def _step(
     """The forward as one that may be replayed, or None: a prompt, one that keeps gradients, one whose mask
     the tables do not know.
     """
-    cache, sequences = parts[0], parts[0].sequences
+    cache = parts[0]
+    sequences = parts[0].sequences
     if not any(can_record(rows.group.devices) for rows in sequences.rows.values()):
         return None
     inputs = next((arguments[name] for name in INPUTS[::-1] if arguments.get(name) is not None), None)

@@ -217,7 +217,8 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
 
 def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether this call runs on pages: it was given a paged cache, or requests one that is available."""
-    given, asked = model_kwargs.get("past_key_values"), generation_config.cache_implementation == WORD
+    given = model_kwargs.get("past_key_values")
+    asked = generation_config.cache_implementation == WORD
     if paged_parts(given):
         # A cache and the name of another: stock has its own error for that, here and below.
         return asked or generation_config.cache_implementation is None

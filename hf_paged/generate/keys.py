@@ -90,7 +90,8 @@ def _settings(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _tokens(arguments: Mapping[str, Any], secret: bytes) -> torch.Tensor:
     """A number for each token [rows, new]: its id, or what its embedding is boiled down to."""
-    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    ids = arguments.get("input_ids")
+    embeddings = arguments.get("inputs_embeds")
     if isinstance(ids, torch.Tensor) and ids.ndim == 2 and embeddings is None:
         return ids
     if isinstance(embeddings, torch.Tensor) and embeddings.ndim == 3 and ids is None:

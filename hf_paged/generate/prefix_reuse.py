@@ -37,7 +37,8 @@ class Reuse:
     """What one cache takes from its model's prefixes, and what it leaves to others."""
 
     def __init__(self, sequences: Sequences, config: CacheConfig) -> None:
-        self.sequences, self.config = sequences, config
+        self.sequences = sequences
+        self.config = config
         self.history: TokenHistory = sequences.keep_history()
         self.spoiled: str | None = None
         """Why what the rows hold cannot be shared, or None if it can."""
@@ -66,7 +67,9 @@ class Reuse:
         """A copy for a second cache that continues from here."""
         twin = copy.copy(self)
         assert sequences.history is not None
-        twin.sequences, twin.history, twin._onlookers = sequences, sequences.history, HookMonitor()
+        twin.sequences = sequences
+        twin.history = sequences.history
+        twin._onlookers = HookMonitor()
         twin.leave()
         return twin
 
@@ -173,7 +176,8 @@ class Reuse:
             raise NotShareable("a part of a prompt is not computed like the whole")
         if self.history.columns and self.state != state:
             raise NotShareable("the model has changed since the cache was begun")
-        self.state, self._moves = state, identity.moves
+        self.state = state
+        self._moves = identity.moves
         self._onlookers = HookMonitor()
         self._onlookers.watch(snapshot.hooked)
         watch = watching.get()
@@ -184,7 +188,9 @@ class Reuse:
         self, cache: PagedCache, arguments: Mapping[str, Any], origin: PrefixOrigin
     ) -> ForwardInputs | None:
         """The inputs of a prompt, or of a part of one; None for a step that continues it."""
-        ids, before, first = arguments.get("input_ids"), self.history.columns, self._origin is None
+        ids = arguments.get("input_ids")
+        before = self.history.columns
+        first = self._origin is None
         self._origin = origin
         if (
             not first
@@ -211,17 +217,21 @@ class Reuse:
         compute: Compute,
     ) -> Any:
         """Compute a prompt, or a part of one, less what is cached of all that is known so far."""
-        sequences, before, new = self.sequences, self.history.columns, fed.tokens.tolist()
+        sequences = self.sequences
+        before = self.history.columns
+        new = fed.tokens.tolist()
         tokens = (
             new if self._tokens is None else [old + more for old, more in zip(self._tokens, new, strict=True)]
         )
-        starts, columns = sequences.starts or [0] * len(tokens), before + fed.tokens.shape[1]
+        starts = sequences.starts or [0] * len(tokens)
+        columns = before + fed.tokens.shape[1]
         prompts = [
             Prompt(row[start:], self.config.block_size, key)
             for row, start, key in zip(tokens, starts, fed.keys, strict=True)
         ]
         trust = identity_of(model).trust.get(self.state)
-        prefix, reason = None, self._why_whole(model, arguments, dense)
+        prefix = None
+        reason = self._why_whole(model, arguments, dense)
         if reason is None:
             # A single token is a decoding step to many models: only under known masks is it computed as the
             # end of a prompt.
@@ -237,7 +247,8 @@ class Reuse:
             answer = self._whole(cache, model, arguments, prefix, columns, compute)
             prefix = None
         self.history.feed(fed.tokens)
-        self._tokens, self._keys = tokens, fed.keys
+        self._tokens = tokens
+        self._keys = fed.keys
         self._count(prompts, prefix, before, columns)
         if self._is_sound():
             self._name(model, tokens, fed.keys)
@@ -258,7 +269,8 @@ class Reuse:
         on the tokens before it. A model with any other attention is tried once: a prefix that was found is
         computed again, before another end than it had, and so is what follows it, with and without it.
         """
-        trust, state = identity_of(model).trust, self.state
+        trust = identity_of(model).trust
+        state = self.state
         if (
             prefix is None
             or state in trust
@@ -272,7 +284,8 @@ class Reuse:
             ):
                 trust[state] = "masks"
             return answer
-        mark, starts = cache.mark(), self.sequences.starts
+        mark = cache.mark()
+        starts = self.sequences.starts
         with Found(self.sequences, prefix) as found:
             part = self._rest(cache, model, arguments, prefix, columns, compute)
             if part is not None:
@@ -317,7 +330,9 @@ class Reuse:
         """Let the rows begin with the prefix and compute the rest; None if the answer cannot replace the
         whole prompt's.
         """
-        sequences, before, starts = self.sequences, self.history.columns, self.sequences.starts
+        sequences = self.sequences
+        before = self.history.columns
+        starts = self.sequences.starts
         mark = cache.mark()
         given = {name: arguments[name] for name in PLACES if arguments.get(name) is not None}
         cut = {name: value[:, prefix.columns - before :].contiguous() for name, value in given.items()}
@@ -337,7 +352,8 @@ class Reuse:
 
     def _count(self, prompts: list[Prompt], prefix: Prefix | None, before: int, columns: int) -> None:
         """Enter in the books what was found."""
-        counts, reached = self.sequences.memory.counts, before if prefix is None else prefix.columns
+        counts = self.sequences.memory.counts
+        reached = before if prefix is None else prefix.columns
         count(self.sequences, prompts, prefix)
         for start in self.sequences.starts or [0] * len(prompts):
             counts["reused"] += max(0, reached - max(start, before))

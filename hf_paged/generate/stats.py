@@ -40,7 +40,8 @@ class PoolStats:
     @classmethod
     def of(cls, group: LayerGroup) -> PoolStats:
         """Read a group's books."""
-        pool, counts = group.pool, group.pool.counts
+        pool = group.pool
+        counts = group.pool.counts
         kind = group.kind.name if group.kind.window is None else f"{group.kind.name} {group.kind.window}"
         sizes = pool.block_size, pool.total, pool.held, pool.cached, pool.free
         return cls(
@@ -142,7 +143,8 @@ def stats(model: nn.Module) -> Stats:
     with memory.lock:
         memory.drain()
         pools = tuple(PoolStats.of(group) for group in memory.groups.values())
-        counts, reasons = memory.counts, MappingProxyType(dict(memory.reasons))
+        counts = memory.counts
+        reasons = MappingProxyType(dict(memory.reasons))
         return Stats(
             type(base).__name__, tuple(memory.paths), pools, counts["reused"], counts["computed"], reasons
         )

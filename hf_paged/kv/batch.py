@@ -162,10 +162,8 @@ class Batch:
         """
         if (device, first) not in self._slots:
             self.check()
-            size, filler = (
-                self.block_size,
-                next((table.blocks[0] for table in self.tables if table.blocks), 0),
-            )
+            size = self.block_size
+            filler = next((table.blocks[0] for table in self.tables if table.blocks), 0)
             width = max(len(table.blocks) for table in self.tables) or 1
             ids = torch.tensor(
                 [table.blocks + [filler] * (width - len(table.blocks)) for table in self.tables], device="cpu"

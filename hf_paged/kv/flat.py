@@ -91,7 +91,8 @@ class FlatBatch(Batch):
         return self._parts[device, window]
 
     def _singles(self, rows: list[int], window: int | None, device: torch.device) -> _Singles:
-        size, tables = self.block_size, [self.tables[i] for i in rows]
+        size = self.block_size
+        tables = [self.tables[i] for i in rows]
         begins = [0 if window is None else max(0, table.length - window) for table in tables]
         starts = [begin // size for begin in begins]
         held = [table.blocks[start - table.released :] for table, start in zip(tables, starts, strict=True)]
@@ -117,8 +118,10 @@ class FlatBatch(Batch):
         return _Singles(places, slots.flatten(), seen[:, None, None])
 
     def _span(self, row: int, window: int | None, device: torch.device) -> _Span:
-        table, count = self.tables[row], self.counts[row]
-        begin, end = self.borders[row], self.borders[row + 1]
+        table = self.tables[row]
+        count = self.counts[row]
+        begin = self.borders[row]
+        end = self.borders[row + 1]
         first = 0 if window is None else max(0, table.length - count - window + 1)
         narrow = window is not None and count > window
         slots = None if count == table.length else upload(_slots(table, first), device)

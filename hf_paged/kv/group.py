@@ -55,7 +55,10 @@ class LayerGroup:
     def __init__(
         self, memory: Memory, kind: LayerKind, config: CacheConfig, layers: int, share: float
     ) -> None:
-        self.memory, self.kind, self.config, self.share = memory, kind, config, share
+        self.memory = memory
+        self.kind = kind
+        self.config = config
+        self.share = share
         self.pool = BlockPool(require_room_for_books(config.num_blocks or 0), config.block_size)
         self._expected_layers = layers
         self._place: dict[int, tuple[Layout, int]] = {}
@@ -210,7 +213,8 @@ class LayerGroup:
 
     def make_room(self, need: int, hint: int) -> None:
         """See to it that `need` blocks are available; `hint` is what a call that begins may come to need."""
-        pool, fixed = self.pool, self.config.fixed
+        pool = self.pool
+        fixed = self.config.fixed
         if not fixed and hint > pool.free:
             self._grow_ahead(need, hint)
         if need <= pool.available:
@@ -263,7 +267,8 @@ class LayerGroup:
         """
         pool = self.pool
         # A growing pool takes more than it needs: a long generation must not move it every time.
-        wanted, affordable = max(pool.held + pool.cached + hint, 2 * pool.total), self._affordable()
+        wanted = max(pool.held + pool.cached + hint, 2 * pool.total)
+        affordable = self._affordable()
         if hint > pool.available or wanted <= affordable:
             self._grow_to(max(pool.held + need, min(wanted, affordable)))
 
@@ -384,7 +389,8 @@ class Memory:
         for device in {
             device for group in self.groups.values() for device in group.devices if device.type == "cuda"
         }:
-            stream, last = torch.cuda.current_stream(device), self._streams.get(device)
+            stream = torch.cuda.current_stream(device)
+            last = self._streams.get(device)
             if last is not None and last != stream:
                 stream.wait_stream(last)
             self._streams[device] = stream

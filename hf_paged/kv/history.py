@@ -45,7 +45,8 @@ class TokenHistory:
     def fork(self) -> TokenHistory:
         """A copy of this history, for a cache that continues separately."""
         twin = TokenHistory()
-        twin._events, twin.columns = list(self._events), self.columns
+        twin._events = list(self._events)
+        twin.columns = self.columns
         return twin
 
     def origins(self) -> list[int]:
@@ -65,7 +66,9 @@ class TokenHistory:
             return []
         flat = torch.cat([tokens.reshape(-1) for tokens in fed]).cpu()
         ends = list(accumulate(tokens.numel() for tokens in fed))
-        rows, taken_back, parts = self._rows_now(), 0, []
+        rows = self._rows_now()
+        taken_back = 0
+        parts = []
         for event in reversed(self._events):
             if isinstance(event, int):
                 taken_back += event

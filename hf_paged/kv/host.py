@@ -47,7 +47,8 @@ class HostBlocks:
     """
 
     def __init__(self, group: LayerGroup, most: int) -> None:
-        self.group, self.most = group, most
+        self.group = group
+        self.most = most
         self.pool = BlockPool(0, group.pool.block_size)
         self.slab_blocks = max(1, min(most, SLAB_BYTES // max(1, group.block_bytes)))
         self._ways: dict[tuple[Layout, int], _HostBuffer] = {}
@@ -139,7 +140,9 @@ class _HostBuffer:
     """
 
     def __init__(self, layout: Layout, layers: int, block_size: int, slab_blocks: int) -> None:
-        self.device, self.dtype, self.slab_blocks = layout.device, layout.dtype, slab_blocks
+        self.device = layout.device
+        self.dtype = layout.dtype
+        self.slab_blocks = slab_blocks
         self.elements = layers * block_size * layout.heads * (layout.key_dim + layout.value_dim)
         self.slabs: list[torch.Tensor] = []
         """Each [slab_blocks, elements of a block]."""
@@ -307,7 +310,8 @@ class _Interval:
     """A stretch of one stream's time."""
 
     def __init__(self, device: torch.device) -> None:
-        self.first, self.last = _Event(device, timed=True), _Event(device, timed=True)
+        self.first = _Event(device, timed=True)
+        self.last = _Event(device, timed=True)
 
     def begin(self) -> None:
         self.first.note()
@@ -324,8 +328,10 @@ class _Measured:
     """A journey while it is measured: from now on the steps are held up by it."""
 
     def __init__(self, way: _HostBuffer, out: bool, blocks: int) -> None:
-        self.is_out, self.bytes = out, blocks * way.elements * way.dtype.itemsize
-        self.exposed, self.copied = _Interval(way.device), _Interval(way.device)
+        self.is_out = out
+        self.bytes = blocks * way.elements * way.dtype.itemsize
+        self.exposed = _Interval(way.device)
+        self.copied = _Interval(way.device)
         self.exposed.begin()
 
     @property
@@ -343,7 +349,8 @@ class _Measured:
 
 def _by_block(store: Store) -> list[torch.Tensor]:
     """The store's keys [layers, blocks, elements] and values."""
-    size, (heads, key_dim, value_dim) = store.block_size, store.layout[2:]
+    size = store.block_size
+    (heads, key_dim, value_dim) = store.layout[2:]
     return [
         data.view(store.layers, store.blocks, size * heads * dim)
         for data, dim in ((store.keys, key_dim), (store.values, value_dim))

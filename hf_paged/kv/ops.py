@@ -53,9 +53,11 @@ class TritonOps(Ops):
             self.kernels.advance(table, *step)
 
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
-        keys, values = keys.to(pages.keys.dtype), values.to(pages.values.dtype)
+        keys = keys.to(pages.keys.dtype)
+        values = values.to(pages.values.dtype)
         if keys.stride(3) != 1 or values.stride(3) != 1:
-            keys, values = keys.contiguous(), values.contiguous()
+            keys = keys.contiguous()
+            values = values.contiguous()
         blocks = [_by_block(data, pages.batch.block_size) for data in (pages.keys, pages.values)]
         with on(keys.device):
             self.kernels.write(keys, values, *blocks, pages.batch.targets(keys.device))
@@ -159,7 +161,8 @@ class TritonOps(Ops):
         self, query: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]
     ) -> torch.Tensor:
         rows, heads, new, dim = query.shape
-        batch, device = pages.batch, query.device
+        batch = pages.batch
+        device = query.device
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
         borders = torch.arange(0, (rows + 1) * new, new, dtype=torch.int32, device=device)
         packed = query.transpose(1, 2).reshape(rows * new, heads, dim)
@@ -182,8 +185,10 @@ class TritonOps(Ops):
     ) -> torch.Tensor:
         """Sequences of any lengths in one row of tokens: one launch for all of them."""
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
-        table, lengths = batch.table(query.device), batch.lengths(query.device)
-        packed, most = query[0].transpose(0, 1).contiguous(), max(batch.counts)
+        table = batch.table(query.device)
+        lengths = batch.lengths(query.device)
+        packed = query[0].transpose(0, 1).contiguous()
+        most = max(batch.counts)
         if most == 1:
             plan = self._plan(packed, keys, values, window, batch, lengths)
             out: torch.Tensor = self.kernels.decode(packed, keys, values, table, plan, **options)
@@ -211,7 +216,8 @@ class TritonOps(Ops):
     ) -> torch.Tensor:
         """Rows of one token by the decode kernel, the chunks after them by the prefill kernel."""
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
-        packed, few = query[:, :, 0], min(batch.most, batch.rows)
+        packed = query[:, :, 0]
+        few = min(batch.most, batch.rows)
         out = packed.new_zeros(*packed.shape[:2], values.shape[3])
         plan = self._plan(packed[:few], keys, values, window, batch, batch.alone[:few])
         self.kernels.decode(packed[:few], keys, values, batch.blocks[:few], plan, out=out[:few], **options)
@@ -251,14 +257,16 @@ class NativeOps(Ops):
     def __init__(self, library: Any) -> None:
         import hf_paged_native
 
-        self.native, self.library = hf_paged_native, library
+        self.native = hf_paged_native
+        self.library = library
 
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
         if isinstance(pages.batch, FlatBatch):
             super().write(pages, keys, values)
             return
         pools = pages.keys, pages.values
-        keys, values = self._dense(keys, pages.keys.dtype), self._dense(values, pages.keys.dtype)
+        keys = self._dense(keys, pages.keys.dtype)
+        values = self._dense(values, pages.keys.dtype)
         key = (keys.shape, keys.stride(), values.shape, values.stride(), keys.dtype)
         self._planned(pages.batch, key, self.native.Write, keys, values, *pools).run(keys, values, *pools)
 

@@ -62,7 +62,8 @@ class Found:
     """A prefix that was found and is computed again all the same, to see whether it comes out alike."""
 
     def __init__(self, sequences: Sequences, prefix: Prefix) -> None:
-        self.sequences, self.prefix = sequences, prefix
+        self.sequences = sequences
+        self.prefix = prefix
         self._tables: dict[LayerKind, list[BlockTable]] = {}
 
     def __enter__(self) -> Found:

@@ -100,7 +100,8 @@ def attend(
     if causal and softcap is None and sinks is None:
         grouped = repeats > 1 and not query.is_cuda  # a CUDA device may have no fast kernel for it
         if not grouped:
-            keys, values = _repeat(keys, repeats), _repeat(values, repeats)
+            keys = _repeat(keys, repeats)
+            values = _repeat(values, repeats)
         out = scaled_dot_product_attention(
             query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
         )

@@ -165,7 +165,9 @@ class Rows:
 
     def _enter(self) -> None:
         """Enter in the tables what was only counted: it lies in blocks that the rows hold already."""
-        counted, self._counted, self._room = self._counted, 0, 0
+        counted = self._counted
+        self._counted = 0
+        self._room = 0
         if not self.torn:
             append(self._tables, [counted] * len(self._tables))
 
@@ -251,10 +253,8 @@ class Rows:
         """The blocks that these rows may come to hold, a prompt's counted once for all rows that are forked
         from it.
         """
-        whole, calls = (
-            self._row_blocks(new),
-            ROOM_FOR if self.keeps_prefixes and not self.group.pool.total else 1,
-        )
+        whole = self._row_blocks(new)
+        calls = ROOM_FOR if self.keeps_prefixes and not self.group.pool.total else 1
         if self.expected_fork == 1:
             return calls * rows * whole
         prompt = self.group.pool.blocks_for(self.columns + new)
@@ -370,10 +370,8 @@ class Rows:
 
     def _find_lane(self) -> None:
         """See whether rows that were found lie side by side."""
-        size, firsts = (
-            self.group.pool.block_size,
-            [table.blocks[0] - table.released for table in self._tables if table.blocks],
-        )
+        size = self.group.pool.block_size
+        firsts = [table.blocks[0] - table.released for table in self._tables if table.blocks]
         strides = {after - before for before, after in pairwise(firsts)} or {1}
         stride = strides.pop()
         if len(firsts) == len(self._tables) and not strides and stride > 0:
@@ -442,8 +440,10 @@ class Rows:
             twin._tables = [table.fork() for table in self.tables]
             self.group.memory.suspect = suspect
             twin.starts = None if self.starts is None else list(self.starts)
-            twin.columns, twin.expected_columns = self.columns, self.expected_columns
-            twin._keep_past, twin._cut = self._keep_past, self._cut
+            twin.columns = self.columns
+            twin.expected_columns = self.expected_columns
+            twin._keep_past = self._keep_past
+            twin._cut = self._cut
             twin._lane = self._lane
             return twin
 
@@ -455,6 +455,10 @@ class Rows:
             for table in self.tables:
                 table.free()
             self.group.memory.suspect = suspect
-            self._tables, self.starts, self.columns, self._lane, self.torn = [], None, 0, None, False
+            self._tables = []
+            self.starts = None
+            self.columns = 0
+            self._lane = None
+            self.torn = False
             self._cut = 0
             self._changed()

@@ -66,7 +66,8 @@ class Sequences:
     def expect(self, columns: int, fork: int) -> None:
         """Set how long the rows may become, and into how many rows each prompt will be forked."""
         for rows in self.rows.values():
-            rows.expected_columns, rows.expected_fork = columns, fork
+            rows.expected_columns = columns
+            rows.expected_fork = fork
 
     @property
     def expected(self) -> int:
@@ -108,7 +109,8 @@ class Sequences:
 
     def spread(self) -> None:
         """Fork every row into the rows that it represents."""
-        copies, self.unforked = self.unforked, 1
+        copies = self.unforked
+        self.unforked = 1
         if copies > 1:
             self.select([row for row in range(self.count) for _ in range(copies)])
 
@@ -165,7 +167,8 @@ class Sequences:
 
     def free(self) -> None:
         """Give back every block."""
-        self._pending, self.unforked = None, 1
+        self._pending = None
+        self.unforked = 1
         for rows in self.rows.values():
             rows.free()
         if self.history is not None:

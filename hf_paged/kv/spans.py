@@ -57,7 +57,8 @@ class StaticSpans(StaticBatch):
         token come first.
         """
         _, ids, tokens, owners, totals, borders = self._stage()
-        rows, many = np.asarray(row_ids), np.asarray(counts)
+        rows = np.asarray(row_ids)
+        many = np.asarray(counts)
         starts = np.asarray(offsets) + step
         places, positions = tokens_of(np.arange(len(rows)), starts, counts)
         width = int(positions.max()) // self.block_size + 1
@@ -75,7 +76,8 @@ class StaticSpans(StaticBatch):
         """Begin a run: work out where the new tokens are written, and which sequences bring one."""
         self.step = object()
         self._visible.clear()
-        there, at = self.tokens >= 0, self.tokens.clamp(min=0).long()
+        there = self.tokens >= 0
+        at = self.tokens.clamp(min=0).long()
         self.seen.copy_(self.tokens + 1)
         owners = torch.where(there, self._owners, 0).long()
         blocks = self.blocks[owners, at // self.block_size]

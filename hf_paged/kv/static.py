@@ -60,7 +60,11 @@ class StaticBatch:
         device: torch.device,
         window: int | None = None,
     ) -> None:
-        self.rows, self.new, self.width, self.block_size, self.device = rows, new, width, block_size, device
+        self.rows = rows
+        self.new = new
+        self.width = width
+        self.block_size = block_size
+        self.device = device
         self.window = window
         """Blocks that it has passed may have been freed: none of their contents is read, masked or not."""
         self.columns = columns
@@ -131,7 +135,8 @@ class StaticBatch:
         is a row here.
         """
         _, ids, tokens, _, _ = self._stage()
-        rows, positions = np.asarray(row_ids), np.asarray(offsets) + step
+        rows = np.asarray(row_ids)
+        positions = np.asarray(offsets) + step
         if len(rows) != np.asarray(counts).sum():
             rows, positions = tokens_of(rows, positions, counts)
         width = int(positions.max()) // self.block_size + 1

@@ -103,14 +103,17 @@ class Store:
     def __init__(
         self, layout: Layout, layers: int, blocks: int, block_size: int, kernels: str = "auto"
     ) -> None:
-        self.layout, self.layers, self.block_size = layout, layers, block_size
+        self.layout = layout
+        self.layers = layers
+        self.block_size = block_size
         self.ops = choose(kernels, layout, captured=False)
         self.captured = choose(kernels, layout, captured=True)
         """The ops of captured steps."""
         self._hold(*self._allocate(blocks))
 
     def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys, self.values = keys, values
+        self.keys = keys
+        self.values = values
         self.of_layer = list(zip(keys.unbind(), values.unbind(), strict=True))
         """Keys [slots, heads, key_dim] and values [slots, heads, value_dim] of each layer."""
         self._lanes: dict[tuple[StridedView, int, int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}

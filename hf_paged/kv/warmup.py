@@ -29,7 +29,9 @@ MOST_LATER = 3
 SOON = 2
 """Labels whose jobs are not left to these."""
 META = torch.device("meta")
-PROMPT, SHORT, WRITTEN = 133, 3, 385
+PROMPT = 133
+SHORT = 3
+WRITTEN = 385
 """Tokens of a prompt, of one short enough for the tiles of short ones, and of a past to decode after: long
 enough for the tiles of long ones, a multiple of nothing.
 """
@@ -58,8 +60,13 @@ class Warming:
         those are done. later: makes the further ones by what needs them, in the order in which they are done;
         SOON of these are waited for by `wait_soon`.
         """
-        self._device, self._first, self._jobs, self._later = device, first, jobs, later
-        self._compiled, self._soon, self._stopped = threading.Event(), threading.Event(), False
+        self._device = device
+        self._first = first
+        self._jobs = jobs
+        self._later = later
+        self._compiled = threading.Event()
+        self._soon = threading.Event()
+        self._stopped = False
         self._left: list[tuple[Hashable, Sequence[Job]]] = []
         self.ready: set[Hashable] = set()
         """What the later jobs have been done for."""

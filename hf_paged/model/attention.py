@@ -184,7 +184,8 @@ def _attend_pages(
     seen = _seen(query, key, mask, kwargs, forward)
     if seen is None:
         return None
-    pages, bias = key.pages, kwargs.get("position_bias")
+    pages = key.pages
+    bias = kwargs.get("position_bias")
     if isinstance(pages.batch, FlatBatch) and (not seen.causal or bias is not None):
         raise NotFlat("the attention mask or a bias decides which token attends to which")
     if bias is not None:
@@ -194,7 +195,8 @@ def _attend_pages(
     new = None
     if key.step_tokens is not None and value.step_tokens is not None:
         new = (key.step_tokens, value.step_tokens)
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    softcap = kwargs.get("softcap")
+    sinks = kwargs.get("s_aux")
     if (softcap is not None or sinks is not None) and drops_caps(module):
         softcap = sinks = None
     scale = kwargs.get("scaling")
@@ -209,7 +211,8 @@ def _attend_latents(
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Attention from the pages of latents, or None if this call wants something else."""
-    forward, latents = running.get(), key.expansion.latents
+    forward = running.get()
+    latents = key.expansion.latents
     more = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
     if forward is None or forward.dense or more or not _plain(module, kwargs):
         return None
@@ -230,7 +233,8 @@ def _seen(
     query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any], forward: Forward
 ) -> Seen | None:
     """What the mask lets each new token see, or None if the pages have no words for it."""
-    cross, window = key.layer.kind.name == "cross", key.layer.kind.window
+    cross = key.layer.kind.name == "cross"
+    window = key.layer.kind.window
     if isinstance(mask, LazyMask):
         # A layer with a window under a mask without one sees what stock's cache would hold.
         if cross or window not in (None, mask.window) or kwargs.get("is_causal") is False:

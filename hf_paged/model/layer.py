@@ -34,7 +34,9 @@ class PagedLayer(DynamicLayer):
 
     def __init__(self, number: int, kind: LayerKind, sequences: Sequences) -> None:
         CacheLayerMixin.__init__(self)
-        self.number, self.kind, self.sequences = number, kind, sequences
+        self.number = number
+        self.kind = kind
+        self.sequences = sequences
         self.is_sliding = kind.window is not None
         if kind.window is not None:
             self.sliding_window = kind.window
@@ -59,7 +61,8 @@ class PagedLayer(DynamicLayer):
         """Note the shape of keys [rows, heads, new, key_dim] and values; memory is taken with the first
         token.
         """
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype = key_states.dtype
+        self.device = key_states.device
         heads = key_states.shape[1]
         self.widths = {"keys": (heads, key_states.shape[3]), "values": (heads, value_states.shape[3])}
         self.is_initialized = True
@@ -111,14 +114,16 @@ class PagedLayer(DynamicLayer):
         return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
 
     def _pages(self) -> Pages:
-        rows, static = self.sequences.rows[self.kind], self.sequences.static
+        rows = self.sequences.rows[self.kind]
+        static = self.sequences.static
         store, place = rows.group.store(self.number)
         if static is not None:
             return store.pages(place, static[self.kind], captured=True)
         return store.pages(place, rows.batch)
 
     def _lazy(self, pages: Pages, data: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
-        batch, window = pages.batch, self.kind.window
+        batch = pages.batch
+        window = self.kind.window
         kept = batch.columns
         if window is not None:
             kept = min(kept, window - 1 + (self.rows.recorded if new is None else batch.new))
@@ -170,7 +175,8 @@ class PagedLayer(DynamicLayer):
         static = self.sequences.static
         if static is None or not static[self.kind].new:
             return None
-        batch, window = static[self.kind], self.kind.window
+        batch = static[self.kind]
+        window = self.kind.window
         after = DeviceNumber.of(batch.before) + batch.new
         return after if window is None else DeviceNumber.of(after.clamp(max=window - 1 + batch.new))
 

@@ -191,7 +191,9 @@ class LazyMask(LazyTensor):
         build: Callable[[], torch.Tensor],
         as_stock: Callable[[], torch.Tensor | None] | None = None,
     ) -> None:
-        self.window, self.build, self.as_stock = window, build, as_stock or build
+        self.window = window
+        self.build = build
+        self.as_stock = as_stock or build
 
     def _make(self) -> torch.Tensor:
         return self.build()
@@ -203,7 +205,8 @@ class Rotation:
     """
 
     def __init__(self, kernels: Any, *inputs: torch.Tensor) -> None:
-        self.kernels, self.inputs = kernels, inputs
+        self.kernels = kernels
+        self.inputs = inputs
         self.query: torch.Tensor | None = None
         self.key: torch.Tensor | None = None
 
@@ -246,7 +249,8 @@ class LazyRotated(LazyTensor):
         """Queries are number 0, keys number 1."""
         source = rotation.inputs[which]
         made = cls(source.shape, source.dtype, source.device)
-        made.rotation, made.which = rotation, which
+        made.rotation = rotation
+        made.which = which
         return made
 
     def _make(self) -> torch.Tensor:

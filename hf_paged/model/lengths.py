@@ -47,7 +47,8 @@ class DeviceNumber(torch.Tensor):
     def of(number: torch.Tensor, base: torch.Tensor | None = None, more: int = 0) -> DeviceNumber:
         """Wrap number [] as one."""
         made = number.as_subclass(DeviceNumber)
-        made.base, made.more = number if base is None else base, more
+        made.base = number if base is None else base
+        made.more = more
         return made
 
     @classmethod

@@ -32,12 +32,16 @@ class Expansion:
     def __init__(
         self, module: Any, latents: LazyPages, turned: LazyPages, expand: Callable[..., Any]
     ) -> None:
-        self.module, self.latents, self.turned, self._expand = module, latents, turned, expand
+        self.module = module
+        self.latents = latents
+        self.turned = turned
+        self._expand = expand
         self._made: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy(self) -> tuple[LazyExpanded, LazyExpanded]:
         """Keys and values as they will be: [rows, heads, columns, dim]."""
-        rows, columns = self.latents.shape[0], self.latents.columns
+        rows = self.latents.shape[0]
+        columns = self.latents.columns
         widths = self.module.qk_nope_head_dim + self.turned.shape[3], self.module.v_head_dim
         return tuple(
             LazyExpanded.of(self, which, (rows, self.heads, columns, width))
@@ -101,7 +105,8 @@ class Expansion:
         None if the projection is more than a matrix (adapters, hooks, quantized or sharded weights), or if
         the step has so many new tokens that expanding is less work.
         """
-        module, projection = self.module, self.module.kv_b_proj
+        module = self.module
+        projection = self.module.kv_b_proj
         if (
             type(projection) is not nn.Linear
             or projection.bias is not None
@@ -110,7 +115,9 @@ class Expansion:
             return None
         if "forward" in projection.__dict__ or projection._forward_hooks or projection._forward_pre_hooks:
             return None
-        nope, value, rank = module.qk_nope_head_dim, module.v_head_dim, projection.in_features
+        nope = module.qk_nope_head_dim
+        value = module.v_head_dim
+        rank = projection.in_features
         if query.shape[1] != self.heads or query.dtype != projection.weight.dtype:
             return None
         if query.shape[2] * (2 * rank - nope - value) > rank * (nope + value):
@@ -129,7 +136,8 @@ class LazyExpanded(LazyTensor):
     def of(cls, expansion: Expansion, which: int, shape: tuple[int, ...]) -> LazyExpanded:
         """Keys are number 0, values number 1."""
         made = cls(shape, expansion.latents.dtype, expansion.latents.device)
-        made.expansion, made.which = expansion, which
+        made.expansion = expansion
+        made.which = which
         return made
 
     def _make(self) -> torch.Tensor:

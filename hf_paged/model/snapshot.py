@@ -231,7 +231,8 @@ class ModelSnapshot:
         for module, kind, settings in zip(self.modules, self._types, self._settings, strict=True):
             was = known.get(id(module), ((), ()))
             if was != settings and self.is_calm(module):
-                old, new = dict(zip(*was, strict=True)), dict(zip(*settings, strict=True))
+                old = dict(zip(*was, strict=True))
+                new = dict(zip(*settings, strict=True))
                 names = [name for name in old | new if old.get(name, NOTHING) != new.get(name, NOTHING)]
                 found.update((kind, name) for name in names)
         return frozenset(found)
@@ -280,7 +281,8 @@ class _Places:
     """
 
     def __init__(self, snapshot: ModelSnapshot) -> None:
-        self._modules, self._types = snapshot.modules, snapshot._types
+        self._modules = snapshot.modules
+        self._types = snapshot._types
         self._owns = list(map(_dict_of, self._modules))
         self._forwards = [module for module in self._modules if "forward" in module.__dict__]
         self._configs = list(snapshot._configs.values())
@@ -300,7 +302,8 @@ class _Places:
             self._modules, self._owns, self._types, snapshot._settings, strict=True
         ):
             groups.setdefault((kind, names, snapshot.is_calm(module), "config" in own), []).append(own)
-        settings, others = _Held(), _Held()
+        settings = _Held()
+        others = _Held()
         for (kind, names, calm, has_config), owns in groups.items():
             watched = [name for name in names if calm and (kind, name) not in restless]
             settings.add_values(watched, owns)

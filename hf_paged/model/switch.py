@@ -18,7 +18,8 @@ class _Switched:
     """A config whose attention setting is ours for as long as it has owners. Models may share a config."""
 
     def __init__(self, config: Any) -> None:
-        self.config, self.original = config, config._attn_implementation or "eager"
+        self.config = config
+        self.original = config._attn_implementation or "eager"
         self.owners: set[int] = set()
 
 

@@ -156,13 +156,15 @@ class DeviceParts:
 
     def _cut(self, large: list[tuple[int, int]]) -> None:
         """Cut large parts (number, words) into pieces, and these into turns."""
-        begin, size = len(self.pieces), 0
+        begin = len(self.pieces)
+        size = 0
         for part, words in large:
             for first in range(0, words, PIECE):
                 count = min(PIECE, words - first)
                 if size and size + 4 * count > TURN.get(self.device.type, TURN["cpu"]):
                     self.turns.append((begin, len(self.pieces)))
-                    begin, size = len(self.pieces), 0
+                    begin = len(self.pieces)
+                    size = 0
                 self.pieces.append(Sample(part, first, count, 1))
                 size += 4 * count
         if size:

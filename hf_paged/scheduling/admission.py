@@ -43,10 +43,8 @@ def why_infeasible(request: Request, kv_groups: Sequence[KVCacheGroup], limits: 
         )
     for kv_group in kv_groups:
         if kv_group.cross:
-            need, most = (
-                kv_group.pool.blocks_for(request.source),
-                kv_group.pool.total - limits.reserve(kv_group),
-            )
+            need = kv_group.pool.blocks_for(request.source)
+            most = kv_group.pool.total - limits.reserve(kv_group)
             if need > most:
                 return (
                     f"cross attention to {request.source} tokens needs {need} blocks of "
@@ -123,7 +121,8 @@ class Watermark:
     """
 
     def __init__(self, kv_groups: Sequence[KVCacheGroup], limits: Limits) -> None:
-        self.kv_groups, self.limits = tuple(kv_groups), limits
+        self.kv_groups = tuple(kv_groups)
+        self.limits = limits
         self._behind: dict[SequenceGroup, None] = {}
         """Running groups with more than one token left to compute: few, so that a decision does not visit
         every group.
@@ -138,11 +137,9 @@ class Watermark:
         return Admission.OK if fits else Admission.LATER
 
     def _judge(self, i: int, candidate: Candidate, state: SchedulerState) -> Admission:
-        kv_group, chunk, (group, blocks, need) = (
-            self.kv_groups[i],
-            self.limits.tokens,
-            (candidate.group, candidate.blocks[i], candidate.needs[i]),
-        )
+        kv_group = self.kv_groups[i]
+        chunk = self.limits.tokens
+        (group, blocks, need) = (candidate.group, candidate.blocks[i], candidate.needs[i])
         outstanding = sum(max(0, other.need(i, chunk) - other.held(i)) for other in self._behind)
         reserve = self.limits.reserve(kv_group)
         if group.status is Status.PREEMPTED:

@@ -28,8 +28,8 @@ class Draft:
         self._sources: list[tuple[BlockPool, int, int]] = []
 
     def detach(self, i: int, table: BlockTable) -> None:
-        """Give a table of KV cache group `i` its own copy of a last block that it shares. The source stays referenced
-        until the step is planned.
+        """Give a table of KV cache group `i` its own copy of a last block that it shares. The source stays
+        referenced until the step is planned.
         """
         for copy in detach([table], drop=False):
             self.copies[i].append(copy)
@@ -55,7 +55,8 @@ def samples(sequence: TokenSequence, count: int) -> tuple[TokenSequence, ...]:
 
 def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
     """Divide `room` tokens: each decoding sequence gets its one token, prompts get what is left."""
-    found, decoding = [], [group.decoding for group in groups]
+    found = []
+    decoding = [group.decoding for group in groups]
     owed = sum([len(group.sequences) for group, each in zip(groups, decoding, strict=True) if each])
     for group, each in zip(groups, decoding, strict=True):
         if each:

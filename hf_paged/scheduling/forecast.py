@@ -71,14 +71,12 @@ class _Entry:
         parts: list[Part],
         shared: list[list[int]],
     ) -> None:
-        self.group, self.settled, self.review, self.spread, self.parts, self.shared = (
-            group,
-            settled,
-            review,
-            spread,
-            parts,
-            shared,
-        )
+        self.group = group
+        self.settled = settled
+        self.review = review
+        self.spread = spread
+        self.parts = parts
+        self.shared = shared
         self.key = (-parts[0].end, group.request.number)
 
 
@@ -143,7 +141,8 @@ class FuturePeak(Watermark):
         """The future peak of a pool, in slots, with the newcomer; what it shares with others is theirs no
         more.
         """
-        size, shared = self.kv_groups[i].pool.block_size, self._shared[i]
+        size = self.kv_groups[i].pool.block_size
+        shared = self._shared[i]
         blocks = newcomer.shared[i]
         given = {entry: len(taken) * size for entry, taken in self._owners(i, blocks)}
         place = bisect(self._order, newcomer.key, key=lambda entry: entry.key)
@@ -161,7 +160,8 @@ class FuturePeak(Watermark):
         Blocks shared by all of them come first. A block that is not found here is counted twice, and never
         too little.
         """
-        shared, size = self._shared[i], self.kv_groups[i].pool.block_size
+        shared = self._shared[i]
+        size = self.kv_groups[i].pool.block_size
         first = next((place for place, block in enumerate(blocks) if block not in shared), len(blocks))
         new = list(takewhile(lambda block: block not in shared, blocks[first:]))
         if not new:
@@ -188,8 +188,10 @@ class FuturePeak(Watermark):
 
     def _entry(self, group: SequenceGroup, step: int, settled: bool, shared: list[list[int]]) -> _Entry:
         """What a group holds from `step` on; settled: from then on it grows in every step."""
-        width, prompt = len(group.sequences), len(group.request.prompt)
-        generated, most = group.length - prompt, group.request.most_tokens - prompt
+        width = len(group.sequences)
+        prompt = len(group.request.prompt)
+        generated = group.length - prompt
+        most = group.request.most_tokens - prompt
         # Of n answers the longest counts, which stays within a length as often as one does, to the power of
         # n.
         share = (group.request.number * GOLDEN % 1.0) ** (1 / width)
@@ -216,13 +218,15 @@ class FuturePeak(Watermark):
         Where that is an estimate, the slots that a last block leaves unused are, too: half of it, as for
         lengths at random.
         """
-        kv_group, width = self.kv_groups[i], len(group.sequences)
+        kv_group = self.kv_groups[i]
+        width = len(group.sequences)
         size = kv_group.pool.block_size
         if kv_group.cross:
             return size * group.need(i, self.limits.tokens)
         if kv_group.window is not None:
             return size * blocks_of_group(kv_group, width, group.common, length, self.limits.tokens)
-        common, unused = group.common // size * size, size // 2 if estimated else size - 1
+        common = group.common // size * size
+        unused = size // 2 if estimated else size - 1
         return common + width * (length - 1 - common + unused)
 
     def _put(self, entry: _Entry) -> None:
@@ -246,7 +250,8 @@ class FuturePeak(Watermark):
 
     def _catch_up(self, step: int) -> None:
         """Estimate anew the groups whose review is due."""
-        changed, self._changed = self._changed, {}
+        changed = self._changed
+        self._changed = {}
         for group in changed:
             self._renew(group, step)
         while self._reviews and self._reviews[0][0] <= step:

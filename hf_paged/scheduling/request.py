@@ -76,7 +76,10 @@ class TokenSequence:
     def __init__(
         self, group: SequenceGroup, index: int, tokens: list[int], tables: tuple[BlockTable, ...]
     ) -> None:
-        self.group, self.index, self.tokens, self.tables = group, index, tokens, tables
+        self.group = group
+        self.index = index
+        self.tokens = tokens
+        self.tables = tables
         self.parked: tuple[BlockTable, ...] = ()
         """Its tables in the pools of the host while it is swapped; the others are empty then."""
         self.computed = 0
@@ -127,7 +130,8 @@ class SequenceGroup:
     """
 
     def __init__(self, request: Request, kv_groups: tuple[KVCacheGroup, ...]) -> None:
-        self.request, self.kv_groups = request, kv_groups
+        self.request = request
+        self.kv_groups = kv_groups
         self.status = Status.WAITING
         self.sequences = [
             TokenSequence(

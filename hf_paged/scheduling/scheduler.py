@@ -70,7 +70,9 @@ class Scheduler:
             raise ValueError(f"policy={policy!r} is not one of {sorted(POLICIES)}")
         if admission not in ADMISSIONS:
             raise ValueError(f"admission={admission!r} is not one of {sorted(ADMISSIONS)}")
-        self.kv_groups, self.limits, self.verify = tuple(kv_groups), limits, verify
+        self.kv_groups = tuple(kv_groups)
+        self.limits = limits
+        self.verify = verify
         self.prefix_caching = prefix_caching
         self._growing = tuple(kv_group for kv_group in self.kv_groups if not kv_group.cross)
         """Those whose tables hold a sequence's own tokens."""
@@ -173,7 +175,10 @@ class Scheduler:
         """A step broke off in the middle: no group keeps anything, and all that are not finished are computed
         again.
         """
-        self.waiting, self.preempted, self.running, self._others = [], [], [], []
+        self.waiting = []
+        self.preempted = []
+        self.running = []
+        self._others = []
         self.decode_batch.clear()
         self._free_rows = list(range(self.limits.sequences))
         self._promised.clear()
@@ -263,7 +268,8 @@ class Scheduler:
             if sequence.computed >= end and sequence.group not in without:
                 self._name(sequence, end)
         for sequence, start, count, _ in batch.rows_behind if len(batch.sequences) > batch.decodes else ():
-            group, end = sequence.group, start + count
+            group = sequence.group
+            end = start + count
             if group.promised and end >= group.common and sequence.computed >= end and group not in without:
                 self._promised.uncache(group)
 
@@ -359,7 +365,8 @@ class Scheduler:
                     1  # a twin computes its prompt: it keeps its place, and nobody behind it waits for that
                 )
                 continue
-            state, candidate = self._state(draft.room), self._candidate(group, found)
+            state = self._state(draft.room)
+            candidate = self._candidate(group, found)
             if state.taken + len(group.sequences) > self.limits.sequences:
                 return
             verdict = self.admission.verdict(candidate, state)
@@ -394,7 +401,8 @@ class Scheduler:
             ]
         if not self._shares(group):
             return [Match([], []) for _ in self.kv_groups]
-        prompt, names = group.prompt, group.names()
+        prompt = group.prompt
+        names = group.names()
         lookups = [
             PrefixLookup(kv_group.pool, prompt, kv_group.window, self.verify) for kv_group in self._growing
         ]
@@ -422,7 +430,8 @@ class Scheduler:
         return SchedulerState(self.counts["steps"], room, self.running, self._taken)
 
     def _candidate(self, group: SequenceGroup, found: list[Match]) -> Candidate:
-        chunk, many = self.limits.tokens, range(len(self.kv_groups))
+        chunk = self.limits.tokens
+        many = range(len(self.kv_groups))
         needs = [self.swapping.need(group, i, chunk) if group.swapped else group.need(i, chunk) for i in many]
         sources = [None if each.partial is None else each.partial.block for each in found]
         return Candidate(

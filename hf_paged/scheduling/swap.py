@@ -41,7 +41,9 @@ class Swapping:
     """
 
     def __init__(self, kv_groups: tuple[KVCacheGroup, ...], decide: Decide, verify: bool) -> None:
-        self.kv_groups, self.decide, self.verify = kv_groups, decide, verify
+        self.kv_groups = kv_groups
+        self.decide = decide
+        self.verify = verify
         self.clear()
 
     def clear(self) -> None:
@@ -110,7 +112,8 @@ class Swapping:
 
     def there(self, group: SequenceGroup, i: int) -> dict[int, int]:
         """Which of a group's blocks on the host the device still has under their names, and where."""
-        pool, found = self.kv_groups[i].pool, {}
+        pool = self.kv_groups[i].pool
+        found = {}
         for sequence in group.sequences:
             table = sequence.parked[i]
             for place in range(table.released, len(table.digests)):

@@ -22,7 +22,7 @@ class Cancellable(Protocol):
         """Break it off; its answers end with "abort"."""
 
 
-class Admission:
+class QueueLimit:
     """How many engine requests are under way, and whether more are let in.
 
     They are counted from the body's arrival to the last byte of the answer, so prompts that are being

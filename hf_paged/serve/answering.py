@@ -25,7 +25,7 @@ COMPLETION_TOKENS = 16
 Ids = list[tuple[int, ...]]
 
 
-class Call(NamedTuple):
+class EndpointCall(NamedTuple):
     """A request on its way to its response: what the client asked, and who it is."""
 
     service: Service
@@ -85,14 +85,14 @@ async def chat(service: Service, http: Request, body: bytes) -> Response:
     return await _answered(call, 1, ids, form, asked, default, "chatcmpl")
 
 
-def _call(service: Service, http: Request, request: Generating) -> Call:
+def _call(service: Service, http: Request, request: Generating) -> EndpointCall:
     model = service.model(request.model)
     service.sampling.check(request, service.tokenizer.vocabulary)
-    return Call(service, http, Context.of(http.scope), request, model)
+    return EndpointCall(service, http, Context.of(http.scope), request, model)
 
 
 async def _answered(
-    call: Call,
+    call: EndpointCall,
     count: int,
     ids: Callable[[], Awaitable[Ids]],
     form_of: Callable[[str, Ids], Form],
@@ -101,7 +101,8 @@ async def _answered(
     kind: str,
 ) -> Response:
     """The response to `count` prompts. What it takes of the server is given back with its last byte."""
-    service, request = call.service, call.request
+    service = call.service
+    request = call.request
     with ExitStack() as stack:
         stack.enter_context(service.admission.place(count))
         prompts = await ids()
@@ -130,9 +131,13 @@ async def _answered(
         )
 
 
-def _submissions(call: Call, prompts: Ids, asked: int | None, default: int | None) -> list[Submission]:
+def _submissions(
+    call: EndpointCall, prompts: Ids, asked: int | None, default: int | None
+) -> list[Submission]:
     """What the engine is given; nothing for a prompt that is only to be shown."""
-    service, request, tenant = call.service, call.request, call.context.tenant
+    service = call.service
+    request = call.request
+    tenant = call.context.tenant
     if asked == 0:
         return []
     made = []
@@ -143,12 +148,12 @@ def _submissions(call: Call, prompts: Ids, asked: int | None, default: int | Non
     return made
 
 
-def _nothing_new(call: Call, prompts: Ids) -> list[Piece]:
+def _nothing_new(call: EndpointCall, prompts: Ids) -> list[Piece]:
     """The answers where no token is asked for."""
     return [Piece(i, "", [], [], [], "length") for i in range(len(prompts) * call.request.answers)]
 
 
-def _usage(call: Call, generation: Generation, prompts: Ids) -> Usage:
+def _usage(call: EndpointCall, generation: Generation, prompts: Ids) -> Usage:
     usage = generation.usage._replace(prompt_tokens=sum(map(len, prompts)))
     call.context.note(
         prompt_tokens=usage.prompt_tokens,
@@ -158,7 +163,7 @@ def _usage(call: Call, generation: Generation, prompts: Ids) -> Usage:
     return usage
 
 
-async def _whole(call: Call, generation: Generation, form: Form, prompts: Ids) -> Response:
+async def _whole(call: EndpointCall, generation: Generation, form: Form, prompts: Ids) -> Response:
     """The answer as one body."""
     pieces = [piece async for some in generation.pieces() for piece in some]
     usage = _usage(call, generation, prompts)
@@ -172,7 +177,9 @@ async def _whole(call: Call, generation: Generation, form: Form, prompts: Ids) -
     return JSONResponse(form.whole(answers, usage))
 
 
-async def _chunks(call: Call, generation: Generation, form: Form, prompts: Ids) -> AsyncIterator[bytes]:
+async def _chunks(
+    call: EndpointCall, generation: Generation, form: Form, prompts: Ids
+) -> AsyncIterator[bytes]:
     """The answer as events. An error behind the first byte is an event, too."""
     try:
         yield b"".join(form.opening()) or ALIVE

@@ -54,7 +54,7 @@ class Usage(NamedTuple):
 
 
 @dataclass
-class Answers:
+class TextAnswers:
     """The answers to one prompt: one request of the engine."""
 
     ids: tuple[int, ...]
@@ -133,7 +133,7 @@ class Generation:
         self._news = asyncio.Event()
         self._wake: Callable[[], None] = partial(mailbox.post, self._news)
         self._begun = time.monotonic()
-        self.answers: list[Answers] = []
+        self.answers: list[TextAnswers] = []
         self._ticked = False
         """Whether the timer has rung since the last piece."""
         self.gone = False
@@ -148,7 +148,7 @@ class Generation:
                 handle = self._accepted(each)
                 handle.watch(self._wake, self._each)
                 self.answers.append(
-                    Answers(each.ids, handle, each.texts, i * width, [None] * len(each.texts))
+                    TextAnswers(each.ids, handle, each.texts, i * width, [None] * len(each.texts))
                 )
         except BaseException:
             self.close()
@@ -207,7 +207,7 @@ class Generation:
                 self._note_end(each)
         return pieces
 
-    def _time(self, answers: Answers, increments: list[Increment]) -> None:
+    def _time(self, answers: TextAnswers, increments: list[Increment]) -> None:
         tokens = sum(len(each.token_ids) for each in increments)
         self._metrics.generation_tokens.add(tokens)
         if not self._each:
@@ -217,7 +217,7 @@ class Generation:
             self._metrics.between_tokens.observe((now - answers.last_news) / tokens, tokens)
         answers.last_news = now if tokens else answers.last_news
 
-    def _note_end(self, answers: Answers) -> None:
+    def _note_end(self, answers: TextAnswers) -> None:
         answers.noted = True
         answers.handle.unwatch(self._wake)
         output = answers.handle.output

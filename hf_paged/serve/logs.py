@@ -30,7 +30,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(shown, ensure_ascii=True, default=str)
 
 
-class Lines(logging.Formatter):
+class LogFormatter(logging.Formatter):
     """The same for a terminal."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ def set_up(level: str, style: Style) -> None:
     """Log to stderr from now on."""
     handler = logging.StreamHandler(sys.stderr)
     plain = style == "text" or (style == "auto" and sys.stderr.isatty())
-    handler.setFormatter(Lines() if plain else JsonLines())
+    handler.setFormatter(LogFormatter() if plain else JsonLines())
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [handler] if "." not in name else []

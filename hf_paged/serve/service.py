@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine import Engine
-from .admission import Admission
+from .admission import QueueLimit
 from .errors import ApiError, invalid
 from .keys import Keys, Tenant
 from .mailbox import Mailbox, Turns
@@ -31,7 +31,7 @@ class Service:
     tokenizer: Tokenizer
     options: ServerOptions
     sampling: Sampling
-    admission: Admission
+    admission: QueueLimit
     metrics: Metrics
     keys: Keys
     mailbox: Mailbox
@@ -61,7 +61,7 @@ class Service:
             Tokenizer(tokenizer, vocabulary, longest * limits.chars_per_token, template),
             options,
             Sampling(defaults, tokenizer, limits, budget, engine.config.policy == "priority"),
-            Admission(budget + limits.waiting, lambda: not engine.driven, lambda: metrics.end_to_end.mean),
+            QueueLimit(budget + limits.waiting, lambda: not engine.driven, lambda: metrics.end_to_end.mean),
             metrics,
             Keys(options.api_keys, options.share_prefixes),
             Mailbox(),

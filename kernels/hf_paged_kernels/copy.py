@@ -31,7 +31,8 @@ def copy(pools: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor
     if sources.shape[0] == 0:
         return
     flat = [_words(pool) for pool in pools]
-    first, second = flat[0], flat[-1]
+    first = flat[0]
+    second = flat[-1]
     chunk = CHUNK_BYTES // first.element_size()
     chunks = [triton.cdiv(pool.shape[2], chunk) for pool in flat]
     launch(

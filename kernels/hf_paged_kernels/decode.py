@@ -109,7 +109,8 @@ def decode(
         raise ValueError(f"Invalid shape of query: the plan is for {list(shape)}, got {list(query.shape)}")
     if out is None:
         out = query.new_empty(*query.shape[:2], values.shape[3])
-    strides, tiling = Strides.of(keys, values), plan.tiling
+    strides = Strides.of(keys, values)
+    tiling = plan.tiling
     group = plan.query_heads // plan.heads
     padded = triton.next_power_of_2(plan.value_dim)
     several = triton.next_power_of_2(group) * padded

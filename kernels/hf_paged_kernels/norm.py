@@ -31,7 +31,8 @@ class Lines(NamedTuple):
         for d in sorted(
             (d for d in range(first.ndim - 1) if first.shape[d] != 1), key=lambda d: -first.stride(d)
         ):
-            size, strides = first.shape[d], [x.stride(d) for x in tensors]
+            size = first.shape[d]
+            strides = [x.stride(d) for x in tensors]
             if dims and dims[-1][1:] == [size * stride for stride in strides]:
                 dims[-1] = [dims[-1][0] * size, *strides]
             else:
@@ -85,7 +86,8 @@ def add_rms_norm(
             f"of {residual.dtype}"
         )
     if Lines.of(x, residual) is None:
-        x, residual = x.contiguous(), residual.contiguous()
+        x = x.contiguous()
+        residual = residual.contiguous()
     total = _like(x, x.dtype)
     out = _like(x, x.dtype if centered else torch.promote_types(x.dtype, weight.dtype))
     _launch(x, residual, weight, total, out, eps, centered)

@@ -32,9 +32,11 @@ class Spans:
         tiling: Tiling | None = None,
     ) -> None:
         """For tensors shaped as prefill() takes them, and that many rows."""
-        tokens, group = query.shape[0], query.shape[1] // keys.shape[2]
+        tokens = query.shape[0]
+        group = query.shape[1] // keys.shape[2]
         self.tiling = tiling or _tiling(query, keys, values, tokens)
-        self.rows, self.least = rows, least
+        self.rows = rows
+        self.least = least
         self.queries = self.tiling.block_m // triton.next_power_of_2(group)
         """Query tokens of a tile."""
         self.tiles = torch.full(
@@ -111,10 +113,12 @@ def prefill(
         )
     if out is None:
         out = query.new_empty(*query.shape[:2], value_dim)
-    strides, group = Strides.of(keys, values), query.shape[1] // heads
+    strides = Strides.of(keys, values)
+    group = query.shape[1] // heads
     key_dims, value_dims = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     if spans is not None:
-        tiling, grid = spans.tiling, (len(spans.tiles), heads, 1)
+        tiling = spans.tiling
+        grid = (len(spans.tiles), heads, 1)
     else:
         tiling = tiling or _tiling(query, keys, values, most_queries)
         grid = (triton.cdiv(most_queries, tiling.block_m // triton.next_power_of_2(group)), heads, rows)

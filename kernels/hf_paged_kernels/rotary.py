@@ -132,11 +132,17 @@ def _launch(
         return q_out.transpose(1, 2)
     write = slots is not None
     if not write:
-        v, values, slots = k, keys, q
-    half, value_dim = cos.shape[2] // 2, v.shape[3]
-    halves, value_dims = triton.next_power_of_2(half), triton.next_power_of_2(value_dim)
-    at_once, values_at_once = max(1, TILE // halves), max(1, 2 * TILE // value_dims)
-    q_tiles, k_tiles = triton.cdiv(query_heads, at_once), triton.cdiv(heads, at_once)
+        v = k
+        values = keys
+        slots = q
+    half = cos.shape[2] // 2
+    value_dim = v.shape[3]
+    halves = triton.next_power_of_2(half)
+    value_dims = triton.next_power_of_2(value_dim)
+    at_once = max(1, TILE // halves)
+    values_at_once = max(1, 2 * TILE // value_dims)
+    q_tiles = triton.cdiv(query_heads, at_once)
+    k_tiles = triton.cdiv(heads, at_once)
     launch(
         _rotary, (rows * new, q_tiles + k_tiles + (triton.cdiv(heads, values_at_once) if write else 0)),
         q, k, v, cos, sin, q_out, keys, values, slots, new, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],

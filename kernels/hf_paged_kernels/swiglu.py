@@ -37,7 +37,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu") ->
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     found = Lines.of(out, gate, up)
     if found is None:
-        gate, up = gate.contiguous(), up.contiguous()
+        gate = gate.contiguous()
+        up = up.contiguous()
         found = Lines.of(out, gate, up)
     n = gate.shape[-1]
     if found.count * n == 0:

@@ -79,7 +79,8 @@ def prefill_tiling(token_bytes: int, queries: int, exact: bool) -> Tiling:
 
 def fit(choice: Tiling, token_bytes: int, query_bytes: int = 0) -> Tiling:
     """Halve the tile until its buffers fit in shared memory together with the queries."""
-    block_n, stages = choice.block_n, choice.stages
+    block_n = choice.block_n
+    stages = choice.stages
     while block_n * token_bytes * stages + query_bytes > SHARED_MEMORY:
         if block_n > 16:
             block_n //= 2

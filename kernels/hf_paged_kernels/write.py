@@ -37,11 +37,9 @@ def write(
         raise ValueError(f"Invalid shape of slots: expected [{rows * new}], got {list(slots.shape)}")
     if any(x.stride(3) != 1 for x in (new_keys, new_values, keys, values)):
         raise ValueError("Invalid strides: the last of keys and values, new and cached, must be 1")
-    pairs, key_dims, value_dims = (
-        rows * new * heads,
-        triton.next_power_of_2(key_dim),
-        triton.next_power_of_2(value_dim),
-    )
+    pairs = rows * new * heads
+    key_dims = triton.next_power_of_2(key_dim)
+    value_dims = triton.next_power_of_2(value_dim)
     at_once = max(1, 4096 // max(key_dims, value_dims))
     if pairs == 0:
         return

@@ -38,15 +38,17 @@ class Library:
     def __init__(self, file: Path) -> None:
         self.file = file
         library = ctypes.CDLL(str(file))
-        self.scratch, self.attend, self.write = (
-            library.hf_paged_scratch,
-            library.hf_paged_attend,
-            library.hf_paged_write,
-        )
-        self.scratch.restype, self.scratch.argtypes = c_int64, [c_void_p]
-        self.attend.restype, self.attend.argtypes = None, [c_void_p] * 7 + [c_float, c_float]
-        self.write.restype, self.write.argtypes = None, [c_void_p] * 7
-        library.hf_paged_threads.restype, library.hf_paged_threads.argtypes = None, [c_void_p, c_void_p]
+        self.scratch = library.hf_paged_scratch
+        self.attend = library.hf_paged_attend
+        self.write = library.hf_paged_write
+        self.scratch.restype = c_int64
+        self.scratch.argtypes = [c_void_p]
+        self.attend.restype = None
+        self.attend.argtypes = [c_void_p] * 7 + [c_float, c_float]
+        self.write.restype = None
+        self.write.argtypes = [c_void_p] * 7
+        library.hf_paged_threads.restype = None
+        library.hf_paged_threads.argtypes = [c_void_p, c_void_p]
         library.hf_paged_threads(*_threads_of_torch())
 
 
@@ -106,7 +108,8 @@ class _Plan:
         and dense.
         """
         step = self.step
-        step.table, step.lengths = table.data_ptr(), lengths.data_ptr()
+        step.table = table.data_ptr()
+        step.lengths = lengths.data_ptr()
         step.rows, step.width = table.shape
         step.threads = torch.get_num_threads()
         self._kept = (table, lengths)
@@ -164,7 +167,8 @@ class Attend(_Plan):
     ) -> None:
         super().__init__(library, keys, values, block_size, query.shape[2])
         self.step.group = query.shape[1] // keys.shape[1]
-        self.step.window, self.step.causal = window or 0, causal
+        self.step.window = window or 0
+        self.step.causal = causal
         self.scale = query.shape[3] ** -0.5
         self._strides = _Strides(*query.stride()[:3])
         self._of_query = ctypes.addressof(self._strides)

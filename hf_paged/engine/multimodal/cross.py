@@ -106,7 +106,8 @@ def cross_length(model: Any, inputs: Mapping[str, Any]) -> int:
     """How many tokens a model makes of its pictures [1, pictures, tiles, channels, height, width]: those of
     every tile, and one for the tile as a whole.
     """
-    pixels, patch = inputs.get(PIXELS), getattr(_vision(model), "patch_size", None)
+    pixels = inputs.get(PIXELS)
+    patch = getattr(_vision(model), "patch_size", None)
     name = type(model).__name__
     if not isinstance(patch, int):
         raise ValueError(
@@ -141,7 +142,8 @@ def longest_picture(model: Any) -> int | None:
 
 def why_not_across(model: Any) -> str | None:
     """Why no request can bring pictures to the cross-attention layers of a model; None if some may."""
-    name, decoder = type(model).__name__, type(model.get_decoder()).__name__
+    name = type(model).__name__
+    decoder = type(model.get_decoder()).__name__
     if not any(SHOWN.search(each) for each in inspect.signature(model.forward).parameters):
         return f"{name}.forward takes no pictures"
     if STATES not in inspect.signature(model.get_decoder().forward).parameters:
@@ -162,7 +164,8 @@ def cross_inputs_of(given: Mapping[str, Any], tokens: int, length: int) -> Cross
     """The arguments of a decoder's call that are states for `length` tokens across and masks of the prompt's
     `tokens`; None if they are something else.
     """
-    states, seen = given.get(STATES), given.get(MASK)
+    states = given.get(STATES)
+    seen = given.get(MASK)
     if not isinstance(states, torch.Tensor) or prod(states.shape[:-1]) != length:
         return None
     if not isinstance(seen, torch.Tensor) or seen.shape[-1] != length:

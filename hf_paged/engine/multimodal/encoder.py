@@ -25,7 +25,8 @@ class EncoderInput:
     """
 
     def __init__(self, inputs: torch.Tensor, ids: tuple[int, ...] = ()) -> None:
-        self.inputs, self.ids = inputs, ids
+        self.inputs = inputs
+        self.ids = ids
         self.made: Any = None
         """The encoder's answer; keys and values made of its last_hidden_state [1, tokens, hidden] lie in the
         pages.
@@ -54,7 +55,8 @@ class Encoder:
 
     def trial(self, vocabulary: int) -> EncoderInput:
         """An input to try the model with."""
-        device, config = input_device(self._model), self._model.config
+        device = input_device(self._model)
+        config = self._model.config
         if self.input_name == "input_ids":
             ids = tuple((5 * i + 3) % vocabulary for i in range(TRIAL))
             return EncoderInput(torch.tensor([ids], device=device), ids)

@@ -25,7 +25,8 @@ class DecoderExtras(NamedTuple):
     def part(self, start: int, count: int) -> DecoderExtras:
         """The same of so many tokens from `start` on; tokens behind the last one are given nothing."""
         mask = self.mask[start : start + count]
-        first, many = int(self.mask[:start].sum()), int(mask.sum())
+        first = int(self.mask[:start].sum())
+        many = int(mask.sum())
         mask = torch.cat([mask, mask.new_zeros(count - len(mask))])
         return DecoderExtras(
             self.name,

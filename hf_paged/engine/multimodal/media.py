@@ -49,7 +49,8 @@ class Media:
         self, inputs: dict[str, Any], ids: tuple[int, ...], marks: Collection[int], key: bytes
     ) -> None:
         """marks: tokens in whose place something is put; of a prompt without any it may be any."""
-        self.inputs, self.ids = {name: _kept(name, value) for name, value in inputs.items()}, ids
+        self.inputs = {name: _kept(name, value) for name, value in inputs.items()}
+        self.ids = ids
         self.marks = frozenset(marks).intersection(ids) or frozenset(ids)
         self._name_tokens(key)
         self.made: torch.Tensor | None = None
@@ -128,7 +129,8 @@ class Media:
     def drop(self) -> None:
         """Nobody computes the prompt any more: the pictures go, whoever keeps its answer."""
         self.forget()
-        self.positions, self.inputs = None, {}
+        self.positions = None
+        self.inputs = {}
 
     @property
     def plain(self) -> list[int]:

@@ -86,8 +86,10 @@ class Merger:
             raise
 
     def _made(self, media: Media) -> torch.Tensor:
-        name, device = type(self._model).__name__, self._runner.device
-        shown, plain = self._handed(list(media.ids), _on(media.inputs, device)), self._handed(media.plain, {})
+        name = type(self._model).__name__
+        device = self._runner.device
+        shown = self._handed(list(media.ids), _on(media.inputs, device))
+        plain = self._handed(media.plain, {})
         media.positions, media.shift = moved(media, shown.get(POSITIONS), plain.get(POSITIONS))
         others = self._others(media, shown, plain)
         media.beside = beside_of({each: shown.get(each) for each in others}, len(media.ids))
@@ -106,7 +108,8 @@ class Merger:
                 f"{name} made embeddings {list(merged.shape)} of a prompt with {list(own.shape)}; use its "
                 "processor"
             )
-        merged, (first, last) = merged.to(own), (media.place.start, media.place.stop)
+        merged = merged.to(own)
+        (first, last) = (media.place.start, media.place.stop)
         if not (
             torch.equal(merged[:, :first], own[:, :first]) and torch.equal(merged[:, last:], own[:, last:])
         ):
@@ -124,8 +127,10 @@ class Merger:
 
     def _across(self, media: CrossMedia) -> CrossInputs:
         """What the decoder attends to across, and under which masks; its tokens must be those of text."""
-        name, ids = type(self._model).__name__, list(media.ids)
-        shown, plain = self._handed(ids, _on(media.inputs, self._runner.device)), self._handed(ids, {})
+        name = type(self._model).__name__
+        ids = list(media.ids)
+        shown = self._handed(ids, _on(media.inputs, self._runner.device))
+        plain = self._handed(ids, {})
         others = self._others(media, shown, plain)
         if not all(same(shown.get(each), plain.get(each)) for each in TOKENS):
             raise Unservable(
@@ -199,7 +204,8 @@ class Merger:
 
     def _handed(self, ids: list[int], inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments with which generate() calls the decoder first."""
-        decoder, found = self._model.get_decoder(), {}
+        decoder = self._model.get_decoder()
+        found = {}
         names = inspect.signature(decoder.forward)
 
         def stop(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -239,8 +245,10 @@ class Merger:
         runner = self._runner
         right, sequence = self._first_logits(media)
         embeds = torch.cat([merged, runner.embedded(sequence[:, len(media.ids) :])], 1)
-        count, new = embeds.shape[1], len(right)
-        where, beside = media.where(0, count), joined([media.near(0, count)], [count])
+        count = embeds.shape[1]
+        new = len(right)
+        where = media.where(0, count)
+        beside = joined([media.near(0, count)], [count])
         with given(self._model, beside):
             self._require_near(media, right, embeds, where)
             behind = count - media.place.stop
@@ -272,7 +280,8 @@ def moved(media: Media, shown: Any, plain: Any) -> tuple[torch.Tensor | None, tu
         or shown.shape != plain.shape
     ):
         return None, ()
-    here, text = shown[:, 0].cpu(), plain[:, 0].cpu()
+    here = shown[:, 0].cpu()
+    text = plain[:, 0].cpu()
     if torch.equal(here, text) or not torch.equal(
         text, torch.arange(text.shape[1], device="cpu").expand_as(text)
     ):

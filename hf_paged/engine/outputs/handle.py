@@ -43,7 +43,8 @@ class Handle:
     """
 
     def __init__(self, job: Job, desk: Desk) -> None:
-        self._job, self._desk = job, desk
+        self._job = job
+        self._desk = desk
 
     def __repr__(self) -> str:
         state = (

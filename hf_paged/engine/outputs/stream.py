@@ -27,7 +27,8 @@ class Stream:
     """
 
     def __init__(self, index: int, tokenizer: Any, whole: bool) -> None:
-        self.index, self.whole = index, whole
+        self.index = index
+        self.whole = whole
         self.so_far: list[int] = []
         """Its tokens until it ends; the last one comes with its end."""
         self.logprobs: list[TokenLogprob] = []
@@ -71,7 +72,8 @@ class Stream:
 
     def take(self) -> list[Increment]:
         """The unread increments: one for each token."""
-        end, made = self._end, []
+        end = self._end
+        made = []
         tokens = self.so_far if end is None else end.tokens
         there = len(tokens)
         while self._read < there:
@@ -109,7 +111,8 @@ class Stream:
             try:
                 text = self._tokenizer.decode(tokens, skip_special_tokens=True)
             except BaseException as error:
-                self.trouble, text = self.trouble or error, ""
+                self.trouble = self.trouble or error
+                text = ""
         if self.trouble is not None:
             reason = "error"
         return SequenceOutput(

@@ -34,7 +34,8 @@ class Detokeniser:
             raise
         if not last and (now.endswith(BROKEN) or not now.startswith(before)):
             return ""
-        self._begin, self._read = self._read, len(self._tokens)
+        self._begin = self._read
+        self._read = len(self._tokens)
         return now[len(before) :]
 
     def _text(self, begin: int, end: int) -> str:

@@ -231,7 +231,8 @@ def read(
     name.
     """
     prompt, shown = opened(model, tokenizer, prompt, keywords)
-    tokenizer, shown = words_of(tokenizer), taken(model, _beside(keywords, shown))
+    tokenizer = words_of(tokenizer)
+    shown = taken(model, _beside(keywords, shown))
     parts = {
         name: keywords.pop(name, None)
         for name in PROMPTS
@@ -246,7 +247,8 @@ def read(
     )
     given = _showing(model, given, shown)
     _require_function("prefix_allowed_tokens_fn", extras["prefix_allowed_tokens_fn"])
-    tokens, names = given.tokens, given.names
+    tokens = given.tokens
+    names = given.names
     config = _with_lengths(model, config, defaults, given)
     processors = _processors(model, config, given, extras)
     criteria = _criteria(model, config, tokenizer, extras["stopping_criteria"], options)
@@ -392,7 +394,8 @@ def _for_encoder(
                 "begin with some"
             )
         features = input_features[None] if input_features.ndim == 2 else input_features
-        ids, inputs = (), features.detach().to(input_device(model), model.dtype, copy=True)
+        ids = ()
+        inputs = features.detach().to(input_device(model), model.dtype, copy=True)
     begin = (
         {}
         if decoder_input_ids is None
@@ -435,10 +438,8 @@ def _favourites(logprobs: int | bool | None, model: Any) -> int | None:
     """
     if logprobs is None or logprobs is False:
         return None
-    count, vocabulary = (
-        0 if logprobs is True else logprobs,
-        model.config.get_text_config(decoder=True).vocab_size,
-    )
+    count = 0 if logprobs is True else logprobs
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
     if not isinstance(count, Integral) or not 0 <= count <= vocabulary:
         raise ValueError(
             f"logprobs={logprobs!r} is not True or a number of favourites from 0 to {vocabulary}"

@@ -37,13 +37,15 @@ def opened(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str, Any]) ->
     if ids is not None:
         if prompt is not None:
             raise ValueError("the prompt and input_ids are both token ids; give one of them")
-        prompt, mask = ids, keywords.pop("attention_mask", None)
+        prompt = ids
+        mask = keywords.pop("attention_mask", None)
         if mask is not None and not bool(torch.as_tensor(mask, device="cpu").all()):
             raise ValueError(
                 "the attention_mask hides some of the prompt; give one prompt a request, without padding"
             )
     raw = {name: keywords.pop(name) for name in RAW if keywords.get(name) is not None}
-    text, chat = isinstance(prompt, str), _is_chat(prompt)
+    text = isinstance(prompt, str)
+    chat = _is_chat(prompt)
     if not isinstance(tokenizer, ProcessorMixin):
         if raw or (chat and _shows(prompt)):
             what = sorted(raw) or "messages with pictures or recordings"

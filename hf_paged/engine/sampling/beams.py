@@ -86,10 +86,13 @@ class BeamSearch:
 
     def __init__(self, params: RequestParams) -> None:
         config = params.config
-        self.params, self.count = params, params.beams
+        self.params = params
+        self.count = params.beams
         self.keep = max(2, 1 + _ends(config)) * self.count
-        self.length_penalty, self.early_stopping = config.length_penalty, config.early_stopping
-        count, nothing = self.count, [NOT] * self.count
+        self.length_penalty = config.length_penalty
+        self.early_stopping = config.early_stopping
+        count = self.count
+        nothing = [NOT] * self.count
         self.standing = BeamState(
             0,
             [0.0, *nothing[1:]],
@@ -170,7 +173,8 @@ def _row(contender: BeamCandidates) -> list[float]:
     chosen.
     """
     search, found, reasons, now, later = contender
-    standing, count = search.standing, search.count
+    standing = search.standing
+    count = search.count
     hits = [0.0 if reason is None else NOT for reason in reasons]
     running_on = [0.0 if hit and i < count else NOT for i, hit in enumerate(hits)]
     full = NOT if search.early_stopping is True and all(standing.finished) else 0.0
@@ -201,7 +205,8 @@ def _step(
     the best beam that runs may still come to; least: the worst score of all that ended.
     """
     search, (_, beams, tokens, notes), reasons, _, _ = contender
-    before, count = search.standing, search.count
+    before = search.standing
+    count = search.count
     said = {
         i: BeamToken(before.said[beams[i]], tokens[i], notes[i] if notes else None)
         for i in {*chosen, *[place - count for place in best if place >= count]}
@@ -221,7 +226,8 @@ def _step(
 
 def _hypothesis(said: BeamToken | None, why: FinishReason | None, score: float) -> Hypothesis:
     """What a beam has said, from its first token to its last."""
-    tokens, notes = [], []
+    tokens = []
+    notes = []
     while said is not None:
         tokens.append(said.token)
         if said.note is not None:

@@ -42,7 +42,8 @@ class BeamScorer:
         """What each search chooses from, as the host has heard it; None if its logits have NaN among them."""
         values, places, *notes = heard
         broken: list[bool] = values.isnan().any(1).tolist()  # to torch NaN is the largest number
-        beams, tokens = (places // self._vocabulary).tolist(), (places % self._vocabulary).tolist()
+        beams = (places // self._vocabulary).tolist()
+        tokens = (places % self._vocabulary).tolist()
         found: list[Continuations | None] = []
         for i, scores in enumerate(values.tolist()):
             told = self._notes(i, beams[i], tokens[i], notes)
@@ -72,7 +73,8 @@ def apart(search: BeamSearch, scores: torch.Tensor) -> tuple[torch.Tensor, torch
     scores: [beams, vocabulary], log probabilities that were processed. They are the best, or drawn if the
         request says so.
     """
-    params, standing = search.params, search.standing
+    params = search.params
+    standing = search.standing
     flat = (scores + upload(standing.running, scores.device, torch.float32)[:, None]).flatten()
     if not params.sampled:
         values, places = flat.topk(search.keep)

@@ -10,7 +10,8 @@ from ...kv.upload import upload
 from ...scheduling import SequenceGroup, TokenSequence
 from ..job import Job
 
-FIRST_ROWS, FIRST_TOKENS = 8, 64
+FIRST_ROWS = 8
+FIRST_TOKENS = 64
 """Room that there is at first; later twice as much each time."""
 Owner = tuple[Job, TokenSequence]
 
@@ -62,7 +63,8 @@ class Histories(Places):
     def enter(self, owners: Sequence[Owner], device: torch.device) -> None:
         """Make lines for those that have none."""
         if self._ids.device != device:
-            self._places, self._free = {}, []
+            self._places = {}
+            self._free = []
             self._room(0, 0, device)
         new = self.without(owners)
         if not new:

@@ -74,7 +74,8 @@ class PenaltyState(Places):
     def _fit(self, scores: torch.Tensor) -> None:
         """Lie where the scores do, a line as long as theirs."""
         if self._seen.device != scores.device or self._seen.shape[1] != scores.shape[1]:
-            self._places, self._free = {}, []
+            self._places = {}
+            self._free = []
             with torch.inference_mode(False):  # whoever drives next may be in no such mode
                 self._seen = torch.zeros(0, scores.shape[1], dtype=torch.bool, device=scores.device)
 

@@ -56,7 +56,8 @@ class HostSampler:
 
     def __init__(self, requests: Sequence[SamplingRows], logits: torch.Tensor) -> None:
         self.jobs = [request.job for request in requests]
-        self._requests, self._logits = requests, logits
+        self._requests = requests
+        self._logits = logits
         self._failed: dict[Job, Exception] = {}
         self._scorers = _scorers(requests, logits)
         compared = {request.job for others, _ in self._scorers for request in others}
@@ -104,7 +105,8 @@ class HostSampler:
 
     def _chosen(self, request: SamplingRows) -> list[int]:
         """The tokens of a job with processors of its own."""
-        job, own = request.job, self._logits[request.rows]
+        job = request.job
+        own = self._logits[request.rows]
         scores = _sound(job.processed(own, own.device), job)
         tokens: list[int] = (_drawn(request, scores) if job.params.sampled else scores.argmax(-1)).tolist()
         return require_known(tokens, own.shape[1], scores)
@@ -168,7 +170,8 @@ def _scorers(
     """The searches that can be compared together, by their shapes."""
     alike: dict[tuple[int, int], list[SamplingRows]] = {}
     for request in requests:
-        search, params = request.job.beams, request.job.params
+        search = request.job.beams
+        params = request.job.params
         if search is None or params.processors or params.sampled:
             continue
         if search.keep <= search.count * logits.shape[1]:  # else it fails by itself

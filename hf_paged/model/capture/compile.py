@@ -271,7 +271,8 @@ class CompiledFusion(Fusion):
 
     def _run_whole(self, layer: nn.Module, tag: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         place = self._place(layer, tag, (args, kwargs))
-        args, kwargs = _plain(args, place), _plain(kwargs, place)
+        args = _plain(args, place)
+        kwargs = _plain(kwargs, place)
         return self._call(_whole, place, layer, args, kwargs)
 
     def _run_angles(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -301,7 +302,8 @@ class CompiledFusion(Fusion):
             raise NotCompilable(
                 f"a layer is given {len(masks)} masks that the pages make needless, expected 1"
             )
-        window, paged = masks[0].window, self.layer_of(tag)
+        window = masks[0].window
+        paged = self.layer_of(tag)
         if paged.kind.window not in (None, window):
             raise NotCompilable(
                 f"a layer that keeps {paged.kind.window} tokens is given a mask over {window}"

@@ -72,7 +72,8 @@ class Fusion:
 
     def _chain(self, module: nn.Module) -> None:
         """Note for each layer of a stack which norm comes next."""
-        layers, last = getattr(module, "layers", None), getattr(module, "norm", None)
+        layers = getattr(module, "layers", None)
+        last = getattr(module, "norm", None)
         if not isinstance(layers, nn.ModuleList) or not is_norm(last):
             return
         norms = [*(getattr(layer, "input_layernorm", None) for layer in list(layers)[1:]), last]
@@ -99,10 +100,8 @@ class Fusion:
         for module in self.forwards:
             if module in norms:
                 weight: Any = torch.empty_like(module.weight, device="meta")  # type: ignore[arg-type]
-                x, centered = (
-                    torch.empty(rows, 1, len(weight), dtype=dtype, device="meta"),
-                    is_centered(module),
-                )
+                x = torch.empty(rows, 1, len(weight), dtype=dtype, device="meta")
+                centered = is_centered(module)
                 key = len(weight), weight.dtype, centered
                 calls.setdefault(key, partial(self.kernels.rms_norm, x, weight, 0.0, centered=centered))
                 if module in added:
@@ -111,7 +110,8 @@ class Fusion:
                         partial(self.kernels.add_rms_norm, x, x, weight, 0.0, centered=centered),
                     )
             elif isinstance(width := getattr(getattr(module, "gate_proj", None), "out_features", None), int):
-                x, name = torch.empty(rows, 1, width, dtype=dtype, device="meta"), activation(module)
+                x = torch.empty(rows, 1, width, dtype=dtype, device="meta")
+                name = activation(module)
                 calls.setdefault((width, name), partial(self.kernels.swiglu, x, x, activation=name))
         return list(calls.values())
 
@@ -119,7 +119,8 @@ class Fusion:
 
     def take_ahead(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
         """The norm of x, if it was made together with it."""
-        ahead, self.ahead = self.ahead, None
+        ahead = self.ahead
+        self.ahead = None
         if ahead is not None and ahead[0] is module and ahead[1] is x and ahead[2] == _version(x):
             return ahead[3]
         return None
@@ -251,7 +252,8 @@ def activation(module: Any) -> str | None:
     function = module.act_fn
     if not isinstance(function, nn.Module) or "forward" in function.__dict__:
         return None
-    code, inner = type(function).forward, function.__dict__.get("act")
+    code = type(function).forward
+    inner = function.__dict__.get("act")
     if reads_like(code, nn.SiLU.forward) or reads_like(code, type(ACT2FN["silu"]).forward):
         return "silu"
     tanh = (

@@ -77,7 +77,9 @@ class Graph(CapturedStep):
     def __init__(
         self, bucket: int, inputs: dict[str, Any], batches: list[dict[LayerKind, StaticBatch]]
     ) -> None:
-        self.bucket, self.inputs, self.batches = bucket, inputs, batches
+        self.bucket = bucket
+        self.inputs = inputs
+        self.batches = batches
         self.answer: Any = None
         """What the captured forward answered, in static tensors, with places for what belongs to the
         caller.
@@ -302,7 +304,8 @@ def _width(rows: Rows, new: int) -> int:
 
 
 def _static_batch(kind: LayerKind, rows: Rows, bucket: int, new: int) -> StaticBatch:
-    pool, fixed = rows.group.pool, _fixed(kind, rows.columns)
+    pool = rows.group.pool
+    fixed = _fixed(kind, rows.columns)
     width = pool.blocks_for(fixed) if fixed else _width(rows, new)
     return StaticBatch(
         bucket, 0 if fixed else new, width, pool.block_size, rows.columns, rows.group.device, kind.window

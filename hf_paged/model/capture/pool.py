@@ -81,7 +81,8 @@ class CapturePool:
         self.unsteady = False
         """Whether the model's forward changes the model itself, so that no captured step would stay right."""
         self.compilation = compilation
-        self._most_bytes, self._ready = most_bytes, ready
+        self._most_bytes = most_bytes
+        self._ready = ready
         self._steps: OrderedDict[_Key, CapturedStep] = OrderedDict()
         self._seen: Counter[_Key] = Counter()
         self._states: list[StateKey] = []
@@ -150,7 +151,8 @@ class CapturePool:
 
     def _smallest(self, state: StateKey, source: StepSource[Any], trusted: bool) -> _Key | None:
         """The smallest captured step that can hold a source's, among all or those that are trusted."""
-        size, holders = source.size, list(source.holders)
+        size = source.size
+        holders = list(source.holders)
         fits = [
             key
             for key, step in self._steps.items()
@@ -277,9 +279,11 @@ class CapturePool:
         snapshot = source.snapshot()
         if not snapshot.steady:
             raise NotCapturable("hooks that are not transformers' own run in the model, or it is training")
-        model, device = source.model, source.device
+        model = source.model
+        device = source.device
         step: CapturedStep = source.prepare()
-        step.size, step.groups = key.size, source.groups
+        step.size = key.size
+        step.groups = source.groups
         fusion = Fusion(model, source.groups[0].captured_ops.kernels)
         source.load(step)
         lengths = self._rehearse(key, source, step, fusion)

@@ -26,7 +26,8 @@ def _products(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.T
     """x [..., k] times each of the weights [n_i, k], plus their biases [n_i] if there are any: [..., sum of
     n_i].
     """
-    joined, bias = joined_of(weights), joined_of(biases) if biases else None
+    joined = joined_of(weights)
+    bias = joined_of(biases) if biases else None
     if joined is not None and (bias is not None or not biases):
         return linear(x, joined, bias)
     apart: list[torch.Tensor | None] = [*biases] if biases else [None] * len(weights)
@@ -40,7 +41,8 @@ def _(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) 
 
 def joined_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """One tensor [sum of n_i, ...] over tensors [n_i, ...] that lie side by side; None if they do not."""
-    first, place = tensors[0], tensors[0].data_ptr()
+    first = tensors[0]
+    place = tensors[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
     for tensor in tensors:
         alike = tensor.dtype == first.dtype and tensor.shape[1:] == first.shape[1:] and tensor.is_contiguous()

@@ -117,7 +117,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def cuda_graph(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
     """Capture `step`: how to replay it, and the tensors in which it answers every time."""
     graph = torch.cuda.CUDAGraph()
-    side, main = _side_stream(device), torch.cuda.current_stream(device)
+    side = _side_stream(device)
+    main = torch.cuda.current_stream(device)
     side.wait_stream(main)
     collects = gc.isenabled()
     gc.disable()  # a finalizer must not free device memory in the middle

@@ -63,20 +63,21 @@ class GenerateSteps:
             self.pool.learn(state, source, answer)
         return answer
 
-    def _answer(self, state: StateKey, source: _Source, graph: Graph) -> Any:
+    def _answer(self, state: StateKey, source: _GenerateSource, graph: Graph) -> Any:
         """What a replay has answered. If it stood in for a smaller step, that may be captured now."""
         answer = graph.hand_out(source.step)
         if graph.size != source.size:
             self.pool.learn(state, source, answer, stand_in=graph)
         return answer
 
-    def _replay(self, state: StateKey, source: _Source, watch: Watch | None = None) -> Graph | None:
+    def _replay(self, state: StateKey, source: _GenerateSource, watch: Watch | None = None) -> Graph | None:
         """Take the step by a trusted graph, if there is one, and the pools need not move for it.
 
         Where the user's code runs between the steps of a watched call, the model is checked while the device
         works, and the step taken back if it has changed.
         """
-        graph, step = self.pool.find(state, source), source.step
+        graph = self.pool.find(state, source)
+        step = source.step
         if not isinstance(graph, Graph):
             return None
         graph.advance(step)
@@ -95,13 +96,16 @@ class GenerateSteps:
         return graph
 
 
-class _Source(StepSource[Graph]):
+class _GenerateSource(StepSource[Graph]):
     """A step of generate()."""
 
     def __init__(
         self, model: nn.Module, step: ReplayableStep, forward: Run, code: Hashable, form: Hashable
     ) -> None:
-        self.model, self.step, self._run, self._code = model, step, forward, code
+        self.model = model
+        self.step = step
+        self._run = forward
+        self._code = code
         self.size = Size(form, rows_of_graph(step))
         self.holders = (form,)
         self.groups = groups_of(step)
@@ -142,7 +146,7 @@ class _Source(StepSource[Graph]):
         self._run(self.step.arguments)
 
 
-def _source(model: nn.Module, step: ReplayableStep, forward: Run) -> _Source | None:
+def _source(model: nn.Module, step: ReplayableStep, forward: Run) -> _GenerateSource | None:
     """The step with what must be the same for a replay beside the model, or None if it cannot be captured
     whatever happens.
     """
@@ -156,7 +160,9 @@ def _source(model: nn.Module, step: ReplayableStep, forward: Run) -> _Source | N
     if device.type not in RECORDERS or facts is None or any(too_wide(part, step.new) for part in step.parts):
         return None
     code = step.mask, facts, step.new, step.rows if has_fixed_rows(step) else None
-    return _Source(model, step, forward, code, (code, tuple(shapes(part, step.new) for part in step.parts)))
+    return _GenerateSource(
+        model, step, forward, code, (code, tuple(shapes(part, step.new) for part in step.parts))
+    )
 
 
 _steps: weakref.WeakKeyDictionary[nn.Module, GenerateSteps] = weakref.WeakKeyDictionary()

@@ -41,7 +41,9 @@ class Place:
     """
 
     def __init__(self, tag: torch.Tensor, window: int | None, drops_caps: bool) -> None:
-        self.tag, self.window, self.drops_caps = tag, window, drops_caps
+        self.tag = tag
+        self.window = window
+        self.drops_caps = drops_caps
 
     def update(self, key: Any, value: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Stored, torch.Tensor]:
         """Nothing yet: the attention stores them."""
@@ -67,11 +69,14 @@ def attend_traced(query: Any, stored: Stored, value: torch.Tensor, kwargs: dict[
             raise NotCompilable(f"its attention is given {name}")
     if kwargs.get("is_causal") is False:
         raise NotCompilable("its attention is not causal")
-    key, place = stored.key, stored.place
+    key = stored.key
+    place = stored.place
     cos = sin = None
     if isinstance(query, Turned) and isinstance(key, Turned):
-        cos, sin = query.cos, query.sin
-        query, key = query.x, key.x
+        cos = query.cos
+        sin = query.sin
+        query = query.x
+        key = key.x
     softcap, sinks = (None, None) if place.drops_caps else (kwargs.get("softcap"), kwargs.get("s_aux"))
     out: torch.Tensor = torch.ops.hf_paged.attend(
         query, key, value, cos, sin, sinks, place.tag, kwargs.get("scaling"), softcap, place.window
