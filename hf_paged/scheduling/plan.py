@@ -157,7 +157,8 @@ class StepPlan:
     """What a step does, in this order: swaps, copies, rows.
 
     copies: for every KV cache group the copies on write. swaps: the blocks of preempted
-    groups on their way to the host and back. admitted, preempted: the groups that begin to run in it and that do not run any more.
+    groups on their way to the host and back. admitted, preempted: the groups that begin to run in it and that
+    do not run any more.
     """
 
     batch: ScheduledBatch = NOTHING
