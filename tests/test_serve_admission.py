@@ -13,13 +13,13 @@ pytest.importorskip("fastapi")
 
 from serving import serving, until
 
-from hf_paged.serve.admission import Admission
+from hf_paged.serve.admission import QueueLimit
 from hf_paged.serve.errors import ApiError
 
 LONG = {"prompt": "The fox", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
-def status(admission: Admission, count: int = 1) -> int:
+def status(admission: QueueLimit, count: int = 1) -> int:
     try:
         with admission.place(count):
             return 200
@@ -28,7 +28,7 @@ def status(admission: Admission, count: int = 1) -> int:
 
 
 def test_places_are_counted_and_given_back() -> None:
-    admission = Admission(3, lambda: False, lambda: 2.5)
+    admission = QueueLimit(3, lambda: False, lambda: 2.5)
     assert status(admission) == 503
     admission.state = "ready"
     assert status(admission, 3) == 200
@@ -52,7 +52,7 @@ def test_a_drain_waits_and_then_breaks_off() -> None:
             self.cancelled = True
 
     async def drained(ends_after: float) -> bool:
-        admission = Admission(3, lambda: False, lambda: 1.0)
+        admission = QueueLimit(3, lambda: False, lambda: 1.0)
         admission.state = "ready"
         request = Request()
 
