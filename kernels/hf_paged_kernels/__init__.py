@@ -11,6 +11,7 @@ from .decode import Plan, decode
 from .digest import GOLDEN, digest
 from .gather import gather
 from .launching import find_driver, know_triton
+from .lora import AdapterPlan, lora_expand, lora_shrink
 from .norm import add_rms_norm, rms_norm
 from .prefill import Spans, prefill
 from .rotary import rotary, rotary_write
@@ -19,6 +20,7 @@ from .write import write
 
 __all__ = [
     "GOLDEN",
+    "AdapterPlan",
     "Plan",
     "Spans",
     "add_rms_norm",
@@ -29,6 +31,8 @@ __all__ = [
     "find_driver",
     "gather",
     "know_triton",
+    "lora_expand",
+    "lora_shrink",
     "prefill",
     "rms_norm",
     "rotary",
