@@ -11,7 +11,7 @@ from .decode import Plan, decode
 from .digest import GOLDEN, digest
 from .gather import gather
 from .launching import find_driver, know_triton
-from .lora import AdapterPlan, lora_expand, lora_shrink
+from .lora import AdapterPlan, LoraWeights, lora_expand, lora_shrink
 from .norm import add_rms_norm, rms_norm
 from .prefill import Spans, prefill
 from .rotary import rotary, rotary_write
@@ -21,6 +21,7 @@ from .write import write
 __all__ = [
     "GOLDEN",
     "AdapterPlan",
+    "LoraWeights",
     "Plan",
     "Spans",
     "add_rms_norm",

@@ -14,6 +14,7 @@ FEW = 512
 PART = 512
 """Columns of x that one program of a shrink reads where tokens are few: more programs read at once."""
 MOST_PARTS = 16
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class AdapterPlan:
@@ -56,69 +57,106 @@ class AdapterPlan:
         )  # fmt: skip
 
 
-def lora_shrink(x: torch.Tensor, a: torch.Tensor, plan: AdapterPlan) -> torch.Tensor:
-    """x A^T of each token's adapter, in parts that add up to it: fp32 [parts, tokens, rank].
+class LoraWeights:
+    """Where the adapters of layers with one input lie, and of which rank they are: tables that kernels read.
 
-    x [tokens, n] with the last stride 1; a [slots, rank, n], contiguous: the rank is a multiple of 16, padded
-    with zeros, and may stack the ranks of several layers with one input. Tokens of the base are not written.
+    A captured step reads the tables again in every replay. So adapters may come, go and move, one in place of
+    another, while a graph stays: `put` changes their entries and no tensor. No weight is copied.
     """
-    slots, rank, n = a.shape
-    if x.shape != (plan.tokens, n) or x.stride(1) != 1 or slots != plan.slots or x.dtype != a.dtype:
+
+    def __init__(
+        self, layers: int, slots: int, rank: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        if rank < 16 or rank % 16:
+            raise ValueError(f"Invalid rank: expected the largest of all, rounded up to 16, got {rank}")
+        self.layers = layers
+        self.slots = slots
+        self.rank = rank
+        self.dtype = dtype
+        self.a = torch.zeros(layers, slots, dtype=torch.int64, device=device)
+        self.b = torch.zeros(layers, slots, dtype=torch.int64, device=device)
+        self.ranks = torch.zeros(layers, slots, dtype=torch.int32, device=device)
+        """0 for a slot whose adapter leaves the layer as it is."""
+        self.scales = torch.zeros(layers, slots, dtype=torch.float32, device=device)
+
+    def put(self, layer: int, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        """Let a slot of a layer be a [r, n] and b [outputs, r], which the caller keeps where they are."""
+        rank = a.shape[0]
+        if a.dtype != self.dtype or b.dtype != self.dtype or b.shape[1] != rank or rank > self.rank:
+            raise ValueError(
+                f"Invalid weights: expected [r, n] and [outputs, r] of {self.dtype} with r up to {self.rank}, "
+                f"got {list(a.shape)} of {a.dtype} and {list(b.shape)} of {b.dtype}"
+            )
+        if not (a.is_contiguous() and b.is_contiguous()) or rank % 8 or (a.data_ptr() | b.data_ptr()) % 16:
+            raise ValueError(
+                f"Invalid weights: expected them aligned, without gaps, and r a multiple of 8, got r={rank}"
+            )
+        self.a[layer, slot] = a.data_ptr()
+        self.b[layer, slot] = b.data_ptr()
+        self.scales[layer, slot] = scale
+        self.ranks[layer, slot] = rank
+
+    def clear(self, slot: int) -> None:
+        """Let a slot leave every layer as it is."""
+        self.ranks[:, slot] = 0
+
+
+def lora_shrink(x: torch.Tensor, weights: LoraWeights, plan: AdapterPlan) -> torch.Tensor:
+    """x A^T of each token's adapter for all layers: fp32 [parts, tokens, layers, rank], whose parts add
+    up to it.
+
+    x [tokens, n] with the last stride 1. Tokens of the base are not written.
+    """
+    n = x.shape[1]
+    if x.shape[0] != plan.tokens or x.stride(1) != 1 or plan.slots != weights.slots:
         raise ValueError(
-            f"Invalid shape of x or a: expected [{plan.tokens}, n] and [{plan.slots}, rank, n] of one dtype, "
-            f"got {list(x.shape)} of {x.dtype} and {list(a.shape)} of {a.dtype}"
-        )
-    if rank % 16 or not a.is_contiguous():
-        raise ValueError(
-            f"Invalid rank of a: expected contiguous rows, a multiple of 16 of them, got {list(a.shape)}"
+            f"Invalid shape of x: expected [{plan.tokens}, n] for {plan.slots} slots, got {list(x.shape)} "
+            f"and weights of {weights.slots}"
         )
     parts = max(1, min(MOST_PARTS, n // PART)) if plan.tile == 16 else 1
-    out = torch.empty(parts, plan.tokens, rank, dtype=torch.float32, device=x.device)
+    rank = weights.rank
+    out = torch.empty(parts, plan.tokens, weights.layers, rank, dtype=torch.float32, device=x.device)
     wide = min(64, rank & -rank)
-    block = 128 if x.dtype.itemsize == 2 else 64
+    block = 128 if weights.dtype.itemsize == 2 else 64
     launch(
-        _shrink, (plan.tiles, parts, rank // wide),
-        out, x, a, plan.order, plan.slot, plan.first, plan.count, plan.tokens, x.stride(0),
-        N=n, RANK=rank, WIDE=wide, TILE=plan.tile, BLOCK=block,
-        PART=triton.cdiv(triton.cdiv(n, parts), block) * block,
-        PRECISION=precision(x.dtype), UP=x.device.type == "cpu", num_warps=4, num_stages=3,
+        _shrink, (plan.tiles, parts, weights.layers * (rank // wide)),
+        out, x, weights.a, weights.ranks, plan.order, plan.slot, plan.first, plan.count,
+        plan.tokens, weights.slots, x.stride(0),
+        N=n, LAYERS=weights.layers, RANK=rank, WIDE=wide, TILE=plan.tile, BLOCK=block,
+        PART=triton.cdiv(triton.cdiv(n, parts), block) * block, TYPE=TYPES[weights.dtype],
+        PRECISION=_precision(x.dtype, weights.dtype), UP=x.device.type == "cpu", num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
 
 
 def lora_expand(
-    out: torch.Tensor,
-    shrunk: torch.Tensor,
-    b: torch.Tensor,
-    scale: torch.Tensor,
-    plan: AdapterPlan,
-    *,
-    offset: int = 0,
+    out: torch.Tensor, shrunk: torch.Tensor, weights: LoraWeights, plan: AdapterPlan, *, layer: int = 0
 ) -> None:
     """out += scale * h B^T of each token's adapter, in place; tokens of the base stay as they are.
 
-    out [tokens, n] with the last stride 1; shrunk as `lora_shrink` answers it, of which h are the columns
-    from `offset` on; b [slots, n, rank], contiguous; scale [slots], fp32.
+    out [tokens, n] with the last stride 1, the base's answer of one of the layers; shrunk as `lora_shrink`
+    answers it.
     """
-    slots, n, rank = b.shape
-    parts, tokens, stacked = shrunk.shape
-    if out.shape != (plan.tokens, n) or out.stride(1) != 1 or out.dtype != b.dtype or slots != plan.slots:
+    parts, tokens = shrunk.shape[:2]
+    if out.shape[0] != plan.tokens or out.stride(1) != 1 or tokens != plan.tokens:
         raise ValueError(
-            f"Invalid shape of out or b: expected [{plan.tokens}, n] and [{plan.slots}, n, rank] of one "
-            f"dtype, got {list(out.shape)} of {out.dtype} and {list(b.shape)} of {b.dtype}"
+            f"Invalid shape of out: expected [{plan.tokens}, n] for shrunk {list(shrunk.shape)}, got "
+            f"{list(out.shape)}"
         )
-    if tokens != plan.tokens or offset + rank > stacked or rank % 16 or not b.is_contiguous():
-        raise ValueError(
-            f"Invalid shape of shrunk: expected [parts, {plan.tokens}, {offset} + {rank} or more], got "
-            f"{list(shrunk.shape)}"
-        )
-    wide = 128
+    rank, n, wide = weights.rank, out.shape[1], 128
     launch(
         _expand, (plan.tiles, triton.cdiv(n, wide)),
-        out, shrunk, b, scale, plan.order, plan.slot, plan.first, plan.count, tokens, out.stride(0), offset,
-        PARTS=parts, STACKED=stacked, N=n, RANK=rank, TILE=plan.tile, WIDE=wide, BLOCK=min(64, rank & -rank),
-        PRECISION=precision(b.dtype), UP=out.device.type == "cpu", num_warps=4,
+        out, shrunk, weights.b[layer], weights.ranks[layer], weights.scales[layer],
+        plan.order, plan.slot, plan.first, plan.count, tokens, out.stride(0), layer * rank,
+        PARTS=parts, STACKED=weights.layers * rank, N=n, TILE=plan.tile, WIDE=wide,
+        BLOCK=min(64, rank & -rank), TYPE=TYPES[weights.dtype],
+        PRECISION=_precision(out.dtype, weights.dtype), UP=out.device.type == "cpu", num_warps=4,
     )  # fmt: skip
+
+
+def _precision(x: torch.dtype, weights: torch.dtype) -> str:
+    """How products are taken: all of fp32's digits where the model has them."""
+    return precision(torch.float32 if x == weights == torch.float32 else torch.bfloat16)
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])
@@ -157,68 +195,88 @@ def _sort(
     tl.store(COUNT + number, tl.minimum(alike - before, TILE), mask=begins)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "slots"])
 def _shrink(
-    OUT, X, A, ORDER, SLOT, FIRST, COUNT, tokens, x_token,
-    N: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
+    OUT, X, A, RANKS, ORDER, SLOT, FIRST, COUNT, tokens, slots, x_token,
+    N: tl.constexpr, LAYERS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    """OUT[part, token] = X[token, columns of the part] A[slot]^T, for WIDE rows of A and a tile's tokens."""
+    """OUT[part, token, layer] = X[token, columns of the part] A^T, for WIDE rows of a layer's A and the
+    tokens of a tile.
+
+    A, RANKS [layers, slots]: the address of A [rank, N] of TYPE. Rows behind its rank are 0.
+    """
     tile = tl.program_id(0)
     slot = tl.load(SLOT + tile)
     if slot < 0:
         return
+    layer = tl.program_id(2) // (RANK // WIDE)
+    row = tl.program_id(2) % (RANK // WIDE) * WIDE + tl.arange(0, WIDE)
+    rank = tl.load(RANKS + layer * slots + slot)
+    weights = tl.load(A + layer * slots + slot).to(tl.pointer_type(TYPE))
+    weights = tl.multiple_of(weights, 16) + row * N
     lane = tl.arange(0, TILE)
     there = lane < tl.load(COUNT + tile)
     token = tl.load(ORDER + tl.load(FIRST + tile) + lane, mask=there, other=0).to(tl.int64)
-    row = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
-    weights = A + (slot.to(tl.int64) * RANK + row) * N
     begin = tl.program_id(1) * PART
+    end = tl.where(rank > 0, min(begin + PART, N), begin)
     sums = tl.zeros([TILE, WIDE], tl.float32)
-    for start in range(begin, min(begin + PART, N), BLOCK):
+    for start in range(begin, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(
             X + token[:, None] * x_token + column[None, :],
             mask=there[:, None] & (column[None, :] < N),
             other=0.0,
         )
-        a = tl.load(weights[None, :] + column[:, None], mask=column[:, None] < N, other=0.0)
+        a = tl.load(
+            weights[None, :] + column[:, None], mask=(column[:, None] < N) & (row[None, :] < rank), other=0.0
+        )
         if UP:
             x = x.to(tl.float32)
             a = a.to(tl.float32)
+        else:
+            x = x.to(a.dtype)
         sums = tl.dot(x, a, sums, input_precision=PRECISION)
-    to = OUT + (tl.program_id(1).to(tl.int64) * tokens + token[:, None]) * RANK + row[None, :]
-    tl.store(to, sums, mask=there[:, None])
+    to = OUT + (tl.program_id(1).to(tl.int64) * tokens + token[:, None]) * (LAYERS * RANK)
+    tl.store(to + layer * RANK + row[None, :], sums, mask=there[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "offset"])
 def _expand(
-    OUT, SHRUNK, B, SCALE, ORDER, SLOT, FIRST, COUNT, tokens, out_token, offset,
-    PARTS: tl.constexpr, STACKED: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
+    OUT, SHRUNK, B, RANKS, SCALES, ORDER, SLOT, FIRST, COUNT, tokens, out_token, offset,
+    PARTS: tl.constexpr, STACKED: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    """OUT[token] += SCALE[slot] * H[token] B[slot]^T for WIDE columns, H the sum of the parts of SHRUNK."""
+    """OUT[token] += SCALES[slot] * H[token] B^T for WIDE columns, H the sum of the parts of SHRUNK.
+
+    B, RANKS, SCALES [slots]: the address of B [N, rank] of TYPE.
+    """
     tile = tl.program_id(0)
     slot = tl.load(SLOT + tile)
     if slot < 0:
         return
+    ranks = tl.load(RANKS + slot)
+    if ranks == 0:
+        return
+    ranks = tl.multiple_of(ranks, 8)
     lane = tl.arange(0, TILE)
     there = lane < tl.load(COUNT + tile)
     token = tl.load(ORDER + tl.load(FIRST + tile) + lane, mask=there, other=0).to(tl.int64)
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    weights = B + (slot.to(tl.int64) * N + column) * RANK
+    weights = tl.multiple_of(tl.load(B + slot).to(tl.pointer_type(TYPE)), 16) + column * ranks
     sums = tl.zeros([TILE, WIDE], tl.float32)
-    for start in range(0, RANK, BLOCK):
+    for start in range(0, ranks, BLOCK):
         rank = start + tl.arange(0, BLOCK)
         h = tl.zeros([TILE, BLOCK], tl.float32)
         for part in range(PARTS):
             at = SHRUNK + (part * tokens + token[:, None]) * STACKED + offset + rank[None, :]
             h += tl.load(at, mask=there[:, None], other=0.0)
-        b = tl.load(weights[None, :] + rank[:, None], mask=column[None, :] < N, other=0.0)
+        inside = (column[None, :] < N) & (rank[:, None] < ranks)
+        b = tl.load(weights[None, :] + rank[:, None], mask=inside, other=0.0)
         if UP:
             b = b.to(tl.float32)
         sums = tl.dot(h.to(b.dtype), b, sums, input_precision=PRECISION)
     at = OUT + token[:, None] * out_token + column[None, :]
     inside = there[:, None] & (column[None, :] < N)
-    y = tl.load(at, mask=inside, other=0.0).to(tl.float32) + tl.load(SCALE + slot) * sums
+    y = tl.load(at, mask=inside, other=0.0).to(tl.float32) + tl.load(SCALES + slot) * sums
     tl.store(at, y.to(OUT.dtype.element_ty), mask=inside)
