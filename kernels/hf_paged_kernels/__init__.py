@@ -11,6 +11,7 @@ from .decode import Plan, decode
 from .digest import GOLDEN, digest
 from .gather import gather
 from .launching import find_driver, know_triton
+from .lora import AdapterPlan, LoraWeights, lora_expand, lora_shrink
 from .norm import add_rms_norm, rms_norm
 from .prefill import Spans, prefill
 from .rotary import rotary, rotary_write
@@ -19,6 +20,8 @@ from .write import write
 
 __all__ = [
     "GOLDEN",
+    "AdapterPlan",
+    "LoraWeights",
     "Plan",
     "Spans",
     "add_rms_norm",
@@ -29,6 +32,8 @@ __all__ = [
     "find_driver",
     "gather",
     "know_triton",
+    "lora_expand",
+    "lora_shrink",
     "prefill",
     "rms_norm",
     "rotary",
