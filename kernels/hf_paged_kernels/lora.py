@@ -84,8 +84,8 @@ class LoraWeights:
         rank = a.shape[0]
         if a.dtype != self.dtype or b.dtype != self.dtype or b.shape[1] != rank or rank > self.rank:
             raise ValueError(
-                f"Invalid weights: expected [r, n] and [outputs, r] of {self.dtype} with r up to {self.rank}, "
-                f"got {list(a.shape)} of {a.dtype} and {list(b.shape)} of {b.dtype}"
+                f"Invalid weights: expected [r, n] and [outputs, r] of {self.dtype} with r up to "
+                f"{self.rank}, got {list(a.shape)} of {a.dtype} and {list(b.shape)} of {b.dtype}"
             )
         if not (a.is_contiguous() and b.is_contiguous()) or rank % 8 or (a.data_ptr() | b.data_ptr()) % 16:
             raise ValueError(
@@ -143,7 +143,9 @@ def lora_expand(
             f"Invalid shape of out: expected [{plan.tokens}, n] for shrunk {list(shrunk.shape)}, got "
             f"{list(out.shape)}"
         )
-    rank, n, wide = weights.rank, out.shape[1], 128
+    rank = weights.rank
+    n = out.shape[1]
+    wide = 128
     launch(
         _expand, (plan.tiles, triton.cdiv(n, wide)),
         out, shrunk, weights.b[layer], weights.ranks[layer], weights.scales[layer],
