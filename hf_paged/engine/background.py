@@ -17,28 +17,28 @@ from .outputs.queue import Wake
 
 
 class Driven(Protocol):
-    """An engine, as far as its thread knows it."""
+    """The part of an engine that its thread uses."""
 
     def _turn(self) -> bool:
         """Do one step, if there is anything to do; the answer is whether there may be more."""
 
 
 class Background:
-    """The thread: it steps as long as there is work, sleeps when there is none, and ends with its engine.
+    """The thread: it steps while there is work, sleeps when there is none, and ends with its engine.
 
-    What a step raises ends it; whoever waits gets the error, and so does whoever comes later. It never keeps
-    the interpreter alive.
+    An error of a step ends it: all waiting callers get the error, and later ones too. It never keeps the
+    interpreter alive.
     """
 
     def __init__(self, engine: Driven, device: torch.device) -> None:
         self._engine = weakref.ref(engine, self._left_alone)
         self._device = device
         self._awake: SimpleQueue[None] = SimpleQueue()
-        """Something to do, for each time that somebody said so: a queue that finalizers may write to."""
+        """One entry for each notice of work: a queue that finalizers may write to."""
         self.halted = False
         """Whether it begins no other step."""
         self._listeners: set[Wake] = set()
-        """Everybody who waits: all are woken when the thread ends."""
+        """The waiting callers: all are woken when the thread ends."""
         self._over = False
         self._process = os.getpid()
         self.error: BaseException | None = None
@@ -51,12 +51,12 @@ class Background:
 
     @property
     def own(self) -> bool:
-        """Whether this is the thread that asks."""
+        """Whether the calling thread is this one."""
         return threading.current_thread() is self._thread
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, or never was in this process: a fork leaves all threads behind."""
+        """Whether it has ended, or never ran in this process: a fork copies no threads."""
         return self._over or self._forked
 
     @property
@@ -68,8 +68,8 @@ class Background:
         self._awake.put(None)
 
     def stop(self, wait: bool = True) -> None:
-        """Begin no other step, and wait for the end of the one that runs. From within a step nobody can wait
-        for that.
+        """Begin no other step, and wait for the end of the current one. A call from within a step does not
+        wait.
         """
         self.halted = True
         self._awake.put(None)
@@ -78,7 +78,7 @@ class Background:
             self._thread.join()
 
     def _left_alone(self, _: object) -> None:
-        """The engine is gone. Finalizers run in the middle of anything, so this only notes it."""
+        """The engine is gone. Finalizers run at any point, so this only notes it."""
         self.halted = True
         self._awake.put(None)
 
@@ -94,7 +94,7 @@ class Background:
                     self._awake.get()
                 while not self.halted and self._turn():
                     pass
-        except BaseException as error:  # an interrupt from within a processor, too: somebody must hear of it
+        except BaseException as error:  # an interrupt from within a processor is raised in the driver too
             self.error = error
         finally:
             self._over = True
@@ -103,7 +103,9 @@ class Background:
                 wake()
 
     def _turn(self) -> bool:
-        """The engine is held for a turn only, so that one that nobody else holds can go."""
+        """The engine is referenced for a turn only, so that an otherwise unreferenced one can be
+        collected.
+        """
         engine = self._engine()
         return engine is not None and engine._turn()
 
@@ -129,14 +131,14 @@ class Background:
         self._raise_trouble(job)
 
     async def arrival(self, job: Job, each: bool) -> None:
-        """The same for a coroutine; its loop goes on meanwhile."""
+        """The same for a coroutine; its event loop continues meanwhile."""
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
 
         def wake() -> None:
             try:
                 loop.call_soon_threadsafe(event.set)
-            except RuntimeError:  # the loop was closed, and nobody listens any more
+            except RuntimeError:  # the loop was closed: there is no listener any more
                 job.cancelled = True
 
         try:
@@ -148,8 +150,8 @@ class Background:
         self._raise_trouble(job)
 
     def listen(self, job: Job, wake: Wake, each: bool) -> None:
-        """Have `wake` called at the end of a job, or at `each` increment. A look whether there is one misses
-        none after this.
+        """Have `wake` called at the end of a job, or at `each` increment. A read after this call
+        misses none.
         """
         self._listeners.add(wake)
         (job.queue.readers if each else job.queue.waiters).add(wake)

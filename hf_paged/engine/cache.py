@@ -1,4 +1,4 @@
-"""The cache with which the engine runs one step: it knows the step's pages and keeps nothing."""
+"""The cache with which the engine runs one step: it refers to the step's pages and keeps nothing."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ UNREADABLE = "the engine's cache of one step has no keys and values to read; use
 
 
 class StepCache(DynamicCache):
-    """What a model is handed as its cache. The tables belong to the scheduler, who has entered the step's
+    """The cache that a model is given. The tables belong to the scheduler, which has entered the step's
     tokens already.
     """
 
     def __init__(self, pools: Pools) -> None:
         self.pools = pools
         self.sequences = Sequences(pools.memory, {})
-        """No rows: what masks and attention ask of a cache besides its pages."""
+        """Without rows: the part of a cache that masks and attention use besides its pages."""
         self.reuse = None
-        """The scheduler knows what may be shared."""
+        """The scheduler decides what may be shared."""
         self.batches: Mapping[LayerKind, Batch] = {}
         self.past = 0
         """The tokens before the step, where one sequence runs by itself."""
@@ -51,11 +51,11 @@ class StepCache(DynamicCache):
         return both
 
     def begin(self, batches: Mapping[LayerKind, Batch], past: int = 0, across: int = 0) -> None:
-        """Stand for another step, of one sequence behind `past` tokens or of several in one row. across: the
+        """Describe another step, of one sequence after `past` tokens or of several in one row. across: the
         tokens of its pictures whose keys and values are in the pages.
 
-        Until it is updated a layer is initialized if there is a past: models ask that to know a prompt. Of
-        several sequences some may be at their prompt, so none of the layers is.
+        Until it is updated a layer is initialized if there is a past: models use that to recognise a prompt.
+        Of several sequences some may be at their prompt, so none of the layers is.
         """
         self.batches = batches
         self.past = past
@@ -82,7 +82,7 @@ class _Past(LazyTensor):
 
 
 class StepLayer(PagedLayer):
-    """Writes a step's tokens where the plan says, and answers with a view of the pages."""
+    """Writes a step's tokens where the plan says, and returns a view of the pages."""
 
     def __init__(self, number: int, kind: LayerKind, step: StepCache) -> None:
         super().__init__(number, kind, step.sequences)
@@ -91,8 +91,8 @@ class StepLayer(PagedLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys [rows, heads, new, key_dim] and values, and answer with all that the new tokens may
-        look at.
+        """Store new keys [rows, heads, new, key_dim] and values, and return everything that the new tokens
+        may attend to.
         """
         if self.sequences.static is not None:
             return self._captured(key_states, value_states)
@@ -114,11 +114,11 @@ class StepLayer(PagedLayer):
         return store.pages(place, batch, captured=isinstance(batch, FlatBatch))
 
     def _stored(self, which: Any) -> torch.Tensor | None:
-        """The past of the one sequence of the step, of which only the shape is known; models ask how much
-        there is.
+        """The past of the one sequence of the step, of which only the shape is known; models read
+        its length.
         """
         if self.sequences.static is not None and self.kind.window is None:
-            pages = self._pages()  # whose columns only the device knows
+            pages = self._pages()  # only the device knows its columns
             return self._lazy(pages, getattr(pages, which), None)
         if not self.step.past:
             raise RuntimeError(UNREADABLE)
@@ -127,7 +127,7 @@ class StepLayer(PagedLayer):
         return _Past((1, data.shape[1], self.step.past, data.shape[2]), data.dtype, data.device)
 
     def get_seq_length(self) -> int:
-        """The tokens before the step; of a row of several sequences nobody can say."""
+        """The tokens before the step; undefined for a row of several sequences."""
         return self.step.past
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

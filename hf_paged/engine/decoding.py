@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 WIDTHS = [512 * 8**i for i in range(7)]
 """Blocks of a row in the tables of graphs."""
 MOST_PAIRS = 2**17
-"""How many tokens those of prompts may look at in one step, each counted by itself: beyond, one tile for many
-of them is faster.
+"""The most pairs of tokens that attend in one step in which each token of a prompt is a row: beyond, one tile
+for many tokens is faster.
 """
 MOST_IN_TORCH = 2**17
 """The same where plain torch reads, to which spans are rows like others."""
@@ -66,7 +66,7 @@ class _CapturedStep(CapturedStep):
         self.shift = shift
         self.batches = batches
         """ids [rows, 1]. places [most sequences]: the rows whose logits are wanted; None if all are. shift
-        [rows]: how far tokens stand behind their number, where any may.
+        [rows]: the RoPE delta of each token, where any may have one.
         """
         self.answer = answer
         """Of the wanted rows, the same memory for all graphs: the next replay writes over it."""
@@ -92,7 +92,7 @@ class Decoding:
         self.runner = runner
         self.compilation = Compilation() if runner.pools.config.compile else None
         self.moves = False
-        """Whether tokens may stand elsewhere than their number says, and captured steps are told where."""
+        """Whether tokens may have a RoPE delta, which captured steps are then given."""
         self._most = bucket_of(runner.pools.config.limits().sequences)
         """Rows whose logits may be wanted in one step."""
         self._answer: Answer | None = None
@@ -107,7 +107,9 @@ class Decoding:
         """Bytes that captured steps may take: their own, and those that they share."""
 
     def prepare(self, run: Callable[[], object]) -> None:
-        """Get the model ready for compiled layers, or say why there are none. `run` runs it, somehow."""
+        """Prepare the model for compiled layers, or give the reason why there are none. `run` runs the model
+        in any way.
+        """
         if self.compilation is None:
             return
         if self.runner.why_rows is not None:
@@ -148,7 +150,7 @@ class Decoding:
             return None
         self._load(step, batch)
         step.replay()
-        # Changes of the model are looked for while the device works.
+        # The model is checked while the device works.
         if not self._stands(state):
             return None
         self.captures.counts["replayed"] += 1

@@ -287,7 +287,7 @@ class Engine:
         generation_config: Any = None,
         **keywords: Unpack[RequestKeywords],
     ) -> Iterator[Increment]:
-        """The increments of one request. Whoever stops listening ends it."""
+        """The increments of one request. Leaving the iteration ends the request."""
         handle = self.submit(prompt, generation_config, **keywords)
         try:
             yield from handle
@@ -302,8 +302,8 @@ class Engine:
         strict: bool = False,
         **keywords: Unpack[RequestKeywords],
     ) -> list[Output]:
-        """`generate` for coroutines: the event loop goes on meanwhile, and a task that is cancelled ends its
-        requests.
+        """`generate` for coroutines: the event loop continues meanwhile, and a task that is cancelled ends
+        its requests.
         """
         handles: list[Handle] = []
         try:
@@ -343,10 +343,10 @@ class Engine:
         return None if self._thread is None else self._thread.error
 
     def start(self) -> Self:
-        """Let a thread drive the engine from now on: requests are computed whether anybody waits or not, and
+        """Let a thread drive the engine from now on: requests are computed whether a caller waits or not, and
         submitting is prompt.
 
-        What a step raises reaches everybody who waits and ends the thread; calling this again goes on.
+        An error of a step reaches every waiting caller and ends the thread; a further call starts it again.
         `stop()` and `close()` end it, and so does the end of the process. Awaiting a handle calls it, too.
         """
         self._require_open()
@@ -370,9 +370,7 @@ class Engine:
             raise
 
     def stop(self) -> None:
-        """Drive no more by a thread: the step that runs comes to its end. Requests stay, and whoever waits
-        for one drives.
-        """
+        """Stop the thread after its current step. Requests stay, and a caller that waits for one drives."""
         with self._starting:
             thread = self._thread
             if thread is not None:
@@ -387,7 +385,7 @@ class Engine:
         """The thread has taken its last step."""
         if not self._stepping:
             self._sweep()
-        with suppress(WeightsChanged):  # those whom it concerns have ended
+        with suppress(WeightsChanged):  # the requests concerned have ended
             self._let_go()
 
     def _turn(self) -> bool:
@@ -416,8 +414,9 @@ class Engine:
         return True
 
     def _drive_for(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
-        """Take everybody's steps until a job has ended, or has `each` increment, or the time is over; or wait
-        for what the thread makes of it. Handles call it."""
+        """Take steps of all requests until a job has ended, or has `each` increment, or the time is over; or
+        wait for the thread. Handles call it.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         self._drive(
             [job], lambda: (each and bool(job.queue)) or (end is not None and time.monotonic() >= end)
@@ -429,8 +428,8 @@ class Engine:
     def _drive(
         self, jobs: list[Job], enough: Callable[[], bool], ended: Callable[[], object] = lambda: None
     ) -> None:
-        """Take steps until all jobs have ended, or it is enough, or a thread does it; `ended` is told of
-        steps in which anybody has.
+        """Take steps until all jobs have ended, or `enough` is true, or a thread drives; `ended` is called
+        after steps in which any request has ended.
         """
 
         def steps() -> None:
@@ -452,7 +451,7 @@ class Engine:
 
     @property
     def _others_drive(self) -> bool:
-        """Whether there is a thread that drives, and it is not the one that asks."""
+        """Whether another thread drives the engine."""
         thread = self._thread
         return thread is not None and not thread.own and not thread.halted
 
@@ -677,17 +676,17 @@ class Engine:
 
     @in_turn
     def pause(self) -> None:
-        """Release the model: no request holds a block, here or on the host, and all wait. Until `resume`
-        its weights may change.
+        """Release the model: no request holds a block, here or on the host, and all wait. Until `resume` its
+        weights may change.
 
-        What requests have said so far stays; it is computed again, with the weights of then.
+        The tokens of requests stay; they are computed again, with the weights of then.
         """
         self._require_open()
         if self._stepping:
             raise RuntimeError(
                 "a step is running: a processor, criterion or signal handler must not pause the engine"
             )
-        with suppress(WeightsChanged):  # those whom it concerns have ended
+        with suppress(WeightsChanged):  # the requests concerned have ended
             self._let_go()
         with self.pools.memory.lock:
             self._changing(self._put_down)
@@ -695,7 +694,7 @@ class Engine:
         self._pass_on()
 
     def _put_down(self) -> None:
-        """Hear of the last step, and give back every block."""
+        """Apply the tokens of the last step, and free every block."""
         self._aside += self._loop.finish_in_flight()
         for group in list(self._scheduler.running):
             self._scheduler.preempt(group, swap=False)
@@ -705,7 +704,7 @@ class Engine:
         self._loop.forget()
 
     def resume(self) -> None:
-        """Go on. What was cached is forgotten if the weights have changed."""
+        """Continue. Cached blocks are dropped if the weights have changed."""
         self._paused = False
         if self._thread is not None:
             self.start()
@@ -733,7 +732,7 @@ class Engine:
     @in_turn
     def _let_go(self) -> None:
         if self._stepping:
-            return  # the step that runs looks for itself
+            return  # the current step checks by itself
         try:
             with self.pools.memory.lock:
                 self._changing(self._loop.check_model)

@@ -29,7 +29,7 @@ class LastTokens:
             """[rows]"""
         self._row_ids: array[int] = array("i")
         self._index: slice | torch.Tensor = slice(0)
-        """Where the rows lie that were asked for last."""
+        """The places of the rows that were used last."""
 
     def write(self, row_ids: array[int], tokens: torch.Tensor) -> None:
         """The rows' sequences have these tokens [rows] next."""
@@ -98,7 +98,7 @@ class LastTokens:
 
 
 class RowInputs(NamedTuple):
-    """What the tokens of a row are beside ids at consecutive positions."""
+    """The inputs of a row other than ids at consecutive positions."""
 
     embeds: torch.Tensor | None = None
     """[n, hidden]: what the first n of its tokens are instead of ids."""
@@ -109,7 +109,7 @@ class RowInputs(NamedTuple):
     rope_delta: int | None = 0
     """What is added to its consecutive positions; None if no single number does it."""
     extras: DecoderExtras | None = None
-    """What its decoder is given for some of its tokens beside embeddings."""
+    """Inputs of its decoder for some of its tokens, in addition to embeddings."""
     across: CrossInputs | None = None
     """What its decoder attends to across, and under which masks."""
     ids: list[int] | None = None

@@ -192,12 +192,14 @@ class InFlightStep:
             elif tokens:
                 try:
                     job.take(scheduler, tokens, self._notes(columns, job, found), self.answer.logits.device)
-                except Exception as error:  # a criterion or a tokenizer of this request; its neighbours go on
+                except (
+                    Exception
+                ) as error:  # a criterion or a tokenizer of this request failed; others continue
                     failed[job] = error
         return failed
 
     def _notes(self, columns: InputBatch, job: Job, found: Mapping[TokenSequence, int]) -> Any:
-        """The logprobs of a job's tokens, if it asked for any."""
+        """The logprobs of a job's tokens, if it requested any."""
         favourites = job.params.favourites
         if favourites is None:
             return None

@@ -1,4 +1,4 @@
-"""A request on its way: what was asked, how far its answers are, and who is waiting for them."""
+"""A request in progress: its parameters, its answers so far, and its readers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN = ("transformers.", "hf_paged.")
 class Job:
     """A request in the engine. The engine writes it, its handle reads it.
 
-    A job of samples grows its answers token by token; one of beams knows them only at its end.
+    A job of samples grows its answers token by token; the answers of beams are known only at its end.
     """
 
     def __init__(self, params: RequestParams, group: SequenceGroup | None, tokenizer: Any) -> None:
@@ -126,8 +126,8 @@ class Job:
         self.queue.put()
 
     def _stopped(self, places: list[int], length: int, device: torch.device) -> list[FinishReason | None]:
-        """What the criteria say about the first `length` tokens of its running sequences; they see all of
-        them, as in generate().
+        """The answers of the criteria on the first `length` tokens of its running sequences; they see all
+        sequences, as in generate().
         """
         return self._judge(self.rows(length), places, device)
 

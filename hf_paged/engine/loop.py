@@ -57,7 +57,7 @@ class StepLoop:
         self.interrupted: deque[Job] = deque()
         """Requests that have ended with what is meant for their driver as well."""
         self.recorder: Recorder | None = None
-        """Writes a trace, if one was asked for."""
+        """Writes a trace, if one was requested."""
         self._sampling = SamplingState(jobs, LastTokens(scheduler.limits.sequences, runner.device))
         self._given: dict[SequenceGroup, RequestParams] = {}
         """Requests whose rows are more than token ids."""
@@ -227,7 +227,7 @@ class StepLoop:
             if media is None:
                 continue
             if media.shift is None:
-                self.runner.merger.recall(media)  # another request may have brought the same by now
+                self.runner.merger.recall(media)  # another request may have encoded the same media by now
             if media.due(start, count, sequence.begun):
                 self.runner.show(media)
             if media.shift:
@@ -243,7 +243,7 @@ class StepLoop:
                 params.media.forget()
 
     def _inputs(self, batch: ScheduledBatch) -> dict[int, RowInputs]:
-        """What rows are beside token ids; those of the decode batch are ids only."""
+        """The inputs of rows other than token ids; rows of the decode batch have none."""
         inputs: dict[int, RowInputs] = {}
         for i, (sequence, start, count, _) in enumerate(batch.rows_behind, batch.decodes):
             params = self._given.get(sequence.group)

@@ -71,18 +71,16 @@ does, and at most so far.
 class Runner:
     """The model, and the form in which it takes many sequences at once.
 
-    flat: all tokens of a step in one row [1, tokens]; only attention knows who is who. rows: every sequence
-    by itself, for models that look at positions, masks, keys or values in ways of their own. Which one is
-    tried out once, not looked up in a list.
+    flat: all tokens of a step in one row [1, tokens]; only attention separates the sequences. rows: every
+        sequence by itself, for models with positions, masks, keys or values of their own. The form is found
+        by a trial, not in a list.
     """
 
     def __init__(self, model: nn.Module, pools: Pools) -> None:
         self.model = model
         self.pools = pools
         self.checks = CheckPolicy()
-        """The model runs its own code in here, whoever wrote it; and a captured step takes it for what it
-        was.
-        """
+        """Foreign code runs in the model's forward; and a captured step assumes the model as it was."""
         self.device = input_device(model)
         """Where the token ids go."""
         self.cache = StepCache(pools)
@@ -103,7 +101,7 @@ class Runner:
         """Why its cross-attention layers get no pictures; None if they may, or if it has none."""
         self._trial_source: EncoderInput | None = None
         self.warming: Warming | None = None
-        """What compiles kernels while the model is tried out, and behind it those of further sizes."""
+        """Compiles kernels during the trial, and those of further sizes after it."""
         self.why_rows: str | None = None
         """Why the model does not take a flat row; None if it does."""
         self.encoder = Encoder(model) if pools.cross_layers else None
@@ -175,7 +173,7 @@ class Runner:
         return self.flat(batch) if form == "flat" else self._one_by_one(batch)
 
     def show(self, media: Media) -> None:
-        """Have the model look at a prompt's pictures. Its attention is its own here."""
+        """Encode a prompt's pictures or recordings. The model's attention is its own here."""
         self.device = input_device(self.model)
         self.checks.mark_dirty()
         self.merger.run(media)
@@ -343,9 +341,9 @@ class Runner:
 
     def _try_out(self) -> None:
         """Compute two short sequences without a cache, in pieces on pages, and in pieces beside each other:
-        it must be all the same.
+        all must agree.
 
-        A model that answers otherwise in pieces can neither be cut into chunks nor be computed again, so it
+        A model that answers differently in pieces can neither be cut into chunks nor be recomputed, so it
         cannot be served. One that only takes no flat row is run row by row.
         """
         config: Any = self.model.config
@@ -463,13 +461,13 @@ class Runner:
         """The logits [count, vocabulary] after the last of these embeddings [1, tokens, hidden], by the model
         as it is.
 
-        where [axes, tokens]: where they stand, if not one behind the other.
+        where [axes, tokens]: their positions, if these are not consecutive.
         """
         arguments: dict[str, Any] = {"logits_to_keep": count} if self.keeps_some else {}
         if self._takes_positions:
             plain = torch.arange(embeds.shape[1], device=self.device)[None]
             arguments["position_ids"] = plain if where is None else where[:, None].to(self.device)
-        if where is not None:  # tokens that stand side by side must not look like several sequences in a row
+        if where is not None:  # tokens with equal positions must not be taken for several sequences in a row
             arguments["attention_mask"] = torch.ones(embeds.shape[:2], dtype=torch.long, device=self.device)
         answer = self.model(inputs_embeds=embeds, **arguments, use_cache=False, return_dict=True)
         logits: torch.Tensor = answer.logits[0, -count:]

@@ -137,11 +137,10 @@ def label_of(size: Size) -> Hashable:
 
 @contextmanager
 def without_plans(device: torch.device) -> Iterator[None]:
-    """On a GPU let torch's attention be anybody's but cuDNN's, which plans for a quarter of a second whenever
-    it meets a new length.
+    """On a GPU keep torch's attention from cuDNN, which plans for a quarter of a second at each new length.
 
-    A trial meets many and each once. Other threads' forwards meanwhile do without it, too: other kernels, the
-    same answers.
+    A trial uses many lengths once. Forwards of other threads meanwhile run without it, too: other kernels,
+    the same answers.
     """
     backends = torch.backends.cuda
     spared = device.type == "cuda" and backends.cudnn_sdp_enabled() and backends.math_sdp_enabled()

@@ -63,7 +63,7 @@ class ScheduledBatch:
         return len(self.sequences)
 
     def followed_by(self, rows: Sequence[ScheduledRow]) -> ScheduledBatch:
-        """The batch with more rows behind its own; their tables are entered in the arrays."""
+        """The batch with more rows after its own; their tables are entered in the arrays."""
         if not rows:
             return self
         sequences, starts, counts, samples = zip(*rows, strict=True)
@@ -111,12 +111,12 @@ class ScheduledBatch:
 
     @cached_property
     def rows(self) -> tuple[ScheduledRow, ...]:
-        """The rows one by one, for code that looks at each of them."""
+        """The rows one by one, for code that handles each of them."""
         return tuple(map(ScheduledRow, self.sequences, self.starts, self.counts, self.samples))
 
     @property
     def rows_behind(self) -> tuple[ScheduledRow, ...]:
-        """The rows behind those of the decode batch, one by one."""
+        """The rows after those of the decode batch, one by one."""
         return self.rows[self.decodes :] if len(self.sequences) > self.decodes else ()
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Every step anew: who runs, on how many tokens, and who must go."""
+"""Every step anew: which groups run, on how many tokens, and which are preempted."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Scheduler:
     """Requests in order, and the books of their blocks.
 
     There is one idea: every sequence has `computed` catching up with its tokens. A prompt, a chunk of it,
-    what a prefix hit left over, a decoding step and a recomputation are one case. Whoever runs comes first,
-    in the order of the policy; for lack of blocks the last one goes, to the host if `swap` says so and there
-    is room, else to be computed again later; no new group is admitted while a preempted one waits (C26 to
-    C31).
+    what a prefix hit left over, a decoding step and a recomputation are one case. Running groups come first,
+    in the order of the policy. For lack of blocks the last one is preempted, to the host if `swap` says so
+    and there is room, else to be recomputed later. No new group is admitted while a preempted one waits (C26
+    to C31).
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Scheduler:
             raise ValueError("the pools of one scheduler must have blocks of one size")
         self._key = POLICIES[policy]
         self.admission = ADMISSIONS[admission](self.kv_groups, limits)
-        """Says who is let in."""
+        """Decides which groups are admitted."""
         self.waiting: list[SequenceGroup] = []
         self.preempted: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
@@ -143,8 +143,9 @@ class Scheduler:
         self.counts["finished"] += 1
 
     def preempt(self, group: SequenceGroup, swap: bool = True) -> None:
-        """Take all blocks of a running group. They wait for it on the host, or it is computed again, from the
-        prefix cache where it can (C29 to C31); without `swap` that is not asked."""
+        """Take all blocks of a running group. They wait on the host, or are recomputed, from the prefix cache
+        where possible (C29 to C31); `swap` False means recomputed.
+        """
         self._leave_batch(group)
         self._promised.uncache(group)
         self.admission.leave(group)
@@ -206,7 +207,7 @@ class Scheduler:
     # ---- a step
 
     def schedule(self) -> StepPlan:
-        """The next step. Its blocks are taken in the books; `commit` says that it has been computed."""
+        """The next step. Its blocks are taken in the books; `commit` reports that it has been computed."""
         draft = Draft(len(self.kv_groups), self.limits.tokens)
         now = [kv_group.pool.tick() for kv_group in self.kv_groups]
         self._refresh_batch()
@@ -294,14 +295,14 @@ class Scheduler:
         rows = [sequences[source].tokens for source in sources]
         rows = [
             list(row) if sources[i] in sources[:i] else row for i, row in enumerate(rows)
-        ]  # its first heir goes on with each
+        ]  # its first successor continues each of them
         for sequence, row, token in zip(sequences, rows, tokens, strict=True):
             sequence.tokens = row
             sequence.tokens.append(token)
 
     @property
     def may_admit(self) -> bool:
-        """Whether the next step may let anybody in, or look for what he begins with."""
+        """Whether the next step may admit a group, or look its prefix up."""
         return (
             bool(self.preempted or self.waiting)
             and self._taken - len(self.decode_batch.complete()) < self.limits.sequences
@@ -346,8 +347,8 @@ class Scheduler:
             draft.room -= count
 
     def _admit(self, draft: Draft) -> None:
-        """Let in whom there is room for: first those that were preempted, and only when they all run, new
-        ones (C28).
+        """Admit groups for which there is room: preempted ones first, and new ones only when all of these run
+        (C28).
         """
         passed = 0
         while draft.room > 0 and self._taken < self.limits.sequences:
@@ -361,9 +362,8 @@ class Scheduler:
                 self.begin_again(group)
             found = self._find(group)
             if found is None:
-                passed += (
-                    1  # a twin computes its prompt: it keeps its place, and nobody behind it waits for that
-                )
+                # Another group computes its prefix now: it keeps its place, and later groups do not wait.
+                passed += 1
                 continue
             state = self._state(draft.room)
             candidate = self._candidate(group, found)
@@ -371,7 +371,8 @@ class Scheduler:
                 return
             verdict = self.admission.verdict(candidate, state)
             if verdict is not Admission.OK and any(each.partial for each in found):
-                # The source of a copy is held beside the copy: a group that needs every block does without.
+                # The source of a copy is referenced while it is copied: a group that needs every block does
+                # without the copy.
                 found = self._find(group, whole=True) or found
                 candidate = self._candidate(group, found)
                 verdict = self.admission.verdict(candidate, state)

@@ -24,10 +24,10 @@ PIXELS = "pixel_values"
 
 
 class CrossInputs(NamedTuple):
-    """What a decoder is given for some tokens beside them.
+    """The inputs of a decoder for some tokens, in addition to the tokens.
 
     states: what its cross-attention layers make keys and values of, where these are not in the pages yet.
-    rows: by argument a mask [1, 1, tokens, columns].
+        rows: by argument a mask [1, 1, tokens, columns].
     """
 
     states: Mapping[str, torch.Tensor]
@@ -39,9 +39,9 @@ class CrossInputs(NamedTuple):
         return {**self.states, **self.rows}
 
     def part(self, start: int, count: int, stored: bool) -> CrossInputs:
-        """The same of so many tokens from `start` on; those behind the prompt see what its last token sees.
+        """The same for `count` tokens from `start` on; tokens after the prompt attend as its last token does.
 
-        stored: whether the keys and values lie in the pages already.
+        stored: whether the keys and values are in the pages already.
         """
         rows = {name: _rows(mask, start, count) for name, mask in self.rows.items()}
         return CrossInputs({} if stored else self.states, rows)
@@ -79,17 +79,17 @@ class CrossMedia(Media):
             )
 
     def due(self, start: int, count: int, begun: bool) -> bool:
-        """Whether the model must look before so many tokens from `start` on are computed; begun: whether the
-        sequence's keys and values across lie in the pages.
+        """Whether the media must be encoded before these tokens are computed; begun: whether the sequence's
+        keys and values across are in the pages.
         """
         return self.across is None or not (begun or self.across.states)
 
     def spent(self, start: int, count: int) -> bool:
-        """Whether something that was made is not needed any more behind these tokens."""
+        """Whether some encoder output is not needed any more after these tokens."""
         return self.across is not None and bool(self.across.states)
 
     def forget_spent(self) -> None:
-        """The states are in the pages; the masks are asked for by every later token."""
+        """The states are in the pages; the masks are needed by every later token."""
         if self.across is not None:
             self.across = CrossInputs({}, self.across.rows)
 
@@ -130,7 +130,7 @@ def cross_length(model: Any, inputs: Mapping[str, Any]) -> int:
 
 
 def longest_picture(model: Any) -> int | None:
-    """The most tokens that a picture becomes, or None if the model does not say."""
+    """The most tokens that a picture becomes, or None if the config does not limit it."""
     vision = _vision(model)
     names = ("image_size", "patch_size", "max_num_tiles")
     numbers = [number for name in names if isinstance(number := getattr(vision, name, None), int)]

@@ -11,8 +11,8 @@ from ...model.offloaded import input_device
 
 
 def checked(model: Any, embeds: object, ids: tuple[int, ...]) -> torch.Tensor:
-    """A prompt's embeddings [tokens, hidden], as the model computes with them; `ids` are what stands beside
-    them, if anything.
+    """A prompt's embeddings [tokens, hidden], as the model computes with them; `ids` are those given with
+    them, if any.
     """
     table = model.get_input_embeddings()
     hidden = (
@@ -46,11 +46,11 @@ def checked(model: Any, embeds: object, ids: tuple[int, ...]) -> torch.Tensor:
 
 
 def names_of(embeds: torch.Tensor, key: bytes) -> tuple[int, ...]:
-    """What the books take for the token ids of embeddings [tokens, hidden]: a name by the content of each,
-    below -1 as no id is.
+    """Token ids for embeddings [tokens, hidden] in the prefix cache: a name by the content of each, below -1
+    as no id is.
 
-    Equal rows have equal names, so prompts of embeddings share prefixes as others do. Nobody who does not
-    know the key can make two different rows of one name.
+    Equal rows have equal names, so prompts of embeddings share prefixes as others do. Without the key it is
+    infeasible to make two different rows of one name.
     """
     rows = embeds.cpu().contiguous().view(torch.uint8).numpy()
     return tuple(

@@ -14,7 +14,7 @@ from ..support import Unservable
 INPUTS = ("input_ids", "input_features")
 """What encoders may be given: text, or a recording of one length."""
 RECORDING = ("num_mel_bins", "max_source_positions")
-"""What a config says about the shape of a recording, as Whisper's does."""
+"""The config entries for the shape of a recording, as in Whisper's config."""
 TRIAL = 13
 """Tokens of the input with which an encoder of text is tried out."""
 

@@ -1,4 +1,4 @@
-"""What a decoder is given for some tokens beside their embeddings: features that its first layers add, as
+"""Inputs of a decoder for some tokens in addition to their embeddings: features that its first layers add, as
 Qwen3-VL's do.
 """
 
@@ -23,7 +23,7 @@ class DecoderExtras(NamedTuple):
     features: dict[str, tuple[torch.Tensor, ...]]
 
     def part(self, start: int, count: int) -> DecoderExtras:
-        """The same of so many tokens from `start` on; tokens behind the last one are given nothing."""
+        """The same for `count` tokens from `start` on; tokens after the last one get nothing."""
         mask = self.mask[start : start + count]
         first = int(self.mask[:start].sum())
         many = int(mask.sum())

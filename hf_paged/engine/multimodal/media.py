@@ -18,7 +18,7 @@ SHOWN = re.compile(
     r"pixel_values|^(audio_)?input_(features|values)$|^image_patches$|^flattened_patches$"
     r"|^(images?|videos?|audios?)$"
 )
-"""Keywords that bring pictures or recordings; others of the model's forward say something about them."""
+"""Keywords that bring pictures or recordings; other keywords of the model's forward describe them."""
 OURS = frozenset(
     {
         "input_ids",
@@ -34,15 +34,14 @@ OURS = frozenset(
 )
 """Keywords of a forward that are the engine's to give."""
 MARKS = re.compile(r"(image|img|video|vision|visual|audio|speech|media).*token(_id|_ids|_index)?$")
-"""What a config says about tokens in whose place something else is put."""
+"""Config entries that name the tokens to be replaced by media."""
 
 
 class Media:
-    """One request's pictures, and what the model makes of them while their part of the prompt is computed.
+    """One request's pictures or recordings, and their embeddings while their part of the prompt is computed.
 
-    names: what the books take for the prompt's token ids: a token in whose place something is put is named by
-    the content of all that is shown, below -1 as no id is. place: from the first of these tokens to behind
-    the last one.
+    names: the token ids in the prefix cache: a replaced token is named by the content of all media, below -1
+        as no id is. place: from the first replaced token to after the last one.
     """
 
     def __init__(
@@ -56,16 +55,15 @@ class Media:
         self.made: torch.Tensor | None = None
         """[tokens, hidden]: the embeddings of the whole prompt."""
         self.beside: DecoderExtras | None = None
-        """What some of its tokens are given beside the embeddings, as long as these are kept."""
+        """Inputs for some of its tokens in addition to the embeddings, as long as these are kept."""
         self.positions: torch.Tensor | None = None
-        """[axes, tokens] on the host: where the prompt's tokens stand, if that is not one behind the other.
-        """
+        """[axes, tokens] on the host: the prompt's RoPE positions, if these are not consecutive."""
         self.shift: tuple[int, ...] | None = None
-        """How far behind their number tokens behind the prompt stand on every axis: nothing if they do not,
-        None while nobody knows.
+        """RoPE position delta per axis for tokens after the prompt; () if positions are plain, None until
+        computed.
         """
         self.alike = False
-        """Whether the last axis says that for all that matter to the model."""
+        """Whether one delta serves all axes that matter to the model, so captured steps can apply it."""
 
     def _name_tokens(self, key: bytes) -> None:
         places = [place for place, token in enumerate(self.ids) if token in self.marks]
@@ -84,11 +82,11 @@ class Media:
         return start < self.place.stop and start + count > self.place.start
 
     def due(self, start: int, count: int, begun: bool) -> bool:
-        """Whether the model must look before so many tokens from `start` on are computed."""
+        """Whether the media must be encoded before these tokens are computed."""
         return self.made is None and (self.shift is None or self.concerns(start, count))
 
     def spent(self, start: int, count: int) -> bool:
-        """Whether something that was made is not needed any more behind these tokens."""
+        """Whether some encoder output is not needed any more after these tokens."""
         return self.made is not None and start + count >= self.place.stop
 
     def forget_spent(self) -> None:
@@ -96,8 +94,8 @@ class Media:
         self.forget()
 
     def where(self, start: int, count: int) -> torch.Tensor | None:
-        """[axes, count]: where so many tokens of a sequence from `start` on stand; None if that is one behind
-        the other.
+        """[axes, count]: the RoPE positions of `count` tokens from `start` on; None if these are
+        consecutive.
         """
         if not self.shift or start + count <= self.place.start:
             return None
@@ -111,13 +109,13 @@ class Media:
         return found
 
     def moved_by(self, start: int) -> int | None:
-        """How far tokens from `start` on stand behind their number, if one number is known to say it."""
+        """The RoPE delta of tokens from `start` on, if a single number is known."""
         if not self.shift or not self.alike or start < self.place.stop:
             return None
         return self.shift[-1]
 
     def near(self, start: int, count: int) -> DecoderExtras | None:
-        """What some of so many tokens of a sequence from `start` on are given beside their embeddings."""
+        """The further inputs of `count` tokens from `start` on, for some of them."""
         return (
             None if self.beside is None or not self.concerns(start, count) else self.beside.part(start, count)
         )
@@ -127,7 +125,7 @@ class Media:
         self.made = self.beside = None
 
     def drop(self) -> None:
-        """Nobody computes the prompt any more: the pictures go, whoever keeps its answer."""
+        """The prompt will not be computed again: drop the media, even if the answer is kept."""
         self.forget()
         self.positions = None
         self.inputs = {}
@@ -142,8 +140,8 @@ class Media:
 
 
 def taken(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Take out of a request's keywords what it shows and what is said about that, if the model is one to be
-    shown something.
+    """Take the media, and the keywords that describe them, out of a request's keywords, if the model accepts
+    media.
     """
     shown = [name for name, value in keywords.items() if value is not None and SHOWN.search(name)]
     if not shown or model.config.is_encoder_decoder:
@@ -164,7 +162,7 @@ def taken(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def marks_of(config: Any) -> frozenset[int]:
-    """The tokens in whose place a model puts something else, as far as its config says."""
+    """The tokens that a model replaces by media, as far as its config names them."""
     found = [value for name, value in config.to_dict().items() if MARKS.search(name)]
     lists = [value if isinstance(value, (list, tuple)) else [value] for value in found]
     return frozenset(each for value in lists for each in value if type(each) is int)
@@ -220,8 +218,8 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def name_of(content: bytes, mark: int, key: bytes) -> int:
-    """What stands for a token in whose place something of this content is put. Who does not know the key
-    cannot make two of one name.
+    """The name of a token that is replaced by media of this content. Without the key it is infeasible to make
+    two of one name.
     """
     digest = blake2b(content + mark.to_bytes(8, "big"), digest_size=8, key=key).digest()
     return -2 - (int.from_bytes(digest, "big") >> 2)

@@ -54,11 +54,11 @@ class Merger:
         self._model: Any = runner.model
         self._held: set[frozenset[str]] = set()
         self._alike: set[frozenset[str]] = set()
-        """Kinds behind which the last axis says where tokens stand, whatever the others say."""
+        """Kinds after which one RoPE delta serves all axes that matter."""
         self.why_not: dict[frozenset[str], str] = {}
-        """What was found to be more than the engine knows, by what was shown."""
+        """Why media of a kind are refused."""
         self._shifts: OrderedDict[tuple[bytes, tuple[int, ...]], tuple[int, ...]] = OrderedDict()
-        """How far tokens behind a prompt are moved, for those that were looked at last."""
+        """The RoPE deltas after prompts that were encoded lately."""
 
     def require(self, media: Media) -> None:
         """Raise if prompts of this kind are known not to be for the engine."""
@@ -67,7 +67,7 @@ class Merger:
         self.recall(media)
 
     def recall(self, media: Media) -> None:
-        """Tell a prompt how far it moves what follows, if one with this content was looked at."""
+        """Set a prompt's RoPE delta, if one with this content was encoded."""
         if isinstance(media, CrossMedia):
             return  # it moves nothing
         media.shift = self._shifts.get((media.content, media.ids))
@@ -186,8 +186,8 @@ class Merger:
             )
 
     def _generate(self, ids: list[int], inputs: Mapping[str, Any], **options: Any) -> Any:
-        """generate() as it is, on ids [tokens], greedily and with nothing of what the model's own config asks
-        for.
+        """generate() as it is, on ids [tokens], greedily and without the options of the model's own
+        config.
         """
         model = copy.copy(self._model)  # the same modules
         model.generation_config = GenerationConfig()
@@ -225,8 +225,8 @@ class Merger:
         )
 
     def _others(self, media: Media, shown: Mapping[str, Any], plain: Mapping[str, Any]) -> list[str]:
-        """What else is another for the decoder beside pictures. What is only passed on to it, and it has no
-        name for, is not.
+        """Further arguments of the decoder that differ with media. Arguments that are only passed through,
+        without a name in its signature, do not count.
         """
         known = inspect.signature(self._model.get_decoder().forward).parameters
         names = [
@@ -295,7 +295,7 @@ def moved(media: Media, shown: Any, plain: Any) -> tuple[torch.Tensor | None, tu
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two arguments say the same; of caches whether they are of one kind, both being new."""
+    """Whether two arguments are equal; for caches, whether they are of one kind, both being new."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -309,7 +309,9 @@ def same(one: Any, other: Any) -> bool:
 
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """What a forward notes on the modules is taken back: it is about one prompt, and others run beside it."""
+    """Attributes that a forward sets on the modules are restored: they concern one prompt, and others run
+    beside it.
+    """
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a forward says of the sequences that somebody waits for, and where captured steps say it."""
+"""The logits of a forward for the sequences that are sampled, and where captured steps write them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Answer(NamedTuple):
         return Answer(self.logits.clone(), None if self.best is None else self.best.clone())
 
     def enter(self, logits: torch.Tensor) -> None:
-        """Say all of it anew, by logits of whatever kind of numbers."""
+        """Overwrite all of it, by logits of any floating type."""
         self.logits.copy_(logits)
         if self.best is not None:
             self.best.copy_(best(self.logits))
 
 
 def place_for(most: int, vocabulary: int, device: torch.device) -> Answer:
-    """Where captured steps answer for at most so many sequences: one runs at a time, and whoever reads it
-    comes before the next.
+    """Where captured steps answer for at most so many sequences: one runs at a time, and its answer is read
+    before the next.
     """
     with torch.inference_mode(False):
         logits = torch.empty(most, vocabulary, dtype=torch.float32, device=device)

@@ -19,7 +19,7 @@ NOT = -1.0e9
 
 
 class BeamToken(NamedTuple):
-    """The last new token of a beam, what was noted about it, and what was said before it: beams share their
+    """The last new token of a beam, what was noted about it, and the tokens before it: beams share their
     beginnings.
     """
 
@@ -69,7 +69,7 @@ class Continuations(NamedTuple):
 
 
 class BeamStep(NamedTuple):
-    """Where each beam goes on from, and with which token, and the state of the search then."""
+    """Where each beam continues, and with which token, and the state of the search then."""
 
     sources: list[int]
     tokens: list[int]
@@ -115,7 +115,7 @@ class BeamSearch:
         return [_hypothesis(*each) for each in found][: self.params.answers]
 
     def contender(self, found: Continuations, reasons: list[FinishReason | None]) -> BeamCandidates:
-        """The search as it is about to go on with some of these, or to end there for these reasons."""
+        """The search as it continues with some of these, or ends for these reasons."""
         new = self.standing.new + 1
         later = new
         if self.early_stopping == "never" and self.length_penalty > 0:
@@ -225,7 +225,7 @@ def _step(
 
 
 def _hypothesis(said: BeamToken | None, why: FinishReason | None, score: float) -> Hypothesis:
-    """What a beam has said, from its first token to its last."""
+    """The tokens of a beam, from its first to its last."""
     tokens = []
     notes = []
     while said is not None:

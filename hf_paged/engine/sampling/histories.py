@@ -43,7 +43,7 @@ class Places:
         self._free += self._places.pop(group, {}).values()
 
     def clear(self) -> None:
-        """What was chosen last is not known: begin anew from what the host knows."""
+        """The last choice is not known: begin anew from the tokens that the host has."""
         for group in list(self._places):
             self.drop(group)
 
@@ -100,7 +100,7 @@ class Histories(Places):
             return
         after = before if len(self._free) >= rows else max(2 * before, before + rows, FIRST_ROWS)
         longer = length if length >= tokens else max(2 * length, tokens)
-        with torch.inference_mode(False):  # whoever drives next may be in no such mode
+        with torch.inference_mode(False):  # the next driver may be in another mode
             grown = torch.zeros(after, longer, dtype=torch.long, device=device)
             grown[:before, :length] = self._ids[:before]
         self._ids = grown

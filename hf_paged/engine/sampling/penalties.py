@@ -60,7 +60,7 @@ class PenaltyState(Places):
         return PenalizedRows(at, places, penalised(scores[at], self._seen[places], penalties))
 
     def note(self, fined: PenalizedRows, tokens: torch.Tensor) -> None:
-        """Who was fined has got these tokens, among those of all rows."""
+        """Note the tokens of penalised rows, among those of all rows."""
         self._seen[fined.places, tokens[fined.rows]] = True
 
     def drop(self, group: SequenceGroup) -> None:
@@ -76,11 +76,11 @@ class PenaltyState(Places):
         if self._seen.device != scores.device or self._seen.shape[1] != scores.shape[1]:
             self._places = {}
             self._free = []
-            with torch.inference_mode(False):  # whoever drives next may be in no such mode
+            with torch.inference_mode(False):  # the next driver may be in another mode
                 self._seen = torch.zeros(0, scores.shape[1], dtype=torch.bool, device=scores.device)
 
     def _enter(self, owners: Sequence[tuple[Job, TokenSequence]], vocabulary: int) -> None:
-        """Make lines of the tokens that the host knows."""
+        """Make lines of the tokens that the host has."""
         if not owners:
             return
         while len(self._free) < len(owners):
@@ -91,7 +91,7 @@ class PenaltyState(Places):
         lines: list[tuple[int, list[int]]] = []
         for job, row in owners:
             place = self.take(row)
-            # Whoever asks for ids beyond the scores has asked for nothing that could be repeated.
+            # Ids beyond the scores cannot be repeated.
             lines.append(
                 (place, [token for token in set(job.params.seen(row.tokens)) if 0 <= token < vocabulary])
             )

@@ -103,7 +103,7 @@ def _bias(own: Any) -> Read:
 def _ngrams(own: Any) -> Read | None:
     size = own.ngram_size
     if size == 1:
-        return None  # it would ban what stands in front of a row
+        return None  # it would ban what comes before a row
     return size, lambda length: length >= size or None, lambda length: length
 
 
@@ -244,6 +244,6 @@ def _applied(scores: torch.Tensor, processor: Any, ids: torch.Tensor) -> torch.T
     with torch.no_grad():
         if type(processor) not in NEEDS_FINITE:
             return processor(ids, scores)  # type: ignore[no-any-return]
-        # A row without a finite maximum would be everybody's error; it stays as it is.
+        # A row without a finite maximum would be an error of all rows; it stays as it is.
         sound = scores.amax(-1, keepdim=True).isfinite()
         return torch.where(sound, processor(ids, scores.where(sound, 0.0)), scores)

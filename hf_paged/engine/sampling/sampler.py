@@ -98,7 +98,7 @@ class HostSampler:
                     act(request)
                 except (
                     Exception
-                ) as error:  # a processor, a criterion or a tokenizer of this request; its neighbours go on
+                ) as error:  # a processor, a criterion or a tokenizer of this request failed; others continue
                     self._failed[request.job] = error
 
     # ---- samples
@@ -112,7 +112,7 @@ class HostSampler:
         return require_known(tokens, own.shape[1], scores)
 
     def _take(self, scheduler: Scheduler, request: SamplingRows, tokens: list[int]) -> None:
-        """Give a job its tokens; logprobs are computed only where they were asked for."""
+        """Give a job its tokens; logprobs are computed only where they were requested."""
         notes = (
             None
             if request.job.params.favourites is None
@@ -126,7 +126,7 @@ class HostSampler:
     # ---- beams
 
     def _search(self, scheduler: Scheduler, arrived: Iterator[torch.Tensor]) -> None:
-        """Let the beam searches go on, all of one shape together."""
+        """Advance the beam searches, all of one shape together."""
         compared: dict[Job, Continuations | None] = {}
         for requests, scorer in self._scorers:
             found = scorer.found([next(arrived) for _ in scorer.tensors])
