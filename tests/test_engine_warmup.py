@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -251,8 +252,16 @@ def test_trouble_in_there_is_nobodys(
 
 
 def test_threads_end_where_the_model_is_refused(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While they compile: a trial that ends before they begin has nothing to end."""
     monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
-    monkeypatch.setattr(Runner, "_apart", lambda *given: 1.0)
+
+    def apart(*given: Any) -> float:
+        end = time.monotonic() + 30
+        while not compiler.params and time.monotonic() < end:
+            time.sleep(0.01)
+        return 1.0
+
+    monkeypatch.setattr(Runner, "_apart", apart)
     with pytest.raises(Unservable):
         Engine(make("Llama"), block_size=4, num_blocks=200)
     assert not names()
