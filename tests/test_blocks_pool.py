@@ -420,7 +420,7 @@ def test_check_finds_a_table_of_the_wrong_size():
 
 @pytest.mark.parametrize("fault", ["_held", "_lowest_free", "_state", "_names", "_evictor"])
 def test_check_finds_books_that_were_tampered_with(fault):
-    """C7: each of the books is recounted."""
+    """C7: each of the books is recounted, and `recover` makes them whole, as after an interrupt."""
     pool = BlockPool(4, 4)
     block = pool.take()
     pool.cache(block, name(1), 4)
@@ -438,6 +438,8 @@ def test_check_finds_books_that_were_tampered_with(fault):
         pool._evictor.evict()
     with pytest.raises(AssertionError):
         pool.check()
+    pool.recover()
+    pool.check()
 
 
 # ---- several at once

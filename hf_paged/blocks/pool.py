@@ -318,11 +318,11 @@ class BlockPool:
 
     def recover(self) -> None:
         """Make the books agree with the tables again, after something broke into the middle of a change."""
-        named = Counter(block for table in self._tables for block in table.blocks)
-        if all(self._references[block] == named[block] for block in range(self.total)) and self._held == len(
-            named
-        ):
+        try:
+            self.check()
             return
+        except (AssertionError, LookupError):
+            named = Counter(block for table in self._tables for block in table.blocks)
         self.forget()
         self._references = [named[block] for block in range(self.total)]
         self._state = bytearray(HELD if count else FREE for count in self._references)
