@@ -475,7 +475,7 @@ class Engine:
         """
         thread = self._thread or self.start()._thread
         if thread is None or thread.own:
-            raise RuntimeError("nobody can wait for a request from within a step of its engine")
+            raise RuntimeError("a step of an engine cannot wait for a request of the same engine")
         await thread.arrival(job, each)
         if thread.over and job.output is None:
             raise RuntimeError(

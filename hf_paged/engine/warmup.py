@@ -44,7 +44,7 @@ def warming(runner: Runner) -> Iterator[Warming | None]:
     )
     try:
         yield at_work
-        at_work.wait_soon()
+        at_work.wait()
     except BaseException:
         at_work.stop()
         at_work.join()

@@ -26,10 +26,6 @@ logger = logging.getLogger("hf_paged")
 MOST_THREADS = 16
 MOST_LATER = 3
 """Threads that compile beside requests that are served."""
-SOON = 0
-"""Labels whose jobs are not left to these, but waited for. On an H200 with an empty cache of kernels, 1 or 2
-make the engine 0.6 s later (3.5 s for 8B), and its first trace runs 2 % faster.
-"""
 META = torch.device("meta")
 PROMPT = 133
 SHORT = 3
@@ -42,8 +38,8 @@ Job = Callable[[], object]
 
 
 class Warming:
-    """Jobs that compile kernels, run by threads: those that come first until `wait` returns, the next ones
-    until `wait_soon` does, and the rest while the engine works, a few at a time.
+    """Jobs that compile kernels, run by threads: those that come first until `wait` returns, and the
+    later ones while the engine works, a few at a time.
 
     The threads only compile, on the host: the jobs call kernels on tensors without data, so nothing is
     allocated, loaded or launched on a device, and a CUDA graph may be captured meanwhile. A kernel that is
@@ -59,15 +55,13 @@ class Warming:
         later: Callable[[], Sequence[tuple[Hashable, Sequence[Job]]]] = list,
     ) -> None:
         """first: makes the jobs that all others need. jobs: makes the others that `wait` waits for, while
-        those are done. later: makes the further ones by what needs them, in the order in which they are done;
-        SOON of these are waited for by `wait_soon`.
+        those are done. later: makes the further ones by what needs them, in the order in which they are done.
         """
         self._device = device
         self._first = first
         self._jobs = jobs
         self._later = later
         self._compiled = threading.Event()
-        self._soon = threading.Event()
         self._stopped = False
         self._left: list[tuple[Hashable, Sequence[Job]]] = []
         self.ready: set[Hashable] = set()
@@ -80,10 +74,6 @@ class Warming:
     def wait(self) -> None:
         """Until all but the later jobs is done. Twice is once."""
         self._compiled.wait()
-
-    def wait_soon(self) -> None:
-        """Until the first of the later jobs are done, too. Twice is once."""
-        self._soon.wait()
 
     def stop(self) -> None:
         """Begin no other job."""
@@ -98,7 +88,6 @@ class Warming:
             self._run_first()
         finally:
             self._compiled.set()
-            self._soon.set()
         try:
             self._run_later()
         finally:
@@ -111,18 +100,12 @@ class Warming:
             wait(begun)
             begun = [threads.submit(self._do, job) for job in jobs]
             self._left = self._do(self._later) or []
-            for _, further in self._left[:SOON]:
-                for job in further:
-                    threads.submit(self._do, job)
             wait(begun)
             self._compiled.set()
-        self.ready.update(label for label, _ in self._left[:SOON])
 
     def _run_later(self) -> None:
         with ThreadPoolExecutor(min(MOST_LATER, os.cpu_count() or 1), "hf_paged warming") as threads:
-            begun = [
-                (label, [threads.submit(self._do, job) for job in jobs]) for label, jobs in self._left[SOON:]
-            ]
+            begun = [(label, [threads.submit(self._do, job) for job in jobs]) for label, jobs in self._left]
             for label, jobs in begun:
                 wait(jobs)
                 self.ready.add(label)

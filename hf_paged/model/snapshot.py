@@ -22,7 +22,7 @@ from torch import nn
 from . import patches
 from .offloaded import offloaded, stored
 from .quantized import looks_around, scales_of
-from .switch import original_implementation
+from .switch import modules_of, original_implementation
 from .weights_digest import PLAIN_TENSORS, Unreadable
 
 PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
@@ -416,18 +416,6 @@ def code_of(kinds: Iterable[type]) -> tuple[list[Any], list[Callable[[], Iterabl
 def in_own_code(kind: type) -> list[type]:
     """The classes of which a class of modules has its code, without torch's own, which stays as it is."""
     return list(takewhile(lambda base: not base.__module__.startswith("torch."), kind.__mro__))
-
-
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Every module once; torch's own walk makes up names."""
-    seen = {id(model)}
-    found = [model]
-    for module in found:  # which grows meanwhile
-        for child in module.__dict__["_modules"].values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                found.append(child)
-    return found
 
 
 def hooks_everywhere() -> bool:

@@ -64,12 +64,12 @@ def restore(configs: list[Any], owner: object) -> None:
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Every module once. torch's own walk makes up a name for each, which costs more than all the rest."""
-    seen = {model}
+    seen = {id(model)}
     found = [model]
     for module in found:  # which grows meanwhile
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
+        for child in module.__dict__["_modules"].values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
                 found.append(child)
     return found
 

@@ -131,7 +131,7 @@ class CapturePool:
         return state
 
     def _forget_state(self, state: StateKey) -> None:
-        self._steps = OrderedDict((key, step) for key, step in self._steps.items() if key.state is not state)
+        self._keep_only(lambda key, step: key.state is not state)
         for key in [key for key in self._seen if key.state is state]:
             del self._seen[key]
 
@@ -177,11 +177,13 @@ class CapturePool:
             self._steps.clear()
             self._seen.clear()
             self._rehearsed.clear()
-        elif any(group in step.groups for step in self):
-            kept = [(key, step) for key, step in self._steps.items() if group not in step.groups]
-            self._steps = OrderedDict(kept)
+        else:
+            self._keep_only(lambda key, step: group not in step.groups)
         if not self._steps:
             self._workspace_bytes = 0
+
+    def _keep_only(self, wanted: Callable[[_Key, CapturedStep], bool]) -> None:
+        self._steps = OrderedDict(item for item in self._steps.items() if wanted(*item))
 
     # ---- new ones
 
@@ -272,7 +274,7 @@ class CapturePool:
             raise NotCapturable("its replay differs from the forward itself")
         assert self.compilation is not None
         self.compilation.give_up("what they compute differs from the forward itself")
-        self._steps = OrderedDict((key, each) for key, each in self._steps.items() if not each.compiled)
+        self._keep_only(lambda key, each: not each.compiled)
 
     def _capture(self, key: _Key, source: StepSource[Any]) -> CapturedStep:
         """Capture a step that has its answer already."""
