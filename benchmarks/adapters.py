@@ -45,6 +45,7 @@ def table(
         for slot in range(slots):
             found.put(layer, slot, a[slot], b[slot], 1.0)
         kept += [a, b]
+    found.upload()
     return found, kept
 
 

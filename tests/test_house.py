@@ -45,6 +45,7 @@ BUDGETS = {
     "hf_paged/generate": 2000,
     "hf_paged/kv": 3850,
     "hf_paged/model": 3400,
+    "hf_paged/model/adapters": 800,
     "hf_paged/model/capture": 2200,
     "hf_paged/scheduling": 2300,
     "hf_paged/serve": 3600,

@@ -43,6 +43,7 @@ class Adapters:
         scale = 0.5 + slot
         self.weights[layer, slot] = a, b, scale
         self.table.put(layer, slot, a, b, scale)
+        self.table.upload()
 
     def expected(self, x: torch.Tensor, y: torch.Tensor, index: list[int], layer: int = 0) -> torch.Tensor:
         """`y` with each token's own product added, in float64."""
@@ -135,6 +136,7 @@ def test_adapters_come_go_and_move() -> None:
     adapters.put(0, 2, 8, seed=50)
     verify(adapters, mixed, plan)
     adapters.table.clear(2)
+    adapters.table.upload()
     adapters.weights = {key: value for key, value in adapters.weights.items() if key[1] != 2}
     verify(adapters, mixed, plan)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 
+from ..model.adapters.apply import Inapplicable
 from ..model.attention import Forward, running
 from ..model.capture.graph import ReplayableStep
 from ..model.capture.rehearsal import can_record
@@ -190,7 +192,7 @@ def _paged(
         outer = running.get()
         try:
             running.set(Forward(parts[0], dense and not captured))
-            answer = original(**given)
+            answer = original(**given) if captured else _with_adapters(model, original, given, parts)
         finally:
             running.set(outer)
         if not captured:
@@ -207,6 +209,23 @@ def _paged(
         if reuse is None
         else reuse.run(parts[0], model, original, arguments, dense, compute)
     )
+
+
+def _with_adapters(
+    model: nn.Module, original: Callable[..., Any], given: dict[str, Any], parts: list[PagedCache]
+) -> Any:
+    """The forward, in which kernels add the adapters that peft names for each row, if they can."""
+    device = model.device
+    assert isinstance(device, torch.device)
+    if "peft" not in sys.modules or not can_record([device]):
+        return original(**given)
+    before = [part.mark() for part in parts]
+    try:
+        with captures_of(model).with_adapters(model, parts[0], _rows(given), device):
+            return original(**given)
+    except Inapplicable:  # peft's own layers compute it from now on
+        _roll_back(parts, before, given.get("past_key_values"))
+        return original(**given)
 
 
 def _asks_for(model: nn.Module, arguments: Mapping[str, Any], name: str) -> bool:

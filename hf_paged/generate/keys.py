@@ -12,7 +12,8 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from ..blocks import extra_key
-from ..model.hooks import adapters_of_rows
+from ..model.adapters.identity import AdapterStates
+from ..model.hooks import names_of_rows
 from ..model.routers import WHY, routers_of
 from ..model.snapshot import PLAIN, hooks_everywhere
 
@@ -47,12 +48,17 @@ class ForwardInputs(NamedTuple):
 
 
 class PrefixOrigin(NamedTuple):
-    """What the keys and values of a call depend on: the model's state, and the caller's salt."""
+    """What the keys and values of a call depend on: the state of the model and of its adapters, and the
+    caller's salt.
+    """
 
     secret: bytes
     state: int
     salt: str
     hooked: Sequence[nn.Module]
+    adapters: AdapterStates
+    active: tuple[str, ...]
+    """The adapters of rows that peft's hooks name none for."""
 
     def read(self, arguments: Mapping[str, Any], starts: Sequence[int] | None, before: int) -> ForwardInputs:
         """The inputs of a forward after `before` columns; raises NotShareable if something in it has no place
@@ -69,7 +75,7 @@ class PrefixOrigin(NamedTuple):
             self.secret, self.state, self.salt, tuple(sorted(_settings(arguments))), positions is None,
             torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device)), _products(),
         )  # fmt: skip
-        adapters = adapters_of_rows(self.hooked, rows) or [""] * rows
+        adapters = [self.adapters.key(names) for names in names_of_rows(self.hooked, rows, self.active)]
         # Without positions a model may count columns, padding and all.
         places = begins if positions is None else [0] * rows
         return ForwardInputs(

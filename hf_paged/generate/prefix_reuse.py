@@ -15,6 +15,8 @@ from transformers.utils.generic import ModelOutput
 from ..blocks import Prompt
 from ..config import CacheConfig
 from ..kv import Found, Memory, Prefix, Sequences, TokenHistory, alike, begin_with, count, longest
+from ..model.adapters.identity import AdapterStates
+from ..model.adapters.peft_layers import adapter_names_of
 from ..model.hooks import HookMonitor
 from ..model.identity import identity_of
 from ..model.snapshot import ModelSnapshot, watching
@@ -56,6 +58,8 @@ class Reuse:
         self._onlookers = HookMonitor()
         self._moves = 0
         """How often the model's state had changed when the running call checked it."""
+        self._adapters: AdapterStates | None = None
+        """The contents of the running call's adapters when it checked the model."""
         self._closely = False
         """Whether foreign code runs between the forwards of the running call, which may change the model and
         change it back.
@@ -102,6 +106,9 @@ class Reuse:
         """
         snapshot = ModelSnapshot(model)
         still = identity_of(model).still(snapshot, self.state, self._moves)
+        still = still and self._adapters is not None and self._adapters.still(snapshot.lora)
+        if self._origin is not None and snapshot.lora.apart:
+            still = still and snapshot.lora.active == self._origin.active
         if not still or not self._onlookers.know(snapshot.hooked):
             self.disable("the model changed while it was used")
 
@@ -182,7 +189,9 @@ class Reuse:
         self._onlookers.watch(snapshot.hooked)
         watch = watching.get()
         self._closely = self._onlookers.some or (watch is not None and watch.foreign)
-        return PrefixOrigin(identity.secret, state, self.config.salt, snapshot.hooked)
+        active = snapshot.lora.active if snapshot.lora.apart else ()
+        self._adapters = AdapterStates(identity, snapshot.lora, _names(snapshot, active))
+        return PrefixOrigin(identity.secret, state, self.config.salt, snapshot.hooked, self._adapters, active)
 
     def _read(
         self, cache: PagedCache, arguments: Mapping[str, Any], origin: PrefixOrigin
@@ -358,6 +367,13 @@ class Reuse:
         for start in self.sequences.starts or [0] * len(prompts):
             counts["reused"] += max(0, reached - max(start, before))
             counts["computed"] += max(0, columns - max(start, reached))
+
+
+def _names(snapshot: ModelSnapshot, active: tuple[str, ...]) -> set[str]:
+    """The adapters that rows of the running call may have, if adapters are apart from the model."""
+    named = [hook for module in snapshot.hooked for hook in module._forward_pre_hooks.values()]
+    names = {*active, *(name for hook in named for name in adapter_names_of(hook) or ())}
+    return names & set(snapshot.lora.names) if snapshot.lora.apart else set()
 
 
 def _note(memory: Memory, reason: str) -> None:

@@ -451,17 +451,31 @@ def digester(device: torch.device) -> Callable[[torch.Tensor, list[tuple[int, in
     return digest
 
 
+def lora_kernels(wanted: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """The package of kernels that add adapters' products, None where plain torch does."""
+    if wanted not in ("auto", "triton") or _why_not_here(device, dtype) is not None:
+        return None
+    import hf_paged_kernels
+
+    return hf_paged_kernels
+
+
 def why_no_kernels(layout: Layout) -> str | None:
     """Why the Triton kernels cannot serve pages of `layout`, or None if they can."""
-    if layout.device.type != "cuda":
-        return f"the kernels need a CUDA device, the keys are on {layout.device}"
-    if torch.version.hip is not None:
-        return "the kernels are made for CUDA, this torch is built for ROCm"
-    if layout.dtype not in KERNEL_DTYPES:
-        return f"the kernels know {', '.join(map(str, KERNEL_DTYPES))}, the keys are {layout.dtype}"
     if max(layout.key_dim, layout.value_dim) > WIDEST_HEAD:
         widths = f"{layout.key_dim} and {layout.value_dim}"
         return f"the kernels know heads up to {WIDEST_HEAD} wide, these are {widths}"
+    return _why_not_here(layout.device, layout.dtype)
+
+
+def _why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the Triton kernels cannot compute on a device with a number type."""
+    if device.type != "cuda":
+        return f"the kernels need a CUDA device, the keys are on {device}"
+    if torch.version.hip is not None:
+        return "the kernels are made for CUDA, this torch is built for ROCm"
+    if dtype not in KERNEL_DTYPES:
+        return f"the kernels know {', '.join(map(str, KERNEL_DTYPES))}, the keys are {dtype}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return None

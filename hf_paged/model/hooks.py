@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from .adapters.peft_layers import BASE, adapter_names_of
 from .patches import only_observes
 from .snapshot import HOOKS
 
@@ -99,14 +99,22 @@ def _is_harmless(hook: object) -> bool:
     """Whether a hook is known to change nothing, or nothing but what it says: peft's tells a layer each row's
     adapter.
     """
-    named = isinstance(hook, partial) and set(hook.keywords) == {"adapter_names"}
-    return named or only_observes(hook)
+    return adapter_names_of(hook) is not None or only_observes(hook)
 
 
 def adapters_of_rows(modules: Sequence[nn.Module], rows: int) -> list[str] | None:
     """The adapter of each row, where peft's hooks tell the layers."""
     for module in modules:
         for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, partial) and len(hook.keywords.get("adapter_names", ())) == rows:
-                return list(hook.keywords["adapter_names"])
+            names = adapter_names_of(hook)
+            if names is not None and len(names) == rows:
+                return names
     return None
+
+
+def names_of_rows(modules: Sequence[nn.Module], rows: int, active: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The adapters of each row: what peft's hooks tell the layers, else those that are active."""
+    named = adapters_of_rows(modules, rows)
+    if named is None:
+        return [active] * rows
+    return [() if name == BASE else (name,) for name in named]

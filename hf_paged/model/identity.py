@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
 from ..kv import fork_safe_lock
-from .snapshot import ModelSnapshot, StateKey
+from .snapshot import StateKey
 from .weights_digest import Contents, tensor_facts
 
 Trust = Literal["masks", "trial", "none"]
@@ -23,8 +23,19 @@ STATES = 16
 """So many states of a model are told apart and known again, as when adapters take turns."""
 
 
+class Snapshot(Protocol):
+    """A model, or an adapter of one, as it was at a moment."""
+
+    facts: Any
+    objects: dict[int, object]
+
+    def weights(self) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+        """The tensors that it computes with, and facts about files."""
+
+
 class Identity:
-    """Numbers for the states of one model. A number is never used for two contents of its weights.
+    """Numbers for the states of one model, or of one adapter. A number is never used for two contents of
+    its weights.
 
     Settings (which adapters are on, their scales, a config's entries) may come back and have their number
     again. Weights that changed, in whatever way, never do. Several threads may ask at once: engines on one
@@ -48,13 +59,19 @@ class Identity:
         self._contents: Contents | None = None
         self._states: list[tuple[StateKey, tuple[Any, ...], int]] = []
         self._numbers = 0
+        self._adapters: dict[str, Identity] = {}
 
     @property
     def turns(self) -> int:
         """After how many calls all weights were read again."""
         return 1 if self._contents is None else self._contents.turns
 
-    def prefix_key(self, snapshot: ModelSnapshot) -> int:
+    def of_adapter(self, name: str) -> Identity:
+        """The identity of an adapter of the model, whatever is called so."""
+        with self._lock:
+            return self._adapters.setdefault(name, Identity())
+
+    def prefix_key(self, snapshot: Snapshot) -> int:
         """The number of the model's state, once some of its weights are read. Raises Unreadable if they
         cannot be.
         """
@@ -72,7 +89,7 @@ class Identity:
         """Whether the host sees these tensors as they were when they were read whole."""
         return self._tensors is not None and self._tensors.fits(tensor_facts(tensors))
 
-    def _number(self, snapshot: ModelSnapshot, weights: tuple[Any, ...]) -> int:
+    def _number(self, snapshot: Snapshot, weights: tuple[Any, ...]) -> int:
         for i, (settings, of, number) in enumerate(self._states):
             if of == weights and settings.fits(snapshot.facts):
                 self.moves += i + 1 < len(self._states)
@@ -85,7 +102,7 @@ class Identity:
         self._states = [*self._states[1 - STATES :], (settings, weights, self._numbers)]
         return self._numbers
 
-    def still(self, snapshot: ModelSnapshot, number: int, moves: int) -> bool:
+    def still(self, snapshot: Snapshot, number: int, moves: int) -> bool:
         """Whether the host sees no change since the model was found in the state `number`, nor has seen one
         since `moves`.
         """

@@ -1,6 +1,7 @@
 """Whether a model is still the same: for captured steps, for cached keys and values, for running requests.
 
-An adapter per request is one more part of a row's key (generate/keys.py), so base requests keep theirs.
+LoRA adapters are no part of the model where they can be taken apart from it: each has an identity of its own,
+which is one more part of the keys of the rows that have it (adapters/identity.py).
 Weights that step in place keep `graph_key` and get a new prefix key (identity.py). Tensor-parallel ranks must
 share one rank's verdict: each sees its own shards, and identities and numbers are the process's own.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from . import patches
+from .adapters.peft_layers import MODEL_SETTINGS, OWN_SETTINGS, LoraLayers, adapter_names_of
 from .offloaded import offloaded, stored
 from .quantized import looks_around, scales_of
 from .switch import modules_of, original_implementation
@@ -88,6 +90,10 @@ class ModelSnapshot:
     def __init__(self, model: nn.Module, watch: bool = False) -> None:
         self.model = model
         self.modules = modules_of(model)
+        self.lora = LoraLayers(self.modules)
+        """Adapters in the model. Where they are apart from it, nothing else of this is about them."""
+        if self.lora.apart:
+            self.modules = self.lora.without_adapters(self.modules)
         self.hooked: list[nn.Module] = []
         """The modules inside the model that have hooks."""
         self.objects: dict[int, object] = {}
@@ -110,10 +116,13 @@ class ModelSnapshot:
     # ---- the walk
 
     def _walk(self) -> tuple[Any, ...]:
-        found: list[Any] = []
+        found: list[Any] = [self.lora.why_not]
+        apart = self.lora.apart
         for module in self.modules:
             own = module.__dict__
-            names, values_of = _settings_of(tuple(own))
+            names, values_of = _settings_of(
+                tuple(own), apart and (module is self.model or "lora_alpha" in own)
+            )
             values = values_of(own)
             if not PLAIN.issuperset(map(type, values)):
                 values = tuple([self._fact(value) for value in values])
@@ -157,7 +166,11 @@ class ModelSnapshot:
         if module is not self.model:
             self.hooked.append(module)
         hooks = chain.from_iterable(module.__dict__[kind].values() for kind in HOOKS)
-        self.steady &= all(map(patches.only_observes, hooks))
+        # Which adapter peft tells a layer for each row, a captured step is told otherwise.
+        self.steady &= all(
+            patches.only_observes(hook) or (self.lora.apart and adapter_names_of(hook) is not None)
+            for hook in hooks
+        )
 
     # ---- what it says
 
@@ -287,6 +300,7 @@ class _Places:
         self._forwards = [module for module in self._modules if "forward" in module.__dict__]
         self._configs = list(snapshot._configs.values())
         self._attributes = snapshot._tensors
+        self._lora = snapshot.lora
         self._parts = list(map(_parts_of, self._owns))
         self._empty = [part for part in chain.from_iterable(self._parts) if not part]
         self._tensors = [own[part] for own in self._owns for part in TENSORS if own[part]]
@@ -349,6 +363,7 @@ class _Places:
             [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in self._attributes],
             list(map(original_implementation, self._configs)),
             [id(patches.own_forward(module)) for module in self._forwards],
+            self._lora.apart and self._lora.why_not_now(),
             torch_settings(),
             hooks_everywhere(),
         ]
@@ -435,9 +450,13 @@ def torch_settings() -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _settings_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], Getter]:
-    """Which of a module's attributes are its settings, and how to get them: many modules have the same."""
-    found = tuple(name for name in names if name not in INTERNAL and name not in ("config", "forward"))
+def _settings_of(names: tuple[str, ...], adapted: bool) -> tuple[tuple[str, ...], Getter]:
+    """Which of a module's attributes are its settings, and how to get them: many modules have the same.
+
+    adapted: whether some of them are about adapters that are apart from the model.
+    """
+    others = INTERNAL | {"config", "forward"} | (OWN_SETTINGS | MODEL_SETTINGS if adapted else frozenset())
+    found = tuple(name for name in names if name not in others)
     return found, itemgetter(*found) if len(found) > 1 else lambda own: tuple(own[name] for name in found)
 
 

@@ -11,7 +11,7 @@ from .decode import Plan, decode
 from .digest import GOLDEN, digest
 from .gather import gather
 from .launching import find_driver, know_triton
-from .lora import AdapterPlan, LoraWeights, lora_expand, lora_shrink
+from .lora import AdapterPlan, LoraWeights, fits, lora_expand, lora_shrink
 from .norm import add_rms_norm, rms_norm
 from .prefill import Spans, prefill
 from .rotary import rotary, rotary_write
@@ -30,6 +30,7 @@ __all__ = [
     "decode",
     "digest",
     "find_driver",
+    "fits",
     "gather",
     "know_triton",
     "lora_expand",

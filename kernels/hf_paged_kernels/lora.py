@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import triton
 import triton.language as tl
@@ -58,26 +60,29 @@ class AdapterPlan:
 
 
 class LoraWeights:
-    """Where the adapters of layers with one input lie, and of which rank they are: tables that kernels read.
+    """Where the adapters of some layers lie, and of which rank they are: tables that kernels read.
 
     A captured step reads the tables again in every replay. So adapters may come, go and move, one in place of
-    another, while a graph stays: `put` changes their entries and no tensor. No weight is copied.
+    another, while a graph stays: `put` and `clear` change entries on the host, `upload` brings them to the
+    device, and no tensor of the graph is another. No weight is copied.
     """
 
     def __init__(
         self, layers: int, slots: int, rank: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
+        """rank: the largest of all, rounded up to a multiple of 16."""
         if rank < 16 or rank % 16:
             raise ValueError(f"Invalid rank: expected the largest of all, rounded up to 16, got {rank}")
         self.layers = layers
         self.slots = slots
         self.rank = rank
         self.dtype = dtype
-        self.a = torch.zeros(layers, slots, dtype=torch.int64, device=device)
-        self.b = torch.zeros(layers, slots, dtype=torch.int64, device=device)
+        self.where = torch.zeros(2, layers, slots, dtype=torch.int64, device=device)
+        """The addresses of A and of B."""
         self.ranks = torch.zeros(layers, slots, dtype=torch.int32, device=device)
         """0 for a slot whose adapter leaves the layer as it is."""
         self.scales = torch.zeros(layers, slots, dtype=torch.float32, device=device)
+        self._host = [torch.zeros_like(each, device="cpu") for each in (self.where, self.ranks, self.scales)]
 
     def put(self, layer: int, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
         """Let a slot of a layer be a [r, n] and b [outputs, r], which the caller keeps where they are."""
@@ -87,18 +92,43 @@ class LoraWeights:
                 f"Invalid weights: expected [r, n] and [outputs, r] of {self.dtype} with r up to "
                 f"{self.rank}, got {list(a.shape)} of {a.dtype} and {list(b.shape)} of {b.dtype}"
             )
-        if not (a.is_contiguous() and b.is_contiguous()) or rank % 8 or (a.data_ptr() | b.data_ptr()) % 16:
+        if not (fits(a, rank) and fits(b, rank)):
             raise ValueError(
                 f"Invalid weights: expected them aligned, without gaps, and r a multiple of 8, got r={rank}"
             )
-        self.a[layer, slot] = a.data_ptr()
-        self.b[layer, slot] = b.data_ptr()
-        self.scales[layer, slot] = scale
-        self.ranks[layer, slot] = rank
+        where, ranks, scales = self._host
+        where[0, layer, slot] = a.data_ptr()
+        where[1, layer, slot] = b.data_ptr()
+        ranks[layer, slot] = rank
+        scales[layer, slot] = scale
 
     def clear(self, slot: int) -> None:
         """Let a slot leave every layer as it is."""
-        self.ranks[:, slot] = 0
+        self._host[1][:, slot] = 0
+
+    def upload(self) -> None:
+        """Bring what has changed to the device, for all launches after this."""
+        for ours, host in zip((self.where, self.ranks, self.scales), self._host, strict=True):
+            ours.copy_(host)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What kernels read, on the device."""
+        return [self.where, self.ranks, self.scales]
+
+    def part(self, first: int, layers: int) -> LoraWeights:
+        """The tables of some layers in a row, which have one input: the same memory."""
+        found = copy.copy(self)
+        found.layers = layers
+        found.where = self.where[:, first : first + layers]
+        found.ranks = self.ranks[first : first + layers]
+        found.scales = self.scales[first : first + layers]
+        return found
+
+
+def fits(weight: torch.Tensor, rank: int) -> bool:
+    """Whether kernels can read a weight of an adapter of this rank where it is."""
+    return weight.is_contiguous() and rank % 8 == 0 and weight.data_ptr() % 16 == 0
 
 
 def lora_shrink(x: torch.Tensor, weights: LoraWeights, plan: AdapterPlan) -> torch.Tensor:
@@ -120,7 +150,7 @@ def lora_shrink(x: torch.Tensor, weights: LoraWeights, plan: AdapterPlan) -> tor
     block = 128 if weights.dtype.itemsize == 2 else 64
     launch(
         _shrink, (plan.tiles, parts, weights.layers * (rank // wide)),
-        out, x, weights.a, weights.ranks, plan.order, plan.slot, plan.first, plan.count,
+        out, x, weights.where[0], weights.ranks, plan.order, plan.slot, plan.first, plan.count,
         plan.tokens, weights.slots, x.stride(0),
         N=n, LAYERS=weights.layers, RANK=rank, WIDE=wide, TILE=plan.tile, BLOCK=block,
         PART=triton.cdiv(triton.cdiv(n, parts), block) * block, TYPE=TYPES[weights.dtype],
@@ -148,7 +178,7 @@ def lora_expand(
     wide = 128
     launch(
         _expand, (plan.tiles, triton.cdiv(n, wide)),
-        out, shrunk, weights.b[layer], weights.ranks[layer], weights.scales[layer],
+        out, shrunk, weights.where[1, layer], weights.ranks[layer], weights.scales[layer],
         plan.order, plan.slot, plan.first, plan.count, tokens, out.stride(0), layer * rank,
         PARTS=parts, STACKED=weights.layers * rank, N=n, TILE=plan.tile, WIDE=wide,
         BLOCK=min(64, rank & -rank), TYPE=TYPES[weights.dtype],
@@ -206,22 +236,25 @@ def _shrink(
     """OUT[part, token, layer] = X[token, columns of the part] A^T, for WIDE rows of a layer's A and the
     tokens of a tile.
 
-    A, RANKS [layers, slots]: the address of A [rank, N] of TYPE. Rows behind its rank are 0.
+    A, RANKS [layers, slots]: the address of A [rank, N] of TYPE. Rows beyond its rank are 0 or not written.
     """
     tile = tl.program_id(0)
     slot = tl.load(SLOT + tile)
     if slot < 0:
         return
     layer = tl.program_id(2) // (RANK // WIDE)
-    row = tl.program_id(2) % (RANK // WIDE) * WIDE + tl.arange(0, WIDE)
+    first_row = tl.program_id(2) % (RANK // WIDE) * WIDE
     rank = tl.load(RANKS + layer * slots + slot)
+    if first_row >= rank:
+        return  # an expand reads no more of this than the adapter's own rank
+    row = first_row + tl.arange(0, WIDE)
     weights = tl.load(A + layer * slots + slot).to(tl.pointer_type(TYPE))
     weights = tl.multiple_of(weights, 16) + row * N
     lane = tl.arange(0, TILE)
     there = lane < tl.load(COUNT + tile)
     token = tl.load(ORDER + tl.load(FIRST + tile) + lane, mask=there, other=0).to(tl.int64)
     begin = tl.program_id(1) * PART
-    end = tl.where(rank > 0, min(begin + PART, N), begin)
+    end = min(begin + PART, N)
     sums = tl.zeros([TILE, WIDE], tl.float32)
     for start in range(begin, end, BLOCK):
         column = start + tl.arange(0, BLOCK)

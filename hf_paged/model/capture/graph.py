@@ -16,6 +16,7 @@ from transformers.utils.generic import ModelOutput
 
 from ...config import CacheConfig
 from ...kv import LayerGroup, LayerKind, Rows, Sequences, StaticBatch
+from ..adapters.rows import StepAdapters
 from .step import CapturedStep, Path, bucket_of, leaves, walk
 
 LENGTHS = (1024, 4096, 8192)
@@ -63,6 +64,8 @@ class ReplayableStep(NamedTuple):
     new: int
     forward: Callable[..., Any]
     """The model's own forward, which somebody may have replaced."""
+    adapters: StepAdapters | None = None
+    """The adapters of its rows, if the model has any."""
 
 
 class _Place(NamedTuple):
@@ -80,6 +83,10 @@ class Graph(CapturedStep):
         self.bucket = bucket
         self.inputs = inputs
         self.batches = batches
+        self.slots: torch.Tensor | None = None
+        """[bucket]: the slot of each row's adapter, where kernels compute these."""
+        self._slots_of: torch.Tensor | None = None
+        self._tables: list[torch.Tensor] = []
         self.answer: Any = None
         """What the captured forward answered, in static tensors, with places for what belongs to the
         caller.
@@ -99,14 +106,25 @@ class Graph(CapturedStep):
             for name, value in step.lean.items()
             if isinstance(value, (torch.Tensor, ModelOutput))
         }
-        return cls(bucket, inputs, batches)
+        made = cls(bucket, inputs, batches)
+        if step.adapters is not None and step.adapters.table is not None:
+            with torch.inference_mode(False):
+                made.slots = torch.full((bucket,), -1, dtype=torch.int32, device=step.adapters.table.device)
+            made._tables = step.adapters.table.weights.tensors
+        return made
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from leaves(self.inputs)
+        if self.slots is not None:
+            yield self.slots
         for batches in self.batches:
             for batch in batches.values():
                 yield from batch.tensors
+
+    @property
+    def shared(self) -> Sequence[torch.Tensor]:
+        return self._tables
 
     @property
     def bytes(self) -> int:
@@ -133,6 +151,10 @@ class Graph(CapturedStep):
 
     def feed(self, step: ReplayableStep) -> None:
         """Give the graph the step's own arguments."""
+        slots = None if step.adapters is None else step.adapters.slots
+        if self.slots is not None and slots is not None and slots is not self._slots_of:
+            self.slots[: len(slots)].copy_(slots)
+            self._slots_of = slots
         for name, target in self.inputs.items():
             self._fill(target, step.arguments[name])
 

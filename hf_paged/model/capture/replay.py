@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
-from ...kv import Memory
+from ...kv import LayerGroup, Memory
+from ...kv.ops import lora_kernels
+from ..adapters.rows import RowAdapters
 from ..registry import memory_of
 from ..snapshot import ModelSnapshot, StateKey, Watch, watching
 from .graph import (
+    CapturedCache,
     Graph,
     ReplayableStep,
     groups_of,
@@ -37,31 +42,61 @@ class GenerateSteps:
 
     def __init__(self, memory: Memory) -> None:
         self.pool = CapturePool(memory)
+        self.adapters = RowAdapters()
 
     def run(self, model: nn.Module, step: ReplayableStep, forward: Run) -> Any:
         """The answer of `forward` to the step, from a captured one if there is any that is trusted."""
         for part in step.parts:
             part.sequences.flush()
-        source = None if self.pool.unsteady else _source(model, step, forward)
-        if source is None:
+        if self.pool.unsteady:
             return forward(step.arguments)
         watch = watching.get()
         known = None if watch is None else watch.snapshots.get(id(model))
-        if known is not None:
-            state = self.pool.known(known.graph_key)
-            graph = self._replay(state, source, watch)
-            if graph is not None:
-                return self._answer(state, source, graph)
-        snapshot = ModelSnapshot(model) if watch is None else watch.current(model)
+        snapshot = known or _look(model, watch)
+        source = self._source(model, step, forward, snapshot)
+        if source is None:
+            return forward(step.arguments)
         state = self.pool.known(snapshot.graph_key)
-        if snapshot is not known:
-            graph = self._replay(state, source)
-            if graph is not None:
-                return self._answer(state, source, graph)
+        graph = self._replay(state, source, None if known is None else watch)
+        if graph is None and known is not None:
+            snapshot = _look(model, watch)
+            if snapshot is not known:
+                state = self.pool.known(snapshot.graph_key)
+                source = self._source(model, step, forward, snapshot)
+                graph = None if source is None else self._replay(state, source)
+        if source is None:
+            return forward(step.arguments)
+        if graph is not None:
+            return self._answer(state, source, graph)
         answer = forward(step.arguments)
         if snapshot.steady:
             self.pool.learn(state, source, answer)
         return answer
+
+    def _source(
+        self, model: Any, step: ReplayableStep, forward: Run, snapshot: ModelSnapshot
+    ) -> _GenerateSource | None:
+        """The step as one that may be captured, with the adapters of its rows."""
+        device = _device_of(groups_of(step))
+        if device is None or not all(part.complete for part in step.parts):
+            return None
+        watch = watching.get()
+        kernels = lora_kernels(step.parts[0].config.kernels, device, model.dtype) if snapshot.lora else None
+        adapters = self.adapters.of_step(
+            snapshot, step.rows, kernels, device, foreign=watch is None or watch.foreign
+        )
+        return _source(model, step._replace(adapters=adapters), forward, device)
+
+    def with_adapters(
+        self, model: Any, cache: CapturedCache, rows: int, device: torch.device
+    ) -> AbstractContextManager[bool]:
+        """Around a forward outside of captured steps: rows that have each its own adapter get it from
+        kernels, if there are any. The answer is whether they do.
+        """
+        kernels = lora_kernels(cache.config.kernels, device, model.dtype)
+        if kernels is None:
+            return nullcontext(False)
+        return self.adapters.forward(_look(model, watching.get()), rows, kernels, device)
 
     def _answer(self, state: StateKey, source: _GenerateSource, graph: Graph) -> Any:
         """What a replay has answered. If it stood in for a smaller step, that may be captured now."""
@@ -94,6 +129,10 @@ class GenerateSteps:
         for part in step.parts:
             part.follow()
         return graph
+
+
+def _look(model: nn.Module, watch: Watch | None) -> ModelSnapshot:
+    return ModelSnapshot(model) if watch is None else watch.current(model)
 
 
 class _GenerateSource(StepSource[Graph]):
@@ -130,7 +169,9 @@ class _GenerateSource(StepSource[Graph]):
         step.stage(self.step)
 
     def forward(self, step: Graph) -> Any:
-        with standing(self.step, step):
+        adapters = self.step.adapters
+        own = nullcontext() if step.slots is None or adapters is None else adapters.applied(step.slots)
+        with standing(self.step, step), own:
             return self._run({**self.step.lean, **step.inputs})
 
     def agrees(self, step: Graph, answer: Any) -> bool:
@@ -146,20 +187,23 @@ class _GenerateSource(StepSource[Graph]):
         self._run(self.step.arguments)
 
 
-def _source(model: nn.Module, step: ReplayableStep, forward: Run) -> _GenerateSource | None:
+def _device_of(groups: Sequence[LayerGroup]) -> torch.device | None:
+    """Where all of these layers are stored, if that is one device."""
+    devices = {device for group in groups for device in group.devices}
+    return devices.pop() if len(devices) == 1 and all(group.devices for group in groups) else None
+
+
+def _source(
+    model: nn.Module, step: ReplayableStep, forward: Run, device: torch.device
+) -> _GenerateSource | None:
     """The step with what must be the same for a replay beside the model, or None if it cannot be captured
     whatever happens.
     """
-    groups = groups_of(step)
-    devices = {device for group in groups for device in group.devices}
-    paged = all(group.devices for group in groups) and all(part.complete for part in step.parts)
-    if not paged or len(devices) != 1:
-        return None
-    device = devices.pop()
     facts = signature(step, device)
     if device.type not in RECORDERS or facts is None or any(too_wide(part, step.new) for part in step.parts):
         return None
-    code = step.mask, facts, step.new, step.rows if has_fixed_rows(step) else None
+    adapted = None if step.adapters is None else step.adapters.form
+    code = step.mask, facts, step.new, step.rows if has_fixed_rows(step) else None, adapted
     return _GenerateSource(
         model, step, forward, code, (code, tuple(shapes(part, step.new) for part in step.parts))
     )

@@ -1,0 +1,218 @@
+"""A forward in which each token has its own adapter, or none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...kv.upload import upload
+from ..patches import mark_wrapper
+from .lora import Adapter, LowRank
+from .table import AdapterTable
+
+PEFT_KEYWORDS = ("adapter_names", "alora_offsets")
+"""What peft's hooks hand to a LoRA layer."""
+
+
+class Inapplicable(RuntimeError):
+    """A layer was given something else than the tokens of the step, so it is not known which is whose."""
+
+
+class AdapterBatch:
+    """The adapters of a forward's tokens.
+
+    Either all tokens have one adapter (`only`), or each has the slot that `index` says: one for each row
+    [rows] of what a layer is given, or one for each token of a single row.
+    """
+
+    def __init__(
+        self,
+        table: AdapterTable,
+        index: torch.Tensor | Sequence[int],
+        last: torch.Tensor | None = None,
+    ) -> None:
+        """index: slots, int32 on the device if it is a tensor; -1 for none. last: the places of the tokens
+        that the last layer is given, if it is not given all.
+        """
+        self.table = table
+        self.last = last
+        self.only: Adapter | None = None
+        self._slots = None if isinstance(index, torch.Tensor) else list(index)
+        """The same on the host, where the host knows it."""
+        self._index = index if isinstance(index, torch.Tensor) else None
+        self._count = len(index)
+        self._plans: dict[Any, Any] = {}
+        self._rows: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+        self._shrunk: tuple[torch.Tensor, int, torch.Tensor, Any] | None = None
+        """The last layer's input, the number of the first layer that shares it, and their products."""
+        self._met: tuple[torch.Tensor, int, int] | None = None
+        """An input, and the numbers of the first and the last layer that were given it so far."""
+
+    @classmethod
+    def of_one(cls, table: AdapterTable, adapter: Adapter) -> AdapterBatch:
+        """A forward all of whose tokens have one adapter, whatever its layers are given."""
+        made = cls(table, ())
+        made.only = adapter
+        return made
+
+    def add(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """A layer's output y for x, with what the adapters of its tokens add; y may be written to."""
+        if self.only is not None:
+            part = self.only.layers.get(module)
+            return y if part is None else (y + product(part, x)).to(y.dtype)
+        y = y.contiguous()
+        if self.table.kernels is None:
+            return self._add_in_torch(module, x, y)
+        number = self.table.layers.get(module)
+        return y if number is None else self._add_in_kernels(number, x, y)
+
+    # ---- plain torch
+
+    def _add_in_torch(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for slot, rows in self._rows_of(self._form(x)):
+            adapter = self.table.slots[slot]
+            part = None if adapter is None else adapter.layers.get(module)
+            if part is not None:
+                flat_x = x.reshape(-1, x.shape[-1])
+                flat_y = y.view(-1, y.shape[-1])
+                flat_y[rows] += product(part, flat_x[rows]).to(y.dtype)
+        return y
+
+    def _rows_of(self, form: tuple[str, int]) -> list[tuple[int, torch.Tensor]]:
+        """The tokens of each slot, once in a forward for inputs of one form."""
+        if form not in self._rows:
+            if self._slots is None:
+                raise Inapplicable("adapters in a captured step need the Triton kernels")
+            slots = self._spread(form)
+            self._rows[form] = [(slot, self._places(slots, slot)) for slot in sorted(set(slots) - {-1})]
+        return self._rows[form]
+
+    def _places(self, slots: list[int], slot: int) -> torch.Tensor:
+        return upload([i for i, each in enumerate(slots) if each == slot], self.table.device)
+
+    def _spread(self, form: tuple[str, int]) -> list[int]:
+        """The slot of every token of an input."""
+        assert self._slots is not None
+        kind, count = form
+        if kind == "last":
+            assert self.last is not None
+            return [self._slots[place] for place in self.last.tolist()]
+        return [slot for slot in self._slots for _ in range(count)]
+
+    # ---- kernels
+
+    def _add_in_kernels(self, number: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        kernels = self.table.kernels
+        plan = self._plan(self._form(x))
+        first, shrunk, weights = self._shrink(number, x, plan)
+        kernels.lora_expand(y.view(-1, y.shape[-1]), shrunk, weights, plan, layer=number - first)
+        return y
+
+    def _shrink(self, number: int, x: torch.Tensor, plan: Any) -> tuple[int, torch.Tensor, Any]:
+        """The first products of the layers that share an input, once for all of them."""
+        known = self._shrunk
+        if known is not None and known[0] is x and known[1] <= number < known[1] + known[3].layers:
+            return known[1], known[2], known[3]
+        self._meet(number, x)
+        weights = self.table.weights.part(number, self.table.groups.get(number, 1))
+        flat = x.reshape(-1, x.shape[-1])
+        shrunk = self.table.kernels.lora_shrink(flat, weights, plan)
+        self._shrunk = x, number, shrunk, weights
+        return number, shrunk, weights
+
+    def _meet(self, number: int, x: torch.Tensor) -> None:
+        """Note which layers share an input, for the next forward."""
+        met = self._met
+        if met is not None and met[0] is x and number == met[2] + 1:
+            self._met = x, met[1], number
+            self.table.groups[met[1]] = number - met[1] + 1
+        else:
+            self._met = x, number, number
+
+    def _plan(self, form: tuple[str, int]) -> Any:
+        if form not in self._plans:
+            index = self._index_of(form)
+            plan = self.table.kernels.AdapterPlan(len(index), len(self.table.slots), index.device)
+            plan.update(index)
+            self._plans[form] = plan
+        return self._plans[form]
+
+    def _index_of(self, form: tuple[str, int]) -> torch.Tensor:
+        kind, count = form
+        if self._index is None:
+            assert self._slots is not None
+            self._index = upload(self._slots, self.table.device, torch.int32)
+        if kind == "last":
+            return self._index[self.last].contiguous()
+        return self._index if count == 1 else self._index.repeat_interleave(count)
+
+    def _form(self, x: torch.Tensor) -> tuple[str, int]:
+        """How an input's tokens are this forward's: so many of each row, those of one row, or the last."""
+        tokens = x.numel() // x.shape[-1]
+        if x.shape[0] == self._count:
+            return "rows", tokens // self._count
+        if x.ndim == 3 and x.shape[0] == 1:
+            if tokens == self._count:
+                return "rows", 1
+            if self.last is not None and tokens == len(self.last):
+                return "last", tokens
+        self.table.why_not = (
+            f"a layer with adapters was given {list(x.shape)} in a forward of {self._count} rows or tokens"
+        )
+        raise Inapplicable(self.table.why_not)
+
+
+def product(part: LowRank, x: torch.Tensor) -> torch.Tensor:
+    """scale * (x a^T) b^T, rounded as peft does."""
+    functional = nn.functional
+    product: torch.Tensor = functional.linear(functional.linear(x.to(part.a.dtype), part.a), part.b)
+    return product * part.scale
+
+
+_applied: ContextVar[AdapterBatch | None] = ContextVar("hf_paged_adapters", default=None)
+_inside: ContextVar[bool] = ContextVar("hf_paged_inside_adapters", default=False)
+
+
+@contextmanager
+def applied(modules: Collection[nn.Module], batch: AdapterBatch | None) -> Iterator[None]:
+    """Let layers add what the adapters of a batch add, in this thread, instead of the adapters that are
+    active in peft's; None adds nothing.
+
+    The caller holds the lock of the model's memory: no other forward of ours runs meanwhile.
+    """
+    installed = [module for module in modules if "forward" not in module.__dict__]
+    for module in installed:
+        module.__dict__["forward"] = _replacement(module)
+    tokens = _applied.set(batch), _inside.set(True)
+    try:
+        yield
+    finally:
+        _applied.reset(tokens[0])
+        _inside.reset(tokens[1])
+        for module in installed:
+            module.__dict__.pop("forward", None)
+
+
+def _replacement(module: nn.Module) -> Callable[..., Any]:
+    """A forward of a layer that adds what the running batch says. Other threads get the layer's own."""
+    stock = functools.partial(type(module).forward, module)
+    base: Any = getattr(module, "base_layer", None) if hasattr(module, "lora_A") else stock
+
+    @functools.wraps(type(module).forward.__get__(module))
+    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _inside.get():
+            return stock(x, *args, **kwargs)
+        for name in PEFT_KEYWORDS:
+            kwargs.pop(name, None)
+        batch = _applied.get()
+        y = base(x, *args, **kwargs)
+        return y if batch is None else batch.add(module, x, y)
+
+    mark_wrapper(forward)
+    return forward

@@ -1,0 +1,145 @@
+"""The LoRA layers that peft has put into a model, and the adapters in them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ..patches import own_forward
+from ..switch import modules_of
+from .lora import Adapter, LowRank
+
+BASE = "__base__"
+"""peft's name for no adapter."""
+LAYERS = "peft.tuners.lora.layer"
+LINEAR = frozenset(
+    {"Linear", "Linear8bitLt", "Linear4bit", "TorchaoLoraLinear", "GPTQLoraLinear", "AwqLoraLinear"}
+)
+"""peft's classes of LoRA layers that add a low-rank product to what a layer of any kind answers."""
+OWN_PARTS = frozenset(
+    {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_dropout"}
+)
+"""Parts of such a layer that belong to adapters."""
+OWN_SETTINGS = frozenset(
+    {
+        "_active_adapter",
+        "_disable_adapters",
+        "r",
+        "lora_alpha",
+        "scaling",
+        "use_dora",
+        "use_rslora",
+        "lora_bias",
+        "lora_variant",
+        "kwargs",
+        "_caches",
+    }
+)
+"""Its settings that do."""
+MODEL_SETTINGS = frozenset({"peft_config", "_hf_peft_config_loaded", "active_adapter"})
+"""What peft and transformers note on the model itself."""
+
+
+class LoraLayers:
+    """The LoRA layers among a model's modules. False where there are none.
+
+    `why_not` says why only peft's own code can compute them: some adapter is more than a low-rank product,
+    or something else than layers has an adapter. Otherwise adapters are apart from the model: it is what it
+    is without them, and each of them has an identity of its own.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        layer_class: Any = getattr(sys.modules.get(LAYERS), "LoraLayer", ())
+        tuner_classes = _tuner_classes()
+        tuners = [module for module in modules if isinstance(module, tuner_classes)] if tuner_classes else []
+        self.layers: list[Any] = [module for module in tuners if isinstance(module, layer_class)]
+        self.why_not = _why_not(tuners, self.layers) if tuners else None
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    @property
+    def apart(self) -> bool:
+        """Whether there are adapters apart from the model."""
+        return bool(self.layers) and self.why_not is None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all adapters."""
+        return list(dict.fromkeys(name for layer in self.layers for name in layer.lora_A))
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """The names of the adapters that the model computes with now."""
+        if not self.layers or self.layers[0].disable_adapters:
+            return ()
+        return tuple(self.layers[0].active_adapters)
+
+    def why_not_now(self) -> str | None:
+        """`why_not` of layers that were apart, as they are now."""
+        return _why_not(self.layers, self.layers)
+
+    def without_adapters(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        """The model's modules without those that belong to adapters."""
+        parts = [part for layer in self.layers for name, part in layer._modules.items() if name in OWN_PARTS]
+        own = {id(module) for part in parts for module in modules_of(part)}
+        return [module for module in modules if id(module) not in own]
+
+    def read(self, name: str) -> Adapter:
+        """An adapter's weights, where they are."""
+        found = {
+            layer: LowRank(layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]))
+            for layer in self.layers
+            if name in layer.lora_A
+        }
+        return Adapter(found)
+
+
+def _tuner_classes() -> tuple[type, ...]:
+    """peft's classes of modules that may compute with an adapter, as far as peft has been loaded."""
+    utils: Any = sys.modules.get("peft.tuners.tuners_utils")
+    wrappers: Any = sys.modules.get("peft.utils.other")
+    found = [
+        getattr(utils, "BaseTunerLayer", None),
+        getattr(wrappers, "AuxiliaryTrainingWrapper", None)
+        or getattr(wrappers, "ModulesToSaveWrapper", None),
+    ]
+    return tuple(each for each in found if each is not None)
+
+
+def _why_not(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
+    """Why only peft's own code can compute these modules."""
+    others = [type(module).__name__ for module in tuners if type(module).__name__ not in LINEAR]
+    others += [] if len(layers) == len(tuners) else [type(tuners[0]).__name__]
+    if others or not layers:
+        return f"an adapter has parts of the kind {others[0]}"
+    first = layers[0]
+    state = first.active_adapters, first.disable_adapters
+    for layer in layers:
+        if layer.merged_adapters:
+            return f"the adapter {layer.merged_adapters[0]!r} is merged into the model"
+        if layer.lora_variant or layer.lora_embedding_A or len(layer.lora_magnitude_vector):
+            name = next(iter(layer.lora_variant), "")
+            kind = type(layer.lora_variant.get(name)).__name__.removesuffix("LinearVariant")
+            return f"the adapter {name!r} is more than a low-rank product ({kind})"
+        for part in layer.lora_A.children():
+            if type(part) is not nn.Linear or part.weight.device.type == "meta":
+                return "an adapter's weights are loaded for each forward"
+        if any(layer.lora_bias.values()):
+            return "an adapter has biases"
+        if (layer.active_adapters, layer.disable_adapters) != state:
+            return "the layers have different active adapters"
+        if "forward" in layer.__dict__ and own_forward(layer) is not None:
+            return "a layer's forward was replaced"
+    return None
+
+
+def adapter_names_of(hook: object) -> list[str] | None:
+    """The adapter of each row, if this is the hook with which peft tells them to a layer."""
+    if isinstance(hook, partial) and set(hook.keywords) == {"adapter_names"}:
+        return list(hook.keywords["adapter_names"])
+    return None

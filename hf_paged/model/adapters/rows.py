@@ -1,0 +1,146 @@
+"""The adapters of the rows of a generate(): which there are, and their places in a table."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...kv.upload import upload
+from ..hooks import adapters_of_rows, names_of_rows
+from ..snapshot import ModelSnapshot
+from .apply import AdapterBatch, applied
+from .lora import combine
+from .peft_layers import LoraLayers
+from .table import AdapterTable
+
+SLOTS = 8
+"""Adapters, or sets of them that are active together, that a table has room for at first."""
+Names = tuple[str, ...]
+
+
+class StepAdapters(NamedTuple):
+    """The adapters of the rows of one step."""
+
+    form: Hashable
+    """What a captured step takes for granted of them."""
+    layers: Sequence[nn.Module] = ()
+    table: AdapterTable | None = None
+    """Where kernels find them; None if peft's own code computes them."""
+    slots: torch.Tensor | None = None
+    """[rows], on the device"""
+
+    def applied(self, slots: torch.Tensor) -> AbstractContextManager[None]:
+        """Let a forward's layers add the adapters in these slots."""
+        assert self.table is not None
+        return applied(self.layers, AdapterBatch(self.table, slots))
+
+
+class RowAdapters:
+    """The adapters of one model in generate().
+
+    Which adapter a row has is an input of a captured step: a step that was captured with one serves all
+    others, and those that come later. Without kernels peft's own layers compute them, and captured steps
+    stand for the same adapters only.
+    """
+
+    def __init__(self) -> None:
+        self.table: AdapterTable | None = None
+        self._slots: OrderedDict[Names, int] = OrderedDict()
+        self._facts: dict[Names, Any] = {}
+        """What is known of the tensors in the table."""
+        self._last: tuple[list[int], torch.Tensor] | None = None
+        self._checked: ModelSnapshot | None = None
+        """The model when the table was compared with it."""
+
+    def of_step(
+        self, snapshot: ModelSnapshot, rows: int, kernels: Any, device: torch.device, foreign: bool = True
+    ) -> StepAdapters | None:
+        """The adapters of a step's rows; None if the model has none.
+
+        foreign: whether anything may have changed since the last step on this snapshot.
+        """
+        lora = snapshot.lora
+        if not lora.apart:
+            return None
+        names = names_of_rows(snapshot.hooked, rows, lora.active)
+        if kernels is None or (self.table is not None and self.table.why_not is not None):
+            return self._in_peft(lora, names)
+        if foreign or self._checked is not snapshot or any(each not in self._slots for each in names if each):
+            self._refresh(lora, names, kernels, device)
+            self._checked = snapshot
+        assert self.table is not None
+        form = "slots", self.table.layout
+        return StepAdapters(form, lora.layers, self.table, self._index(names, device))
+
+    def _in_peft(self, lora: LoraLayers, names: list[Names]) -> StepAdapters:
+        """A step in which peft's own layers compute: it depends on each adapter and on where it lies."""
+        used = {name: lora.read(name) for each in names for name in each}
+        facts = [
+            (name, [(part.a.data_ptr(), part.b.data_ptr(), part.scale) for part in found.layers.values()])
+            for name, found in used.items()
+        ]
+        return StepAdapters(("modules", tuple(names), repr(facts)))
+
+    def _refresh(self, lora: LoraLayers, names: list[Names], kernels: Any, device: torch.device) -> None:
+        """Let the table hold the adapters of these rows as they are now."""
+        distinct = [each for each in dict.fromkeys(names) if each]
+        table = self.table
+        if table is None or table.device != device or len(distinct) > len(table.slots):
+            slots = max(SLOTS, 1 << (len(distinct) - 1).bit_length())
+            table = self.table = AdapterTable(slots, device, kernels)
+            self._slots.clear()
+            self._facts.clear()
+            table.lay_out(lora.layers)
+        for each in distinct:
+            parts = [lora.read(name) for name in each]
+            facts = [
+                (id(tensor), tensor.data_ptr(), tensor._version, part.scale)
+                for one in parts
+                for part in one.layers.values()
+                for tensor in (part.a, part.b)
+            ]
+            slot = self._slot_of(each, distinct)
+            if self._facts.get(each) != facts or len(each) > 1 or table.has_copies(slot):
+                table.put(slot, combine(parts))
+                self._facts[each] = facts
+
+    def _slot_of(self, each: Names, needed: list[Names]) -> int:
+        """The slot of an adapter, another one's that is not needed now if there is no other."""
+        assert self.table is not None
+        slot = self._slots.get(each)
+        if slot is None:
+            free = set(range(len(self.table.slots))) - set(self._slots.values())
+            if not free:
+                oldest = next(other for other in self._slots if other not in needed)
+                del self._facts[oldest]
+                free = {self._slots.pop(oldest)}
+            slot = self._slots[each] = min(free)
+        self._slots.move_to_end(each)
+        return slot
+
+    def _index(self, names: list[Names], device: torch.device) -> torch.Tensor:
+        """The slots of rows on the device, the same tensor for the same rows."""
+        slots = [self._slots.get(each, -1) for each in names]
+        if self._last is None or self._last[0] != slots or self._last[1].device != device:
+            self._last = slots, upload(slots, device, torch.int32)
+        return self._last[1]
+
+    @contextmanager
+    def forward(
+        self, snapshot: ModelSnapshot, rows: int, kernels: Any, device: torch.device
+    ) -> Iterator[bool]:
+        """Around a forward outside of captured steps: rows with adapters of their own get them from kernels.
+        The answer is whether they do.
+        """
+        named = snapshot.lora.apart and adapters_of_rows(snapshot.hooked, rows) is not None
+        found = self.of_step(snapshot, rows, kernels, device) if named else None
+        if found is None or found.slots is None:
+            yield False
+            return
+        with found.applied(found.slots):
+            yield True

@@ -1,0 +1,128 @@
+"""The adapters that a device holds: slots, and the tables by which kernels find the weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .lora import Adapter, LowRank
+
+SMALLEST_RANK = 16
+_layouts = itertools.count(1)
+
+
+class AdapterTable:
+    """Adapters by slot. A token's slot chooses what is added to it; -1 adds nothing.
+
+    Kernels read weights where they lie, so that an adapter that is trained in place is served as it is.
+    Weights of another number type than the largest, of a rank that is no multiple of 8, or unaligned are
+    copied first, by `put`. Without kernels, on a CPU, torch computes with the weights themselves.
+    """
+
+    def __init__(self, slots: int, device: torch.device, kernels: Any = None) -> None:
+        self.slots: list[Adapter | None] = [None] * slots
+        self.device = device
+        self.kernels = kernels
+        """The package of kernels; None for plain torch."""
+        self.layers: dict[nn.Module, int] = {}
+        """The layers that any adapter changes, numbered so that those with one input stand side by side."""
+        self.weights: Any = None
+        """The tables of all layers; others as soon as an adapter comes that they have no room for."""
+        self.layout = 0
+        """The number of these tables, which no other tables have had: captured steps name them."""
+        self.why_not: str | None = None
+        """Why a batch cannot have several adapters, once a forward has shown it."""
+        self.groups: dict[int, int] = {}
+        """How many layers with the same input begin with a layer, as far as a forward has shown it."""
+        self._served: list[Adapter | None] = [None] * slots
+        """The weights as kernels read them: the tables name their memory."""
+
+    def lay_out(self, layers: Iterable[nn.Module]) -> None:
+        """Number layers in this order, before any adapter is there."""
+        self.layers = {module: i for i, module in enumerate(layers)}
+
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """Let a slot hold an adapter, whose weights are on the device."""
+        self.slots[slot] = adapter
+        if self.kernels is not None:
+            self._make_room(adapter)
+            self._enter(slot)
+            self.weights.upload()
+        else:
+            self.layout = self.layout or next(_layouts)
+
+    def has_copies(self, slot: int) -> bool:
+        """Whether kernels read copies of an adapter's weights, which `put` makes anew."""
+        held, served = self.slots[slot], self._served[slot]
+        return held is not None and served is not None and bool(set(served.tensors) - set(held.tensors))
+
+    def clear(self, slot: int) -> None:
+        """Let a slot hold nothing."""
+        self.slots[slot] = None
+        self._served[slot] = None
+        if self.weights is not None:
+            self.weights.clear(slot)
+            self.weights.upload()
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the tables and of copied weights."""
+        if self.weights is None:
+            return 0
+        copies = {
+            id(tensor): tensor.nbytes
+            for held, served in zip(self.slots, self._served, strict=True)
+            if held is not None and served is not None
+            for tensor in set(served.tensors) - set(held.tensors)
+        }
+        tables: list[torch.Tensor] = self.weights.tensors
+        return sum(tensor.nbytes for tensor in tables) + sum(copies.values())
+
+    def _make_room(self, adapter: Adapter) -> None:
+        """Make larger tables if an adapter changes other layers, or has a larger rank or type."""
+        dtype = adapter.tensors[0].dtype if adapter.layers else torch.float32
+        for tensor in adapter.tensors:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+        rank = max(SMALLEST_RANK, 1 << (adapter.rank - 1).bit_length())
+        known = self.weights
+        if known is not None:
+            dtype = torch.promote_types(dtype, known.dtype)
+            rank = max(rank, known.rank)
+            if adapter.layers.keys() <= self.layers.keys() and (dtype, rank) == (known.dtype, known.rank):
+                return
+        for module in adapter.layers:
+            self.layers.setdefault(module, len(self.layers))
+        self.groups = {}
+        self.layout = next(_layouts)
+        self.weights = self.kernels.LoraWeights(len(self.layers), len(self.slots), rank, dtype, self.device)
+        for slot, held in enumerate(self.slots):
+            if held is not None:
+                self._enter(slot)
+
+    def _enter(self, slot: int) -> None:
+        held = self.slots[slot]
+        assert held is not None
+        served = Adapter({module: self._readable(part) for module, part in held.layers.items()})
+        self._served[slot] = served
+        self.weights.clear(slot)
+        for module, part in served.layers.items():
+            self.weights.put(self.layers[module], slot, part.a, part.b, part.scale)
+
+    def _readable(self, part: LowRank) -> LowRank:
+        """A layer's weights as kernels can read them: the same memory if possible."""
+        a = part.a.detach()
+        b = part.b.detach()
+        rank = a.shape[0]
+        dtype = self.weights.dtype
+        if a.dtype == b.dtype == dtype and self.kernels.fits(a, rank) and self.kernels.fits(b, rank):
+            return part
+        padded = -(-rank // 8) * 8
+        wide_a = a.new_zeros(padded, a.shape[1], dtype=dtype)
+        wide_b = b.new_zeros(b.shape[0], padded, dtype=dtype)
+        wide_a[:rank] = a
+        wide_b[:, :rank] = b
+        return LowRank(wide_a, wide_b, part.scale)

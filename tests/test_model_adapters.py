@@ -1,0 +1,263 @@
+"""LoRA adapters: apart from the model, and each token's own in one forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from adapters import adapted, lora
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import DEVICE, load
+
+import hf_paged
+from hf_paged.model.adapters import Adapter, AdapterBatch, AdapterTable, Inapplicable, applied, combine
+from hf_paged.model.adapters.identity import AdapterStates
+from hf_paged.model.identity import identity_of
+from hf_paged.model.snapshot import ModelSnapshot
+
+kernels = load()
+
+
+def snapshot(model: Any) -> ModelSnapshot:
+    return ModelSnapshot(model.get_base_model(), watch=True)
+
+
+def table_of(model: Any, names: list[str], by_kernels: bool) -> tuple[AdapterTable, list[Any]]:
+    lora_layers = snapshot(model).lora
+    table = AdapterTable(len(names) + 1, torch.device(DEVICE), kernels if by_kernels else None)
+    for slot, name in enumerate(names):
+        table.put(slot, lora_layers.read(name))
+    return table, lora_layers.layers
+
+
+# ---- apart from the model
+
+
+def test_switching_adding_and_disabling_leave_the_model_as_it_is() -> None:
+    """Base requests keep their blocks and captured steps, whatever happens to adapters."""
+    model = adapted(lora(), lora(r=4))
+    first = snapshot(model)
+    model.set_adapter("two")
+    assert first.unchanged()
+    model.add_adapter("new", lora(target_modules=["q_proj"]))
+    model.eval()
+    assert first.unchanged()
+    model.delete_adapter("one")
+    with model.disable_adapter():
+        assert snapshot(model).graph_key is first.graph_key
+        assert snapshot(model).lora.active == ()
+    assert snapshot(model).lora.names == ["two", "new"]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda model: model.merge_adapter(), "merged"),
+        (lambda model: model.add_adapter("d", lora(use_dora=True)), "Dora"),
+        (lambda model: model.add_adapter("d", lora(lora_bias=True)), "biases"),
+        (lambda model: model.add_adapter("d", lora(modules_to_save=["lm_head"])), "ModulesToSave"),
+        (lambda model: model.add_adapter("d", lora(target_modules=["embed_tokens"])), "Embedding"),
+    ],
+    ids=["merged", "dora", "bias", "modules_to_save", "embedding"],
+)
+def test_what_is_more_than_a_product_belongs_to_the_model(change: Any, why: str) -> None:
+    """Such adapters are part of the model's state, as peft's own code computes them."""
+    model = adapted(lora(), lora())
+    first = snapshot(model)
+    change(model)
+    found = snapshot(model)
+    assert not first.unchanged()
+    assert found.graph_key is not first.graph_key
+    assert not found.lora.apart
+    assert why in str(found.lora.why_not)
+
+
+def test_a_change_of_one_adapter_is_its_own() -> None:
+    """Training in place, a scale, a re-added name: another number for that adapter, and for no other (C24)."""
+    model = adapted(lora(), lora())
+    base = model.get_base_model()
+
+    def keys() -> list[Any]:
+        states = AdapterStates(identity_of(base), ModelSnapshot(base).lora, ["one", "two"])
+        return [identity_of(base).prefix_key(ModelSnapshot(base)), states.key(["one"]), states.key(["two"])]
+
+    layer = base.model.layers[0].self_attn.v_proj
+    before = keys()
+    assert keys() == before
+    for change in (
+        lambda: layer.lora_B["one"].weight.data.add_(1e-3),
+        lambda: layer.set_scale("one", 3.0),
+        lambda: (model.delete_adapter("one"), model.add_adapter("one", lora()), model.eval()),
+    ):
+        change()
+        after = keys()
+        assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
+        before = after
+
+
+# ---- each token its own
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.lists(st.sampled_from(["__base__", "one", "two", "three"]), min_size=1, max_size=5),
+    kernel=st.booleans(),
+)
+def test_rows_have_each_its_own(rows: list[str], kernel: bool) -> None:
+    """One forward computes what peft computes by adapter_names: other ranks, scales and targets."""
+    model = adapted(lora(), lora(r=3, use_rslora=True), lora(r=24, target_modules=["q_proj", "down_proj"]))
+    model.to(DEVICE)
+    names = ["one", "two", "three"]
+    ids = torch.randint(0, 90, (len(rows), 6), device=DEVICE)
+    table, layers = table_of(model, names, kernel)
+    slots = [names.index(row) if row in names else -1 for row in rows]
+    with torch.no_grad():
+        expected = model(input_ids=ids, adapter_names=rows).logits
+        with applied(layers, AdapterBatch(table, slots)):
+            found = model.get_base_model()(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    assert all("forward" not in layer.__dict__ for layer in layers)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernels"])
+def test_tokens_of_one_row(kernel: bool) -> None:
+    """The engine's form: the tokens of several sequences in one row, the head given only the last ones."""
+    model = adapted(lora(target_modules=["q_proj", "v_proj", "lm_head"]), lora(r=4)).to(DEVICE)
+    base = model.get_base_model()
+    table, layers = table_of(model, ["one", "two"], kernel)
+    layer, head = base.model.layers[0].self_attn.q_proj, base.lm_head
+    x = torch.randn(1, 5, layer.in_features, device=DEVICE)
+    last = torch.tensor([1, 4], device=DEVICE)
+    with torch.no_grad(), applied(layers, AdapterBatch(table, [0, 0, 1, -1, 1], last)):
+        whole = layer(x)
+        ends = head(x[:, last])
+    names = ["one", "one", "two", "__base__", "two"]
+    with torch.no_grad():
+        for i, name in enumerate(names):
+            torch.testing.assert_close(
+                whole[0, i], layer(x[0, i : i + 1], adapter_names=[name])[0], atol=1e-5, rtol=1e-4
+            )
+        for place, token in enumerate((1, 4)):
+            torch.testing.assert_close(
+                ends[0, place],
+                head(x[0, token : token + 1], adapter_names=[names[token]])[0],
+                atol=1e-5,
+                rtol=1e-4,
+            )
+
+
+def test_other_shapes_are_refused() -> None:
+    """A layer that is not given the step's tokens cannot know whose they are."""
+    model = adapted(lora())
+    table, layers = table_of(model, ["one"], False)
+    with applied(layers, AdapterBatch(table, [0, -1, 0])), pytest.raises(Inapplicable, match=r"\[2, 4, "):
+        layers[0](torch.zeros(2, 4, layers[0].in_features))
+    assert table.why_not is not None
+
+
+def test_one_adapter_for_everything() -> None:
+    """All tokens of a forward have one adapter, whatever its layers are given."""
+    model = adapted(lora(), lora())
+    ids = torch.randint(0, 90, (2, 7))
+    lora_layers = snapshot(model).lora
+    model.set_adapter("two")
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        model.set_adapter("one")
+        table = AdapterTable(1, torch.device("cpu"))
+        with applied(lora_layers.layers, AdapterBatch.of_one(table, lora_layers.read("two"))):
+            found = model.get_base_model()(input_ids=ids).logits
+        with applied(lora_layers.layers, None):
+            none = model.get_base_model()(input_ids=ids).logits
+    assert torch.equal(found, expected)
+    with model.disable_adapter(), torch.no_grad():
+        assert torch.equal(none, model(input_ids=ids).logits)
+
+
+def test_several_active_at_once() -> None:
+    """A set of adapters adds what each of them adds."""
+    model = adapted(lora(), lora(r=4, target_modules=["q_proj"]))
+    lora_layers = snapshot(model).lora
+    both = combine([lora_layers.read("one"), lora_layers.read("two")])
+    ids = torch.randint(0, 90, (2, 7))
+    model.base_model.set_adapter(["one", "two"])
+    table = AdapterTable(1, torch.device("cpu"))
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        with applied(lora_layers.layers, AdapterBatch.of_one(table, both)):
+            torch.testing.assert_close(
+                model.get_base_model()(input_ids=ids).logits, expected, atol=2e-5, rtol=1e-4
+            )
+
+
+def test_a_table_follows_what_lies_elsewhere() -> None:
+    """Weights that kernels cannot read in place are copied, others are read where they are."""
+    model = adapted(lora(r=8), lora(r=3)).to(DEVICE)
+    table, layers = table_of(model, ["one", "two"], True)
+    assert not table.has_copies(0)
+    assert table.has_copies(1)
+    assert table.bytes > 0
+    layout = table.layout
+    table.put(2, Adapter({}))
+    assert table.layout == layout
+    wide = snapshot(adapted(lora(r=40)).to(DEVICE)).lora.read("one")
+    table.put(2, wide)
+    assert table.layout != layout
+    table.clear(0)
+    x = torch.randn(3, 4, layers[0].in_features, device=DEVICE)
+    with torch.no_grad(), applied(layers, AdapterBatch(table, [0, 1, -1])):
+        found = layers[0](x)
+    expected = layers[0](x, adapter_names=["__base__", "two", "__base__"])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+# ---- prefixes of generate()
+
+
+def test_training_one_adapter_leaves_other_blocks() -> None:
+    """After a step on one adapter its prompts are computed again; the base's and the other's are found."""
+    model = adapted(lora(), lora())
+    base = model.get_base_model()
+    ids = torch.randint(3, 90, (3, 20))
+    call: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 3,
+        "do_sample": False,
+        "adapter_names": ["__base__", "one", "two"],
+        "cache_implementation": "paged",
+        "cache_config": {"block_size": 4, "prefix_caching": True},
+    }
+
+    def reused() -> int:
+        before = hf_paged.stats(base).reused
+        found = model.generate(**call)
+        stock = model.generate(**{name: value for name, value in call.items() if "cache" not in name})
+        assert torch.equal(found, stock)
+        return int(hf_paged.stats(base).reused - before)
+
+    reused()
+    whole = reused()
+    with torch.no_grad():
+        base.model.layers[0].self_attn.k_proj.lora_B["two"].weight.mul_(2.0)
+    # All rows of a call begin with the shortest of their prefixes, so ask for those of one adapter at a time.
+    call |= {
+        "input_ids": ids[:2],
+        "attention_mask": torch.ones_like(ids[:2]),
+        "adapter_names": ["__base__", "one"],
+    }
+    assert whole > 0
+    assert reused() == whole // 3 * 2
+    call |= {"input_ids": ids[2:], "attention_mask": torch.ones_like(ids[2:]), "adapter_names": ["two"]}
+    assert reused() == 0
+    assert reused() == whole // 3
+
+
+def test_peft_is_what_finds_them() -> None:
+    """A model without peft's layers has no adapters."""
+    assert isinstance(peft.LoraConfig(), peft.LoraConfig)
+    model = adapted(lora()).merge_and_unload()
+    assert not ModelSnapshot(model).lora
