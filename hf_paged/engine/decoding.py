@@ -310,7 +310,7 @@ class Decoding:
         try:
             running.set(Forward(runner.cache))
             for kind, batch in step.batches.items():
-                batch.begin(runner.pools.groups[kind].captured_ops)
+                batch.begin(runner.pools.groups[kind].captured_ops.advance)
             seen = next(iter(step.batches.values())).seen
             positions = seen.long() - 1 if step.shift is None else seen.long() - 1 + step.shift
             arguments = {"input_ids": step.ids, "position_ids": positions.clamp(min=0)[:, None]}

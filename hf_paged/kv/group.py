@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -16,8 +16,9 @@ from ..config import CacheConfig
 from .budget import free_bytes, require_room_for_books
 from .forks import fork_safe_lock
 from .host import HostBlocks
+from .layout import LayerKind, Layout
 from .ops_torch import Ops
-from .store import Layout, Store
+from .store import Store
 
 logger = logging.getLogger("hf_paged")
 
@@ -40,13 +41,6 @@ class Observer(Protocol):
 
     def drop(self, group: LayerGroup) -> None:
         """The stores of a group move, or go."""
-
-
-class LayerKind(NamedTuple):
-    """What the layers of a group have in common: they hold the same tokens, so one table serves them all."""
-
-    name: Literal["full", "window", "cross"]
-    window: int | None = None
 
 
 class LayerGroup:
