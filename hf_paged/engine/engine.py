@@ -110,10 +110,10 @@ class Engine:
             swap=self._preemption.decide,
         )
         self._jobs: dict[SequenceGroup, Job] = {}
-        ahead = (
-            self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
-        )
-        self._checks = self._runner.checks
+        ahead = self.config.run_ahead
+        if ahead is None:
+            ahead = self._runner.eager.device.type == "cuda"
+        self._checks = self._runner.eager.checks
         with self.pools.memory.lock:
             note_restless(self.model, ModelSnapshot(self.model).set_since(before))
             self._model_check = ModelCheck(self.model, self._checks)
@@ -544,8 +544,8 @@ class Engine:
             return params.media.length
         if params.source is None:
             return 0
-        assert self._runner.encoder is not None
-        return self._runner.encoder.length(params.source)
+        assert self._runner.eager.encoder is not None
+        return self._runner.eager.encoder.length(params.source)
 
     def _require_vectors(self, media: Media | None) -> None:
         if self._runner.why_no_embeddings is not None:
@@ -646,7 +646,7 @@ class Engine:
         """
         self._torn = True
         with self.pools.memory.lock:
-            self._runner.unplug()
+            self._runner.eager.unplug()
             self._loop.start_over(error)
         self._torn = False
 
@@ -825,7 +825,7 @@ class Engine:
         if not self._lock.mine:
             self._stepping = False
             self._torn = True
-            self._runner.unplug()
+            self._runner.eager.unplug()
 
     def __enter__(self) -> Engine:
         return self
