@@ -7,7 +7,7 @@ it once for many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, get_args
@@ -45,6 +45,8 @@ Form = Literal["single", "rows", "spans"]
 """Whether all rows are sequences whose logits are wanted; if not, what chunks of prompts are."""
 FORMS: tuple[Form, ...] = get_args(Form)
 """Each can hold what those before it can."""
+HOLDERS: dict[Hashable, Sequence[Form]] = {form: FORMS[i:] for i, form in enumerate(FORMS)}
+"""The forms that can hold a step of each form, its own first."""
 
 
 class _CapturedStep(CapturedStep):
@@ -96,6 +98,8 @@ class Decoding:
         self._answer: Answer | None = None
         self._snapshot: ModelSnapshot | None = None
         """The model when it was checked last."""
+        self._state: StateKey | None = None
+        """Its state then."""
         possible = eager.device.type in RECORDERS
         own = min(MOST_BYTES, int(SHARE_OF_CAPTURES * free_bytes(eager.device))) if possible else 0
         self.captures = CapturePool(eager.pools.memory, own, is_ready, self.compilation)
@@ -139,33 +143,36 @@ class Decoding:
         """The answer for the wanted rows; None if no trusted step can hold them. The next run overwrites
         it.
         """
-        source = self._source(batch)
-        if source is None:
+        size = self._shape(batch)
+        if size is None:
             return None
-        state = self._state() if self._snapshot is None else self._known(self._snapshot)
-        step = self.captures.find(state, source)
+        state = self._state or self._check()
+        step = self.captures.find(state, size, HOLDERS[size.form])
         if not isinstance(step, _CapturedStep):
             return None
         self._load(step, batch)
         step.replay()
-        # The model is checked while the device works.
-        if not self._stands(state):
+        # Where the model must be checked in this step, it is checked while the device works.
+        if not self.eager.checks.unseen and self._check() is not state:
             return None
         self.captures.counts["replayed"] += 1
         answer = step.answer.first(
             len(batch.wanted) if step.places is not None else len(batch.rows.sequences)
         )
-        if step.size != source.size and self.captures.is_due(state, source, step):
-            answer = answer.clone()  # the new step answers in the same place
-            self._capture(state, source, answer, step)
+        if step.size != size:
+            source = _EngineSource(self, size, batch)
+            if self.captures.is_due(state, source, step):
+                answer = answer.clone()  # the new step answers in the same place
+                self._capture(state, source, answer, step)
         return answer
 
     def learn(self, batch: ForwardBatch, logits: torch.Tensor) -> None:
         """After a batch was computed without a captured step: capture one, or see whether it agrees."""
-        source = self._source(batch)
-        if source is None:
+        size = self._shape(batch)
+        if size is None:
             return
-        state = self._state()
+        source = _EngineSource(self, size, batch)
+        state = self._check()
         if self.captures.is_due(state, source):
             self._capture(state, source, Answer(logits))
 
@@ -181,40 +188,32 @@ class Decoding:
     def forget(self) -> None:
         """Drop every captured step."""
         self.captures.drop()
-        self._snapshot = None
+        self._snapshot = self._state = None
 
     # ---- the model's state
 
     def look(self) -> None:
         """Read the model's state anew, if there are captured steps: they read the memory that it had then."""
         if len(self.captures):
-            self._state()
+            self._check()
 
-    def _stands(self, state: StateKey) -> bool:
-        """Whether the model's state is still the one that a step was captured over, as far as it must be read
-        in this step.
-        """
-        if self._snapshot is None or not self.eager.checks.unseen:
-            return self._state() is state
-        return self._known(self._snapshot) is state
-
-    def _state(self) -> StateKey:
-        return self._known(self.current())
-
-    def _known(self, snapshot: ModelSnapshot) -> StateKey:
-        return self.captures.known(snapshot.graph_key)
+    def _check(self) -> StateKey:
+        """The model's state as it is now."""
+        snapshot = self.current()
+        if self._state is None:
+            self._state = self.captures.known(snapshot.graph_key)
+        return self._state
 
     def current(self) -> ModelSnapshot:
         """The model as it is now."""
         known = self._snapshot
-        self._snapshot = ModelSnapshot(self.eager.model, watch=True) if known is None else known.current()
-        return self._snapshot
+        now = ModelSnapshot(self.eager.model, watch=True) if known is None else known.current()
+        if now is not known:
+            self._snapshot = now
+            self._state = None
+        return now
 
     # ---- one step
-
-    def _source(self, batch: ForwardBatch) -> _EngineSource | None:
-        size = self._shape(batch)
-        return None if size is None else _EngineSource(self, size, batch)
 
     def _shape(self, batch: ForwardBatch) -> Size | None:
         if self.eager.device.type not in RECORDERS or (batch.inputs and not batch.of_ids):
@@ -327,7 +326,7 @@ class _EngineSource(StepSource[_CapturedStep]):
         self.model = decoding.eager.model
         self.size = size
         self._decoding = decoding
-        self.holders = FORMS[FORMS.index(size.form) :]
+        self.holders = HOLDERS[size.form]
         self.groups = list(decoding.eager.pools.own.values())
         self._batch = batch
 
