@@ -41,12 +41,10 @@ class Swappable(Protocol):
 
     kind: LayerKind
     pool: BlockPool
+    stores: dict[Layout, Store]
 
     @property
     def block_bytes(self) -> int: ...
-
-    @property
-    def stores(self) -> list[Store]: ...
 
     @property
     def layouts(self) -> dict[Layout, int]: ...
@@ -93,7 +91,7 @@ class HostBlocks:
         """Make a host buffer for every store as it is now. Blocks saved from another layout are stale and are
         never copied back.
         """
-        kinds = [(store.layout, store.layers) for store in self.group.stores] or list(
+        kinds = [(store.layout, store.layers) for store in self.group.stores.values()] or list(
             self.group.layouts.items()
         )
         for kind in self._ways.keys() - set(kinds):
@@ -117,12 +115,12 @@ class HostBlocks:
 
     def out(self, copies: Sequence[Copy]) -> None:
         """Carry blocks of the device to the host."""
-        for store in self.group.stores:
+        for store in self.group.stores.values():
             self._ways[store.layout, store.layers].out(store, copies)
 
     def back(self, copies: Sequence[Copy]) -> None:
         """Carry blocks of the host to the device."""
-        for store in self.group.stores:
+        for store in self.group.stores.values():
             self._ways[store.layout, store.layers].back(store, copies)
 
     def trips(self) -> list[Transfer]:
