@@ -28,6 +28,7 @@ from shapes import SHAPES, build, common_parser, line, where
 
 from hf_paged import Engine
 from hf_paged.engine import runner
+from hf_paged.engine.eager import EagerModel
 from hf_paged.engine.model_check import ModelCheck
 from hf_paged.engine.pools import Pools
 from hf_paged.engine.runner import Runner
@@ -48,7 +49,7 @@ PARTS = {
     "pools sized": (Pools, "settle"),
     "pools allocated": (Store, "_allocate"),
     "model checked": (ModelCheck, "_check"),
-    "forwards of steps": (Runner, "flat"),
+    "forwards of steps": (EagerModel, "flat"),
     "steps captured": (CapturePool, "_capture"),
     "- modules compared": (Fusion, "__init__"),
 }
@@ -96,7 +97,7 @@ def alone(options: argparse.Namespace) -> dict[str, Any]:
     model = build(options.shape, options.device, getattr(torch, options.dtype))
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
     if options.apart:
-        runner.warming = lambda runner: nullcontext()  # type: ignore[assignment]
+        runner.warming = lambda *options: nullcontext()  # type: ignore[assignment]
     if options.plans:
         runner.without_plans = lambda device: nullcontext()  # type: ignore[assignment]
     if options.device != "cpu":

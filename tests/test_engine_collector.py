@@ -11,7 +11,6 @@ import torch
 from engine_answers import PROMPTS
 
 from hf_paged.engine import Engine
-from hf_paged.engine.collector import without_collections
 
 
 @pytest.fixture(autouse=True)
@@ -21,25 +20,7 @@ def _as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_it_is_as_it_was(on: bool) -> None:
-    (gc.enable if on else gc.disable)()
-    assert not without_collections(gc.isenabled)
-    assert not without_collections(lambda: without_collections(gc.isenabled) or gc.isenabled())
-    assert gc.isenabled() is on
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    try:
-        without_collections(interrupted)
-    except KeyboardInterrupt:  # while the traceback lives
-        assert gc.isenabled() is on
-    else:
-        pytest.fail("the interrupt was swallowed")
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_steps(on: bool, llama: Any) -> None:
+def test_no_collection_runs_within_a_step(on: bool, llama: Any) -> None:
     (gc.enable if on else gc.disable)()
     seen = []
 
@@ -54,3 +35,14 @@ def test_steps(on: bool, llama: Any) -> None:
             assert gc.isenabled() is on
     assert len(seen) == 3
     assert not any(seen)
+
+
+def test_an_interrupt_leaves_it_as_it_was(llama: Any) -> None:
+    def interrupted(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with Engine(llama, block_size=4) as engine:
+        handle = engine.submit(PROMPTS[0], max_new_tokens=3, logits_processor=[interrupted])
+        with pytest.raises(KeyboardInterrupt):
+            handle.result()
+        assert gc.isenabled()

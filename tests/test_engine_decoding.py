@@ -252,8 +252,8 @@ def test_a_smaller_step_is_compared_with_the_one_that_stood_in(
     with Engine(llama, block_size=4, max_batch_sequences=3, max_batch_tokens=64) as engine:
         engine.generate(PROMPTS[:3], **GREEDY)
         assert sizes(engine, "single") == {3}
-        flat, eager = engine._runner.flat, []
-        monkeypatch.setattr(engine._runner, "flat", lambda *given: eager.append(1) or flat(*given))
+        flat, eager = engine._runner.eager.flat, []
+        monkeypatch.setattr(engine._runner.eager, "flat", lambda *given: eager.append(1) or flat(*given))
         (output,) = engine.generate(PROMPTS[4:5], **GREEDY)  # a prompt of one token
         assert sizes(engine, "single") == {1, 3}
         assert engine.stats()["graphs"]["sizes"]["single"] == [1, 3]

@@ -11,7 +11,7 @@ from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, LONG, SMALL, TOKENS, build
 
 from hf_paged.blocks import append
-from hf_paged.engine import Engine, EngineConfig, Unservable, runner
+from hf_paged.engine import Engine, EngineConfig, Unservable, probe
 from hf_paged.engine.forward_batch import ForwardBatch, LastTokens
 from hf_paged.engine.pools import Pools
 from hf_paged.engine.runner import Runner
@@ -44,7 +44,7 @@ def test_rows_of_a_step_are_strangers() -> None:
                 rows.append(ScheduledRow(sequence, sequence.computed, count, wanted))
                 sequence.computed = end
         batch = ScheduledBatch().followed_by(rows)
-        return tried.run(ForwardBatch(batch, LastTokens(0, tried.device))).logits
+        return tried.run(ForwardBatch(batch, LastTokens(0, tried.eager.device))).logits
 
     assert computed(done).shape == (0, model.config.vocab_size)
     logits = computed([len(prompt) for prompt in prompts])
@@ -96,7 +96,7 @@ def test_a_model_in_half_precision_may_be_off_by_rounding(monkeypatch: pytest.Mo
     """The deeper a model, the further apart two roundings of it are. How far is measured; what else is wrong
     is found all the same.
     """
-    monkeypatch.setattr(runner, "CLOSE_IN_HALF", 0.0)
+    monkeypatch.setattr(probe, "CLOSE_IN_HALF", 0.0)
     model = build(BY_NAME["llama"]).to(torch.bfloat16)
     params = []
     moved = Runner._moved

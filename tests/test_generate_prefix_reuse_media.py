@@ -63,7 +63,7 @@ def blind_to_media(patch: pytest.MonkeyPatch) -> None:
     blind(patch)
     patch.setattr(keys, "_settings", lambda arguments: iter(()))
     patch.setattr(keys, "_count_tokens", lambda *args: True)
-    patch.setattr(reuse, "why_never", lambda cache, model: None)
+    patch.setattr(reuse, "why_never", lambda complete, model: None)
 
 
 @pytest.mark.parametrize("family", LOOKS)

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -88,6 +89,12 @@ def test_imports_point_downwards(file: Path) -> None:
             assert target == floor or target in BELOW[floor], (
                 f"{floor or 'the front door'} must not import {name}"
             )
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not by way of others either, nor under TYPE_CHECKING."""
+    figures = run_path(str(ROOT / "scripts" / "figures"))
+    assert figures["circles"](figures["import_graph"]()) == []
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_the_host_knows_nothing_that_a_replay_would_need() -> None:
     static = static_batch(1, 2, 16)
     step(group, cache, static)
     for length in (7, 9, 11):
-        static.begin(group.captured_ops)
+        static.begin(group.captured_ops.advance)
         assert static.visible(0, None, CPU)[0, 0].sum(-1).tolist() == [length - 1, length]
         assert static.lengths(CPU).tolist() == [length]
         assert int(static.before) == length - 2
@@ -303,7 +303,7 @@ def test_copies_are_uploaded_with_the_step() -> None:
     static = static_batch(4, 1, 4)
     numbers = torch.tensor([[7.0], [8.0], [9.0]])
     rows_of(cache).advance(1, static)
-    static.begin(group.captured_ops)
+    static.begin(group.captured_ops.advance)
     pages = write(group, static, numbers)
     sources, targets = static.copies(2)
     assert sources.tolist() == [shared] * 2
@@ -378,7 +378,7 @@ def test_an_encoder_stays_as_it_is() -> None:
     static = static_batch(3, 0, 4, columns=6)
     rows_of(cache).stage(0, static)
     for _ in range(2):
-        static.begin(group.captured_ops)
+        static.begin(group.captured_ops.advance)
         assert static.lengths(CPU).tolist() == [6, 6, 0]
         assert int(static.before) == 6
         assert static.targets(CPU).tolist() == []
@@ -410,7 +410,7 @@ def test_the_tokens_of_a_chunk_as_rows() -> None:
     static = static_batch(8, 1, 4)
     tables = [*cache.tables(group.kind), *other.tables(group.kind)]
     static.spread(*rows_in_array(tables, [4, 1]))
-    static.begin(group.captured_ops)
+    static.begin(group.captured_ops.advance)
     pages = write(group, static, torch.tensor([[4.0], [5], [6], [7], [70]]))
     assert static.lengths(CPU).tolist() == [4, 5, 6, 7, 7, 0, 0, 0]
     assert (
@@ -452,5 +452,5 @@ def test_rows_of_one_token_and_a_chunk_behind_them(spans: bool) -> None:
     slots = [table.slot(table.length - 1) for table in tables[:6]] + [
         tables[6].slot(tables[6].length - i) for i in (3, 2, 1)
     ]
-    batch.begin(begun()[0].captured_ops)
+    batch.begin(begun()[0].captured_ops.advance)
     assert batch.targets(CPU).tolist() == [*slots, -1, -1, -1]

@@ -164,7 +164,7 @@ class Walk(RuleBasedStateMachine):
         store, index = self.groups[1].store(0)
         expected = contents(Pages(*store.of_layer[index], batch, Ops()), self.window)
         group.store(0)
-        static.begin(group.captured_ops)
+        static.begin(group.captured_ops.advance)
         assert static.step is not run
         captured = write(group, static, numbers)
         self.compare(static, batch)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from .evictor import Evictor
 from .partial_index import PartialBlockIndex
-
-if TYPE_CHECKING:
-    from .table import BlockTable
 
 FREE = 0
 HELD = 1
@@ -33,6 +30,15 @@ def check_block_size(block_size: object) -> int:
             f"block_size={block_size} is not a power of two from 1 to {MAX_BLOCK_SIZE}; 16 is a good choice"
         )
     return block_size
+
+
+class BlockHolder(Protocol):
+    """A block table, as far as the pool's audit reads it."""
+
+    blocks: list[int]
+
+    def check(self) -> None:
+        """Raise AssertionError unless it holds exactly the blocks that its tokens need."""
 
 
 class _Name(NamedTuple):
@@ -74,7 +80,7 @@ class BlockPool:
         self._clock = 0
         self.epoch = 0
         """How often `forget` was called. What a table computed in an earlier epoch is never named."""
-        self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
+        self._tables: weakref.WeakSet[BlockHolder] = weakref.WeakSet()
         self.peak_held = 0
         self.top = 0
         """No block from here on was ever handed out, so none needs memory yet."""
@@ -332,7 +338,7 @@ class BlockPool:
 
     # ---- the audit
 
-    def register(self, table: BlockTable) -> None:
+    def register(self, table: BlockHolder) -> None:
         """Register a table, so that `check` can recount its references."""
         self._tables.add(table)
 

@@ -7,10 +7,10 @@ it once for many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -27,11 +27,9 @@ from ..model.capture.rehearsal import RECORDERS
 from ..model.capture.step import CapturedStep, Size, StepSource, agree, bucket_of
 from ..model.snapshot import ModelSnapshot, StateKey
 from ..scheduling import ScheduledBatch
+from .eager import EagerModel
 from .forward_batch import ForwardBatch
 from .sampling.answers import Answer, place_for
-
-if TYPE_CHECKING:
-    from .runner import Runner
 
 WIDTHS = [512 * 8**i for i in range(7)]
 """Blocks of a row in the tables of graphs."""
@@ -47,6 +45,8 @@ Form = Literal["single", "rows", "spans"]
 """Whether all rows are sequences whose logits are wanted; if not, what chunks of prompts are."""
 FORMS: tuple[Form, ...] = get_args(Form)
 """Each can hold what those before it can."""
+HOLDERS: dict[Hashable, Sequence[Form]] = {form: FORMS[i:] for i, form in enumerate(FORMS)}
+"""The forms that can hold a step of each form, its own first."""
 
 
 class _CapturedStep(CapturedStep):
@@ -86,47 +86,49 @@ class _CapturedStep(CapturedStep):
 
 
 class Decoding:
-    """The captured steps of one engine. A step that none can hold is the runner's to compute."""
+    """The captured steps of one engine. A step that none can hold is computed operation by operation."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-        self.compilation = Compilation() if runner.pools.config.compile else None
+    def __init__(self, eager: EagerModel, is_ready: Callable[[Size], bool]) -> None:
+        self.eager = eager
+        self.compilation = Compilation() if eager.pools.config.compile else None
         self.moves = False
         """Whether tokens may have a RoPE delta, which captured steps are then given."""
-        self._most = bucket_of(runner.pools.config.limits().sequences)
+        self._most = bucket_of(eager.pools.config.limits().sequences)
         """Rows whose logits may be wanted in one step."""
         self._answer: Answer | None = None
         self._snapshot: ModelSnapshot | None = None
         """The model when it was checked last."""
-        possible = runner.device.type in RECORDERS
-        own = min(MOST_BYTES, int(SHARE_OF_CAPTURES * free_bytes(runner.device))) if possible else 0
-        self.captures = CapturePool(runner.pools.memory, own, runner.is_ready, self.compilation)
-        config: Any = runner.model.config
+        self._state: StateKey | None = None
+        """Its state then."""
+        possible = eager.device.type in RECORDERS
+        own = min(MOST_BYTES, int(SHARE_OF_CAPTURES * free_bytes(eager.device))) if possible else 0
+        self.captures = CapturePool(eager.pools.memory, own, is_ready, self.compilation)
+        config: Any = eager.model.config
         self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
         self.budget = own + self._shared_bytes() if possible else 0
         """Bytes that captured steps may take: their own, and those that they share."""
 
-    def prepare(self, run: Callable[[], object]) -> None:
+    def prepare(self, run: Callable[[], object], why_rows: str | None) -> None:
         """Prepare the model for compiled layers, or give the reason why there are none. `run` runs the model
-        in any way.
+        in any way, `why_rows` is why sequences are run one by one.
         """
         if self.compilation is None:
             return
-        if self.runner.why_rows is not None:
-            self.compilation.give_up(f"sequences are run one by one: {self.runner.why_rows}")
-        elif self.runner.device.type not in RECORDERS:
-            self.compilation.give_up(f"it is for captured steps, and there are none on {self.runner.device}")
+        if why_rows is not None:
+            self.compilation.give_up(f"sequences are run one by one: {why_rows}")
+        elif self.eager.device.type not in RECORDERS:
+            self.compilation.give_up(f"it is for captured steps, and there are none on {self.eager.device}")
         else:
-            with self.runner.pools.memory.lock:
-                lay_side_by_side(self.runner.model, run)
+            with self.eager.pools.memory.lock:
+                lay_side_by_side(self.eager.model, run)
 
     def _shared_bytes(self) -> int:
         """About what steps compute with and answer in: logits and the widest activations of the largest."""
-        whole: Any = self.runner.model.config
+        whole: Any = self.eager.model.config
         config = whole.get_text_config(decoder=True)
         inner = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-        limits = self.runner.pools.config.limits()
-        size = next(self.runner.model.parameters()).element_size()
+        limits = self.eager.pools.config.limits()
+        size = self.eager.dtype.itemsize
         rows = max(limits.tokens, limits.sequences)
         return rows * (self._vocabulary + 4 * inner) * size + 4 * self._most * self._vocabulary
 
@@ -141,40 +143,43 @@ class Decoding:
         """The answer for the wanted rows; None if no trusted step can hold them. The next run overwrites
         it.
         """
-        source = self._source(batch)
-        if source is None:
+        size = self._shape(batch)
+        if size is None:
             return None
-        state = self._state() if self._snapshot is None else self._known(self._snapshot)
-        step = self.captures.find(state, source)
+        state = self._state or self._check()
+        step = self.captures.find(state, size, HOLDERS[size.form])
         if not isinstance(step, _CapturedStep):
             return None
         self._load(step, batch)
         step.replay()
-        # The model is checked while the device works.
-        if not self._stands(state):
+        # Where the model must be checked in this step, it is checked while the device works.
+        if not self.eager.checks.unseen and self._check() is not state:
             return None
         self.captures.counts["replayed"] += 1
         answer = step.answer.first(
             len(batch.wanted) if step.places is not None else len(batch.rows.sequences)
         )
-        if step.size != source.size and self.captures.is_due(state, source, step):
-            answer = answer.clone()  # the new step answers in the same place
-            self._capture(state, source, answer, step)
+        if step.size != size:
+            source = _EngineSource(self, size, batch)
+            if self.captures.is_due(state, source, step):
+                answer = answer.clone()  # the new step answers in the same place
+                self._capture(state, source, answer, step)
         return answer
 
     def learn(self, batch: ForwardBatch, logits: torch.Tensor) -> None:
         """After a batch was computed without a captured step: capture one, or see whether it agrees."""
-        source = self._source(batch)
-        if source is None:
+        size = self._shape(batch)
+        if size is None:
             return
-        state = self._state()
+        source = _EngineSource(self, size, batch)
+        state = self._check()
         if self.captures.is_due(state, source):
             self._capture(state, source, Answer(logits))
 
     def _capture(
         self, state: StateKey, source: _EngineSource, answer: Answer, stand_in: _CapturedStep | None = None
     ) -> None:
-        self.runner.checks.mark_dirty()
+        self.eager.checks.mark_dirty()
         self.captures.capture_or_compare(state, source, answer, stand_in)
         if self.compilation is not None and self.captures.reasons and not self.captures.counts["captured"]:
             reason = next(iter(self.captures.reasons.values()))
@@ -183,51 +188,41 @@ class Decoding:
     def forget(self) -> None:
         """Drop every captured step."""
         self.captures.drop()
-        self._snapshot = None
+        self._snapshot = self._state = None
 
     # ---- the model's state
 
     def look(self) -> None:
         """Read the model's state anew, if there are captured steps: they read the memory that it had then."""
         if len(self.captures):
-            self._state()
+            self._check()
 
-    def _stands(self, state: StateKey) -> bool:
-        """Whether the model's state is still the one that a step was captured over, as far as it must be read
-        in this step.
-        """
-        if self._snapshot is None or not self.runner.checks.unseen:
-            return self._state() is state
-        return self._known(self._snapshot) is state
-
-    def _state(self) -> StateKey:
-        return self._known(self.current())
-
-    def _known(self, snapshot: ModelSnapshot) -> StateKey:
-        return self.captures.known(snapshot.graph_key)
+    def _check(self) -> StateKey:
+        """The model's state as it is now."""
+        snapshot = self.current()
+        if self._state is None:
+            self._state = self.captures.known(snapshot.graph_key)
+        return self._state
 
     def current(self) -> ModelSnapshot:
         """The model as it is now."""
         known = self._snapshot
-        self._snapshot = ModelSnapshot(self.runner.model, watch=True) if known is None else known.current()
-        return self._snapshot
+        now = ModelSnapshot(self.eager.model, watch=True) if known is None else known.current()
+        if now is not known:
+            self._snapshot = now
+            self._state = None
+        return now
 
     # ---- one step
 
-    def _source(self, batch: ForwardBatch) -> _EngineSource | None:
-        size = self._shape(batch)
-        return None if size is None else _EngineSource(self, size, batch)
-
     def _shape(self, batch: ForwardBatch) -> Size | None:
-        if self.runner.device.type not in RECORDERS or (batch.inputs and not batch.of_ids):
+        if self.eager.device.type not in RECORDERS or (batch.inputs and not batch.of_ids):
             return None
-        groups = self.runner.pools.own.values()
+        groups = self.eager.pools.own.values()
         if not 0 < len(batch.rows.sequences) <= self._most or not all(group.stores for group in groups):
             return None  # the pools were given back, and come again with this step
         # Latents are read by plain torch, whatever the kernels are.
-        kernels = not self.runner.expanding and all(
-            group.captured_ops.kernels is not None for group in groups
-        )
+        kernels = not self.eager.expanding and all(group.captured_ops.kernels is not None for group in groups)
         decodes = batch.rows.decodes == len(batch.rows.sequences)
         form = "single" if decodes else self._form(batch.rows, kernels)
         if form is None:
@@ -283,9 +278,9 @@ class Decoding:
     def make(self, size: Size) -> _CapturedStep:
         """Static tensors for steps of a size."""
         rows = size.rows
-        device = self.runner.device
+        device = self.eager.device
         mixed = size.form != "single"
-        batches = {kind: self._batch(size, group) for kind, group in self.runner.pools.own.items()}
+        batches = {kind: self._batch(size, group) for kind, group in self.eager.pools.own.items()}
         with torch.inference_mode(False):
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
             places = torch.zeros(self._most, dtype=torch.long, device=device) if mixed else None
@@ -303,20 +298,20 @@ class Decoding:
         )
 
     def _run(self, step: _CapturedStep) -> None:
-        runner = self.runner
-        sequences = runner.cache.sequences
+        eager = self.eager
+        sequences = eager.cache.sequences
         sequences.static = step.batches
         outer = running.get()
         try:
-            running.set(Forward(runner.cache))
+            running.set(Forward(eager.cache))
             for kind, batch in step.batches.items():
-                batch.begin(runner.pools.groups[kind].captured_ops)
+                batch.begin(eager.pools.groups[kind].captured_ops.advance)
             seen = next(iter(step.batches.values())).seen
             positions = seen.long() - 1 if step.shift is None else seen.long() - 1 + step.shift
             arguments = {"input_ids": step.ids, "position_ids": positions.clamp(min=0)[:, None]}
-            if runner.keeps_some:
+            if eager.keeps_some:
                 arguments["logits_to_keep"] = 1  # type: ignore[assignment]  # a number among tensors
-            answer = runner.model(**arguments, past_key_values=runner.cache, use_cache=True, return_dict=True)
+            answer = eager.model(**arguments, past_key_values=eager.cache, use_cache=True, return_dict=True)
             logits: torch.Tensor = answer.logits[:, -1]
             step.answer.enter(logits if step.places is None else logits.index_select(0, step.places))
         finally:
@@ -328,16 +323,16 @@ class _EngineSource(StepSource[_CapturedStep]):
     """A step of an engine."""
 
     def __init__(self, decoding: Decoding, size: Size, batch: ForwardBatch) -> None:
-        self.model = decoding.runner.model
+        self.model = decoding.eager.model
         self.size = size
         self._decoding = decoding
-        self.holders = FORMS[FORMS.index(size.form) :]
-        self.groups = list(decoding.runner.pools.own.values())
+        self.holders = HOLDERS[size.form]
+        self.groups = list(decoding.eager.pools.own.values())
         self._batch = batch
 
     @property
     def device(self) -> torch.device:
-        return self._decoding.runner.device
+        return self._decoding.eager.device
 
     @property
     def code(self) -> str:
@@ -354,7 +349,7 @@ class _EngineSource(StepSource[_CapturedStep]):
         self._decoding._load(step, self._batch)
 
     def forward(self, step: _CapturedStep) -> None:
-        self._decoding.runner.plugged(partial(self._decoding._run, step))
+        self._decoding.eager.plugged(partial(self._decoding._run, step))
 
     @property
     def comparable(self) -> bool:
@@ -362,15 +357,15 @@ class _EngineSource(StepSource[_CapturedStep]):
 
     def agrees(self, step: _CapturedStep, answer: Any) -> bool:
         logits = answer.logits
-        dtype = next(self.model.parameters()).dtype
+        dtype = self._decoding.eager.dtype
         return agree(step.answer.logits[: len(logits)].to(dtype), logits.to(dtype))
 
     def recompute(self) -> None:
-        self._decoding.runner.plugged(lambda: self._decoding.runner.flat(self._batch))
+        self._decoding.eager.plugged(lambda: self._decoding.eager.flat(self._batch))
 
     def compile(self, fusion: Fusion) -> CompiledFusion | None:
-        runner = self._decoding.runner
+        eager = self._decoding.eager
         compilation = self._decoding.compilation
         if compilation is None:
             return None
-        return CompiledFusion(runner.model, fusion.kernels, compilation, runner.cache.layers)
+        return CompiledFusion(eager.model, fusion.kernels, compilation, eager.cache.layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import time
@@ -12,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
-from typing import Any, Self, TypeVar, Unpack, get_args
+from typing import Any, NoReturn, Self, TypeVar, Unpack, get_args
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
@@ -26,7 +27,6 @@ from ..model.snapshot import ModelSnapshot
 from ..scheduling import Count, Infeasible, Request, Scheduler, SequenceGroup, why_infeasible
 from .background import Background
 from .check_policy import WeightsChanged
-from .collector import without_collections
 from .config import EngineConfig, EngineOptions
 from .fair_lock import FairLock, in_turn
 from .job import Job
@@ -110,10 +110,10 @@ class Engine:
             swap=self._preemption.decide,
         )
         self._jobs: dict[SequenceGroup, Job] = {}
-        ahead = (
-            self.config.run_ahead if self.config.run_ahead is not None else self._runner.device.type == "cuda"
-        )
-        self._checks = self._runner.checks
+        ahead = self.config.run_ahead
+        if ahead is None:
+            ahead = self._runner.eager.device.type == "cuda"
+        self._checks = self._runner.eager.checks
         with self.pools.memory.lock:
             note_restless(self.model, ModelSnapshot(self.model).set_since(before))
             self._model_check = ModelCheck(self.model, self._checks)
@@ -544,8 +544,8 @@ class Engine:
             return params.media.length
         if params.source is None:
             return 0
-        assert self._runner.encoder is not None
-        return self._runner.encoder.length(params.source)
+        assert self._runner.eager.encoder is not None
+        return self._runner.eager.encoder.length(params.source)
 
     def _require_vectors(self, media: Media | None) -> None:
         if self._runner.why_no_embeddings is not None:
@@ -587,19 +587,13 @@ class Engine:
 
     @in_turn
     def _advance(self) -> list[Output]:
-        self._require_open()
-        if self._paused:
-            raise RuntimeError("the engine is paused; call resume() first")
-        if self._stepping:
-            raise RuntimeError(
-                "a step is running already: a processor, criterion or signal handler must not drive the "
-                "engine"
-            )
+        if self._closed or self._paused or self._stepping:
+            self._refuse_step()
         if self._inbox:
             self._take_in()
         self._stepping = True
         try:
-            ended = without_collections(self._step)
+            ended = self._step()
         finally:
             self._stepping = False
         ended = self._aside + ended
@@ -609,6 +603,15 @@ class Engine:
             self._pass_on()
             self._aside = []
         return ended
+
+    def _refuse_step(self) -> NoReturn:
+        """Raise the reason why no step can be taken now."""
+        self._require_open()
+        if self._paused:
+            raise RuntimeError("the engine is paused; call resume() first")
+        raise RuntimeError(
+            "a step is running already: a processor, criterion or signal handler must not drive the engine"
+        )
 
     def _step(self) -> list[Output]:
         cancelled = [job for job in list(self._jobs.values()) if job.cancelled]
@@ -626,11 +629,17 @@ class Engine:
     def _changing(self, act: Callable[[], T]) -> T:
         """The answer of `act`, which changes the books. Whatever breaks it off, they are whole before
         anything else is done with them.
+
+        Python's garbage collector runs after it, not within. A step makes some objects for each of its rows
+        and drops them again. A collection within would move them to an older generation, and after enough of
+        those Python walks all of its objects: a quarter of a second where torch is loaded.
         """
         stepping = self._stepping
         torn = self._torn
+        collecting = gc.isenabled()
         self._stepping = self._torn = True
         try:
+            gc.disable()
             answer = act()
             self._torn = torn
             return answer
@@ -639,6 +648,8 @@ class Engine:
             raise
         finally:
             self._stepping = stepping
+            if collecting:
+                gc.enable()
 
     def _mend(self, error: BaseException) -> None:
         """A change of the books broke off. An interrupt in here leaves them torn, and the next call mends
@@ -646,7 +657,7 @@ class Engine:
         """
         self._torn = True
         with self.pools.memory.lock:
-            self._runner.unplug()
+            self._runner.eager.unplug()
             self._loop.start_over(error)
         self._torn = False
 
@@ -825,7 +836,7 @@ class Engine:
         if not self._lock.mine:
             self._stepping = False
             self._torn = True
-            self._runner.unplug()
+            self._runner.eager.unplug()
 
     def __enter__(self) -> Engine:
         return self

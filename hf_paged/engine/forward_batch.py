@@ -33,59 +33,15 @@ class LastTokens:
 
     def write(self, row_ids: array[int], tokens: torch.Tensor) -> None:
         """The rows' sequences have these tokens [rows] next."""
-        self.tokens[self._index_of(row_ids)] = tokens.to(self.tokens.device)
+        self.tokens[self.index_of(row_ids)] = tokens.to(self.tokens.device)
 
-    def ids(
-        self,
-        batch: ScheduledBatch,
-        unseen: tuple[TokenSequence, ...],
-        device: torch.device,
-        own: Mapping[int, list[int]],
-    ) -> torch.Tensor:
-        """The token ids [tokens] of a batch, on a device.
+    def move(self, device: torch.device) -> None:
+        """Keep the tokens on a device from now on."""
+        with torch.inference_mode(False):
+            self.tokens = self.tokens.to(device)
+        self._row_ids = array("i")
 
-        unseen: the sequences of the step in flight. own: the ids of rows whose sequences have
-        other names for their tokens.
-        """
-        if self.tokens.device != device:
-            with torch.inference_mode(False):
-                self.tokens = self.tokens.to(device)
-            self._row_ids = array("i")
-        count = batch.decodes
-        behind = self._ids_of_chunks(batch, device, own) if len(batch.sequences) > count else None
-        if not count:
-            return upload([], device) if behind is None else behind
-        if batch.sequences[:count] == unseen[:count]:
-            decoding = self.tokens[self._index_of(batch.row_ids[:count])]
-        else:
-            decoding = self._ids_of_decodes(batch, device)
-        return decoding if behind is None else torch.cat([decoding, behind])
-
-    def _ids_of_decodes(self, batch: ScheduledBatch, device: torch.device) -> torch.Tensor:
-        sequences = batch.sequences[: batch.decodes]
-        ids = upload([sequence.tokens[-1] for sequence in sequences], device)
-        seen = [len(sequence.tokens) > sequence.computed for sequence in sequences]
-        if all(seen):
-            return ids
-        rows, known = upload([batch.row_ids[: batch.decodes].tolist(), seen], device)
-        return torch.where(known > 0, ids, self.tokens[rows])
-
-    def _ids_of_chunks(
-        self, batch: ScheduledBatch, device: torch.device, own: Mapping[int, list[int]]
-    ) -> torch.Tensor:
-        ids: list[int] = []
-        row_ids: list[int] = []
-        for i, (sequence, start, count, _) in enumerate(batch.rows_behind, batch.decodes):
-            known = own.get(i) or sequence.tokens[start : start + count]
-            unseen = count - len(known)
-            ids += known + [0] * unseen
-            row_ids += [-1] * len(known) + [sequence.row] * unseen
-        if max(row_ids) < 0:
-            return upload(ids, device)
-        known_ids, rows = upload([ids, row_ids], device)
-        return torch.where(rows < 0, known_ids, self.tokens[rows.clamp(min=0)])
-
-    def _index_of(self, row_ids: array[int]) -> slice | torch.Tensor:
+    def index_of(self, row_ids: array[int]) -> slice | torch.Tensor:
         """A slice where rows lie side by side; else their numbers on the device, kept for the next call."""
         if row_ids != self._row_ids:
             self._row_ids = row_ids
@@ -138,8 +94,42 @@ class ForwardBatch:
 
     def ids(self, device: torch.device) -> torch.Tensor:
         """The token ids [tokens] of all rows."""
-        own = {i: row.ids for i, row in self.inputs.items() if row.ids is not None}
-        return self.last_tokens.ids(self.rows, self.unseen, device, own)
+        last = self.last_tokens
+        if last.tokens.device != device:
+            last.move(device)
+        rows = self.rows
+        count = rows.decodes
+        behind = self._ids_of_chunks(device) if len(rows.sequences) > count else None
+        if not count:
+            return upload([], device) if behind is None else behind
+        if rows.sequences[:count] == self.unseen[:count]:
+            decoding = last.tokens[last.index_of(rows.row_ids[:count])]
+        else:
+            decoding = self._ids_of_decodes(device)
+        return decoding if behind is None else torch.cat([decoding, behind])
+
+    def _ids_of_decodes(self, device: torch.device) -> torch.Tensor:
+        rows = self.rows
+        sequences = rows.sequences[: rows.decodes]
+        ids = upload([sequence.tokens[-1] for sequence in sequences], device)
+        seen = [len(sequence.tokens) > sequence.computed for sequence in sequences]
+        if all(seen):
+            return ids
+        places, known = upload([rows.row_ids[: rows.decodes].tolist(), seen], device)
+        return torch.where(known > 0, ids, self.last_tokens.tokens[places])
+
+    def _ids_of_chunks(self, device: torch.device) -> torch.Tensor:
+        ids: list[int] = []
+        row_ids: list[int] = []
+        for i, (sequence, start, count, _) in enumerate(self.rows.rows_behind, self.rows.decodes):
+            known = self.inputs.get(i, PLAIN).ids or sequence.tokens[start : start + count]
+            unseen = count - len(known)
+            ids += known + [0] * unseen
+            row_ids += [-1] * len(known) + [sequence.row] * unseen
+        if max(row_ids) < 0:
+            return upload(ids, device)
+        known_ids, places = upload([ids, row_ids], device)
+        return torch.where(places < 0, known_ids, self.last_tokens.tokens[places.clamp(min=0)])
 
     @property
     def of_ids(self) -> bool:

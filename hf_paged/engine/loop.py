@@ -58,7 +58,7 @@ class StepLoop:
         """Requests that have ended with what is meant for their driver as well."""
         self.recorder: Recorder | None = None
         """Writes a trace, if one was requested."""
-        self._sampling = SamplingState(jobs, LastTokens(scheduler.limits.sequences, runner.device))
+        self._sampling = SamplingState(jobs, LastTokens(scheduler.limits.sequences, runner.eager.device))
         self._given: dict[SequenceGroup, RequestParams] = {}
         """Requests whose rows are more than token ids."""
 
@@ -163,7 +163,7 @@ class StepLoop:
         if tokens is not None:
             if tokens.wait():
                 self.check_model()
-                self.runner.checks.mark_dirty()
+                self.runner.eager.checks.mark_dirty()
             trouble = tokens.apply(self.scheduler)
             jobs = tokens.jobs
         if isinstance(tokens, InFlightStep):
@@ -178,7 +178,7 @@ class StepLoop:
         """Before a request ends or its code runs: check that the model is what it was, unless this step has
         done so.
         """
-        if self.runner.checks.unseen:
+        if self.runner.eager.checks.unseen:
             self.model_check.require_untouched(len(self.scheduler.running))
             self.runner.look()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
@@ -11,6 +11,17 @@ from torch import nn
 
 from ..kv import NoKernels, is_out_of_memory
 from .support import Unservable
+
+CLOSE = {torch.float32: 1e-2, torch.float64: 1e-6}
+CLOSE_IN_HALF = 5e-2
+"""How far logits may be apart that should be the same, as a share of their size. A token that sees what it
+should not is far beyond.
+"""
+ROUNDINGS = 2.0
+MOST_IN_HALF = 0.25
+"""In half precision a deep model may be further off: by so many times what rounding its embeddings once more
+does, and at most so far.
+"""
 
 
 @contextmanager
@@ -68,3 +79,16 @@ def otherwise(model: nn.Module, far: float, again: float | None) -> Unservable:
 def distance(right: torch.Tensor, found: torch.Tensor) -> float:
     """How far logits are from the right ones, as a share of their size."""
     return float((right - found).norm() / right.norm().clamp(min=1e-12))
+
+
+def far(
+    right: torch.Tensor, found: torch.Tensor, dtype: torch.dtype, moved: Callable[[], float]
+) -> float | None:
+    """How far logits in `dtype` are from the right ones, if that is more than rounding; `moved` finds out
+    what rounding does to them.
+    """
+    off = distance(right, found)
+    if off <= CLOSE.get(dtype, CLOSE_IN_HALF):
+        return None
+    rounding = dtype not in CLOSE and off <= MOST_IN_HALF and off <= ROUNDINGS * moved()
+    return None if rounding else off

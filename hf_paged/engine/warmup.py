@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,9 +16,7 @@ from ..model.capture.fusion import Fusion
 from ..model.capture.step import Size, bucket_of
 from ..model.switch import original_implementation
 from .decoding import WIDTHS
-
-if TYPE_CHECKING:
-    from .runner import Runner
+from .eager import EagerModel
 
 COMPILED_FOR = {"cuda"}
 """Types of devices whose kernels are compiled."""
@@ -27,20 +25,21 @@ ROWS = bucket_of(1)
 
 
 @contextmanager
-def warming(runner: Runner) -> Iterator[Warming | None]:
-    """Compile what the runner will launch first; at the end all of it is compiled, and threads compile what
+def warming(eager: EagerModel, captures: bool, flat: bool) -> Iterator[Warming | None]:
+    """Compile what an engine will launch first; at the end all of it is compiled, and threads compile what
     other sizes of steps need. None if nothing is compiled.
+
+    captures: whether steps are captured. flat: whether the model may take a flat row.
     """
-    kernels = runner.pools.config.kernels
-    if (
-        runner.device.type not in COMPILED_FOR
-        or kernels == "torch"
-        or (runner.why_rows is not None and kernels == "auto")
-    ):
+    kernels = eager.pools.config.kernels
+    if eager.device.type not in COMPILED_FOR or kernels == "torch" or (not flat and kernels == "auto"):
         yield None
         return
     at_work = Warming(
-        runner.device, lambda: TritonOps().first, lambda: jobs(runner), lambda: later_jobs(runner)
+        eager.device,
+        lambda: TritonOps().first,
+        lambda: jobs(eager, captures),
+        lambda: later_jobs(eager) if captures else [],
     )
     try:
         yield at_work
@@ -62,36 +61,36 @@ class _Expected(NamedTuple):
     dtype: torch.dtype
 
 
-def _expected(runner: Runner) -> _Expected | None:
-    model: Any = runner.model
+def _expected(eager: EagerModel, captures: bool) -> _Expected | None:
+    model: Any = eager.model
     config = model.config.get_text_config(decoder=True)
     query_heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layout = Layout(
-        runner.device, model.dtype, getattr(config, "num_key_value_heads", None) or query_heads, dim, dim
+        eager.device, model.dtype, getattr(config, "num_key_value_heads", None) or query_heads, dim, dim
     )
-    ops = choose(runner.pools.config.kernels, layout, captured=True)
+    ops = choose(eager.pools.config.kernels, layout, captured=True)
     if not isinstance(ops, TritonOps):
         return None
-    fusion = Fusion(model, ops.kernels) if runner.decoding is not None else None
+    fusion = Fusion(model, ops.kernels) if captures else None
     turns = fusion is not None and bool(fusion.rotaries)
     softcap = (
         None if original_implementation(config) == "sdpa" else getattr(config, "attn_logit_softcapping", None)
     )
-    block_size = runner.pools.config.block_size
+    block_size = eager.pools.config.block_size
     attentions = [
-        Attention(layout, query_heads, block_size, kind.window, softcap, turns) for kind in runner.pools.own
+        Attention(layout, query_heads, block_size, kind.window, softcap, turns) for kind in eager.pools.own
     ]
     return _Expected(ops, fusion, attentions, layout.dtype)
 
 
-def jobs(runner: Runner) -> Sequence[Job]:
+def jobs(eager: EagerModel, captures: bool) -> Sequence[Job]:
     """Calls on tensors without data of the kernels of a prompt, of a step behind it and of that step
     captured, as the config lets expect.
 
     What is not foreseen (layers that differ among each other) is compiled when it is launched.
     """
-    expected = _expected(runner)
+    expected = _expected(eager, captures)
     if expected is None:
         return []
     ops, fusion, attentions, dtype = expected
@@ -102,17 +101,17 @@ def jobs(runner: Runner) -> Sequence[Job]:
     return found if fusion is None else [*found, *fusion.calls(ROWS, dtype)]
 
 
-def later_jobs(runner: Runner) -> Sequence[tuple[Hashable, Sequence[Job]]]:
+def later_jobs(eager: EagerModel) -> Sequence[tuple[Hashable, Sequence[Job]]]:
     """The same for captured steps of more rows, by the label of the sizes that need them: the largest first,
     which can hold the others.
     """
-    expected = _expected(runner)
+    expected = _expected(eager, True)
     if expected is None:
         return []
     ops, fusion, attentions, dtype = expected
     if fusion is None:
         return []
-    limits = runner.pools.config.limits()
+    limits = eager.pools.config.limits()
     most = bucket_of(limits.sequences)
     tokens = max(limits.tokens, limits.sequences)
     chunks: list[Job] = [

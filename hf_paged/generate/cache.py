@@ -12,7 +12,8 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..config import CacheConfig
 from ..kv import LayerKind, Sequences
-from ..model.layer import DIFFER, PagedLayer, Path
+from ..model.layer import DIFFER, PagedLayer
+from ..model.lazy import Path
 from ..model.registry import base_model, memory_of
 from ..model.slots import CROSS, NO_CONTENT, Slot, slots_of
 from .prefix_reuse import Reuse

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from ..model.adapters.identity import AdapterStates
 from ..model.hooks import names_of_rows
 from ..model.routers import WHY, routers_of
 from ..model.snapshot import PLAIN, hooks_everywhere
-
-if TYPE_CHECKING:
-    from .cache import PagedCache
 
 PLACES = ("input_ids", "inputs_embeds", "position_ids")
 """The arguments that grow from token to token."""
@@ -137,13 +134,15 @@ def _products() -> str:
         return str(torch.backends.cuda.matmul.fp32_precision)
 
 
-def why_never(cache: PagedCache, model: Any) -> str | None:
-    """Why nothing that this model computes into this cache can be shared, or None if it can."""
+def why_never(complete: bool, model: Any) -> str | None:
+    """Why nothing that this model computes can be shared, or None if it can. complete: whether pages hold
+    everything that its cache keeps.
+    """
     if model.config.is_encoder_decoder:
         return "a decoder's keys and values depend on its encoder's output"
     if model.training:
         return "the model is in training mode, and prompts are reused after model.eval() only"
-    if getattr(model, "_is_stateful", False) or not cache.complete:
+    if getattr(model, "_is_stateful", False) or not complete:
         return "a layer keeps more than keys and values"
     if routers_of(model).modules:
         return WHY

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 from transformers.utils.generic import ModelOutput
@@ -17,14 +17,13 @@ from ..config import CacheConfig
 from ..kv import Found, Memory, Prefix, Sequences, TokenHistory, alike, begin_with, count, longest
 from ..model.adapters.identity import AdapterStates
 from ..model.adapters.peft_layers import adapter_names_of
+from ..model.capture.graph import CapturedCache
 from ..model.hooks import HookMonitor
 from ..model.identity import identity_of
+from ..model.layer import PagedLayer
 from ..model.snapshot import ModelSnapshot, watching
 from ..model.weights_digest import Unreadable
 from .keys import PLACES, ForwardInputs, NotShareable, PrefixOrigin, why_never
-
-if TYPE_CHECKING:
-    from .cache import Mark, PagedCache
 
 logger = logging.getLogger("hf_paged")
 
@@ -33,6 +32,19 @@ ANSWERS = frozenset({"logits", "past_key_values"})
 Forward = Callable[..., Any]
 Compute = Callable[[dict[str, Any], bool], Any]
 """How a forward is computed: from its arguments, and whether these are all that its caller gave."""
+
+
+class FillableCache(CapturedCache, Protocol):
+    """What reuse needs of the cache whose rows it begins."""
+
+    prompt_in_chunks: bool
+
+    @property
+    def own_layers(self) -> list[PagedLayer]:
+        """The paged layers that hold the tokens of `sequences`."""
+
+    def begin_at(self, columns: int) -> None:
+        """Let the layers know that their rows began with columns that were there already."""
 
 
 class Reuse:
@@ -136,7 +148,7 @@ class Reuse:
 
     def run(
         self,
-        cache: PagedCache,
+        cache: FillableCache,
         model: nn.Module,
         forward: Forward,
         arguments: dict[str, Any],
@@ -162,14 +174,14 @@ class Reuse:
             self.history.feed(arguments["input_ids"])
         return answer
 
-    def _look(self, cache: PagedCache, model: nn.Module, forward: Forward) -> PrefixOrigin:
+    def _look(self, cache: FillableCache, model: nn.Module, forward: Forward) -> PrefixOrigin:
         """What this call's keys and values depend on; the model is checked once a call."""
         if self.history.columns != self.sequences.columns:
             raise NotShareable("the cache was filled outside of generate()")
         if self._origin is not None:
             return self._origin
         self._forward = forward
-        reason = why_never(cache, model)
+        reason = why_never(cache.complete, model)
         if reason is not None:
             raise NotShareable(reason)
         identity = identity_of(model)
@@ -194,7 +206,7 @@ class Reuse:
         return PrefixOrigin(identity.secret, state, self.config.salt, snapshot.hooked, self._adapters, active)
 
     def _read(
-        self, cache: PagedCache, arguments: Mapping[str, Any], origin: PrefixOrigin
+        self, cache: FillableCache, arguments: Mapping[str, Any], origin: PrefixOrigin
     ) -> ForwardInputs | None:
         """The inputs of a prompt, or of a part of one; None for a step that continues it."""
         ids = arguments.get("input_ids")
@@ -218,7 +230,7 @@ class Reuse:
 
     def _prompt(
         self,
-        cache: PagedCache,
+        cache: FillableCache,
         model: nn.Module,
         arguments: dict[str, Any],
         fed: ForwardInputs,
@@ -265,7 +277,7 @@ class Reuse:
 
     def _whole(
         self,
-        cache: PagedCache,
+        cache: FillableCache,
         model: nn.Module,
         arguments: dict[str, Any],
         prefix: Prefix | None,
@@ -307,7 +319,7 @@ class Reuse:
             self.disable("a part of a prompt is not computed like the whole")
         return answer
 
-    def _take_back(self, cache: PagedCache, mark: Mark, starts: list[int] | None) -> None:
+    def _take_back(self, cache: FillableCache, mark: Any, starts: list[int] | None) -> None:
         """Go back to where a part of a prompt began."""
         cache.roll_back(mark)
         self.sequences.begin_at(starts)
@@ -329,7 +341,7 @@ class Reuse:
 
     def _rest(
         self,
-        cache: PagedCache,
+        cache: FillableCache,
         model: nn.Module,
         arguments: dict[str, Any],
         prefix: Prefix,

@@ -5,17 +5,18 @@ pool.
 from .batch import Batch
 from .flat import FlatBatch
 from .forks import fork_safe_lock, in_forked_process
-from .group import LayerGroup, LayerKind, Memory, is_out_of_memory
+from .group import LayerGroup, Memory, is_out_of_memory
 from .history import TokenHistory
 from .host import HostBlocks, Transfer
+from .layout import LayerKind, Layout
 from .ops import NoKernels, TritonOps
-from .ops_torch import Ops, Seen
+from .ops_torch import Ops, Pages, Seen
 from .prefixes import Found, Prefix, begin_with, count, longest
 from .rows import Rows
 from .sequences import Sequences
 from .spans import StaticSpans
 from .static import StaticBatch
-from .store import Layout, Pages, Store, alike
+from .store import Store, alike
 
 __all__ = [
     "Batch",

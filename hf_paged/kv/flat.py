@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..blocks import BlockTable
 from .batch import Batch
-from .reference import attend
 from .upload import upload
 
-if TYPE_CHECKING:
-    from .store import Pages
 
-
-class _Singles(NamedTuple):
+class Singles(NamedTuple):
     """Rows of one new token, read together: row i attends to `slots[i]` where `mask[i]` is true."""
 
     tokens: torch.Tensor | None
@@ -59,7 +55,7 @@ class FlatBatch(Batch):
         self.counts = list(counts)
         self.borders = [0, *accumulate(counts)]
         """Sequence i's new tokens are those from borders[i] to borders[i + 1]."""
-        self._parts: dict[tuple[torch.device, int | None], tuple[_Singles | None, list[_Span]]] = {}
+        self._parts: dict[tuple[torch.device, int | None], tuple[Singles | None, list[_Span]]] = {}
         self._borders: dict[torch.device, torch.Tensor] = {}
 
     def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -77,7 +73,7 @@ class FlatBatch(Batch):
             self._borders[device] = upload(self.borders, device, torch.int32)
         return self._borders[device]
 
-    def parts(self, window: int | None, device: torch.device) -> tuple[_Singles | None, list[_Span]]:
+    def parts(self, window: int | None, device: torch.device) -> tuple[Singles | None, list[_Span]]:
         """What plain torch reads: rows of one token together, each longer row by itself. All layers of a step
         share it.
         """
@@ -90,7 +86,7 @@ class FlatBatch(Batch):
             )
         return self._parts[device, window]
 
-    def _singles(self, rows: list[int], window: int | None, device: torch.device) -> _Singles:
+    def _singles(self, rows: list[int], window: int | None, device: torch.device) -> Singles:
         size = self.block_size
         tables = [self.tables[i] for i in rows]
         begins = [0 if window is None else max(0, table.length - window) for table in tables]
@@ -99,7 +95,7 @@ class FlatBatch(Batch):
         places = None if len(rows) == len(self.tables) else upload([self.borders[i] for i in rows], device)
         if len(held) == 1 and _side_by_side(held[0]):
             first = held[0][0] * size + begins[0] % size
-            return _Singles(places, slice(first, first + tables[0].length - begins[0]), None)
+            return Singles(places, slice(first, first + tables[0].length - begins[0]), None)
         width = max(map(len, held))
         blocks = upload([row + row[-1:] * (width - len(row)) for row in held], device)
         # Of every row where it begins and ends, counted from its first block's first slot, and the slot of
@@ -115,7 +111,7 @@ class FlatBatch(Batch):
             seen &= at >= begin[:, None]
         slots = (blocks[:, :, None] * size + at[:size]).flatten(1)
         slots = torch.where(seen, slots, last[:, None])
-        return _Singles(places, slots.flatten(), seen[:, None, None])
+        return Singles(places, slots.flatten(), seen[:, None, None])
 
     def _span(self, row: int, window: int | None, device: torch.device) -> _Span:
         table = self.tables[row]
@@ -147,65 +143,3 @@ def _slots(table: BlockTable, first: int) -> list[int]:
     slots = [slot for block in table.blocks[place:] for slot in range(block * size, block * size + size)]
     begin = first % size
     return slots[begin : begin + table.length - first]
-
-
-def attend_flat(
-    query: torch.Tensor,
-    pages: Pages,
-    window: int | None,
-    new: tuple[torch.Tensor, torch.Tensor] | None,
-    attention: Callable[..., torch.Tensor] = attend,
-    value_dim: int | None = None,
-    **options: Any,
-) -> torch.Tensor:
-    """Attention of query [1, query_heads, tokens, key_dim], each token over its own sequence: [1, tokens,
-    query_heads, value_dim].
-
-    new: the step's own keys and values [1, heads, tokens, dim], if the caller still has them.
-    attention: computes it for some sequences of one length, with the arguments of `reference.attend`.
-    value_dim: the width of its answer, if that is not the width of the stored values.
-    """
-    batch = pages.batch
-    assert isinstance(batch, FlatBatch)
-    singles, spans = batch.parts(window, query.device)
-    if (
-        singles is not None and singles.tokens is None
-    ):  # every sequence decodes: the tokens are in their rows' order
-        return _attend_singles(query[0].transpose(0, 1), pages, singles, attention, options)[None]
-    out = query.new_empty(query.shape[2], query.shape[1], value_dim or pages.values.shape[2])
-    if singles is not None and singles.tokens is not None:
-        tokens = query[0].index_select(1, singles.tokens).transpose(0, 1)
-        answer = _attend_singles(tokens, pages, singles, attention, options)
-        out.index_copy_(0, singles.tokens, answer.to(out.dtype))
-    for begin, end, slots, mask in spans:
-        if slots is not None:
-            keys, values = (_gather(data, slots, 1) for data in (pages.keys, pages.values))
-        elif new is not None:
-            keys, values = (data[:, :, begin:end] for data in new)
-        else:
-            own = batch.written(query.device)[0][begin:end]
-            keys, values = (_gather(data, own, 1) for data in (pages.keys, pages.values))
-        causal = mask is None
-        out[begin:end] = attention(query[:, :, begin:end], keys, values, mask, causal=causal, **options)[0]
-    return out[None]
-
-
-def _attend_singles(
-    tokens: torch.Tensor,
-    pages: Pages,
-    singles: _Singles,
-    attention: Callable[..., torch.Tensor],
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Attention of tokens [rows, query_heads, key_dim], each over its own row: [rows, query_heads,
-    value_dim].
-    """
-    keys, values = (_gather(data, singles.slots, tokens.shape[0]) for data in (pages.keys, pages.values))
-    return attention(tokens.unsqueeze(2), keys, values, singles.mask, **options)[:, 0]
-
-
-def _gather(data: torch.Tensor, slots: torch.Tensor | slice, rows: int) -> torch.Tensor:
-    """data [slots, heads, dim] at slots [rows * columns], as [rows, heads, columns, dim]."""
-    if isinstance(slots, slice):
-        return data[None, slots].transpose(1, 2)
-    return data.flatten(1).index_select(0, slots).view(rows, -1, *data.shape[1:]).transpose(1, 2)

@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -16,8 +16,9 @@ from ..config import CacheConfig
 from .budget import free_bytes, require_room_for_books
 from .forks import fork_safe_lock
 from .host import HostBlocks
+from .layout import LayerKind, Layout
 from .ops_torch import Ops
-from .store import Layout, Store
+from .store import Store
 
 logger = logging.getLogger("hf_paged")
 
@@ -42,13 +43,6 @@ class Observer(Protocol):
         """The stores of a group move, or go."""
 
 
-class LayerKind(NamedTuple):
-    """What the layers of a group have in common: they hold the same tokens, so one table serves them all."""
-
-    name: Literal["full", "window", "cross"]
-    window: int | None = None
-
-
 class LayerGroup:
     """The layers of one kind: one pool of block ids, and a store per layout they come in."""
 
@@ -63,7 +57,8 @@ class LayerGroup:
         self._expected_layers = layers
         self._place: dict[int, tuple[Layout, int]] = {}
         self._count: Counter[Layout] = Counter()
-        self._stores: dict[Layout, Store] = {}
+        self.stores: dict[Layout, Store] = {}
+        """The stores there are now, by what they hold."""
         self.host: HostBlocks | None = None
         """Where its blocks may wait outside the device, if blocks are swapped."""
         self.reserved: int | None = None
@@ -109,7 +104,7 @@ class LayerGroup:
     def store(self, layer: int) -> tuple[Store, int]:
         """The store that layer number `layer` lives in, allocated when first needed, and its place there."""
         layout, index = self._place[layer]
-        store = self._stores.get(layout)
+        store = self.stores.get(layout)
         if store is None or index >= store.layers:
             store = self._make_store(layout, store)
         return store, index
@@ -127,7 +122,7 @@ class LayerGroup:
         if old is not None:
             store.keys[: old.layers], store.values[: old.layers] = old.keys, old.values
             self.memory.moved(self)
-        self._stores[layout] = store
+        self.stores[layout] = store
         return store
 
     @property
@@ -139,11 +134,6 @@ class LayerGroup:
         return tokens * self.pool.block_size
 
     @property
-    def stores(self) -> list[Store]:
-        """The stores there are now."""
-        return list(self._stores.values())
-
-    @property
     def layouts(self) -> dict[Layout, int]:
         """The known layouts of the layers, and how many layers have each."""
         return dict(self._count)
@@ -151,40 +141,40 @@ class LayerGroup:
     @property
     def devices(self) -> set[torch.device]:
         """Where the stores lie."""
-        return {layout.device for layout in self._stores}
+        return {layout.device for layout in self.stores}
 
     @property
     def device(self) -> torch.device:
         """Where the stores lie, if that is one device."""
-        return next(iter(self._stores)).device
+        return next(iter(self.stores)).device
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What the stores hold."""
-        return [data for store in self._stores.values() for data in (store.keys, store.values)]
+        return [data for store in self.stores.values() for data in (store.keys, store.values)]
 
     @property
     def captured_ops(self) -> Ops:
         """The ops of captured steps, the same for all layers."""
-        return next(iter(self._stores.values())).captured
+        return next(iter(self.stores.values())).captured
 
     @property
     def bytes(self) -> int:
-        return sum(store.bytes for store in self._stores.values())
+        return sum(store.bytes for store in self.stores.values())
 
     def copy(self, copies: list[Copy]) -> None:
         """Carry out copies on write in every store."""
-        for store in self._stores.values():
+        for store in self.stores.values():
             store.copy(copies)
 
     def copy_pairs(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Carry out the copies of a captured step in every store; all of them lie on one device."""
-        for store in self._stores.values():
+        for store in self.stores.values():
             store.copy_pairs(sources, targets)
 
     def alike(self, pairs: Sequence[tuple[int, int]]) -> bool:
         """Whether the blocks of every pair hold the same in every layer, up to rounding."""
-        return all(store.alike(pairs) for store in self._stores.values())
+        return all(store.alike(pairs) for store in self.stores.values())
 
     # ---- size
 
@@ -256,7 +246,7 @@ class LayerGroup:
             "the %s layers have memory for %d of %d blocks now", self.kind.name, blocks, self.pool.total
         )
         self.memory.moved(self)
-        for store in self._stores.values():
+        for store in self.stores.values():
             if store.blocks < blocks:
                 store.grow(blocks)
         self.reserved = blocks
@@ -287,7 +277,7 @@ class LayerGroup:
             self.give_back()
         try:
             self.memory.moved(self)
-            for store in self._stores.values():
+            for store in self.stores.values():
                 store.grow(total)
         except (MemoryError, RuntimeError) as error:
             if pool.held or not pool.cached or not is_out_of_memory(error):
@@ -334,7 +324,7 @@ class LayerGroup:
         """Free the tensors, those on the host too; the books keep their size."""
         self.memory.moved(self)
         self.pool.forget()
-        self._stores.clear()
+        self.stores.clear()
         if self.host is not None:
             self.host.give_back()
 

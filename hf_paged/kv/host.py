@@ -6,16 +6,14 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..blocks import BlockPool, Copy
-from .store import Layout, Store
+from .layout import LayerKind, Layout
+from .store import Store
 from .upload import upload
-
-if TYPE_CHECKING:
-    from .group import LayerGroup
 
 logger = logging.getLogger("hf_paged")
 
@@ -38,6 +36,20 @@ class Transfer(NamedTuple):
     """Seconds of the copy between device and host itself."""
 
 
+class Swappable(Protocol):
+    """A layer group, as far as its blocks on the host depend on it."""
+
+    kind: LayerKind
+    pool: BlockPool
+    stores: dict[Layout, Store]
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def layouts(self) -> dict[Layout, int]: ...
+
+
 class HostBlocks:
     """Room on the host for the blocks of one layer group: its books, and memory that grows with them.
 
@@ -46,7 +58,7 @@ class HostBlocks:
     are free at once.
     """
 
-    def __init__(self, group: LayerGroup, most: int) -> None:
+    def __init__(self, group: Swappable, most: int) -> None:
         self.group = group
         self.most = most
         self.pool = BlockPool(0, group.pool.block_size)
@@ -79,7 +91,7 @@ class HostBlocks:
         """Make a host buffer for every store as it is now. Blocks saved from another layout are stale and are
         never copied back.
         """
-        kinds = [(store.layout, store.layers) for store in self.group.stores] or list(
+        kinds = [(store.layout, store.layers) for store in self.group.stores.values()] or list(
             self.group.layouts.items()
         )
         for kind in self._ways.keys() - set(kinds):
@@ -103,12 +115,12 @@ class HostBlocks:
 
     def out(self, copies: Sequence[Copy]) -> None:
         """Carry blocks of the device to the host."""
-        for store in self.group.stores:
+        for store in self.group.stores.values():
             self._ways[store.layout, store.layers].out(store, copies)
 
     def back(self, copies: Sequence[Copy]) -> None:
         """Carry blocks of the host to the device."""
-        for store in self.group.stores:
+        for store in self.group.stores.values():
             self._ways[store.layout, store.layers].back(store, copies)
 
     def trips(self) -> list[Transfer]:

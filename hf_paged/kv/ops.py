@@ -9,19 +9,17 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .batch import Batch
 from .flat import FlatBatch
-from .ops_torch import Ops, Seen
+from .layout import Layout
+from .ops_torch import Ops, Pages, Seen
 from .spans import StaticSpans
 from .static import StaticBatch
 from .upload import upload
-
-if TYPE_CHECKING:
-    from .store import Layout, Pages
 
 logger = logging.getLogger("hf_paged")
 

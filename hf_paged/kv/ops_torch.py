@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from . import reference
-from .batch import Batch
-from .flat import FlatBatch, attend_flat
+from .batch import Batch, StridedView
+from .flat import FlatBatch, Singles
 from .static import StaticBatch
 
-if TYPE_CHECKING:
-    from .store import Pages
+
+class LaneViews(Protocol):
+    """A store, as far as the pages of its layers ask it."""
+
+    def lanes(
+        self, lane: StridedView, rows: int, first: int, end: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each layer keys and values [rows, heads, end - first, dim] as views, where rows lie at one
+        distance from each other.
+        """
+
+
+class Pages(NamedTuple):
+    """What the attention of one layer reads: the layer's slots, and where the rows' tokens lie in them."""
+
+    keys: torch.Tensor
+    """[slots, heads, key_dim]"""
+    values: torch.Tensor
+    """[slots, heads, value_dim]"""
+    batch: Batch | StaticBatch
+    ops: Ops
+    store: LaneViews | None = None
+    """The store that the slots are of, for what is made for all of its layers at once."""
+    place: int = 0
+    """The layer's place in the store."""
+
+    def lanes(self, first: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of the columns from `first` on as views [rows, heads, columns - first, dim].
+
+        None where the rows do not lie side by side.
+        """
+        batch = self.batch
+        if self.store is None or batch.lane is None:
+            return None
+        return self.store.lanes(batch.lane, batch.rows, first, batch.columns)[self.place]
 
 
 class Seen(NamedTuple):
@@ -61,7 +94,8 @@ class Ops:
         """Put a step's keys [rows, heads, new, key_dim] and values into their slots."""
         lanes = pages.lanes(pages.batch.columns - pages.batch.new)
         if lanes is None:
-            reference.write(pages, keys, values)
+            reference.write(pages.keys, pages.batch, keys)
+            reference.write(pages.values, pages.batch, values)
             return
         lanes[0].copy_(keys)
         lanes[1].copy_(values)
@@ -141,3 +175,65 @@ class Ops:
         latents, positions = self.read(pages, seen.first)
         mask = batch.visible(seen.first, seen.window, query.device) if seen.causal else seen.mask
         return attention(query, latents, positions, mask, scale=scale)
+
+
+def attend_flat(
+    query: torch.Tensor,
+    pages: Pages,
+    window: int | None,
+    new: tuple[torch.Tensor, torch.Tensor] | None,
+    attention: Callable[..., torch.Tensor] = reference.attend,
+    value_dim: int | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention of query [1, query_heads, tokens, key_dim], each token over its own sequence: [1, tokens,
+    query_heads, value_dim].
+
+    new: the step's own keys and values [1, heads, tokens, dim], if the caller still has them.
+    attention: computes it for some sequences of one length, with the arguments of `reference.attend`.
+    value_dim: the width of its answer, if that is not the width of the stored values.
+    """
+    batch = pages.batch
+    assert isinstance(batch, FlatBatch)
+    singles, spans = batch.parts(window, query.device)
+    if (
+        singles is not None and singles.tokens is None
+    ):  # every sequence decodes: the tokens are in their rows' order
+        return _attend_singles(query[0].transpose(0, 1), pages, singles, attention, options)[None]
+    out = query.new_empty(query.shape[2], query.shape[1], value_dim or pages.values.shape[2])
+    if singles is not None and singles.tokens is not None:
+        tokens = query[0].index_select(1, singles.tokens).transpose(0, 1)
+        answer = _attend_singles(tokens, pages, singles, attention, options)
+        out.index_copy_(0, singles.tokens, answer.to(out.dtype))
+    for begin, end, slots, mask in spans:
+        if slots is not None:
+            keys, values = (_gather(data, slots, 1) for data in (pages.keys, pages.values))
+        elif new is not None:
+            keys, values = (data[:, :, begin:end] for data in new)
+        else:
+            own = batch.written(query.device)[0][begin:end]
+            keys, values = (_gather(data, own, 1) for data in (pages.keys, pages.values))
+        causal = mask is None
+        out[begin:end] = attention(query[:, :, begin:end], keys, values, mask, causal=causal, **options)[0]
+    return out[None]
+
+
+def _attend_singles(
+    tokens: torch.Tensor,
+    pages: Pages,
+    singles: Singles,
+    attention: Callable[..., torch.Tensor],
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of tokens [rows, query_heads, key_dim], each over its own row: [rows, query_heads,
+    value_dim].
+    """
+    keys, values = (_gather(data, singles.slots, tokens.shape[0]) for data in (pages.keys, pages.values))
+    return attention(tokens.unsqueeze(2), keys, values, singles.mask, **options)[:, 0]
+
+
+def _gather(data: torch.Tensor, slots: torch.Tensor | slice, rows: int) -> torch.Tensor:
+    """data [slots, heads, dim] at slots [rows * columns], as [rows, heads, columns, dim]."""
+    if isinstance(slots, slice):
+        return data[None, slots].transpose(1, 2)
+    return data.flatten(1).index_select(0, slots).view(rows, -1, *data.shape[1:]).transpose(1, 2)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..blocks import BlockTable, Match, PrefixLookup, Prompt, adopt
-from .group import LayerKind
+from .layout import LayerKind
 from .sequences import Sequences
 
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .batch import Batch
 from .static import StaticBatch
 
-if TYPE_CHECKING:
-    from .store import Pages
 
-
-def write(pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Put the new tokens' keys [rows, heads, new, key_dim] and values [rows, heads, new, value_dim] in their
-    slots.
+def write(data: torch.Tensor, batch: Batch | StaticBatch, tokens: torch.Tensor) -> None:
+    """Put the keys or values [rows, heads, new, dim] of new tokens in their slots of data [slots, heads,
+    dim].
     """
-    batch = pages.batch
-    for data, tokens in ((pages.keys, keys), (pages.values, values)):
-        slots, sources = batch.written(data.device)
-        flat = tokens.transpose(1, 2).flatten(0, 1).to(data.dtype)
-        data.index_copy_(0, slots, flat if sources is None else flat.index_select(0, sources))
+    slots, sources = batch.written(data.device)
+    flat = tokens.transpose(1, 2).flatten(0, 1).to(data.dtype)
+    data.index_copy_(0, slots, flat if sources is None else flat.index_select(0, sources))
 
 
 def gather(data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.Tensor:

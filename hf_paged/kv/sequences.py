@@ -9,8 +9,9 @@ import torch
 
 from ..blocks import BlockTable
 from .batch import Batch
-from .group import LayerGroup, LayerKind, Memory
+from .group import LayerGroup, Memory
 from .history import TokenHistory
+from .layout import LayerKind
 from .rows import Rows
 from .static import StaticBatch
 

@@ -5,17 +5,13 @@ decoding rows together.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from ..blocks import BlockTableArray
 from .static import LONGS, StaticBatch, blocks_of, tokens_of
-
-if TYPE_CHECKING:
-    from .ops_torch import Ops
 
 
 class StaticSpans(StaticBatch):
@@ -72,7 +68,7 @@ class StaticSpans(StaticBatch):
         borders[len(rows) + 1 :] = len(places)
         self._send()
 
-    def begin(self, ops: Ops) -> None:
+    def begin(self, advance: Callable[..., None]) -> None:
         """Begin a run: work out where the new tokens are written, and which sequences bring one."""
         self.step = object()
         self._visible.clear()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..blocks import BlockTable, BlockTableArray, Copy
-
-if TYPE_CHECKING:
-    from .ops_torch import Ops
 
 BUFFERS = 2
 """Staging buffers that take turns, so that the host fills one while the device still reads the other."""
@@ -166,14 +163,16 @@ class StaticBatch:
 
     # ---- the device's part, captured
 
-    def begin(self, ops: Ops) -> None:
-        """Begin a run: see where the new tokens go, and count them."""
+    def begin(self, advance: Callable[..., None]) -> None:
+        """Begin a run: see where the new tokens go, and count them. `advance` is that of the ops of captured
+        steps.
+        """
         self.step = object()
         self._visible.clear()
         if not self.new:
             self.seen.copy_(self.tokens.clamp(min=0))
             return
-        ops.advance(
+        advance(
             self._table,
             self.tokens,
             self.seen,

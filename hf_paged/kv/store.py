@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from ..blocks.table import Copy
 from .batch import Batch, StridedView
+from .layout import Layout
 from .ops import choose
-from .ops_torch import Ops
+from .ops_torch import Ops, Pages
 from .static import StaticBatch
 from .upload import upload
 
@@ -18,80 +18,6 @@ ALIKE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2**-6, torch.b
 """How far numbers may lie apart, relative to the largest, that were computed twice in batches of different
 shapes.
 """
-
-
-class Layout(NamedTuple):
-    """The layout of a layer's keys and values, read off the tensors themselves (tensor parallel, MLA, device
-    maps).
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    heads: int
-    key_dim: int
-    value_dim: int
-
-    @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Layout:
-        """Read the layout off keys [rows, heads, tokens, key_dim] and values [rows, heads, tokens,
-        value_dim].
-        """
-        if keys.shape[:3] != values.shape[:3]:
-            raise ValueError(
-                f"Invalid shape of values: expected [{', '.join(map(str, keys.shape[:3]))}, value_dim], got "
-                f"{list(values.shape)}"
-            )
-        # Under autocast the two may differ; the wider one holds both.
-        return cls(
-            keys.device,
-            torch.promote_types(keys.dtype, values.dtype),
-            keys.shape[1],
-            keys.shape[3],
-            values.shape[3],
-        )
-
-    def describes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether these keys [rows, heads, tokens, key_dim] and values have this layout; cheaper than making
-        another layout.
-        """
-        _, heads, _, key_dim = keys.shape
-        same = (
-            heads == self.heads
-            and key_dim == self.key_dim
-            and values.shape[3] == self.value_dim
-            and values.shape[1] == heads
-        )
-        return same and keys.dtype == values.dtype == self.dtype and keys.device == self.device
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in one layer."""
-        return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-
-class Pages(NamedTuple):
-    """What the attention of one layer reads: the layer's slots, and where the rows' tokens lie in them."""
-
-    keys: torch.Tensor
-    """[slots, heads, key_dim]"""
-    values: torch.Tensor
-    """[slots, heads, value_dim]"""
-    batch: Batch | StaticBatch
-    ops: Ops
-    store: Store | None = None
-    """The store that the slots are of, for what is made for all of its layers at once."""
-    place: int = 0
-    """The layer's place in the store."""
-
-    def lanes(self, first: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of the columns from `first` on as views [rows, heads, columns - first, dim].
-
-        None where the rows do not lie side by side.
-        """
-        batch = self.batch
-        if self.store is None or batch.lane is None:
-            return None
-        return self.store.lanes(batch.lane, batch.rows, first, batch.columns)[self.place]
 
 
 class Store:

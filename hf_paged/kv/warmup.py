@@ -15,11 +15,11 @@ import torch
 from ..blocks import BlockPool, BlockTable, append
 from .batch import Batch
 from .flat import FlatBatch
+from .layout import Layout
 from .ops import TritonOps, on
-from .ops_torch import Seen
+from .ops_torch import Pages, Seen
 from .spans import StaticSpans
 from .static import StaticBatch
-from .store import Layout, Pages
 
 logger = logging.getLogger("hf_paged")
 
@@ -142,7 +142,7 @@ class Attention(NamedTuple):
         yield partial(self._write, ops, PROMPT)
         yield partial(self._write, ops, 1)
         if captured:
-            yield lambda: self._captured(rows, width).begin(ops)
+            yield lambda: self._captured(rows, width).begin(ops.advance)
             if self.turns:
                 yield partial(self._turn, ops, rows, width)
 
@@ -150,7 +150,7 @@ class Attention(NamedTuple):
         """What captured steps with chunks of prompts need, of `rows` tokens of at most `most` sequences."""
         yield partial(self._attend, ops, partial(self._spans, rows, most, width))
         yield partial(self._update, ops, most, width)
-        yield lambda: self._captured(rows, width).begin(ops)
+        yield lambda: self._captured(rows, width).begin(ops.advance)
         if self.turns:
             yield partial(self._turn, ops, rows, width)
 

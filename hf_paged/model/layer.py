@@ -8,10 +8,9 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..kv import LayerKind, Pages, Rows, Sequences
-from .lazy import LazyPages, LazyRotated, NotCapturable, as_dense
+from .lazy import LazyPages, LazyRotated, NotCapturable, Path, as_dense
 from .lengths import DeviceNumber
 
-Path = Literal["unused", "paged", "dense"]
 DIFFER = (
     "a forward failed halfway (use a new cache), or the layer attends to another sequence than the text, "
     "which the config says in cross_attention_layers (use transformers' own cache)"

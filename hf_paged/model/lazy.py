@@ -9,16 +9,15 @@ tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
 
-from ..kv import FlatBatch, StaticBatch, TritonOps
+from ..kv import FlatBatch, LayerKind, Pages, StaticBatch, TritonOps
 
-if TYPE_CHECKING:
-    from ..kv import Pages
-    from .layer import PagedLayer
+Path = Literal["unused", "paged", "dense"]
+"""How attention last read a layer: from the pages, or through a dense copy."""
 
 
 class NotCapturable(RuntimeError):
@@ -92,6 +91,17 @@ READ_ONLY = (
 )
 
 
+class LayerOfPages(Protocol):
+    """The cache layer of lazy pages, as far as they read and note in it."""
+
+    kind: LayerKind
+    path: Path
+
+    @property
+    def length(self) -> Any:
+        """The visible columns as a number on the device; None where the host knows them."""
+
+
 class LazyPages(LazyTensor):
     """Keys or values [rows, heads, visible columns, dim] of one layer, in their pages.
 
@@ -100,7 +110,7 @@ class LazyPages(LazyTensor):
     number on the device.
     """
 
-    layer: PagedLayer
+    layer: LayerOfPages
     pages: Pages
     data_in_pages: torch.Tensor
     step_tokens: torch.Tensor | None
@@ -109,7 +119,7 @@ class LazyPages(LazyTensor):
 
     @classmethod
     def of(
-        cls, layer: PagedLayer, pages: Pages, data: torch.Tensor, columns: int, new: torch.Tensor | None
+        cls, layer: LayerOfPages, pages: Pages, data: torch.Tensor, columns: int, new: torch.Tensor | None
     ) -> LazyPages:
         """The last `columns` columns of `data`, the keys or the values of `pages`."""
         shape = (pages.batch.rows, data.shape[1], columns, data.shape[2])

@@ -210,7 +210,10 @@ class Scheduler:
         """The next step. Its blocks are taken in the books; `commit` reports that it has been computed."""
         draft = Draft(len(self.kv_groups), self.limits.tokens)
         now = [kv_group.pool.tick() for kv_group in self.kv_groups]
-        self._refresh_batch()
+        for sequence in self.decode_batch.complete():
+            self._leave_batch(sequence.group)
+        if self._others:
+            self._fill_batch()
         steps: list[Steps] = []
         if self._others or self.decode_batch.growing:
             steps = self._make_room(draft)
@@ -310,10 +313,8 @@ class Scheduler:
 
     # ---- the parts of a step
 
-    def _refresh_batch(self) -> None:
-        """Groups that only decode by now join the decode batch, and complete ones leave it."""
-        for sequence in self.decode_batch.complete():
-            self._leave_batch(sequence.group)
+    def _fill_batch(self) -> None:
+        """Groups that only decode by now join the decode batch."""
         for group in self._others.copy():
             if self.decode_batch.accepts(group):
                 self.decode_batch.join(group.leader)

@@ -97,5 +97,5 @@ def contents(pages: Pages, window: int | None) -> list[list[list[float]]]:
 
 def step(group: LayerGroup, cache: Sequences, static: StaticBatch) -> None:
     rows_of(cache).advance(static.new, static)
-    static.begin(group.captured_ops)
+    static.begin(group.captured_ops.advance)
     write(group, static, torch.ones(cache.count, static.new))

@@ -9,20 +9,20 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import Cache, GenerationConfig
 
+from ...checking.ties import shaken
 from ...model.snapshot import INTERNAL
+from ..eager import EagerModel
+from ..probe import distance, far
 from ..support import Unservable, longest
 from .cross import CrossInputs, CrossMedia, cross_inputs_of
 from .extras import beside_of, given, joined
 from .media import Media
-
-if TYPE_CHECKING:
-    from ..runner import Runner
 
 TOKENS = ("input_ids", "inputs_embeds")
 POSITIONS = "position_ids"
@@ -49,9 +49,9 @@ class Merger:
     of a kind is also held to the first tokens of generate() itself.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._model: Any = runner.model
+    def __init__(self, eager: EagerModel) -> None:
+        self._eager = eager
+        self._model: Any = eager.model
         self._held: set[frozenset[str]] = set()
         self._alike: set[frozenset[str]] = set()
         """Kinds after which one RoPE delta serves all axes that matter."""
@@ -87,7 +87,7 @@ class Merger:
 
     def _made(self, media: Media) -> torch.Tensor:
         name = type(self._model).__name__
-        device = self._runner.device
+        device = self._eager.device
         shown = self._handed(list(media.ids), _on(media.inputs, device))
         plain = self._handed(media.plain, {})
         media.positions, media.shift = moved(media, shown.get(POSITIONS), plain.get(POSITIONS))
@@ -102,7 +102,7 @@ class Merger:
             raise Unservable(
                 f"{name} passes no embeddings to its decoder for {sorted(media.kind)}; use generate()"
             )
-        own = self._runner.embedded(torch.tensor([media.plain], device=device))
+        own = self._eager.embedded(torch.tensor([media.plain], device=device))
         if merged.shape != own.shape:
             raise ValueError(
                 f"{name} made embeddings {list(merged.shape)} of a prompt with {list(own.shape)}; use its "
@@ -129,7 +129,7 @@ class Merger:
         """What the decoder attends to across, and under which masks; its tokens must be those of text."""
         name = type(self._model).__name__
         ids = list(media.ids)
-        shown = self._handed(ids, _on(media.inputs, self._runner.device))
+        shown = self._handed(ids, _on(media.inputs, self._eager.device))
         plain = self._handed(ids, {})
         others = self._others(media, shown, plain)
         if not all(same(shown.get(each), plain.get(each)) for each in TOKENS):
@@ -153,9 +153,9 @@ class Merger:
 
     def _hold_across(self, media: CrossMedia, found: CrossInputs) -> None:
         """Raise unless the prompt's tokens with what was found lead to the first logits of generate()."""
-        runner = self._runner
+        eager = self._eager
         right, sequence = self._first_logits(media)
-        embeds = runner.embedded(sequence)
+        embeds = eager.embedded(sequence)
         with given(self._model, found.part(0, embeds.shape[1], stored=False).arguments):
             self._require_near(media, right, embeds, None)
 
@@ -166,7 +166,7 @@ class Merger:
         room = (longest(self._model) or len(media.ids) + NEW) - len(media.ids)
         new = max(1, min(NEW, room))
         answer = self._generate(
-            list(media.ids), _on(media.inputs, self._runner.device), max_new_tokens=new, output_logits=True
+            list(media.ids), _on(media.inputs, self._eager.device), max_new_tokens=new, output_logits=True
         )
         right = torch.cat([logits[:1] for logits in answer.logits]).to(torch.float32)
         return right, answer.sequences[:1, : len(media.ids) + len(right) - 1]
@@ -175,14 +175,19 @@ class Merger:
         self, media: Media, right: torch.Tensor, embeds: torch.Tensor, where: torch.Tensor | None
     ) -> None:
         """Raise unless embeddings [1, tokens, hidden] lead to these logits."""
-        runner = self._runner
-        found = runner.logits_of(embeds, len(right), where)
-        far = runner.far(right, found, lambda: runner.moved(right, embeds, where))
-        if far is not None:
+        eager = self._eager
+        found = eager.logits_of(embeds, len(right), where)
+
+        def moved() -> float:
+            again = shaken(embeds, torch.Generator(eager.device).manual_seed(0))
+            return distance(right, eager.logits_of(again, len(right), where))
+
+        off = far(right, found, eager.dtype, moved)
+        if off is not None:
             name = type(self._model).__name__
             raise Unservable(
                 f"{name} answers {sorted(media.kind)} differently from the embeddings that it makes of them "
-                f"(by {far:.1e}); use generate()"
+                f"(by {off:.1e}); use generate()"
             )
 
     def _generate(self, ids: list[int], inputs: Mapping[str, Any], **options: Any) -> Any:
@@ -191,7 +196,7 @@ class Merger:
         """
         model = copy.copy(self._model)  # the same modules
         model.generation_config = GenerationConfig()
-        rows = torch.tensor([ids], device=self._runner.device)
+        rows = torch.tensor([ids], device=self._eager.device)
         mask = torch.ones_like(rows)
         return model.generate(
             input_ids=rows,
@@ -242,9 +247,9 @@ class Merger:
         """Raise unless the embeddings [1, tokens, hidden] lead to the first logits of generate() on this
         prompt.
         """
-        runner = self._runner
+        eager = self._eager
         right, sequence = self._first_logits(media)
-        embeds = torch.cat([merged, runner.embedded(sequence[:, len(media.ids) :])], 1)
+        embeds = torch.cat([merged, eager.embedded(sequence[:, len(media.ids) :])], 1)
         count = embeds.shape[1]
         new = len(right)
         where = media.where(0, count)
@@ -254,7 +259,7 @@ class Merger:
             behind = count - media.place.stop
             if where is not None and behind and media.shift is not None and len(set(media.shift[1:])) == 1:
                 where[:, media.place.stop :] = where[-1:, media.place.stop :].clone()
-                if runner.far(right, runner.logits_of(embeds, new, where), lambda: 0.0) is None:
+                if far(right, eager.logits_of(embeds, new, where), eager.dtype, lambda: 0.0) is None:
                     self._alike.add(media.kind)
 
 

@@ -228,7 +228,7 @@ def standing(step: ReplayableStep, graph: Graph) -> Iterator[None]:
     try:
         for part in step.parts:
             for kind, batch in part.sequences.static.items():  # type: ignore[union-attr]  # set a moment ago
-                batch.begin(part.sequences.rows[kind].group.captured_ops)
+                batch.begin(part.sequences.rows[kind].group.captured_ops.advance)
         yield
     finally:
         for part in step.parts:

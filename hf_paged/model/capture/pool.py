@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -135,24 +135,23 @@ class CapturePool:
         for key in [key for key in self._seen if key.state is state]:
             del self._seen[key]
 
-    def find(self, state: StateKey, source: StepSource[Any]) -> CapturedStep | None:
-        """The trusted step for a source: of its own size, or the smallest that can hold it."""
-        size = source.size
+    def find(self, state: StateKey, size: Size, holders: Sequence[Hashable]) -> CapturedStep | None:
+        """The trusted step of a size, or the smallest that can hold it; holders: the forms that can."""
         own = self._steps.get(_Key(state, size))
         if own is not None and own.trusted:
             self._steps.move_to_end(_Key(state, size))
             return own
-        best = self._smallest(state, source, trusted=True)
+        best = self._smallest(state, size, holders, trusted=True)
         if best is None:
             return None
         self._steps.move_to_end(best)
         self._steps[best].padded += best.size.rows - size.rows + FORM * (best.size.form != size.form)
         return self._steps[best]
 
-    def _smallest(self, state: StateKey, source: StepSource[Any], trusted: bool) -> _Key | None:
-        """The smallest captured step that can hold a source's, among all or those that are trusted."""
-        size = source.size
-        holders = list(source.holders)
+    def _smallest(
+        self, state: StateKey, size: Size, holders: Sequence[Hashable], trusted: bool
+    ) -> _Key | None:
+        """The smallest captured step that can hold one of a size, among all or those that are trusted."""
         fits = [
             key
             for key, step in self._steps.items()
@@ -208,7 +207,9 @@ class CapturePool:
 
     def _doubtful(self, state: StateKey, source: StepSource[Any]) -> CapturedStep | None:
         """The smallest captured step that can hold a source's, if it is to be compared still."""
-        key = self._smallest(state, source, trusted=False) if source.comparable else None
+        if not source.comparable:
+            return None
+        key = self._smallest(state, source.size, source.holders, trusted=False)
         return None if key is None or self._steps[key].trusted else self._steps[key]
 
     def learn(

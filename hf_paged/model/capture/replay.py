@@ -111,7 +111,7 @@ class GenerateSteps:
         Where the user's code runs between the steps of a watched call, the model is checked while the device
         works, and the step taken back if it has changed.
         """
-        graph = self.pool.find(state, source)
+        graph = self.pool.find(state, source.size, source.holders)
         step = source.step
         if not isinstance(graph, Graph):
             return None

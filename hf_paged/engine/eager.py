@@ -1,0 +1,224 @@
+"""Runs the rows of a step through the model operation by operation, and the model as it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from ..kv import Batch, FlatBatch, LayerKind
+from ..kv.upload import upload
+from ..model.attention import NAME, Forward, running
+from ..model.mla import defer_expansion, expanding_classes
+from ..model.offloaded import input_device
+from ..model.slots import CROSS
+from ..model.switch import decoder_configs, restore, switch
+from ..scheduling import TokenSequence
+from .cache import StepCache
+from .check_policy import CheckPolicy
+from .forward_batch import PLAIN, ForwardBatch
+from .multimodal.encoder import Encoder, EncoderInput
+from .multimodal.extras import given, joined
+from .pools import Pools
+from .support import Unservable
+
+T = TypeVar("T")
+Form = Literal["flat", "rows"]
+
+
+class EagerModel:
+    """The model over the engine's pages, operation by operation.
+
+    flat: all tokens of a step in one row [1, tokens]; only attention separates the sequences. rows: every
+        sequence by itself, for models with positions, masks, keys or values of their own.
+    """
+
+    def __init__(self, model: nn.Module, pools: Pools) -> None:
+        self.model = model
+        self.pools = pools
+        self.checks = CheckPolicy()
+        """Foreign code runs in the model's forward; and a captured step assumes the model as it was."""
+        self.device = input_device(model)
+        """Where the token ids go."""
+        self.cache = StepCache(pools)
+        self.configs = decoder_configs(model)
+        self.expanding = expanding_classes(model)
+        """Attention classes that expand latents, which steps read unexpanded."""
+        self._plugged = False
+        parameters = inspect.signature(model.forward).parameters
+        self.keeps_some = "logits_to_keep" in parameters
+        self.takes_embeddings = "inputs_embeds" in parameters
+        self.encoder = Encoder(model) if pools.cross_layers else None
+        self.takes_positions = "position_ids" in parameters and self.encoder is None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the model's numbers."""
+        return next(self.model.parameters()).dtype
+
+    # ---- over pages
+
+    def run(self, batch: ForwardBatch, form: Form) -> torch.Tensor:
+        """The logits [wanted rows, vocabulary] behind a batch."""
+        self.device = input_device(self.model)
+        return self.flat(batch) if form == "flat" else self.one_by_one(batch)
+
+    def flat(self, batch: ForwardBatch) -> torch.Tensor:
+        """The step as one flat row, operation by operation."""
+        self.checks.mark_dirty()
+        rows = batch.rows
+        self.cache.begin(
+            {
+                kind: FlatBatch([sequence.tables[i] for sequence in rows.sequences], rows.counts)
+                for i, kind in enumerate(self.pools.own)
+            }
+        )
+        ends = list(accumulate(rows.counts))
+        return self._forward(batch, self._inputs(batch), [ends[i] - 1 for i in batch.wanted], flat=True)
+
+    def one_by_one(self, batch: ForwardBatch) -> torch.Tensor:
+        self.checks.mark_dirty()
+        found = [self._row(batch.select([i])) for i in range(len(batch.rows))]
+        wanted = [found[i] for i in batch.wanted]
+        return torch.cat(wanted or [torch.empty(0, 0, dtype=torch.float32, device=self.device)])
+
+    def _row(self, batch: ForwardBatch) -> torch.Tensor:
+        """The logits behind the one row of a batch, if they are wanted."""
+        ((sequence, start, count, _),) = batch.rows.rows
+        batches = {
+            kind: Batch([sequence.tables[i]], None, start + count, count, None, lambda: True)
+            for i, kind in enumerate(self.pools.own)
+        }
+        inputs = self._inputs(batch)
+        row = batch.inputs.get(0, PLAIN)
+        across = 0
+        if row.source is not None:
+            inputs = self._behind_encoder(row.source, sequence, inputs["input_ids"], batches, start == 0)
+        elif row.across is not None:
+            table = sequence.tables[-1]
+            batches[CROSS] = Batch([table], None, table.length, table.length, None, lambda: True)
+            across = 0 if row.across.states else table.length
+        self.cache.begin(batches, past=start, across=across)
+        return self._forward(batch, inputs, [count - 1] if batch.wanted else [], flat=False)
+
+    def _behind_encoder(
+        self,
+        source: EncoderInput,
+        sequence: TokenSequence,
+        ids: torch.Tensor,
+        batches: dict[LayerKind, Batch],
+        first: bool,
+    ) -> dict[str, Any]:
+        """What a decoder is given for the ids [1, tokens] of a row, and where it finds what it attends to."""
+        assert self.encoder is not None
+        table = sequence.tables[-1]
+        answer = self.encoder.run(source) if first or source.made is None else source.made
+        made = answer.last_hidden_state.shape[1]
+        if made != table.length:
+            raise RuntimeError(
+                f"the encoder of {type(self.model).__name__} made {made} tokens, expected {table.length}; "
+                "use generate()"
+            )
+        batches[CROSS] = Batch([table], None, table.length, table.length, None, lambda: True)
+        return {
+            "decoder_input_ids": ids,
+            "past_key_values": self.cache.with_encoder(filled=not first),
+            "encoder_outputs": answer,
+        }
+
+    def _inputs(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:
+        """The token ids [1, tokens] of a batch, or if any row has embeddings those of all rows [1, tokens,
+        hidden].
+        """
+        ids = batch.ids(self.device)[None]
+        if all(row.embeds is None for row in batch.inputs.values()):
+            return {"input_ids": ids}
+        embeds = self.embedded(ids.clamp(min=0))
+        begin = 0
+        for i, count in enumerate(batch.rows.counts):
+            own = batch.inputs.get(i, PLAIN).embeds
+            if own is not None:
+                embeds[0, begin : begin + len(own)] = own
+            begin += count
+        return {"inputs_embeds": embeds}
+
+    def _forward(
+        self, batch: ForwardBatch, inputs: Mapping[str, Any], last: list[int], flat: bool
+    ) -> torch.Tensor:
+        """One forward over the tokens of a batch: the logits [len(last), vocabulary] at the places `last`."""
+        arguments: dict[str, Any] = {"past_key_values": self.cache, **inputs}
+        positions = batch.positions
+        moved = batch.rope_positions()
+        count = len(positions)
+        numbers = upload(
+            [*positions, *(last or [count - 1])], self.device
+        )  # together: a transfer costs more than what it carries
+        if self.takes_positions:
+            arguments["position_ids"] = numbers[None, :count] if moved is None else moved.to(self.device)
+        places = numbers[count:]
+        if self.keeps_some:
+            arguments["logits_to_keep"] = places
+        counts = batch.rows.counts
+        extras = joined([batch.inputs.get(i, PLAIN).extras for i in range(len(counts))], counts)
+        for row in batch.inputs.values():
+            extras |= {} if row.across is None else row.across.arguments
+        outer = running.get()
+        try:
+            running.set(Forward(self.cache, flat=flat))
+            with given(self.model, extras):
+                answer = self.model(**arguments, use_cache=True, return_dict=True)
+        finally:
+            running.set(outer)
+        if answer.past_key_values is not arguments["past_key_values"]:
+            raise Unservable(
+                f"{type(self.model).__name__} continued with another cache than the engine's; use generate()"
+            )
+        logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
+        kept: torch.Tensor = logits[: len(last)].to(torch.float32)
+        return kept
+
+    def plugged(self, act: Callable[[], T]) -> T:
+        """The answer of `act`, while the decoder's attention is ours, as in a paged generate()."""
+        if self._plugged:
+            return act()
+        try:
+            self._plugged = True
+            defer_expansion(self.expanding)
+            switch(self.configs, NAME, self)
+            return act()
+        finally:
+            self.unplug()
+
+    def unplug(self) -> None:
+        """Give the decoder its attention back. Twice is once: an interrupted step is mended by calling it
+        again.
+        """
+        self._plugged = False
+        restore(self.configs, self)
+
+    # ---- as it is
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The model's own embeddings [1, tokens, hidden] of ids [1, tokens]."""
+        found: torch.Tensor = self.model.get_input_embeddings()(ids)  # type: ignore[operator]
+        return found
+
+    def logits_of(self, embeds: torch.Tensor, count: int, where: torch.Tensor | None) -> torch.Tensor:
+        """The logits [count, vocabulary] after the last of these embeddings [1, tokens, hidden], by the model
+        as it is.
+
+        where [axes, tokens]: their positions, if these are not consecutive.
+        """
+        arguments: dict[str, Any] = {"logits_to_keep": count} if self.keeps_some else {}
+        if self.takes_positions:
+            plain = torch.arange(embeds.shape[1], device=self.device)[None]
+            arguments["position_ids"] = plain if where is None else where[:, None].to(self.device)
+        if where is not None:  # tokens with equal positions must not be taken for several sequences in a row
+            arguments["attention_mask"] = torch.ones(embeds.shape[:2], dtype=torch.long, device=self.device)
+        answer = self.model(inputs_embeds=embeds, **arguments, use_cache=False, return_dict=True)
+        logits: torch.Tensor = answer.logits[0, -count:]
+        return logits.to(torch.float32)

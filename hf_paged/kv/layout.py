@@ -1,0 +1,63 @@
+"""What layers must have in common to share a block table, and what to share a store."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+
+class LayerKind(NamedTuple):
+    """What the layers of a group have in common: they hold the same tokens, so one table serves them all."""
+
+    name: Literal["full", "window", "cross"]
+    window: int | None = None
+
+
+class Layout(NamedTuple):
+    """The layout of a layer's keys and values, read off the tensors themselves (tensor parallel, MLA, device
+    maps).
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Layout:
+        """Read the layout off keys [rows, heads, tokens, key_dim] and values [rows, heads, tokens,
+        value_dim].
+        """
+        if keys.shape[:3] != values.shape[:3]:
+            raise ValueError(
+                f"Invalid shape of values: expected [{', '.join(map(str, keys.shape[:3]))}, value_dim], got "
+                f"{list(values.shape)}"
+            )
+        # Under autocast the two may differ; the wider one holds both.
+        return cls(
+            keys.device,
+            torch.promote_types(keys.dtype, values.dtype),
+            keys.shape[1],
+            keys.shape[3],
+            values.shape[3],
+        )
+
+    def describes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether these keys [rows, heads, tokens, key_dim] and values have this layout; cheaper than making
+        another layout.
+        """
+        _, heads, _, key_dim = keys.shape
+        same = (
+            heads == self.heads
+            and key_dim == self.key_dim
+            and values.shape[3] == self.value_dim
+            and values.shape[1] == heads
+        )
+        return same and keys.dtype == values.dtype == self.dtype and keys.device == self.device
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
