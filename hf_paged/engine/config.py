@@ -50,6 +50,8 @@ class EngineConfig:
     graphs: whether decoding steps are captured in CUDA graphs and replayed.
     run_ahead: whether a step is launched before the last one's tokens have reached the host, except for
         requests whose next token needs the host (beams, processors). None means on CUDA devices.
+    max_adapters: adapters that the device holds at once; a request whose adapter finds no place waits, and
+        those behind it do not.
     compile: whether the decoder layers of captured steps are compiled by torch.compile, into one code for all
         that are alike. It takes seconds when the first steps are captured. For it, weights with one input (q,
         k and v; gate and up) are moved next to each other in memory. A model whose layers cannot be compiled,
@@ -73,6 +75,7 @@ class EngineConfig:
     compile: bool = False
     graphs: bool = True
     run_ahead: bool | None = None
+    max_adapters: int = 16
 
     def __post_init__(self) -> None:
         self.pages()
@@ -88,6 +91,11 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "run_ahead" and value is None):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
+        most = self.max_adapters
+        if isinstance(most, bool) or not isinstance(most, int):
+            raise TypeError(f"max_adapters must be an int, got {most!r}")
+        if most < 1:
+            raise ValueError(f"max_adapters={most} is not a number of adapters; give 1 or more")
         if self.compile and not self.graphs:
             raise ValueError(
                 "compile=True is for captured steps and graphs=False has none; leave one of them out"

@@ -8,6 +8,7 @@ it once for many.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, get_args
@@ -17,6 +18,7 @@ import torch
 from ..kv import LayerGroup, LayerKind, StaticBatch, StaticSpans
 from ..kv.budget import free_bytes
 from ..kv.upload import upload
+from ..model.adapters import AdapterBatch
 from ..model.attention import Forward, running
 from ..model.capture.compile import Compilation, CompiledFusion
 from ..model.capture.fusion import Fusion
@@ -60,6 +62,8 @@ class _CapturedStep(CapturedStep):
         batches: dict[LayerKind, StaticBatch],
         answer: Answer,
         spans: bool,
+        slots: torch.Tensor | None,
+        tables: Sequence[torch.Tensor],
     ) -> None:
         self.ids = ids
         self.places = places
@@ -72,17 +76,22 @@ class _CapturedStep(CapturedStep):
         """Of the wanted rows, the same memory for all graphs: the next replay writes over it."""
         self.spans = spans
         """Whether chunks of prompts are spans."""
+        self.slots = slots
+        """[rows]: the slot of each token's adapter; None for the model alone."""
+        self.slots_of: torch.Tensor | None = None
+        """What was copied there last."""
+        self._tables = tables
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         yield self.ids
-        yield from (each for each in (self.places, self.shift) if each is not None)
+        yield from (each for each in (self.places, self.shift, self.slots) if each is not None)
         for batch in self.batches.values():
             yield from batch.tensors
 
     @property
     def shared(self) -> Sequence[torch.Tensor]:
-        return [each for each in self.answer if each is not None]
+        return [*self._tables, *(each for each in self.answer if each is not None)]
 
 
 class Decoding:
@@ -135,8 +144,9 @@ class Decoding:
     def stats(self) -> dict[str, Any]:
         """What the pool of captured steps counts, and the rows of trusted ones by their form."""
         sizes: dict[str, list[int]] = {}
-        for form, rows, _ in self.captures.sizes():
-            sizes.setdefault(str(form), []).append(rows)
+        for size in self.captures.sizes():
+            form = f"{size.form}, adapters" if size.adapters else str(size.form)
+            sizes.setdefault(form, []).append(size.rows)
         return {**self.captures.stats(), "sizes": {form: sorted(rows) for form, rows in sizes.items()}}
 
     def run(self, batch: ForwardBatch) -> Answer | None:
@@ -227,16 +237,23 @@ class Decoding:
         form = "single" if decodes else self._form(batch.rows, kernels)
         if form is None:
             return None
+        adapters = 0
+        if batch.adapters is not None:
+            assert self.eager.adapters is not None
+            table = self.eager.adapters.table
+            if table.why_not is not None or table.kernels is None:
+                return None
+            adapters = table.layout
         size = next(iter(groups)).pool.block_size
         blocks = -(-batch.rows.longest // size)
         rows = bucket_of(batch.rows.decodes if decodes else batch.rows.tokens, 8 if form == "single" else 4)
         if kernels:
             # Kernels read what is there, so a wide table costs its upload and no more.
-            return Size(form, rows, next(width for width in WIDTHS if width >= blocks))
+            return Size(form, rows, next(width for width in WIDTHS if width >= blocks), adapters)
         width = max(SMALLEST_WIDTH, 1 << (blocks - 1).bit_length())
         if any(width * group.pool.block_size > WIDEST for group in groups):
             return None
-        return Size(form, rows, width)
+        return Size(form, rows, width, adapters)
 
     @staticmethod
     def _form(batch: ScheduledBatch, kernels: bool) -> Form | None:
@@ -260,8 +277,18 @@ class Decoding:
             static.spread(tables, rows.row_ids, rows.offsets, rows.step, rows.counts)
         ids = batch.ids(step.ids.device)
         step.ids[: len(ids), 0].copy_(ids)
+        if step.slots is not None:
+            self._load_adapters(step, step.slots, batch)
         if step.shift is not None:
             step.shift[: len(ids)].copy_(upload(batch.rope_deltas(), step.shift.device))
+
+    def _load_adapters(self, step: _CapturedStep, slots: torch.Tensor, batch: ForwardBatch) -> None:
+        adapters = self.eager.adapters
+        assert adapters is not None and batch.adapters is not None
+        found = adapters.index(batch.spread_adapters())
+        if found is not step.slots_of:
+            slots[: len(found)].copy_(found)
+            step.slots_of = found
 
     def _load_chunks(self, step: _CapturedStep, places: torch.Tensor, batch: ForwardBatch) -> ForwardBatch:
         """Enter which tokens' logits are wanted: the batch in the order of the step's rows."""
@@ -285,13 +312,15 @@ class Decoding:
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
             places = torch.zeros(self._most, dtype=torch.long, device=device) if mixed else None
             shift = torch.zeros(rows, dtype=torch.long, device=device) if self.moves else None
+            slots = torch.full((rows,), -1, dtype=torch.int32, device=device) if size.adapters else None
+        tables = self.eager.adapters.table.weights.tensors if size.adapters and self.eager.adapters else ()
         if self._answer is None:
             self._answer = place_for(self._most, self._vocabulary, device)
         answer = self._answer.first(self._most if mixed else rows)
-        return _CapturedStep(ids, places, shift, batches, answer, size.form == "spans")
+        return _CapturedStep(ids, places, shift, batches, answer, size.form == "spans", slots, tables)
 
     def _batch(self, size: Size, group: LayerGroup) -> StaticBatch:
-        form, rows, width = size
+        form, rows, width, _ = size
         arguments = width, group.pool.block_size, width, group.device, group.kind.window
         return (
             StaticSpans(rows, self._most, *arguments) if form == "spans" else StaticBatch(rows, 1, *arguments)
@@ -311,12 +340,21 @@ class Decoding:
             arguments = {"input_ids": step.ids, "position_ids": positions.clamp(min=0)[:, None]}
             if eager.keeps_some:
                 arguments["logits_to_keep"] = 1  # type: ignore[assignment]  # a number among tensors
-            answer = eager.model(**arguments, past_key_values=eager.cache, use_cache=True, return_dict=True)
+            with self._with_adapters(step):
+                answer = eager.model(
+                    **arguments, past_key_values=eager.cache, use_cache=True, return_dict=True
+                )
             logits: torch.Tensor = answer.logits[:, -1]
             step.answer.enter(logits if step.places is None else logits.index_select(0, step.places))
         finally:
             running.set(outer)
             sequences.static = None
+
+    def _with_adapters(self, step: _CapturedStep) -> AbstractContextManager[None]:
+        adapters = self.eager.adapters
+        if adapters is None:
+            return nullcontext()
+        return adapters.applied(None if step.slots is None else AdapterBatch(adapters.table, step.slots))
 
 
 class _EngineSource(StepSource[_CapturedStep]):
@@ -335,9 +373,9 @@ class _EngineSource(StepSource[_CapturedStep]):
         return self._decoding.eager.device
 
     @property
-    def code(self) -> str:
+    def code(self) -> Hashable:
         """Of all forms: they differ in how our own code reads the pages."""
-        return "engine"
+        return "engine", self.size.adapters
 
     def snapshot(self) -> ModelSnapshot:
         return self._decoding.current()
@@ -366,6 +404,6 @@ class _EngineSource(StepSource[_CapturedStep]):
     def compile(self, fusion: Fusion) -> CompiledFusion | None:
         eager = self._decoding.eager
         compilation = self._decoding.compilation
-        if compilation is None:
+        if compilation is None or self.size.adapters:
             return None
         return CompiledFusion(eager.model, fusion.kernels, compilation, eager.cache.layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
@@ -18,6 +19,7 @@ from ..model.offloaded import input_device
 from ..model.slots import CROSS
 from ..model.switch import decoder_configs, restore, switch
 from ..scheduling import TokenSequence
+from .adapters import EngineAdapters
 from .cache import StepCache
 from .check_policy import CheckPolicy
 from .forward_batch import PLAIN, ForwardBatch
@@ -48,6 +50,8 @@ class EagerModel:
         self.configs = decoder_configs(model)
         self.expanding = expanding_classes(model)
         """Attention classes that expand latents, which steps read unexpanded."""
+        self.adapters: EngineAdapters | None = None
+        """Those of requests, once the model has been tried out as it is."""
         self._plugged = False
         parameters = inspect.signature(model.forward).parameters
         self.keeps_some = "logits_to_keep" in parameters
@@ -97,7 +101,9 @@ class EagerModel:
         row = batch.inputs.get(0, PLAIN)
         across = 0
         if row.source is not None:
-            inputs = self._behind_encoder(row.source, sequence, inputs["input_ids"], batches, start == 0)
+            inputs = self._behind_encoder(
+                batch, row.source, sequence, inputs["input_ids"], batches, start == 0
+            )
         elif row.across is not None:
             table = sequence.tables[-1]
             batches[CROSS] = Batch([table], None, table.length, table.length, None, lambda: True)
@@ -107,6 +113,7 @@ class EagerModel:
 
     def _behind_encoder(
         self,
+        batch: ForwardBatch,
         source: EncoderInput,
         sequence: TokenSequence,
         ids: torch.Tensor,
@@ -116,7 +123,10 @@ class EagerModel:
         """What a decoder is given for the ids [1, tokens] of a row, and where it finds what it attends to."""
         assert self.encoder is not None
         table = sequence.tables[-1]
-        answer = self.encoder.run(source) if first or source.made is None else source.made
+        answer = source.made
+        if first or answer is None:
+            with self._with_adapters(batch, None):
+                answer = self.encoder.run(source)
         made = answer.last_hidden_state.shape[1]
         if made != table.length:
             raise RuntimeError(
@@ -169,7 +179,7 @@ class EagerModel:
         outer = running.get()
         try:
             running.set(Forward(self.cache, flat=flat))
-            with given(self.model, extras):
+            with given(self.model, extras), self._with_adapters(batch, places if self.keeps_some else None):
                 answer = self.model(**arguments, use_cache=True, return_dict=True)
         finally:
             running.set(outer)
@@ -180,6 +190,13 @@ class EagerModel:
         logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
         kept: torch.Tensor = logits[: len(last)].to(torch.float32)
         return kept
+
+    def _with_adapters(self, batch: ForwardBatch, last: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Let a forward add the adapters of its rows. last: the places of the tokens that the head gets."""
+        adapters = self.adapters
+        if adapters is None or not adapters.layers:
+            return nullcontext()
+        return adapters.applied(adapters.of_batch(batch, last))
 
     def plugged(self, act: Callable[[], T]) -> T:
         """The answer of `act`, while the decoder's attention is ours, as in a paged generate()."""

@@ -9,22 +9,24 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
-from typing import Any, NoReturn, Self, TypeVar, Unpack, get_args
+from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack, get_args
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 from ..blocks import check_salt, extra_key
 from ..kv import fork_safe_lock, in_forked_process
+from ..model.adapters.loading import HostAdapter
 from ..model.offloaded import input_device
 from ..model.patches import note_restless
 from ..model.registry import base_model
 from ..model.snapshot import ModelSnapshot
 from ..scheduling import Count, Infeasible, Request, Scheduler, SequenceGroup, why_infeasible
+from .adapters import ACTIVE, AdapterInfo, EngineAdapters
 from .background import Background
 from .check_policy import WeightsChanged
 from .config import EngineConfig, EngineOptions
@@ -100,6 +102,10 @@ class Engine:
         self._runner.try_out()
         self.pools.settle(self._longest, longest_across, self._runner.capture_bytes)
         self._preemption = Preemption(self.pools, self.config.preemption)
+        self._adapters = EngineAdapters(
+            self.model, self.config.max_adapters, self._runner.eager.device, self.config.kernels
+        )
+        self._runner.eager.adapters = self._adapters
         self._scheduler = Scheduler(
             self.pools.kv_groups,
             self.config.limits(),
@@ -108,6 +114,7 @@ class Engine:
             prefix_caching=self.config.prefix_caching,
             verify=self.config.check_hits,
             swap=self._preemption.decide,
+            adapters=self._adapters.slots,
         )
         self._jobs: dict[SequenceGroup, Job] = {}
         ahead = self.config.run_ahead
@@ -118,7 +125,14 @@ class Engine:
             note_restless(self.model, ModelSnapshot(self.model).set_since(before))
             self._model_check = ModelCheck(self.model, self._checks)
         self._loop = StepLoop(
-            self.pools, self._runner, self._model_check, self._scheduler, self._jobs, self._preemption, ahead
+            self.pools,
+            self._runner,
+            self._model_check,
+            self._scheduler,
+            self._jobs,
+            self._preemption,
+            self._adapters,
+            ahead,
         )
         self._slow: Counter[str] = Counter()
         """How many requests had a processor that runs for their rows alone, by its name."""
@@ -191,6 +205,7 @@ class Engine:
         logprobs: int | bool | None = None,
         priority: int = 0,
         salt: str | None = None,
+        adapter: str | Sequence[str] | None = ACTIVE,
         **generate_keywords: Unpack[GenerateKeywords],
     ) -> Handle:
         """Queue a request and answer with its handle; nothing is computed yet.
@@ -202,7 +217,8 @@ class Engine:
         keywords: as generate() takes them, logits_processor, stopping_criteria and prefix_allowed_tokens_fn
         among them. seed: of its draws. logprobs: True, or how many of the model's favourites are reported
         beside each token's own. priority: higher is sooner, under policy="priority". salt: requests share
-        their prefixes only with requests of the same salt.
+        their prefixes only with requests of the same salt. adapter: the name of a LoRA adapter, or of several
+        that are added up; None for the model alone. Not given, it is what is active on the peft model now.
 
         An option that the engine does not honour raises ValueError here. A request that could never fit comes
         back at once with finish_reason "refused" and the numbers in its error.
@@ -215,6 +231,7 @@ class Engine:
         if params.embeds is not None or params.media is not None:
             self._require_vectors(params.media)
         job = Job(params, None, self.tokenizer)
+        job.adapter = self._adapters.resolve(adapter)
         extra = extra_key(None if salt is None else check_salt(salt))
         request = Request(
             next(self._numbers),
@@ -226,6 +243,7 @@ class Engine:
             self._source_length(params),
             params.steady,
             params.source_key,
+            job.adapter,
         )
         reason = self._why_never(request)
         if reason is not None:
@@ -573,6 +591,7 @@ class Engine:
                 try:
                     job.group = self._scheduler.submit(request)
                     self._loop.enter(job)
+                    self._adapters.fresh |= bool(job.adapter)
                     self._slow.update(set(job.params.slow))
                 except Infeasible as error:
                     self._loop.conclude(job, "refused", error)
@@ -617,6 +636,8 @@ class Engine:
         cancelled = [job for job in list(self._jobs.values()) if job.cancelled]
         if cancelled:
             self._aside += self._end(cancelled)
+        if self._adapters.leaving:
+            self._remove_idle_adapters()
         if not self._jobs:
             self._loop.in_flight = None  # it has only tokens too many
             return []
@@ -725,7 +746,9 @@ class Engine:
         run or before admitting.
         """
         running = len(self._scheduler.running)
+        due = self._checks.due or not running
         if not running:
+            self._adapters.refresh()
             if self._model_check.changed():
                 self.pools.forget()
                 self._loop.forget()
@@ -737,8 +760,12 @@ class Engine:
                 self._changing(look)
             else:
                 look()
+            if self._adapters.layers:
+                self._aside += self._changing(self._loop.end_changed_adapters)
         else:
             self._checks.skip(self._model_check.memory)
+        if self._adapters.layers and (due or self._adapters.fresh):
+            self._changing(partial(self._adapters.renew, self._scheduler))
 
     @in_turn
     def _let_go(self) -> None:
@@ -757,6 +784,54 @@ class Engine:
                 "model.eval() first"
             )
 
+    # ---- adapters
+
+    def add_adapter(self, name: str, source: Any, config: Any = None) -> None:
+        """Let requests name a LoRA adapter: submit(..., adapter=name).
+
+        source: a folder as peft saves it, a state dict with its LoraConfig as `config`, or another peft model
+        that has an adapter of that name. The model's own modules stay as they are, and so do its answers to
+        other requests. Adapters of a peft model are there by their names without this.
+        """
+        self._require_open()
+        loaded = self._adapters.load(name, source, config)
+        self._enter_adapter(name, loaded)
+
+    @in_turn
+    def _enter_adapter(self, name: str, loaded: HostAdapter) -> None:
+        self._adapters.add(name, loaded)
+
+    @in_turn
+    def remove_adapter(self, name: str, when: Literal["now", "idle"] = "now") -> None:
+        """Forget an adapter that was added. While requests have it that is refused, or with when="idle" done
+        when the last of them has ended; no new one may name it meanwhile.
+        """
+        if when not in ("now", "idle"):
+            raise ValueError(f"when={when!r} is neither 'now' nor 'idle'")
+        users = self._users_of(name)
+        if users and when == "now":
+            raise ValueError(
+                f"{users} requests have the adapter {name!r}; cancel them, or call "
+                f"remove_adapter({name!r}, when='idle')"
+            )
+        self._adapters.leave(name)
+        self._remove_idle_adapters()
+
+    @in_turn
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """The adapters that requests can name."""
+        return self._adapters.infos(self._users_of)
+
+    def _users_of(self, name: str) -> int:
+        """How many unfinished requests have an adapter."""
+        jobs = [*self._jobs.values(), *(job for job, _ in list(self._inbox) if job.output is None)]
+        return sum(name in job.adapter for job in jobs)
+
+    def _remove_idle_adapters(self) -> None:
+        for name in list(self._adapters.leaving):
+            if not self._users_of(name):
+                self._adapters.remove(name)
+
     # ---- the engine itself
 
     @in_turn
@@ -772,6 +847,7 @@ class Engine:
             "blocks": self.pools.usage(),
             "memory": self.pools.memory_usage(),
             "host": self.pools.host_usage(),
+            "adapters": self._adapters.stats(),
             "graphs": {} if self._runner.decoding is None else self._runner.decoding.stats(),
             **{name: scheduler.counts[name] for name in get_args(Count)},
             "slow_processors": dict(self._slow),
@@ -822,6 +898,7 @@ class Engine:
         self._loop.in_flight = None
         self._checks.release()
         self._runner.close()
+        self._adapters.close()
         self.pools.free()
         if self._thread is not None:
             self._thread.stop(wait=False)
@@ -861,7 +938,7 @@ def _give_up(handles: list[Handle]) -> None:
 
 
 for _method in (Engine.submit, Engine.generate, Engine.stream, Engine.agenerate, Engine.astream):
-    spell_out(_method, RequestKeywords, {"priority": 0})
+    spell_out(_method, RequestKeywords, {"priority": 0, "adapter": ACTIVE})
 
 
 def _each(prompts: Iterable[Any]) -> list[Any]:

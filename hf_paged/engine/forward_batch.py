@@ -84,13 +84,15 @@ PLAIN = RowInputs()
 @dataclass(frozen=True)
 class ForwardBatch:
     """The rows of one forward. inputs: of the rows that are more than token ids. unseen: the sequences of the
-    step in flight, whose last tokens the host has not seen.
+    step in flight, whose last tokens the host has not seen. adapters: the slot of each row's adapter, -1 for
+    the model alone; None if all are.
     """
 
     rows: ScheduledBatch
     last_tokens: LastTokens
     inputs: Mapping[int, RowInputs] = field(default_factory=dict)
     unseen: tuple[TokenSequence, ...] = ()
+    adapters: tuple[int, ...] | None = None
 
     def ids(self, device: torch.device) -> torch.Tensor:
         """The token ids [tokens] of all rows."""
@@ -167,6 +169,15 @@ class ForwardBatch:
             found.append(plain if own is None else own)
         return torch.cat(found, 1)[:, None]
 
+    def spread_adapters(self) -> tuple[int, ...]:
+        """For every token the slot of its adapter: the same object if every row has one token."""
+        adapters = self.adapters
+        assert adapters is not None
+        if len(self.rows.counts) == self.rows.tokens:
+            return adapters
+        counts = self.rows.counts
+        return tuple([slot for slot, count in zip(adapters, counts, strict=True) for _ in range(count)])
+
     def rope_deltas(self) -> list[int]:
         """For every token what is added to its position."""
         counts = enumerate(self.rows.counts)
@@ -175,4 +186,7 @@ class ForwardBatch:
     def select(self, rows: Sequence[int]) -> ForwardBatch:
         """A batch of some of the rows, in this order."""
         inputs = {place: self.inputs[i] for place, i in enumerate(rows) if i in self.inputs}
-        return ForwardBatch(self.rows.select(rows), self.last_tokens, inputs, self.unseen)
+        adapters = None if self.adapters is None else tuple([self.adapters[i] for i in rows])
+        if adapters is not None and max(adapters, default=-1) < 0:
+            adapters = None
+        return ForwardBatch(self.rows.select(rows), self.last_tokens, inputs, self.unseen, adapters)

@@ -31,6 +31,8 @@ class Job:
     def __init__(self, params: RequestParams, group: SequenceGroup | None, tokenizer: Any) -> None:
         self.params = params
         self.group = group
+        self.adapter: tuple[str, ...] = ()
+        """The names of its adapters."""
         self.tokenizer = tokenizer
         self.beams = BeamSearch(params) if params.beams > 1 else None
         self.streams = [Stream(i, tokenizer, whole=self.beams is not None) for i in range(params.answers)]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from ..scheduling import ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan
+from .adapters import EngineAdapters, adapters_in
 from .check_policy import WeightsChanged
 from .forward_batch import ForwardBatch, LastTokens, RowInputs
 from .in_flight import InFlightStep, SamplingState
@@ -44,6 +45,7 @@ class StepLoop:
         scheduler: Scheduler,
         jobs: dict[SequenceGroup, Job],
         preemption: Preemption,
+        adapters: EngineAdapters,
         ahead: bool,
     ) -> None:
         self.pools = pools
@@ -53,6 +55,7 @@ class StepLoop:
         self.ahead = ahead
         self.model_check = model_check
         self.preemption = preemption
+        self.adapters = adapters
         self.in_flight: InFlightStep | None = None
         self.interrupted: deque[Job] = deque()
         """Requests that have ended with what is meant for their driver as well."""
@@ -77,12 +80,13 @@ class StepLoop:
             self.pools.expect([*self.scheduler.preempted, *self.scheduler.waiting])
         plan = self.scheduler.schedule()
         self.pools.prepare(plan)
+        ended = self._end_unloadable() if self.adapters.failed else []
         if not plan.batch.sequences:
-            return self._idle()
+            return ended + self._idle()
         previous = self.in_flight
         step = self.in_flight = self._launch(plan)
         step.sample()
-        ended = self._apply(previous) if self.ahead else self.finish_in_flight()
+        ended += self._apply(previous) if self.ahead else self.finish_in_flight()
         if step.host is not None or step.failed:
             ended += self._apply(step.host, step.failed)
         return ended
@@ -94,7 +98,7 @@ class StepLoop:
         return self._apply(step)
 
     def _idle(self) -> list[Output]:
-        if self.jobs and self.in_flight is None:
+        if self.jobs and self.in_flight is None and not self.adapters.wait():
             raise RuntimeError(
                 f"none of {self.scheduler.unfinished} requests can run: the engine's books are broken"
             )
@@ -143,7 +147,8 @@ class StepLoop:
         shown = self._show(batch) if self._given else []
         inputs = self._inputs(batch) if self._given else {}
         unseen = () if self.in_flight is None else self.in_flight.sequences
-        answer = self.runner.run(ForwardBatch(batch, self._sampling.last_tokens, inputs, unseen))
+        adapters = self.adapters.of_rows(batch.sequences) if self.adapters.layers else None
+        answer = self.runner.run(ForwardBatch(batch, self._sampling.last_tokens, inputs, unseen, adapters))
         for media in shown:
             media.forget_spent()
         return answer
@@ -173,6 +178,30 @@ class StepLoop:
                 trouble[self.jobs[group]] = error
         ended = [self.end(job, "error", error) for job, error in trouble.items()]
         return ended + [self.end(job) for job in jobs if _is_over(job)]
+
+    def _end_unloadable(self) -> list[Output]:
+        """End the requests whose adapters could not be loaded."""
+        failed = self.adapters.take_failed()
+        jobs = [job for job in self.jobs.values() if job.adapter in failed]
+        return [self.end(job, "error", failed[job.adapter]) for job in jobs]
+
+    def end_changed_adapters(self) -> list[Output]:
+        """End running requests whose adapters were written to meanwhile: their latest tokens may mix old and
+        new weights. Other requests go on.
+        """
+        sequences = [sequence for group in self.scheduler.running for sequence in group.sequences]
+        changed = self.adapters.changed(adapters_in(sequences))
+        ended = []
+        for job in list(self.jobs.values()) if changed else ():
+            names = changed.intersection(job.adapter)
+            if names and job.group is not None and job.group.status is Status.RUNNING:
+                error = WeightsChanged(
+                    f"the weights of adapter {min(names)!r} have changed while its requests were running; "
+                    "their latest tokens may mix old and new weights, so they were ended. Call "
+                    "engine.pause() before a change and engine.resume() after it"
+                )
+                ended.append(self.end(job, "error", error))
+        return ended
 
     def check_model(self) -> None:
         """Before a request ends or its code runs: check that the model is what it was, unless this step has

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from ..checking.ties import shaken
 from ..kv.group import is_out_of_memory
 from ..kv.upload import upload
 from ..kv.warmup import Warming
+from ..model.adapters import Inapplicable
 from ..model.capture.step import Size
 from ..model.lazy import NotFlat
 from ..model.offloaded import input_device
@@ -102,29 +105,55 @@ class Runner:
 
     def run(self, batch: ForwardBatch) -> Answer:
         """The logits behind the rows that are sampled from, from a captured step if there is one."""
-        apart = [i for i, row in batch.inputs.items() if row.across is not None]
-        if apart and self.why_rows is None:
-            return self._run_apart(batch, apart)
-        with self.eager.pools.memory.lock, torch.no_grad():
-            decoding = self.decoding if self.why_rows is None else None
-            replayed = None if decoding is None else decoding.run(batch)
-            if replayed is not None:
-                return replayed
-            return self.eager.plugged(lambda: self._compute(batch, decoding))
+        parts = self._parts(batch) if batch.inputs or batch.adapters is not None else []
+        if parts:
+            return self._join(batch, parts)
+        try:
+            with self.eager.pools.memory.lock, torch.no_grad():
+                decoding = self.decoding if self.why_rows is None else None
+                replayed = None if decoding is None else decoding.run(batch)
+                if replayed is not None:
+                    return replayed
+                return self.eager.plugged(lambda: self._compute(batch, decoding))
+        except Inapplicable:  # a layer cannot tell whose tokens it is given, as is noted now
+            return self._join(batch, self._parts(batch))
 
-    def _run_apart(self, batch: ForwardBatch, apart: list[int]) -> Answer:
-        """Rows that attend across, one by one, and the others as ever."""
-        texts = [i for i in range(len(batch.rows)) if i not in apart]
-        eager = self.eager
-        with eager.pools.memory.lock, torch.no_grad():
-            across = eager.plugged(lambda: eager.run(batch.select(apart), "rows"))
-            if not texts:
-                return Answer(across)
-            parts = [each for each in (self.run(batch.select(texts)).logits, across) if len(each)]
-            wanted = batch.wanted
-            order = [i for i in texts if i in wanted] + [i for i in apart if i in wanted]
-            places = upload([order.index(i) for i in wanted], eager.device)
-            return Answer(torch.cat(parts)[places] if parts else across)
+    def _parts(self, batch: ForwardBatch) -> list[tuple[list[int], Callable[[ForwardBatch], Answer]]]:
+        """Rows that must be run apart from each other, and how; none if all go together."""
+        if self.why_rows is not None:
+            return []
+        across = [i for i, row in batch.inputs.items() if row.across is not None]
+        if across:
+            texts = [i for i in range(len(batch.rows)) if i not in across]
+            return [(across, self._one_by_one), (texts, self.run)]
+        slots = batch.adapters
+        adapters = self.eager.adapters
+        if slots is None or adapters is None or adapters.table.why_not is None or len(set(slots)) == 1:
+            return []
+        return [
+            ([i for i, each in enumerate(slots) if each == slot], self.run) for slot in sorted(set(slots))
+        ]
+
+    def _one_by_one(self, batch: ForwardBatch) -> Answer:
+        with self.eager.pools.memory.lock, torch.no_grad():
+            return Answer(self.eager.plugged(lambda: self.eager.run(batch, "rows")))
+
+    def _join(
+        self, batch: ForwardBatch, parts: list[tuple[list[int], Callable[[ForwardBatch], Answer]]]
+    ) -> Answer:
+        """The answers of parts of a batch, each run by itself, in the order of the batch."""
+        wanted = batch.wanted
+        order: list[int] = []
+        found: list[torch.Tensor] = []
+        for rows, run in parts:
+            if rows:
+                logits = run(batch.select(rows)).logits
+                found += [logits.clone()] if len(logits) else []  # the next run may overwrite it
+                order += [i for i in rows if i in wanted]
+        if not found:
+            return Answer(torch.empty(0, 0, dtype=torch.float32, device=self.eager.device))
+        places = upload([order.index(i) for i in wanted], found[0].device)
+        return Answer(torch.cat(found)[places])
 
     def _compute(self, batch: ForwardBatch, decoding: Decoding | None) -> Answer:
         logits = self.eager.run(batch, self.form)
@@ -136,7 +165,9 @@ class Runner:
         """Encode a prompt's pictures or recordings. The model's attention is its own here."""
         self.eager.device = input_device(self.eager.model)
         self.eager.checks.mark_dirty()
-        self.merger.run(media)
+        adapters = self.eager.adapters
+        with nullcontext() if adapters is None else adapters.applied(None):
+            self.merger.run(media)
         if media.shift and self.decoding is not None and not self.decoding.moves:
             self.decoding.moves = True
             self.decoding.forget()

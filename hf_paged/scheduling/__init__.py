@@ -2,6 +2,7 @@
 tensor.
 """
 
+from .adapter_slots import AdapterSlots, Names
 from .admission import Admission, judge, why_infeasible
 from .decode_batch import DecodeBatch
 from .forecast import ADMISSIONS, FuturePeak
@@ -17,6 +18,7 @@ __all__ = [
     "ADMISSIONS",
     "POLICIES",
     "UNKNOWN",
+    "AdapterSlots",
     "Admission",
     "AnswerLengths",
     "Count",
@@ -26,6 +28,7 @@ __all__ = [
     "Infeasible",
     "KVCacheGroup",
     "Limits",
+    "Names",
     "Request",
     "ScheduledBatch",
     "ScheduledRow",

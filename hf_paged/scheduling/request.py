@@ -8,6 +8,7 @@ from enum import Enum
 
 from ..blocks import BlockTable, Prompt
 from ..blocks.pool import NOWHERE
+from .adapter_slots import Names
 from .limits import KVCacheGroup
 
 UNKNOWN = -1
@@ -34,7 +35,7 @@ class Request:
     higher is sooner, if the policy uses it. extra: what changes keys and values for the same tokens (C24).
     source: how many tokens it attends to across, of its encoder or its pictures. source_key: their content; a
     source without a key shares no prefix. steady: whether its sequence, if it is one, may be in the decode
-    batch.
+    batch. adapter: the names of its adapters, adapter_key: their content, or nothing.
     """
 
     number: int
@@ -46,6 +47,8 @@ class Request:
     source: int = 0
     steady: bool = True
     source_key: bytes = b""
+    adapter: Names = ()
+    adapter_key: bytes = b""
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):  # whatever cannot be put in order would break the order of all
@@ -59,7 +62,7 @@ class Request:
     @property
     def key(self) -> bytes:
         """The extra key of its blocks (C24)."""
-        return self.extra + self.source_key
+        return self.extra + self.adapter_key + self.source_key
 
 
 class TokenSequence:
@@ -142,6 +145,8 @@ class SequenceGroup:
         self.preemptions = 0
         self.setbacks = 0
         """How many of them were for want of blocks: the more, the more room it waits for."""
+        self.passed_over = 0
+        """In how many steps it waited for its adapter."""
         self.cached_tokens = 0
         """How many tokens of the prompt were there already when it was first admitted."""
         self.awaits_tokens = False
@@ -158,6 +163,11 @@ class SequenceGroup:
         """Its tokens turn out to have other positions than expected: its rows are planned one by one."""
         if self.request.steady:
             self.request = replace(self.request, steady=False)
+
+    def rekey(self, adapter_key: bytes) -> None:
+        """Its adapter has another content now; it has no blocks."""
+        self.request = replace(self.request, adapter_key=adapter_key)
+        self._prompt = None
 
     @property
     def leader(self) -> TokenSequence:

@@ -20,6 +20,7 @@ from ..blocks import (
     reorder,
 )
 from ..blocks.pool import expect
+from .adapter_slots import AdapterSlots, Names
 from .admission import Admission, Candidate, SchedulerState, why_infeasible
 from .audit import check_groups, check_kv_groups
 from .decode_batch import DecodeBatch
@@ -38,6 +39,12 @@ Count = Literal[
 ]  # fmt: skip
 """What is counted. The groups that went to the host, came back from it, and had to begin again; the blocks
 that travelled.
+"""
+
+
+PATIENCE = 1000
+"""After so many steps without a slot for its adapter a group is waited for: none behind it with an adapter is
+admitted, so that slots become free.
 """
 
 
@@ -65,6 +72,7 @@ class Scheduler:
         prefix_caching: bool = True,
         verify: bool = False,
         swap: Decide = never,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r} is not one of {sorted(POLICIES)}")
@@ -92,6 +100,8 @@ class Scheduler:
         """The running groups outside the decode batch, in the same order."""
         self._free_rows = list(range(limits.sequences))
         """Rows that no sequence owns, a heap: the lowest is given first."""
+        self.adapters = adapters
+        """Where the adapters of requests are."""
         self._promised = InFlightPrefixes()
         self.swapping = Swapping(self.kv_groups, swap, verify)
         self.counts: Counter[Count] = Counter()
@@ -171,6 +181,12 @@ class Scheduler:
             sequence.free()
         group.reset_to_common()
         self.counts["recomputed"] += 1
+
+    def rekey(self, group: SequenceGroup, adapter_key: bytes) -> None:
+        """The adapter of a group that waits has another content: what the host holds is of the old one."""
+        if group.swapped:
+            self.begin_again(group)
+        group.rekey(adapter_key)
 
     def start_over(self, groups: Iterable[SequenceGroup]) -> None:
         """A step broke off in the middle: no group keeps anything, and all that are not finished are computed
@@ -349,27 +365,43 @@ class Scheduler:
 
     def _admit(self, draft: Draft) -> None:
         """Admit groups for which there is room: preempted ones first, and new ones only when all of these run
-        (C28).
+        (C28), or wait for nothing but an adapter (C33).
+        """
+        pinned = set() if self.adapters is None else {group.request.adapter for group in self.running}
+        if self._admit_from(self.preempted, draft, pinned):
+            self._admit_from(self.waiting, draft, pinned)
+
+    def _admit_from(self, queue: list[SequenceGroup], draft: Draft, pinned: set[Names]) -> bool:
+        """Admit groups of a queue: whether later queues may go on. pinned: the adapters that keep their
+        slots.
         """
         passed = 0
-        while draft.room > 0 and self._taken < self.limits.sequences:
-            queue = self.preempted or self.waiting
-            if passed >= len(queue):
-                return
+        others_may = True
+        waited = False
+        while passed < len(queue):
+            if draft.room <= 0 or self._taken >= self.limits.sequences:
+                return False
             group = queue[passed]
             if group.awaits_tokens:
-                return
+                return False
+            adapter = group.request.adapter
+            if adapter and (waited or not self._has_adapter(adapter, pinned)):
+                passed += 1  # it keeps its place, and later groups do not wait
+                group.passed_over += 1
+                waited |= group.passed_over > PATIENCE
+                continue
             if group.swapped and self.swapping.stale(group):
                 self.begin_again(group)
             found = self._find(group)
             if found is None:
                 # Another group computes its prefix now: it keeps its place, and later groups do not wait.
                 passed += 1
+                others_may = False
                 continue
             state = self._state(draft.room)
             candidate = self._candidate(group, found)
             if state.taken + len(group.sequences) > self.limits.sequences:
-                return
+                return False
             verdict = self.admission.verdict(candidate, state)
             if verdict is not Admission.OK and any(each.partial for each in found):
                 # The source of a copy is referenced while it is copied: a group that needs every block does
@@ -378,7 +410,7 @@ class Scheduler:
                 candidate = self._candidate(group, found)
                 verdict = self.admission.verdict(candidate, state)
             if verdict is not Admission.OK:
-                return
+                return False
             del queue[passed]
             self.admission.enter(candidate, state)
             self._start(draft, group, found)
@@ -389,6 +421,15 @@ class Scheduler:
             if not fit(self.kv_groups, [steps]):
                 raise AssertionError(f"{group!r} was let in and its first step does not fit")
             self._take(draft, steps)
+        return others_may
+
+    def _has_adapter(self, adapter: Names, pinned: set[Names]) -> bool:
+        """Whether a group can run with an adapter now; if it may have a slot, nobody behind it gets that."""
+        assert self.adapters is not None
+        there = self.adapters.acquire(adapter, pinned)
+        if there or adapter in self.adapters:
+            pinned.add(adapter)
+        return there
 
     def _find(self, group: SequenceGroup, whole: bool = False) -> list[Match] | None:
         """What every pool has of the group's beginning, to the token or in whole blocks; None if a twin is
@@ -524,6 +565,8 @@ class Scheduler:
             state.taken == sum(len(group.sequences) for group in self.running),
             "a running sequence is not counted",
         )
+        if self.adapters is not None:
+            self.adapters.check({group.request.adapter for group in self.running} - {()})
         expect(
             self._others == apart and len(self.decode_batch) == len(self.running) - len(apart),
             "a running group is in two places, or in none",

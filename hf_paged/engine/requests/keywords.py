@@ -136,6 +136,7 @@ class RequestKeywords(GenerateKeywords, total=False):
     logprobs: int | bool | None
     priority: int
     salt: str | None
+    adapter: str | Sequence[str] | None
 
 
 UNNAMED = frozenset(Unnamed.__annotations__)

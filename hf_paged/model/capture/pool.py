@@ -158,6 +158,7 @@ class CapturePool:
             if size.rows <= key.size.rows <= size.rows + SPARE
             and key.size.width >= size.width
             and key.size.form in holders
+            and key.size.adapters == size.adapters
             and key.state is state
             and (step.trusted or not trusted)
             and (step.holds_fewer or key.size == size)

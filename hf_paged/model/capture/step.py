@@ -30,6 +30,8 @@ class Size(NamedTuple):
     rows: int
     width: int = 0
     """Blocks of a row, where tables of several widths serve one form."""
+    adapters: int = 0
+    """The layout of the table of adapters that it reads; 0 for the model alone."""
 
 
 class CapturedStep:

@@ -1,0 +1,364 @@
+"""The adapters of an engine's requests."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from ..blocks import extra_key
+from ..kv.ops import lora_kernels
+from ..kv.upload import upload
+from ..model.adapters import Adapter, AdapterBatch, AdapterTable, LoraLayers, applied, combine
+from ..model.adapters.identity import AdapterSnapshot
+from ..model.adapters.loading import HostAdapter, load_adapter
+from ..model.adapters.peft_layers import BASE
+from ..model.identity import identity_of
+from ..model.switch import modules_of
+from ..scheduling import AdapterSlots, Names, Scheduler, TokenSequence
+from .forward_batch import ForwardBatch
+
+ACTIVE: Literal["active"] = "active"
+"""The adapters that are active on the model, as generate() has them."""
+
+
+class AdapterInfo(NamedTuple):
+    """An adapter that requests can name."""
+
+    owner: Literal["model", "engine"]
+    """Whether it lies in the peft model, or was given to the engine."""
+    rank: int
+    bytes: int
+    on_device: bool
+    requests: int
+    """Unfinished requests that have it."""
+
+
+class _Known(NamedTuple):
+    """What was known of an adapter in the peft model when it was looked at."""
+
+    number: int
+    tags: list[Any]
+
+
+class EngineAdapters:
+    """Adapters by name, in slots of the device: which are there, and which each token of a step has.
+
+    Those of a peft model are read where they lie, and looked at again as its weights are. Those that the
+    engine was given are its own: they wait on the host, and come to the device when a request needs them.
+    """
+
+    def __init__(self, model: nn.Module, slots: int, device: torch.device, kernels: str) -> None:
+        parameter = next(model.parameters())
+        self.model = model
+        self.device = device
+        self.table = AdapterTable(slots, device, lora_kernels(kernels, device, parameter.dtype))
+        self.slots = AdapterSlots(slots, self._load, self._is_ready)
+        self.failed: dict[Names, Exception] = {}
+        """Why adapters could not be loaded."""
+        self.leaving: set[str] = set()
+        """Those that go when their last request has ended."""
+        self._own: dict[str, HostAdapter] = {}
+        self._known: dict[str, _Known] = {}
+        self._loading: dict[Names, tuple[Adapter, int, torch.cuda.Event]] = {}
+        self.fresh = False
+        """Whether requests have come whose adapters have not been looked at."""
+        self._in_model: LoraLayers | None = None
+        self.layers: list[nn.Module] = []
+        """The layers whose forward is ours while a step runs; none if no adapter is known."""
+        self._last: tuple[tuple[TokenSequence, ...], tuple[int, ...], torch.Tensor | None] | None = None
+        self._changes = 0
+        """How often a slot was given to another adapter."""
+        self._seen_changes = 0
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._note_layers()
+
+    @property
+    def in_model(self) -> LoraLayers:
+        """Those of the peft model, as its modules were when it was looked at."""
+        if self._in_model is None:
+            self._in_model = LoraLayers(modules_of(self.model))
+        return self._in_model
+
+    @property
+    def why_not(self) -> str | None:
+        """Why requests cannot choose among the peft model's adapters."""
+        in_model = self.in_model
+        return in_model.why_not_now() if in_model.apart else in_model.why_not
+
+    def refresh(self) -> None:
+        """No request runs, and anything may have happened to the peft model: look at it again."""
+        self._in_model = None
+        self._known.clear()
+        self._note_layers()
+
+    def _note_layers(self) -> None:
+        in_model = self.in_model
+        found = dict.fromkeys(in_model.layers if in_model.apart else [])
+        found |= dict.fromkeys(module for own in self._own.values() for module in own.host.layers)
+        self.layers = list(found)
+
+    def stats(self) -> dict[str, int]:
+        """How many there are on the device, how many it has room for, and the memory of those that the engine
+        has.
+        """
+        there = list(self.slots)
+        held = [self.table.slots[self.slots.slot(names)] for names in there if self._own.keys() & set(names)]
+        tensors = {id(tensor): tensor.nbytes for each in held if each is not None for tensor in each.tensors}
+        total = sum(tensors.values()) + self.table.bytes
+        return {"on_device": len(there), "slots": self.slots.count, "bytes": total}
+
+    def close(self) -> None:
+        """Forget all that lies on the device."""
+        for names in list(self.slots):
+            slot = self.slots.release(names)
+            assert slot is not None
+            self.table.clear(slot)
+        self._loading.clear()
+        self._last = None
+
+    # ---- by name
+
+    def infos(self, users: Callable[[str], int]) -> dict[str, AdapterInfo]:
+        """What can be named."""
+        there = {name for names in self.slots for name in names}
+        found: dict[str, AdapterInfo] = {}
+        in_model = self.in_model
+        for name in in_model.names if in_model.apart else ():
+            adapter = in_model.read(name)
+            found[name] = AdapterInfo("model", adapter.rank, adapter.bytes, name in there, users(name))
+        for name, own in self._own.items():
+            found[name] = AdapterInfo("engine", own.rank, own.bytes, name in there, users(name))
+        return found
+
+    def load(self, name: str, source: Any, config: Any) -> HostAdapter:
+        """Read an adapter from a folder, a state dict or another peft model."""
+        if not isinstance(name, str) or not name or name == BASE:
+            raise ValueError(f"an adapter has a name of its own, got {name!r}")
+        self._require_new(name)
+        adapter = load_adapter(self.model, source, config, name)
+        return HostAdapter(adapter, pinned=self.device.type == "cuda")
+
+    def add(self, name: str, loaded: HostAdapter) -> None:
+        """Let requests name it."""
+        self._require_new(name)
+        self._own[name] = loaded
+        self._note_layers()
+
+    def _require_new(self, name: str) -> None:
+        if name in self._own or name in self.in_model.names:
+            raise ValueError(f"there is an adapter {name!r} already; remove it first, or take another name")
+
+    def leave(self, name: str) -> None:
+        """Let no further request name an adapter of the engine's own."""
+        if name not in self._own:
+            if name in self.in_model.names:
+                raise ValueError(f"{name!r} is the peft model's; delete it there, with model.delete_adapter")
+            raise ValueError(self._unknown(name))
+        self.leaving.add(name)
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter of the engine's own, which no request has."""
+        del self._own[name]
+        self.leaving.discard(name)
+        self._note_layers()
+        for names in [each for each in self.slots if name in each]:
+            self._loading.pop(names, None)
+            slot = self.slots.release(names)
+            if slot is not None:
+                self.table.clear(slot)
+
+    def resolve(self, wanted: Any) -> Names:
+        """The adapters of a request, from what its caller wrote; raises ValueError for what is not there."""
+        in_model = self.in_model
+        if wanted is ACTIVE or (isinstance(wanted, str) and wanted == ACTIVE):
+            return in_model.active if in_model.apart and self.why_not is None else ()
+        if wanted is None or wanted == BASE:
+            wanted = []
+        names = [wanted] if isinstance(wanted, str) else list(wanted)
+        why_not = self.why_not
+        if why_not is not None:
+            raise ValueError(
+                f"adapter={wanted!r}: the engine cannot choose among this model's adapters, since "
+                f"{why_not}; leave adapter out for what is active, or use generate()"
+            )
+        known = {*self._own, *in_model.names}
+        if not known.issuperset(names):
+            self._in_model = None  # it may have come a moment ago
+            self._note_layers()
+            known = {*self._own, *self.in_model.names}
+        for name in names:
+            if name not in known:
+                raise ValueError(self._unknown(name))
+            if name in self.leaving:
+                raise ValueError(f"the adapter {name!r} is being removed")
+        return tuple(dict.fromkeys(names))
+
+    def _unknown(self, name: object) -> str:
+        known = sorted({*self._own, *self.in_model.names})
+        close = difflib.get_close_matches(str(name), known, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {known}" if known else "there is none"
+        return f"there is no adapter {name!r}; {hint}"
+
+    # ---- content
+
+    def _key(self, names: Names, running: Collection[str], again: bool) -> bytes:
+        """What the keys and values of a request depend on beside the model.
+
+        again: whether adapters that do not run are looked at, all of their weights in turns.
+        """
+        return extra_key(*[self._content(name, again and name not in running) for name in names])
+
+    def _content(self, name: str, again: bool) -> tuple[str, bytes | int]:
+        if name in self._own:
+            return "", self._own[name].key
+        if again or name not in self._known:
+            adapter = self.in_model.read(name)
+            number = identity_of(self.model).of_adapter(name).prefix_key(AdapterSnapshot(adapter))
+            self._known[name] = _Known(number, tags_of(adapter))
+        return name, self._known[name].number
+
+    def changed(self, names: Iterable[str]) -> set[str]:
+        """Which of these were written to since they were looked at, as far as the host sees it."""
+        found = set()
+        in_model: LoraLayers | None = None
+        for name in names:
+            known = self._known.get(name)
+            if known is None or name in self._own:
+                continue
+            in_model = self.in_model if in_model is None else in_model
+            if name not in in_model.names or tags_of(in_model.read(name)) != known.tags:
+                found.add(name)
+        return found
+
+    def renew(self, scheduler: Scheduler) -> None:
+        """Look at the adapters of groups that wait: those of another content than their group's key begin
+        anew, and so does what lies in their slots. An adapter that a running group has is as that knows it.
+        """
+        self.fresh = False
+        running = {name for group in scheduler.running for name in group.request.adapter}
+        waiting = [group for group in (*scheduler.preempted, *scheduler.waiting) if group.request.adapter]
+        new = {group.request.adapter for group in waiting if not group.request.adapter_key}
+        touched = self.changed({name for group in waiting for name in group.request.adapter} - running)
+        keys: dict[Names, bytes] = {}
+        for group in waiting:
+            names = group.request.adapter
+            if names not in keys:
+                again = names in new or bool(touched.intersection(names))
+                keys[names] = self._key(names, running, again)
+                if again and names in self.slots and not running.intersection(names):
+                    self._enter(names, self.slots.slot(names))
+            if keys[names] != group.request.adapter_key:
+                scheduler.rekey(group, keys[names])
+
+    # ---- slots
+
+    def _load(self, names: Names, slot: int) -> None:
+        """Begin to bring adapters into a slot."""
+        self._changes += 1
+        try:
+            if self._side is None or not any(name in self._own for name in names):
+                self._enter(names, slot)
+                return
+            with torch.cuda.stream(self._side):
+                adapter = self._on_device(names)
+                event = torch.cuda.Event()
+                event.record(self._side)
+            self._loading[names] = adapter, slot, event
+        except Exception as error:
+            self.failed[names] = error
+
+    def _enter(self, names: Names, slot: int) -> None:
+        self.table.put(slot, self._on_device(names))
+
+    def _on_device(self, names: Names) -> Adapter:
+        in_model = self.in_model
+        return combine(
+            [
+                self._own[name].copy_to(self.device) if name in self._own else in_model.read(name)
+                for name in names
+            ]
+        )
+
+    def _is_ready(self, names: Names) -> bool:
+        """Whether adapters are in their slot."""
+        if names in self.failed:
+            return False
+        if names not in self._loading:
+            return True
+        adapter, slot, event = self._loading[names]
+        if not event.query():
+            return False
+        del self._loading[names]
+        torch.cuda.current_stream(self.device).wait_event(event)
+        for tensor in adapter.tensors:
+            tensor.record_stream(torch.cuda.current_stream(self.device))
+        self.table.put(slot, adapter)
+        return True
+
+    def wait(self) -> bool:
+        """Wait for an adapter that is being loaded; False if there is none."""
+        for _, _, event in self._loading.values():
+            event.synchronize()
+            return True
+        return bool(self.failed)
+
+    def take_failed(self) -> dict[Names, Exception]:
+        """The adapters that could not be loaded; a later request tries them again."""
+        failed, self.failed = self.failed, {}
+        for names in failed:
+            self.slots.release(names)
+        return failed
+
+    # ---- a step
+
+    def of_rows(self, sequences: tuple[TokenSequence, ...]) -> tuple[int, ...] | None:
+        """The slot of each row's adapter; None if all are the model alone."""
+        if self._last is None or self._last[0] != sequences or self._seen_changes != self._changes:
+            slots = tuple([self.slots.slot(sequence.group.request.adapter) for sequence in sequences])
+            self._last = sequences, slots, None
+            self._seen_changes = self._changes
+        slots = self._last[1]
+        return slots if any(slot >= 0 for slot in slots) else None
+
+    def index(self, slots: Sequence[int]) -> torch.Tensor:
+        """Slots on the device, the same tensor as long as they are the last batch's."""
+        last = self._last
+        if last is None or last[1] is not slots:
+            return upload(slots, self.device, torch.int32)
+        if last[2] is None:
+            last = self._last = last[0], last[1], upload(slots, self.device, torch.int32)
+        assert last[2] is not None
+        return last[2]
+
+    def applied(self, batch: AdapterBatch | None) -> AbstractContextManager[None]:
+        """Let a forward add the adapters of a batch, or none, whatever is active on the peft model."""
+        return applied(self.layers, batch)
+
+    def of_batch(self, batch: ForwardBatch, last: torch.Tensor | None = None) -> AdapterBatch | None:
+        """The adapters of a forward's tokens. last: the places of those that the head is given."""
+        if batch.adapters is None:
+            return None
+        if len(set(batch.adapters)) == 1:
+            adapter = self.table.slots[batch.adapters[0]]
+            assert adapter is not None
+            return AdapterBatch.of_one(self.table, adapter)
+        return AdapterBatch(self.table, batch.spread_adapters(), last)
+
+
+def tags_of(adapter: Adapter) -> list[Any]:
+    """Which tensors an adapter has, where they lie, how often torch wrote to them, and its scales."""
+    return [
+        (id(tensor), tensor.data_ptr(), tensor._version, part.scale)
+        for part in adapter.layers.values()
+        for tensor in (part.a, part.b)
+    ]
+
+
+def adapters_in(sequences: Collection[TokenSequence]) -> Iterator[str]:
+    """The adapters that any of these have."""
+    yield from dict.fromkeys(name for sequence in sequences for name in sequence.group.request.adapter)

@@ -1,0 +1,206 @@
+"""Adapters from a folder, a state dict or another peft model: read, checked, and brought to a device."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from .lora import Adapter, LowRank
+
+KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+MORE_THAN_PRODUCTS = {
+    "use_dora": "DoRA",
+    "lora_bias": "biases",
+    "modules_to_save": "modules_to_save",
+    "target_parameters": "target_parameters",
+    "trainable_token_indices": "trained tokens",
+    "alora_invocation_tokens": "aLoRA",
+    "layer_replication": "replicated layers",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+}
+"""Options of a LoraConfig that make an adapter more than low-rank products of linear layers."""
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+"""Ways to begin an adapter that take its beginning off the model's own weights."""
+ALIGNMENT = 16
+"""Bytes that kernels want weights to begin at."""
+
+
+class HostAdapter:
+    """An adapter that no module holds: its weights lie together on the host, and are copied to the device
+    when a request needs them. They never change.
+    """
+
+    def __init__(self, adapter: Adapter, pinned: bool) -> None:
+        """pinned: whether the host's memory is locked, so that a copy delays nothing else."""
+        parts = {module: _padded(part) for module, part in adapter.layers.items()}
+        sizes = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for part in parts.values() for each in part[:2]]
+        self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self._parts = parts
+        self.rank = adapter.rank
+        self.host = self._laid_over(self._memory)
+        for module, part in parts.items():
+            self.host.layers[module].a.copy_(part.a)
+            self.host.layers[module].b.copy_(part.b)
+        self._parts = {
+            module: LowRank(part.a.to("meta"), part.b.to("meta"), part.scale)
+            for module, part in parts.items()
+        }
+        digest = blake2b(self._memory.numpy().data, digest_size=32)
+        digest.update(repr([part.scale for part in parts.values()]).encode())
+        self.key = digest.digest()
+        """Its content."""
+
+    @property
+    def bytes(self) -> int:
+        """The memory that it takes on a device."""
+        return self._memory.nbytes
+
+    def copy_to(self, device: torch.device) -> Adapter:
+        """Its weights on a device, on their way there if the memory is pinned."""
+        return self._laid_over(self._memory.to(device, non_blocking=True))
+
+    def _laid_over(self, memory: torch.Tensor) -> Adapter:
+        """The adapter whose weights lie in `memory`."""
+        begin = 0
+        layers: dict[nn.Module, LowRank] = {}
+        for module, part in self._parts.items():
+            found = []
+            for each in part[:2]:
+                found.append(memory[begin : begin + each.nbytes].view(each.dtype).view(each.shape))
+                begin += -(-each.nbytes // ALIGNMENT) * ALIGNMENT
+            layers[module] = LowRank(found[0], found[1], part.scale)
+        return Adapter(layers)
+
+
+def _padded(part: LowRank) -> LowRank:
+    """A layer's weights with a rank that is a multiple of 8, as kernels read it."""
+    rank = part.a.shape[0]
+    more = -rank % 8
+    pad = nn.functional.pad
+    return LowRank(
+        pad(part.a.detach().cpu(), (0, 0, 0, more)).contiguous(),
+        pad(part.b.detach().cpu(), (0, more)).contiguous(),
+        part.scale,
+    )
+
+
+def load_adapter(model: nn.Module, source: Any, config: Any, name: str) -> Adapter:
+    """An adapter from a folder as peft saves it, from a state dict with its LoraConfig, or from another peft
+    model that has an adapter of that name.
+    """
+    state, config = _read(source, config, name)
+    _check(config)
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    others = []
+    for key, tensor in state.items():
+        match = KEY.fullmatch(key)
+        if match is None:
+            others.append(key)
+        else:
+            halves.setdefault(match[1], {})[match[2]] = tensor
+    if others or not halves:
+        what = f"{others[0]!r} and {len(others) - 1} more are" if others else "there is nothing"
+        raise ValueError(
+            f"the engine adds low-rank products of linear layers, and {what} in the adapter; put it into a "
+            "peft model and give the engine that"
+        )
+    layers = {}
+    for path, found in halves.items():
+        module = _layer(model, path)
+        if found.keys() != {"A", "B"}:
+            raise ValueError(
+                f"the adapter has only lora_{''.join(found)} of {path}; expected lora_A and lora_B"
+            )
+        part = LowRank(found["A"], found["B"], _scale(config, path, found["A"].shape[0]))
+        _check_shapes(path, module, part)
+        layers[module] = part
+    return Adapter(layers)
+
+
+def _read(source: Any, config: Any, name: str) -> tuple[Mapping[str, torch.Tensor], Any]:
+    """An adapter's state dict and its LoraConfig."""
+    import peft
+
+    if isinstance(source, (str, os.PathLike)):
+        path = os.fspath(source)
+        found: Any = peft.PeftConfig.from_pretrained(path) if config is None else config
+        return peft.load_peft_weights(path, device="cpu"), found
+    configs = getattr(source, "peft_config", None)
+    if isinstance(configs, Mapping):
+        if name not in configs:
+            raise ValueError(f"that model has no adapter {name!r}; it has {sorted(configs)}")
+        return peft.get_peft_model_state_dict(source, adapter_name=name), configs[name]
+    if isinstance(source, Mapping):
+        if config is None:
+            raise ValueError(
+                "a state dict does not say how its weights are scaled; give config=LoraConfig(...)"
+            )
+        return source, config
+    raise TypeError(
+        f"an adapter is a folder, a state dict with config=LoraConfig(...) or a peft model, got "
+        f"{type(source).__name__}"
+    )
+
+
+def _check(config: Any) -> None:
+    """Raise for what is more than low-rank products, by its name."""
+    kind = str(getattr(config, "peft_type", None)).removeprefix("PeftType.")
+    if kind != "LORA":
+        raise ValueError(
+            f"the engine adds LoRA adapters to a model, got one of {kind}; put it into a peft model, make it "
+            "active and give the engine that"
+        )
+    used = [what for option, what in MORE_THAN_PRODUCTS.items() if getattr(config, option, None)]
+    used += ["biases"] if getattr(config, "bias", "none") != "none" else []
+    begin = getattr(config, "init_lora_weights", True)
+    used += [begin] if isinstance(begin, str) and begin.startswith(CHANGES_BASE) else []
+    if used:
+        raise ValueError(
+            f"the engine adds low-rank products to linear layers, and this adapter has {', '.join(used)}; "
+            "put it into a peft model, make it active and give the engine that"
+        )
+
+
+def _layer(model: nn.Module, path: str) -> nn.Module:
+    """The layer that a state dict calls so."""
+    try:
+        module = model.get_submodule(path)
+    except AttributeError as error:
+        raise ValueError(
+            f"{type(model).__name__} has no layer {path!r}; the adapter is for another model"
+        ) from error
+    base = getattr(module, "base_layer", module)
+    if not isinstance(base, (nn.Linear, Conv1D)):
+        raise ValueError(f"{path} is a {type(base).__name__}; expected a linear layer")
+    return module
+
+
+def _check_shapes(path: str, module: nn.Module, part: LowRank) -> None:
+    base: Any = getattr(module, "base_layer", module)
+    inputs, outputs = base.weight.shape if isinstance(base, Conv1D) else (base.in_features, base.out_features)
+    if (part.a.shape[1], part.b.shape[0]) != (inputs, outputs) or part.a.shape[0] != part.b.shape[1]:
+        raise ValueError(
+            f"{path} has {inputs} inputs and {outputs} outputs, the adapter's weights are "
+            f"{list(part.a.shape)} and {list(part.b.shape)}; it is for another model"
+        )
+
+
+def _scale(config: Any, path: str, rank: int) -> float:
+    """What the product is multiplied with, as peft has it."""
+    from peft.utils.other import get_pattern_key
+
+    patterns: dict[str, int] = config.alpha_pattern or {}
+    alpha: float = patterns.get(get_pattern_key(list(patterns), path), config.lora_alpha)
+    return alpha / math.sqrt(rank) if config.use_rslora else alpha / rank

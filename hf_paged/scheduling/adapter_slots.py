@@ -1,0 +1,78 @@
+"""Which adapters have a slot on the device."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+
+from ..blocks.pool import expect
+
+Names = tuple[str, ...]
+"""The adapters of a request, which are added up; none for the model alone."""
+
+
+class AdapterSlots:
+    """Slots of adapters, the least recently used of which makes room for another.
+
+    The slot of an adapter that a running request has is not given away, and requests of the model alone need
+    none: a request whose adapter finds no slot keeps its place and delays no other (C33).
+    """
+
+    def __init__(
+        self, count: int, load: Callable[[Names, int], None], ready: Callable[[Names], bool]
+    ) -> None:
+        """load: begins to bring an adapter into a slot. ready: whether it is there and can be used."""
+        self.count = count
+        self._load = load
+        self._ready = ready
+        self._slots: OrderedDict[Names, int] = OrderedDict()
+        """The least recently used first."""
+        self._free = list(range(count))[::-1]
+
+    def __contains__(self, adapter: Names) -> bool:
+        return adapter in self._slots
+
+    def __iter__(self) -> Iterator[Names]:
+        return iter(self._slots)
+
+    def slot(self, adapter: Names) -> int:
+        """The slot of an adapter; -1 for the model alone."""
+        return self._slots[adapter] if adapter else -1
+
+    def acquire(self, adapter: Names, pinned: Collection[Names]) -> bool:
+        """Whether a request can run with an adapter now. If it has no slot, it gets one that no `pinned`
+        adapter has, and begins to be loaded.
+        """
+        if adapter not in self._slots:
+            slot = self._take(pinned)
+            if slot is None:
+                return False
+            self._slots[adapter] = slot
+            try:
+                self._load(adapter, slot)
+            except BaseException:
+                self.release(adapter)
+                raise
+        self._slots.move_to_end(adapter)
+        return self._ready(adapter)
+
+    def _take(self, pinned: Collection[Names]) -> int | None:
+        if self._free:
+            return self._free.pop()
+        oldest = next((adapter for adapter in self._slots if adapter not in pinned), None)
+        return None if oldest is None else self._slots.pop(oldest)
+
+    def release(self, adapter: Names) -> int | None:
+        """Give a slot back: which it was, None if the adapter had none."""
+        slot = self._slots.pop(adapter, None)
+        if slot is not None:
+            self._free.append(slot)
+        return slot
+
+    def check(self, running: Collection[Names]) -> None:
+        """Recount: every slot is an adapter's or free, and every running adapter has one."""
+        expect(
+            sorted([*self._slots.values(), *self._free]) == list(range(self.count)),
+            "a slot belongs to two adapters, or is lost",
+        )
+        expect(set(running) <= self._slots.keys(), "a request runs whose adapter has no slot")
