@@ -1,23 +1,34 @@
-"""Many adapters in one batch: what the low-rank kernels cost in a decoding step, without the base's products.
+"""Many adapters in one batch: an engine's steps, generate() with adapter_names, a trace, and the kernels alone.
 
-    python benchmarks/adapters.py       # on a GPU, under a minute; the linear layers of the 8B Llama shape
+    python benchmarks/adapters.py                         # everything, some 6 minutes on a GPU
+    python benchmarks/adapters.py --sections steps --rows 8 64 --counts 0 8
 
-The seven linear layers of 32 decoder layers, in one CUDA graph, median of ten replays: a shrink for each input
-(q, k and v; o; gate and up; down) and an expand for each layer. Rows get adapters in turn, or none.
+The adapters are random, of rank 16 on all seven linear layers, in the model's number type; an engine has them
+beside a plain model, generate() in a peft model. Rows get them in turn.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
+import time
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import peft
 import torch
-from shapes import line, where
+from shapes import SHAPES, Report, build, common_parser, report_of
+from traces import trace
+
+from hf_paged import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-import hf_paged_kernels as kernels
 
+RANK = 16
+CONTEXT = 384
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 HIDDEN = 4096
 INNER = 14336
 KEYS = 1024
@@ -33,10 +44,190 @@ WIDE_CASES = [(1, 1, 1), (64, 8, 8), (256, 8, 8)]
 """Those of adapters in float32, beside a model in bfloat16."""
 
 
-def table(
+class Bench:
+    """A model, and adapters for it."""
+
+    def __init__(self, options: argparse.Namespace, report: Report) -> None:
+        self.options = options
+        self.report = report
+
+    @cached_property
+    def model(self) -> Any:
+        """A plain model, whose answers are as long as they are asked to be."""
+        model = build(self.options.shape, self.options.device, getattr(torch, self.options.dtype))
+        model.generation_config.pad_token_id = 0
+        model.generation_config.eos_token_id = None
+        return model
+
+    @cached_property
+    def config(self) -> Any:
+        return peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, init_lora_weights=False)
+
+    def state(self, seed: int) -> dict[str, torch.Tensor]:
+        """A random adapter, as peft saves it."""
+        random = torch.Generator(self.options.device).manual_seed(seed)
+        found = {}
+        for name, module in self.model.named_modules():
+            if name.rsplit(".", 1)[-1] in TARGETS:
+                for half, shape in (("A", (RANK, module.in_features)), ("B", (module.out_features, RANK))):
+                    weight = torch.randn(shape, generator=random, device=self.options.device) * 0.01
+                    key = f"base_model.model.{name}.lora_{half}.weight"
+                    found[key] = weight.to(self.model.dtype).cpu()
+        return found
+
+    def engine(self, adapters: int, rows: int, **more: Any) -> Engine:
+        """An engine with so many adapters, all of which the device can hold."""
+        options = {"max_batch_sequences": rows, "max_batch_tokens": max(2048, 16 * rows)}
+        made = Engine(self.model, **{**options, "max_adapters": max(adapters, 1), **more})
+        for i in range(adapters):
+            made.add_adapter(f"a{i}", self.state(i), self.config)
+        return made
+
+    def prompts(self, rows: int, context: int = CONTEXT) -> list[list[int]]:
+        random = torch.Generator().manual_seed(1)
+        high = SHAPES[self.options.shape]["vocab_size"] - 10
+        return torch.randint(10, high, (rows, context), generator=random).tolist()
+
+    def wait(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def step_time(bench: Bench, engine: Engine, rows: int, adapters: int, steps: int = 32) -> float:
+    """Milliseconds of a step in which nothing but decoding happens, the median; row i has adapter
+    i % adapters.
+    """
+    handles = [
+        engine.submit(
+            prompt,
+            max_new_tokens=64 * steps,
+            do_sample=False,
+            adapter=f"a{i % adapters}" if adapters else None,
+        )
+        for i, prompt in enumerate(bench.prompts(rows))
+    ]
+    seen = -1
+    while engine.stats()["waiting"] or engine.stats()["tokens"] - seen != rows:
+        seen = engine.stats()["tokens"]
+        engine.step()
+    for _ in range(8):
+        engine.step()
+    seconds = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - begin)
+    for handle in handles:
+        handle.cancel()
+    engine.step()
+    return statistics.median(seconds) * 1e3
+
+
+def steps(bench: Bench) -> None:
+    rows = bench.options.rows
+    bench.report.table(
+        "adapters steps", f"A decoding step of the engine, prompts of {CONTEXT}, ms, median",
+        adapters=("adapters in the batch", "d"), there=("adapters added", "d"),
+        **{f"r{each}": (f"{each} rows", ".2f") for each in rows}, memory=("an adapter on the device, MB", ".0f"),
+    )  # fmt: skip
+    for there in sorted({0, *bench.options.counts}):
+        for count in sorted({0, there}):
+            found = {}
+            stats: dict[str, Any] = {}
+            with bench.report.surviving(f"steps, {count} of {there} adapters"):
+                for each in rows:
+                    if count > each:
+                        continue
+                    with bench.engine(there, each) as engine:
+                        found[f"r{each}"] = step_time(bench, engine, each, count)
+                        stats = engine.stats()["adapters"]
+            size = stats["bytes"] / stats["on_device"] / 1e6 if stats.get("on_device") else None
+            bench.report.row(adapters=count, there=there, memory=size, **found)
+
+
+def generate(bench: Bench) -> None:
+    count = 8
+    model = peft.get_peft_model(bench.model, bench.config, adapter_name="a0", autocast_adapter_dtype=False)
+    for i in range(1, count):
+        model.add_adapter(f"a{i}", bench.config, autocast_adapter_dtype=False)
+    model.to(bench.model.dtype).eval()
+    bench.report.table(
+        "adapters generate", f"A decoding step of generate(), prompts of {CONTEXT}, ms",
+        what=("rows have", ""), rows=("rows", "d"), paged=("paged", ".2f"), stock=("stock", ".2f"),
+    )  # fmt: skip
+    for what, rows in (("one", 1), ("one", 8), ("one", 64), ("mixed", 8), ("mixed", 64), ("base", 8)):
+        ids = torch.tensor(bench.prompts(rows), device=bench.options.device)
+        call: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False}
+        if what == "mixed":
+            call["adapter_names"] = [f"a{i % count}" for i in range(rows)]
+        if what == "base":
+            call["adapter_names"] = ["__base__"] * rows
+        found = {}
+        with bench.report.surviving(f"generate, {what}, {rows} rows"):
+            for name, more in (("paged", {"cache_implementation": "paged"}), ("stock", {})):
+                longest = 72 if name == "paged" else 16
+                seconds = {}
+                for new in (8, longest, 8, longest):
+                    bench.wait()
+                    begin = time.perf_counter()
+                    model.generate(**call, **more, min_new_tokens=new, max_new_tokens=new)
+                    bench.wait()
+                    seconds[new] = time.perf_counter() - begin
+                found[name] = (seconds[longest] - seconds[8]) / (longest - 8) * 1e3
+        bench.report.row(what=what, rows=rows, **found)
+    bench.__dict__["model"] = model.unload()
+
+
+def run_trace(bench: Bench) -> None:
+    count, requests, at_once = 32, bench.options.requests, 256
+    bench.report.table(
+        "adapters trace", f"{requests} requests of the sharegpt trace, {at_once} at once, output tokens a second",
+        adapters=("adapters", "d"), speed=("tok/s, second run", ".0f"), first=("tok/s, first run", ".0f"),
+        share=("of the base's", ".2f"),
+    )  # fmt: skip
+    asks = trace("sharegpt", requests, SHAPES[bench.options.shape]["vocab_size"])
+    base = None
+    for adapters in (0, count):
+        speeds = []
+        with bench.report.surviving(f"trace, {adapters} adapters"), bench.engine(adapters, at_once) as engine:
+            for _ in range(2):
+                begin = time.perf_counter()
+                handles = [
+                    engine.submit(
+                        ask.prompt, max_new_tokens=ask.new, do_sample=False,
+                        adapter=f"a{i % adapters}" if adapters else None,
+                    )
+                    for i, ask in enumerate(asks)
+                ]  # fmt: skip
+                made = sum(len(handle.result().sequences[0].token_ids) for handle in handles)
+                speeds.append(made / (time.perf_counter() - begin))
+            base = base or speeds[1]
+            bench.report.row(adapters=adapters, speed=speeds[1], first=speeds[0], share=speeds[1] / base)
+
+
+def first_token(bench: Bench) -> None:
+    bench.report.table(
+        "adapters first token", "A request whose adapter is on the host, prompts of 64, ms to its first token, median of 5",
+        what=("", ""), ms=("ms", ".1f"),
+    )  # fmt: skip
+    prompts = bench.prompts(40, 64)
+    with bench.engine(16, 8, max_adapters=1) as engine:
+        for what in ("the base's", "adapter on the device", "adapter on the host"):
+            found = []
+            for i in range(8):
+                adapter = {"t": None, "a": "a0"}[what[0]] if "host" not in what else f"a{1 + i}"
+                begin = time.perf_counter()
+                engine.generate([prompts.pop()], max_new_tokens=1, adapter=adapter)
+                found.append((time.perf_counter() - begin) * 1e3)
+            bench.report.row(what=what, ms=statistics.median(found[3:]))
+
+
+def kernel_table(
     outs: list[int], n: int, slots: int, rank: int, dtype: torch.dtype
 ) -> tuple[object, list[torch.Tensor]]:
     """Random adapters of the layers with one input, and the tensors that hold them."""
+    import hf_paged_kernels as kernels
+
     found = kernels.LoraWeights(len(outs), slots, rank, dtype, "cuda")
     kept = []
     for layer, out in enumerate(outs):
@@ -49,9 +240,13 @@ def table(
     return found, kept
 
 
-def measure(rows: int, adapters: int, slots: int, rank: int, dtype: torch.dtype) -> float:
+def kernel_step(rows: int, adapters: int, slots: int, rank: int, dtype: torch.dtype) -> float:
     """Milliseconds of the kernels of a step."""
-    tables = [(n, outs, *table(outs, n, slots, rank, dtype)) for _ in range(LAYERS) for n, outs in INPUTS]
+    import hf_paged_kernels as kernels
+
+    tables = [
+        (n, outs, *kernel_table(outs, n, slots, rank, dtype)) for _ in range(LAYERS) for n, outs in INPUTS
+    ]
     inputs = {n: torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for n in (HIDDEN, INNER)}
     outputs = {n: torch.zeros(rows, n, dtype=torch.bfloat16, device="cuda") for n in (HIDDEN, KEYS, INNER)}
     index = [row % adapters if adapters else -1 for row in range(rows)]
@@ -62,8 +257,7 @@ def measure(rows: int, adapters: int, slots: int, rank: int, dtype: torch.dtype)
         plan.update(chosen)
         for n, outs, weights, _ in tables:
             shrunk = kernels.lora_shrink(inputs[n], weights, plan)
-            for layer, out in enumerate(outs):
-                kernels.lora_expand(outputs[out], shrunk, weights, plan, layer=layer)
+            kernels.lora_expand([outputs[out] for out in outs], shrunk, weights, plan)
 
     step()
     torch.cuda.synchronize()
@@ -82,19 +276,32 @@ def measure(rows: int, adapters: int, slots: int, rank: int, dtype: torch.dtype)
     return statistics.median(times[3:])
 
 
-def main() -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("the kernels are timed in CUDA graphs, and there is no CUDA device")
-    print(line(where("cuda")))
-    print("| rows | adapters | slots | type | ms |\n|---|---|---|---|---|")
+def kernel_steps(bench: Bench) -> None:
+    bench.report.table(
+        "adapters kernels", "The kernels of a step alone, in one CUDA graph",
+        rows=("rows", "d"), adapters=("adapters", "d"), slots=("slots", "d"), type=("type", ""), ms=("ms", ".2f"),
+    )  # fmt: skip
     for cases, dtype in ((CASES, torch.bfloat16), (WIDE_CASES, torch.float32)):
         for rows, adapters, slots in cases:
-            found = measure(rows, adapters, slots, 16, dtype)
-            print(
-                f"| {rows} | {adapters} | {slots} | {str(dtype).removeprefix('torch.')} | {found:.2f} |",
-                flush=True,
-            )
+            found = kernel_step(rows, adapters, slots, RANK, dtype)
+            name = str(dtype).removeprefix("torch.")
+            bench.report.row(rows=rows, adapters=adapters, slots=slots, type=name, ms=found)
             torch.cuda.empty_cache()
+
+
+SECTIONS = {
+    "steps": steps, "generate": generate, "trace": run_trace, "first_token": first_token, "kernels": kernel_steps,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = common_parser(__doc__, SECTIONS)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--counts", type=int, nargs="+", default=[0, 1, 8, 64])
+    parser.add_argument("--requests", type=int, default=512)
+    options = parser.parse_args()
+    report = report_of(options)
+    report.run(SECTIONS, options.sections, Bench(options, report))
 
 
 if __name__ == "__main__":

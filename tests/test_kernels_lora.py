@@ -54,10 +54,12 @@ class Adapters:
                 out[token] += scale * (x[token].double() @ a.double().T @ b.double().T)
         return out
 
-    def compute(self, x: torch.Tensor, ys: list[torch.Tensor], plan: object) -> None:
+    def compute(self, x: torch.Tensor, ys: list[torch.Tensor], plan: object, together: bool = True) -> None:
         shrunk = kernels.lora_shrink(x, self.table, plan)
-        for layer, y in enumerate(ys):
-            kernels.lora_expand(y, shrunk, self.table, plan, layer=layer)
+        if together:
+            kernels.lora_expand(ys, shrunk, self.table, plan)
+        for layer, y in enumerate([] if together else ys):
+            kernels.lora_expand([y], shrunk, self.table, plan, first=layer)
 
 
 def ints(index: list[int]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from ..kv.ops import lora_kernels
 from ..kv.upload import upload
 from ..model.adapters import Adapter, AdapterBatch, AdapterTable, LoraLayers, applied, combine
 from ..model.adapters.identity import AdapterSnapshot
+from ..model.adapters.joint import note_parents
 from ..model.adapters.loading import HostAdapter, load_adapter
 from ..model.adapters.peft_layers import BASE
 from ..model.identity import identity_of
@@ -57,6 +58,8 @@ class EngineAdapters:
         self.model = model
         self.device = device
         self.table = AdapterTable(slots, device, lora_kernels(kernels, device, parameter.dtype))
+        if self.table.kernels is not None:
+            note_parents(model)
         self.slots = AdapterSlots(slots, self._load, self._is_ready)
         self.failed: dict[Names, Exception] = {}
         """Why adapters could not be loaded."""

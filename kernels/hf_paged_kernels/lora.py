@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -14,8 +15,14 @@ from .tiles import precision
 FEW = 512
 """Up to so many tokens an adapter's tile has 16 of them, as few as a matrix product takes; beyond, 64."""
 PART = 512
-"""Columns of x that one program of a shrink reads where tokens are few: more programs read at once."""
+"""Columns of x that one program of a shrink reads at least."""
 MOST_PARTS = 16
+PROGRAMS = 1056
+"""Programs that a GPU has at work at once; with more of them each does more."""
+WIDE = 128
+"""Columns of an output that an expand computes at a time."""
+MOST_OUTPUTS = 3
+"""Layers with one input that one expand can write to."""
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -33,15 +40,12 @@ class AdapterPlan:
         self.tokens = tokens
         self.slots = slots
         self.tile = 16 if tokens <= FEW else 64
-        self.tiles = tokens // self.tile + slots
-        ints = {"dtype": torch.int32, "device": device}
-        self.order = torch.zeros(tokens, **ints)
-        """Tokens sorted by their adapter, those of the base last."""
-        self.slot = torch.full((self.tiles,), -1, **ints)
+        self.tiles = min(tokens, tokens // self.tile + slots)
+        self._memory = torch.empty(self.tiles * (1 + self.tile), dtype=torch.int32, device=device)
+        self.slot = self._memory[: self.tiles]
         """The adapter of each tile; -1 for a tile that this step does not use."""
-        self.first = torch.zeros(self.tiles, **ints)
-        """Where each tile's tokens begin in `order`."""
-        self.count = torch.zeros(self.tiles, **ints)
+        self.token = self._memory[self.tiles :]
+        """[tiles * tile]: the tokens of each tile, -1 where there are fewer."""
 
     def update(self, index: torch.Tensor) -> None:
         """Sort the tokens by `index` [tokens], int32 on the device: each one's slot, -1 for the base."""
@@ -50,12 +54,12 @@ class AdapterPlan:
                 f"Invalid index: expected [{self.tokens}] of torch.int32, got {list(index.shape)} of "
                 f"{index.dtype}"
             )
-        self.slot.fill_(-1)
+        self._memory.fill_(-1)
         launch(
             _sort, (triton.cdiv(self.tokens, 32),),
-            self.order, self.slot, self.first, self.count, index, self.tokens, self.slots,
-            TILE=self.tile, MINE=32, CHUNK=min(1024, max(32, triton.next_power_of_2(self.tokens))),
-            num_warps=4,
+            self.slot, self.token, index, self.tokens, self.slots,
+            TILE=self.tile, BY_PLACE=self.tiles == self.tokens, MINE=32,
+            CHUNK=min(1024, max(32, triton.next_power_of_2(self.tokens))), num_warps=4,
         )  # fmt: skip
 
 
@@ -135,7 +139,8 @@ def lora_shrink(x: torch.Tensor, weights: LoraWeights, plan: AdapterPlan) -> tor
     """x A^T of each token's adapter for all layers: fp32 [parts, tokens, layers, rank], whose parts add
     up to it.
 
-    x [tokens, n] with the last stride 1. Tokens of the base are not written.
+    x [tokens, n] with the last stride 1. Tokens of the base are not written, nor is what lies beyond the rank
+    of an adapter.
     """
     n = x.shape[1]
     if x.shape[0] != plan.tokens or x.stride(1) != 1 or plan.slots != weights.slots:
@@ -143,14 +148,15 @@ def lora_shrink(x: torch.Tensor, weights: LoraWeights, plan: AdapterPlan) -> tor
             f"Invalid shape of x: expected [{plan.tokens}, n] for {plan.slots} slots, got {list(x.shape)} "
             f"and weights of {weights.slots}"
         )
-    parts = max(1, min(MOST_PARTS, n // PART)) if plan.tile == 16 else 1
     rank = weights.rank
-    out = torch.empty(parts, plan.tokens, weights.layers, rank, dtype=torch.float32, device=x.device)
     wide = min(64, rank & -rank)
+    many = weights.layers * (rank // wide)
+    parts = max(1, min(MOST_PARTS, n // PART, PROGRAMS // (plan.tiles * many)))
+    out = torch.empty(parts, plan.tokens, weights.layers, rank, dtype=torch.float32, device=x.device)
     block = 128 if weights.dtype.itemsize == 2 else 64
     launch(
-        _shrink, (plan.tiles, parts, weights.layers * (rank // wide)),
-        out, x, weights.where[0], weights.ranks, plan.order, plan.slot, plan.first, plan.count,
+        _shrink, (plan.tiles, parts, many),
+        out, x, weights.where[0], weights.ranks, plan.slot, plan.token,
         plan.tokens, weights.slots, x.stride(0),
         N=n, LAYERS=weights.layers, RANK=rank, WIDE=wide, TILE=plan.tile, BLOCK=block,
         PART=triton.cdiv(triton.cdiv(n, parts), block) * block, TYPE=TYPES[weights.dtype],
@@ -160,29 +166,40 @@ def lora_shrink(x: torch.Tensor, weights: LoraWeights, plan: AdapterPlan) -> tor
 
 
 def lora_expand(
-    out: torch.Tensor, shrunk: torch.Tensor, weights: LoraWeights, plan: AdapterPlan, *, layer: int = 0
-) -> None:
-    """out += scale * h B^T of each token's adapter, in place; tokens of the base stay as they are.
+    outs: Sequence[torch.Tensor], shrunk: torch.Tensor, weights: LoraWeights, plan: AdapterPlan,
+    *, first: int = 0,
+) -> None:  # fmt: skip
+    """outs[i] += scale * h B^T of each token's adapter for layer `first` + i, in place; tokens of the base
+    stay as they are.
 
-    out [tokens, n] with the last stride 1, the base's answer of one of the layers; shrunk as `lora_shrink`
-    answers it.
+    outs: up to 3 of [tokens, n] with the last stride 1, the base's answers of layers in a row; shrunk as
+    `lora_shrink` answers it for all of `weights`.
     """
     parts, tokens = shrunk.shape[:2]
-    if out.shape[0] != plan.tokens or out.stride(1) != 1 or tokens != plan.tokens:
-        raise ValueError(
-            f"Invalid shape of out: expected [{plan.tokens}, n] for shrunk {list(shrunk.shape)}, got "
-            f"{list(out.shape)}"
-        )
+    if not 0 < len(outs) <= MOST_OUTPUTS:
+        raise ValueError(f"Invalid outs: expected 1 to {MOST_OUTPUTS}, got {len(outs)}")
+    for out in outs:
+        if out.shape[0] != plan.tokens or out.stride(1) != 1 or tokens != plan.tokens:
+            raise ValueError(
+                f"Invalid shape of outs: expected [{plan.tokens}, n] for shrunk {list(shrunk.shape)}, got "
+                f"{list(out.shape)}"
+            )
     rank = weights.rank
-    n = out.shape[1]
-    wide = 128
+    widths = [out.shape[1] for out in outs]
+    blocks = sum(triton.cdiv(width, WIDE) for width in widths)
+    loop = 1
+    while loop < 16 and plan.tiles * blocks > PROGRAMS * loop:
+        loop *= 2
+    grid = plan.tiles, sum(triton.cdiv(width, WIDE * loop) for width in widths)
+    more = [outs[min(i, len(outs) - 1)] for i in range(MOST_OUTPUTS)]
     launch(
-        _expand, (plan.tiles, triton.cdiv(n, wide)),
-        out, shrunk, weights.where[1, layer], weights.ranks[layer], weights.scales[layer],
-        plan.order, plan.slot, plan.first, plan.count, tokens, out.stride(0), layer * rank,
-        PARTS=parts, STACKED=weights.layers * rank, N=n, TILE=plan.tile, WIDE=wide,
+        _expand, grid,
+        *more, shrunk, weights.where[1, first:], weights.ranks[first:], weights.scales[first:],
+        plan.slot, plan.token, tokens, weights.slots, *[out.stride(0) for out in more], first * rank,
+        LAYERS=len(outs), N0=more[0].shape[1], N1=more[1].shape[1], N2=more[2].shape[1],
+        PARTS=parts, STACKED=weights.layers * rank, RANK=rank, TILE=plan.tile, WIDE=WIDE, LOOP=loop,
         BLOCK=min(64, rank & -rank), TYPE=TYPES[weights.dtype],
-        PRECISION=_precision(out.dtype, weights.dtype), UP=out.device.type == "cpu", num_warps=4,
+        PRECISION=_precision(outs[0].dtype, weights.dtype), UP=outs[0].device.type == "cpu", num_warps=4,
     )  # fmt: skip
 
 
@@ -193,43 +210,38 @@ def _precision(x: torch.dtype, weights: torch.dtype) -> str:
 
 @triton.jit(do_not_specialize=["tokens", "slots"])
 def _sort(
-    ORDER, SLOT, FIRST, COUNT, INDEX, tokens, slots,
-    TILE: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
+    SLOT, TOKEN, INDEX, tokens, slots,
+    TILE: tl.constexpr, BY_PLACE: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """ORDER: the tokens by their slots, stable; and the tiles of TILE tokens of one slot.
+    """SLOT, TOKEN: tiles of TILE tokens of one slot, in the order of the slots and of the tokens.
 
     A program places MINE tokens by counting how many go before each. The tile that begins at place p with a
-    token of slot s has number p // TILE + s: no two have the same, and none is as large as
-    tokens // TILE + slots.
+    token of slot s has number p, or p // TILE + s: no two have the same.
     """
     mine = tl.program_id(0) * MINE + tl.arange(0, MINE)
     slot = tl.load(INDEX + mine, mask=mine < tokens, other=-1)
     key = tl.where((slot < 0) | (slot >= slots), slots, slot)
     place = tl.zeros([MINE], tl.int32)
     before = tl.zeros([MINE], tl.int32)
-    alike = tl.zeros([MINE], tl.int32)
     for start in range(0, tokens, CHUNK):
         other = start + tl.arange(0, CHUNK)
         theirs = tl.load(INDEX + other, mask=other < tokens, other=-1)
         theirs = tl.where((theirs < 0) | (theirs >= slots), slots, theirs)
         theirs = tl.where(other < tokens, theirs, slots + 1)
-        same = theirs[None, :] == key[:, None]
-        earlier = same & (other[None, :] < mine[:, None])
+        earlier = (theirs[None, :] == key[:, None]) & (other[None, :] < mine[:, None])
         place += tl.sum((theirs[None, :] < key[:, None]).to(tl.int32), 1)
         before += tl.sum(earlier.to(tl.int32), 1)
-        alike += tl.sum(same.to(tl.int32), 1)
-    place += before
-    tl.store(ORDER + place, mine, mask=mine < tokens)
-    begins = (mine < tokens) & (key < slots) & (before % TILE == 0)
-    number = place // TILE + key
-    tl.store(SLOT + number, key, mask=begins)
-    tl.store(FIRST + number, place, mask=begins)
-    tl.store(COUNT + number, tl.minimum(alike - before, TILE), mask=begins)
+    lane = before % TILE
+    first = place + before - lane
+    number = first if BY_PLACE else first // TILE + key
+    there = (mine < tokens) & (key < slots)
+    tl.store(TOKEN + number * TILE + lane, mine, mask=there)
+    tl.store(SLOT + number, key, mask=there & (lane == 0))
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])
 def _shrink(
-    OUT, X, A, RANKS, ORDER, SLOT, FIRST, COUNT, tokens, slots, x_token,
+    OUT, X, A, RANKS, SLOT, TOKEN, tokens, slots, x_token,
     N: tl.constexpr, LAYERS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, PART: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
@@ -240,19 +252,19 @@ def _shrink(
     """
     tile = tl.program_id(0)
     slot = tl.load(SLOT + tile)
+    token = tl.load(TOKEN + tile * TILE + tl.arange(0, TILE))  # at once: each load in a row costs a step time
     if slot < 0:
         return
     layer = tl.program_id(2) // (RANK // WIDE)
     first_row = tl.program_id(2) % (RANK // WIDE) * WIDE
     rank = tl.load(RANKS + layer * slots + slot)
+    weights = tl.load(A + layer * slots + slot).to(tl.pointer_type(TYPE))
     if first_row >= rank:
         return  # an expand reads no more of this than the adapter's own rank
     row = first_row + tl.arange(0, WIDE)
-    weights = tl.load(A + layer * slots + slot).to(tl.pointer_type(TYPE))
     weights = tl.multiple_of(weights, 16) + row * N
-    lane = tl.arange(0, TILE)
-    there = lane < tl.load(COUNT + tile)
-    token = tl.load(ORDER + tl.load(FIRST + tile) + lane, mask=there, other=0).to(tl.int64)
+    there = token >= 0
+    token = tl.where(there, token, 0).to(tl.int64)
     begin = tl.program_id(1) * PART
     end = min(begin + PART, N)
     sums = tl.zeros([TILE, WIDE], tl.float32)
@@ -276,42 +288,88 @@ def _shrink(
     tl.store(to + layer * RANK + row[None, :], sums, mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "offset"])
+@triton.jit(do_not_specialize=["tokens", "slots", "offset"])
 def _expand(
-    OUT, SHRUNK, B, RANKS, SCALES, ORDER, SLOT, FIRST, COUNT, tokens, out_token, offset,
-    PARTS: tl.constexpr, STACKED: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
+    OUT0, OUT1, OUT2, SHRUNK, B, RANKS, SCALES, SLOT, TOKEN, tokens, slots, stride0, stride1, stride2, offset,
+    LAYERS: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    PARTS: tl.constexpr, STACKED: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+    LOOP: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    """OUT[token] += SCALES[slot] * H[token] B^T for WIDE columns, H the sum of the parts of SHRUNK.
+    """OUT[token] += SCALES[slot] * H[token] B^T for LOOP * WIDE columns of one of the layers, H the sum of
+    the parts of SHRUNK.
 
-    B, RANKS, SCALES [slots]: the address of B [N, rank] of TYPE.
+    B, RANKS, SCALES [layers, slots]: the address of B [N, rank] of TYPE.
     """
     tile = tl.program_id(0)
     slot = tl.load(SLOT + tile)
+    token = tl.load(TOKEN + tile * TILE + tl.arange(0, TILE))
     if slot < 0:
         return
-    ranks = tl.load(RANKS + slot)
-    if ranks == 0:
-        return
-    ranks = tl.multiple_of(ranks, 8)
-    lane = tl.arange(0, TILE)
-    there = lane < tl.load(COUNT + tile)
-    token = tl.load(ORDER + tl.load(FIRST + tile) + lane, mask=there, other=0).to(tl.int64)
-    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    weights = tl.multiple_of(tl.load(B + slot).to(tl.pointer_type(TYPE)), 16) + column * ranks
-    sums = tl.zeros([TILE, WIDE], tl.float32)
-    for start in range(0, ranks, BLOCK):
-        rank = start + tl.arange(0, BLOCK)
-        h = tl.zeros([TILE, BLOCK], tl.float32)
-        for part in range(PARTS):
-            at = SHRUNK + (part * tokens + token[:, None]) * STACKED + offset + rank[None, :]
-            h += tl.load(at, mask=there[:, None], other=0.0)
-        inside = (column[None, :] < N) & (rank[:, None] < ranks)
-        b = tl.load(weights[None, :] + rank[:, None], mask=inside, other=0.0)
-        if UP:
-            b = b.to(tl.float32)
-        sums = tl.dot(h.to(b.dtype), b, sums, input_precision=PRECISION)
-    at = OUT + token[:, None] * out_token + column[None, :]
-    inside = there[:, None] & (column[None, :] < N)
-    y = tl.load(at, mask=inside, other=0.0).to(tl.float32) + tl.load(SCALES + slot) * sums
-    tl.store(at, y.to(OUT.dtype.element_ty), mask=inside)
+    part = tl.program_id(1)
+    first: tl.constexpr = tl.cdiv(N0, WIDE * LOOP)
+    second: tl.constexpr = first + tl.cdiv(N1, WIDE * LOOP)
+    if LAYERS == 1 or part < first:
+        _expand_layer(
+            OUT0, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride0, offset, 0, part,
+            PARTS, STACKED, RANK, N0, TILE, WIDE, LOOP, BLOCK, TYPE, PRECISION, UP,
+        )  # fmt: skip
+    elif LAYERS == 2 or part < second:
+        _expand_layer(
+            OUT1, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride1, offset, 1, part - first,
+            PARTS, STACKED, RANK, N1, TILE, WIDE, LOOP, BLOCK, TYPE, PRECISION, UP,
+        )  # fmt: skip
+    else:
+        _expand_layer(
+            OUT2, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride2, offset, 2, part - second,
+            PARTS, STACKED, RANK, N2, TILE, WIDE, LOOP, BLOCK, TYPE, PRECISION, UP,
+        )  # fmt: skip
+
+
+@triton.jit
+def _expand_layer(
+    OUT, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, out_token, offset, layer, part,
+    PARTS: tl.constexpr, STACKED: tl.constexpr, RANK: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr, LOOP: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
+    PRECISION: tl.constexpr, UP: tl.constexpr,
+):  # fmt: skip
+    """The same for one layer."""
+    ranks = tl.multiple_of(tl.load(RANKS + layer * slots + slot), 8)
+    scale = tl.load(SCALES + layer * slots + slot)
+    weights = tl.multiple_of(tl.load(B + layer * slots + slot).to(tl.pointer_type(TYPE)), 16)
+    there = token >= 0
+    token = tl.where(there, token, 0).to(tl.int64)
+    shrunk = SHRUNK + token[:, None] * STACKED + offset + layer * RANK
+    if RANK == BLOCK:
+        h = _sum_parts(shrunk, 0, there, tokens, PARTS, STACKED, TILE, BLOCK)
+    for i in range(LOOP):
+        column = (part * LOOP + i) * WIDE + tl.arange(0, WIDE)
+        sums = tl.zeros([TILE, WIDE], tl.float32)
+        for start in range(0, ranks, BLOCK):
+            rank = start + tl.arange(0, BLOCK)
+            if RANK != BLOCK:
+                h = _sum_parts(shrunk, start, there, tokens, PARTS, STACKED, TILE, BLOCK)
+            inside = (column[None, :] < N) & (rank[:, None] < ranks)
+            b = tl.load(weights + column[None, :] * ranks + rank[:, None], mask=inside, other=0.0)
+            if UP:
+                b = b.to(tl.float32)
+            # What a shrink has not written may be anything, and must not meet the zeros of b.
+            sums = tl.dot(
+                tl.where(rank[None, :] < ranks, h, 0.0).to(b.dtype), b, sums, input_precision=PRECISION
+            )
+        at = OUT + token[:, None] * out_token + column[None, :]
+        inside = there[:, None] & (column[None, :] < N) & (ranks > 0)
+        y = tl.load(at, mask=inside, other=0.0).to(tl.float32) + scale * sums
+        tl.store(at, y.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_parts(
+    shrunk, start, there, tokens,
+    PARTS: tl.constexpr, STACKED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """[TILE, BLOCK]: the sum of all parts of a shrink, from column `start` on."""
+    h = tl.zeros([TILE, BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        at = shrunk + part * tokens.to(tl.int64) * STACKED + start + tl.arange(0, BLOCK)[None, :]
+        h += tl.load(at, mask=there[:, None], other=0.0)
+    return h

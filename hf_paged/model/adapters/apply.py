@@ -16,6 +16,8 @@ from ..patches import mark_wrapper
 from .lora import Adapter, LowRank
 from .table import AdapterTable
 
+MOST_HELD = 3
+"""Layers whose outputs one kernel writes to."""
 PEFT_KEYWORDS = ("adapter_names", "alora_offsets")
 """What peft's hooks hand to a LoRA layer."""
 
@@ -51,6 +53,10 @@ class AdapterBatch:
         self._rows: dict[Any, list[tuple[int, torch.Tensor]]] = {}
         self._shrunk: tuple[torch.Tensor, int, torch.Tensor, Any] | None = None
         """The last layer's input, the number of the first layer that shares it, and their products."""
+        self._held: list[tuple[torch.Tensor, torch.Tensor, int, Any, Any]] = []
+        """Outputs that are still to be written, all of layers with one input."""
+        self._together = -1
+        """The last of layers whose outputs are read together."""
         self._met: tuple[torch.Tensor, int, int] | None = None
         """An input, and the numbers of the first and the last layer that were given it so far."""
 
@@ -70,7 +76,7 @@ class AdapterBatch:
         if self.table.kernels is None:
             return self._add_in_torch(module, x, y)
         number = self.table.layers.get(module)
-        return y if number is None else self._add_in_kernels(number, x, y)
+        return y if number is None else self._add_in_kernels(module, number, x, y)
 
     # ---- plain torch
 
@@ -107,12 +113,27 @@ class AdapterBatch:
 
     # ---- kernels
 
-    def _add_in_kernels(self, number: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        kernels = self.table.kernels
+    def _add_in_kernels(
+        self, module: nn.Module, number: int, x: torch.Tensor, y: torch.Tensor
+    ) -> torch.Tensor:
         plan = self._plan(self._form(x))
         first, shrunk, weights = self._shrink(number, x, plan)
-        kernels.lora_expand(y.view(-1, y.shape[-1]), shrunk, weights, plan, layer=number - first)
+        last = max(self.table.joint.get(number, number), self._together)
+        if module._forward_hooks:
+            last = number  # they see the output before any other layer runs
+        if self._held and (self._held[-1][0] is not shrunk or len(self._held) == MOST_HELD):
+            self.flush()
+        self._held.append((shrunk, y.view(-1, y.shape[-1]), number - first, weights, plan))
+        if number >= min(last, first + weights.layers - 1):
+            self.flush()
         return y
+
+    def flush(self) -> None:
+        """Write what outputs of layers that are read together still lack."""
+        held, self._held = self._held, []
+        if held:
+            shrunk, _, first, weights, plan = held[0]
+            self.table.kernels.lora_expand([y for _, y, *_ in held], shrunk, weights, plan, first=first)
 
     def _shrink(self, number: int, x: torch.Tensor, plan: Any) -> tuple[int, torch.Tensor, Any]:
         """The first products of the layers that share an input, once for all of them."""
@@ -175,6 +196,21 @@ def product(part: LowRank, x: torch.Tensor) -> torch.Tensor:
     return product * part.scale
 
 
+@contextmanager
+def read_together(last: nn.Module) -> Iterator[None]:
+    """Around layers with one input, whose outputs are not read before the `last` one is there."""
+    batch = _applied.get()
+    if batch is None:
+        yield
+        return
+    batch._together = batch.table.layers.get(last, -1)
+    try:
+        yield
+    finally:
+        batch._together = -1
+        batch.flush()
+
+
 _applied: ContextVar[AdapterBatch | None] = ContextVar("hf_paged_adapters", default=None)
 _inside: ContextVar[bool] = ContextVar("hf_paged_inside_adapters", default=False)
 
@@ -192,6 +228,7 @@ def applied(modules: Collection[nn.Module], batch: AdapterBatch | None) -> Itera
     tokens = _applied.set(batch), _inside.set(True)
     try:
         yield
+        assert batch is None or not batch._held, "an output of a layer with adapters was not finished"
     finally:
         _applied.reset(tokens[0])
         _inside.reset(tokens[1])

@@ -106,6 +106,8 @@ def load_adapter(model: nn.Module, source: Any, config: Any, name: str) -> Adapt
     others = []
     for key, tensor in state.items():
         match = KEY.fullmatch(key)
+        if match is None and _is_of_model(model, key, tensor):
+            continue  # peft saves embeddings and heads along with their adapters
         if match is None:
             others.append(key)
         else:
@@ -127,6 +129,17 @@ def load_adapter(model: nn.Module, source: Any, config: Any, name: str) -> Adapt
         _check_shapes(path, module, part)
         layers[module] = part
     return Adapter(layers)
+
+
+def _is_of_model(model: nn.Module, key: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor in a state dict is one that the model has."""
+    path = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    known = dict(model.named_parameters()).get(path)
+    if known is None:
+        known = dict(model.named_parameters()).get(key.removeprefix("base_model.model."))
+    return (
+        known is not None and known.shape == tensor.shape and torch.equal(known.detach().to(tensor), tensor)
+    )
 
 
 def _read(source: Any, config: Any, name: str) -> tuple[Mapping[str, torch.Tensor], Any]:

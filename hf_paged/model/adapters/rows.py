@@ -14,6 +14,7 @@ from ...kv.upload import upload
 from ..hooks import adapters_of_rows, names_of_rows
 from ..snapshot import ModelSnapshot
 from .apply import AdapterBatch, applied
+from .joint import note_parents
 from .lora import combine
 from .peft_layers import LoraLayers
 from .table import AdapterTable
@@ -71,7 +72,7 @@ class RowAdapters:
         if kernels is None or (self.table is not None and self.table.why_not is not None):
             return self._in_peft(lora, names)
         if foreign or self._checked is not snapshot or any(each not in self._slots for each in names if each):
-            self._refresh(lora, names, kernels, device)
+            self._refresh(snapshot.model, lora, names, kernels, device)
             self._checked = snapshot
         assert self.table is not None
         form = "slots", self.table.layout
@@ -86,7 +87,9 @@ class RowAdapters:
         ]
         return StepAdapters(("modules", tuple(names), repr(facts)))
 
-    def _refresh(self, lora: LoraLayers, names: list[Names], kernels: Any, device: torch.device) -> None:
+    def _refresh(
+        self, model: nn.Module, lora: LoraLayers, names: list[Names], kernels: Any, device: torch.device
+    ) -> None:
         """Let the table hold the adapters of these rows as they are now."""
         distinct = [each for each in dict.fromkeys(names) if each]
         table = self.table
@@ -96,6 +99,7 @@ class RowAdapters:
             self._slots.clear()
             self._facts.clear()
             table.lay_out(lora.layers)
+            note_parents(model)
         for each in distinct:
             parts = [lora.read(name) for name in each]
             facts = [

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .joint import joint_layers
 from .lora import Adapter, LowRank
 
 SMALLEST_RANK = 16
@@ -38,6 +39,8 @@ class AdapterTable:
         """Why a batch cannot have several adapters, once a forward has shown it."""
         self.groups: dict[int, int] = {}
         """How many layers with the same input begin with a layer, as far as a forward has shown it."""
+        self.joint: dict[int, int] = {}
+        """For a layer the last one of those whose outputs are read together with its own."""
         self._served: list[Adapter | None] = [None] * slots
         """The weights as kernels read them: the tables name their memory."""
 
@@ -97,6 +100,7 @@ class AdapterTable:
         for module in adapter.layers:
             self.layers.setdefault(module, len(self.layers))
         self.groups = {}
+        self.joint = joint_layers(self.layers)
         self.layout = next(_layouts)
         self.weights = self.kernels.LoraWeights(len(self.layers), len(self.slots), rank, dtype, self.device)
         for slot, held in enumerate(self.slots):

@@ -25,6 +25,7 @@ from torch.nn.functional import gelu
 from transformers.activations import ACT2FN
 
 from ...kv import fork_safe_lock
+from ..adapters.apply import read_together
 from ..lazy import Rotation
 
 ROTARY = "apply_rotary_pos_emb"
@@ -148,9 +149,10 @@ class Fusion:
         return both
 
     def feed_forward(self, module: Any, x: torch.Tensor) -> Any:
-        return module.down_proj(
-            self.kernels.swiglu(module.gate_proj(x), module.up_proj(x), activation=activation(module))
-        )
+        with read_together(module.up_proj):
+            gate = module.gate_proj(x)
+            up = module.up_proj(x)
+        return module.down_proj(self.kernels.swiglu(gate, up, activation=activation(module)))
 
     def layer(self, module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)

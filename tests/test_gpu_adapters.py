@@ -1,0 +1,167 @@
+"""Adapters in captured steps on a GPU, in float32: the tokens of peft alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from adapters import adapted, lora
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_paged import Engine
+from hf_paged.model.capture.replay import captures_of
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+NAMES = ["one", "two", "three"]
+NEW = 40
+
+
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.fixture
+def model() -> Any:
+    """Wide enough for shrinks in parts, with adapters of other ranks and targets."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=512, max_position_embeddings=1024, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    made = peft.get_peft_model(
+        LlamaForCausalLM(config).cuda().eval(), lora(r=16, lora_alpha=4), adapter_name="one"
+    )
+    made.add_adapter("two", lora(r=3, lora_alpha=4, use_rslora=True))
+    made.add_adapter("three", lora(r=72, lora_alpha=8, target_modules=["q_proj", "down_proj", "lm_head"]))
+    return made.cuda().eval()
+
+
+def ids(rows: int, length: int = 24, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 500, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def generate(model: Any, given: torch.Tensor, paged: bool, **options: Any) -> list[list[int]]:
+    torch.manual_seed(0)
+    call = {
+        "input_ids": given,
+        "attention_mask": torch.ones_like(given),
+        "max_new_tokens": NEW,
+        "do_sample": False,
+    }
+    out = model.generate(**{**call, **options}, **({"cache_implementation": "paged"} if paged else {}))
+    return list(out[:, given.shape[1] :].tolist())
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {}, "beams": {"num_beams": 3}, "sampled": {"do_sample": True, "top_k": 20},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generate_by_names(model: Any, mode: str) -> None:
+    """Mixed rows, another mix on the same captured steps, and none of them."""
+    given = ids(5)
+    for names in (
+        ["one", "two", "__base__", "three", "one"],
+        ["__base__"] * 5,
+        ["three", "one", "two", "two", "one"],
+    ):
+        for _ in range(2):
+            found = generate(model, given, True, adapter_names=names, **MODES[mode])
+            assert found == generate(model, given, False, adapter_names=names, **MODES[mode])
+    assert captures_of(model.get_base_model()).pool.counts["replayed"] > 3 * NEW
+
+
+def test_one_captured_step_serves_every_adapter(model: Any) -> None:
+    """Switching, disabling and training in place need no new capture, and give what peft gives."""
+    given = ids(4)
+    steps = captures_of(model.get_base_model()).pool
+    for _ in range(3):
+        generate(model, given, True)
+    captured = steps.counts["captured"]
+    assert captured
+    for name in NAMES:
+        model.set_adapter(name)
+        replayed = steps.counts["replayed"]
+        assert generate(model, given, True) == generate(model, given, False)
+        assert steps.counts["replayed"] >= replayed + NEW - 4  # the first ones are checked
+    with model.disable_adapter():
+        assert generate(model, given, True) == generate(model, given, False)
+    model.base_model.set_adapter(["one", "two"])
+    assert generate(model, given, True) == generate(model, given, False)
+    model.set_adapter("two")
+    before = generate(model, given, True)
+    with torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "lora_B") and "two" in module.lora_B:
+                module.lora_B["two"].weight.data.mul_(-2.0)
+    after = generate(model, given, True)
+    assert after == generate(model, given, False) != before
+    assert steps.counts["captured"] == captured
+
+
+@pytest.mark.parametrize("peft_model", [True, False], ids=["in the model", "added"])
+def test_the_engine(model: Any, peft_model: bool) -> None:
+    """Captured steps of mixed adapters, more of them than places, chunks beside decoding rows."""
+    wanted = [*NAMES, None] * 4
+    expected = []
+    for i, name in enumerate(wanted):
+        expected += generate(model, ids(1, 20 + 7 * i, seed=i), False, adapter_names=[name or "__base__"])
+    states = {name: peft.get_peft_model_state_dict(model, adapter_name=name) for name in NAMES}
+    target = model if peft_model else model.unload()
+    for places in (2, 8):
+        with Engine(target, max_batch_sequences=8, max_batch_tokens=64, max_adapters=places) as engine:
+            if not peft_model:
+                for name in NAMES:
+                    engine.add_adapter(name, states[name], lora(**OPTIONS[name]))
+            for _ in range(2):
+                handles = [
+                    engine.submit(
+                        ids(1, 20 + 7 * i, seed=i)[0].tolist(),
+                        max_new_tokens=NEW,
+                        do_sample=False,
+                        adapter=name,
+                    )
+                    for i, name in enumerate(wanted)
+                ]
+                found = [list(handle.result().sequences[0].token_ids) for handle in handles]
+                assert found == expected
+            stats = engine.stats()["graphs"]
+            assert stats["replayed"] > NEW, stats
+            assert any("adapters" in form for form in stats["sizes"]), stats
+            engine.check()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one": {"r": 16, "lora_alpha": 4},
+    "two": {"r": 3, "lora_alpha": 4, "use_rslora": True},
+    "three": {"r": 72, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj", "lm_head"]},
+}
+
+
+def test_bf16_follows_peft_within_rounding() -> None:
+    """Logits in half precision, by kernels and by peft, lie as close as rounding explains."""
+    model = adapted(lora(r=16), lora(r=8)).to(torch.bfloat16).cuda()
+    base = model.get_base_model()
+    from hf_paged.kv.ops import lora_kernels
+    from hf_paged.model.adapters import AdapterBatch, AdapterTable, applied
+    from hf_paged.model.snapshot import ModelSnapshot
+
+    lora_layers = ModelSnapshot(base).lora
+    table = AdapterTable(2, torch.device("cuda"), lora_kernels("auto", torch.device("cuda"), torch.bfloat16))
+    for slot, name in enumerate(("one", "two")):
+        table.put(slot, lora_layers.read(name))
+    given = torch.randint(3, 90, (3, 16), device="cuda")
+    with torch.no_grad():
+        with applied(lora_layers.layers, AdapterBatch(table, [0, 1, -1])):
+            found = base(input_ids=given).logits
+        expected = model(input_ids=given, adapter_names=["one", "two", "__base__"]).logits
+        whole = model.float()(input_ids=given, adapter_names=["one", "two", "__base__"]).logits
+    far = (expected - whole).abs().max()
+    assert (found - whole).abs().max() <= 2 * far + 1e-2
