@@ -159,7 +159,7 @@ def test_layers_whose_outputs_are_read_together() -> None:
     """Query, key and value where nothing is read in between, as their code says; one launch writes to all."""
     assert runs_of(LlamaAttention.forward) == (("q_proj", "k_proj", "v_proj"),)
     assert runs_of(Qwen3Attention.forward) == ()  # its norms read the query before the key is there
-    model = adapted(lora(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    model = adapted(lora(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])).to(DEVICE)
     table, layers = table_of(model, ["one"], True)
     assert [table.joint.get(i) for i in range(5)] == [2, 2, None, None, 6]
     x = torch.randn(2, 3, layers[0].in_features, device=DEVICE)

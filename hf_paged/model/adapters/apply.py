@@ -53,6 +53,10 @@ class AdapterBatch:
         self._rows: dict[Any, list[tuple[int, torch.Tensor]]] = {}
         self._shrunk: tuple[torch.Tensor, int, torch.Tensor, Any] | None = None
         """The last layer's input, the number of the first layer that shares it, and their products."""
+        captured = self._slots is None and table.device.type == "cuda"
+        self._beside = beside(table.device) if captured else None
+        self._waits = False
+        """Whether the other stream has work that this one has not waited for."""
         self._held: list[tuple[torch.Tensor, torch.Tensor, int, Any, Any]] = []
         """Outputs that are still to be written, all of layers with one input."""
         self._together = -1
@@ -66,6 +70,22 @@ class AdapterBatch:
         made = cls(table, ())
         made.only = adapter
         return made
+
+    def begin(self, module: nn.Module, x: torch.Tensor) -> None:
+        """A layer is about to compute its output for x. In a captured step the adapters' first products are
+        computed beside that, on another stream.
+        """
+        if self._beside is None:
+            return
+        number = self.table.layers.get(module)
+        known = self._shrunk
+        if number is None or (known is not None and known[0] is x and number < known[1] + known[3].layers):
+            return
+        plan = self._plan(self._form(x))
+        self._beside.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self._beside):
+            self._shrink(number, x, plan)
+        self._waits = True
 
     def add(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """A layer's output y for x, with what the adapters of its tokens add; y may be written to."""
@@ -132,6 +152,9 @@ class AdapterBatch:
         """Write what outputs of layers that are read together still lack."""
         held, self._held = self._held, []
         if held:
+            if self._waits and self._beside is not None:
+                torch.cuda.current_stream(self.table.device).wait_stream(self._beside)
+                self._waits = False
             shrunk, _, first, weights, plan = held[0]
             self.table.kernels.lora_expand([y for _, y, *_ in held], shrunk, weights, plan, first=first)
 
@@ -196,6 +219,12 @@ def product(part: LowRank, x: torch.Tensor) -> torch.Tensor:
     return product * part.scale
 
 
+@functools.cache
+def beside(device: torch.device) -> torch.cuda.Stream:
+    """Where the first products of captured steps are computed."""
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
 def read_together(last: nn.Module) -> Iterator[None]:
     """Around layers with one input, whose outputs are not read before the `last` one is there."""
@@ -248,6 +277,8 @@ def _replacement(module: nn.Module) -> Callable[..., Any]:
         for name in PEFT_KEYWORDS:
             kwargs.pop(name, None)
         batch = _applied.get()
+        if batch is not None:
+            batch.begin(module, x)
         y = base(x, *args, **kwargs)
         return y if batch is None else batch.add(module, x, y)
 

@@ -98,7 +98,7 @@ class RowAdapters:
             table = self.table = AdapterTable(slots, device, kernels)
             self._slots.clear()
             self._facts.clear()
-            table.lay_out(lora.layers)
+            table.lay_out(lora.layers, [lora.read(name) for name in lora.names])
             note_parents(model)
         for each in distinct:
             parts = [lora.read(name) for name in each]

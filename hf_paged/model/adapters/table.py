@@ -44,9 +44,14 @@ class AdapterTable:
         self._served: list[Adapter | None] = [None] * slots
         """The weights as kernels read them: the tables name their memory."""
 
-    def lay_out(self, layers: Iterable[nn.Module]) -> None:
-        """Number layers in this order, before any adapter is there."""
+    def lay_out(self, layers: Iterable[nn.Module], expected: Iterable[Adapter] = ()) -> None:
+        """Number layers in this order, before any adapter is there. expected: those that may come, for which
+        the tables need not become larger later.
+        """
         self.layers = {module: i for i, module in enumerate(layers)}
+        if self.kernels is not None:
+            for adapter in expected:
+                self._make_room(adapter)
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Let a slot hold an adapter, whose weights are on the device."""
