@@ -180,7 +180,7 @@ class Recorder:
         self._step: Step | None = None
         """The last step, until it is known what ended in it."""
         self._ended: list[Ended] = []
-        self._admitted: list[int] = []
+        self._admitted: list[SequenceGroup] = []
         self._sampled = 0
         self._stale = False
         """Whether something has happened since the last record."""
@@ -205,7 +205,7 @@ class Recorder:
             return
         for kv_group, copies in zip(self._kv_groups, plan.copies, strict=False):
             kv_group.copies += copies
-        self._admitted += [group.request.number for group in plan.admitted]
+        self._admitted += plan.admitted
         self._sampled += len(plan.batch.sampled)
         self._stale = True
         if time.monotonic() >= self._due:
@@ -261,7 +261,7 @@ class Recorder:
                 Row(row.sequence.group.request.number, row.sequence.index, row.start, row.count)
                 for row in rows
             ),
-            tuple(self._admitted),
+            tuple(group.request.number for group in self._admitted),
             self._preempted(),
             (),
             len(scheduler.waiting),
@@ -315,10 +315,11 @@ class Recorder:
         return [*self._scheduler.running, *self._scheduler.preempted, *self._scheduler.waiting]
 
     def _arrived(self) -> tuple[Arrival, ...]:
-        """The requests that no record has shown yet."""
+        """The requests that no record has shown yet, those that have ended meanwhile among them."""
+        new = [group for group in (*self._admitted, *self._groups()) if group not in self._states]
         return tuple(
             Arrival(request.number, len(request.prompt), request.most_tokens, request.width)
-            for request in (group.request for group in self._groups() if group not in self._states)
+            for request in (group.request for group in dict.fromkeys(new))
         )
 
     def _states_changed(self) -> dict[int, str]:
