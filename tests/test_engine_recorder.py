@@ -306,7 +306,9 @@ def test_names_hosts_and_states_are_those_of_the_books(
     found = []
     for step in trace.steps:
         state.apply(step)
-        ended = {each.request: "running" for each in step.ended}  # in this step: it had not when it was planned
+        ended = {
+            each.request: "running" for each in step.ended
+        }  # in this step: it had not when it was planned
         found.append(([dict(each) for each in state.names], dict(state.host), {**state.states, **ended}))
     assert found[1:] == seen
     assert any(host for _, host, _ in found) == (preemption == "swap")
@@ -352,7 +354,9 @@ def test_watching_shows_all_there_is_then_what_changes(always: None) -> None:
             late.apply(step)
         assert (late.tables, late.cached, late.names) == (state.tables, state.cached, state.names)
         for records in (steps, rare):
-            assert {each.request for step in records for each in step.ended} == {each.number for each in handles}
+            assert {each.request for step in records for each in step.ended} == {
+                each.number for each in handles
+            }
         assert sum(step.sampled for step in rare) == sum(step.sampled for step in steps)
         recorder.close()
         count = len(rare)
