@@ -349,6 +349,8 @@ def test_watching_shows_all_there_is_then_what_changes(always: None) -> None:
         assert map_state(state) == more_books(engine)
         assert len(steps) > 20
         assert len(rare) <= 1 + len(handles)
+        assert any(any(step.copies) for step in steps)
+        assert not any(any(step.copies) for step in rare), "a copy whose target was given back is nobody's"
         late = MapState(recorder.header.kinds)
         for step in rare:
             late.apply(step)

@@ -161,14 +161,14 @@ def test_twenty_thousand_blocks_are_smooth(browser: Browser) -> None:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_trace_in_a_file(browser: Browser, tmp_path: Path, theme: str) -> None:
     """Without a server: it plays, pauses, steps and goes back, and every step is what the trace says."""
-    with Engine(demo.model(), demo.tokenizer(), block_size=8, num_blocks=60, preemption="swap") as engine:
-        with engine.trace(tmp_path / "steps.jsonl"):
-            handles = [
-                engine.submit(prompt, max_new_tokens=40 + i, num_beams=3 if i % 2 else 1, do_sample=False)
-                for i, prompt in enumerate(demo.prompts()[:6] * 2)
-            ]
-            for handle in handles:
-                handle.result()
+    made = Engine(demo.model(), demo.tokenizer(), block_size=8, num_blocks=60, preemption="swap")
+    with made as engine, engine.trace(tmp_path / "steps.jsonl"):
+        handles = [
+            engine.submit(prompt, max_new_tokens=40 + i, num_beams=3 if i % 2 else 1, do_sample=False)
+            for i, prompt in enumerate(demo.prompts()[:6] * 2)
+        ]
+        for handle in handles:
+            handle.result()
     read = trace.read(tmp_path / "steps.jsonl")
     (tmp_path / "out.html").write_text(page(tmp_path / "steps.jsonl"))
     browser.theme(theme)

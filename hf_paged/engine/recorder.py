@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..blocks import BlockPool, Copy
 from ..blocks.pool import CACHED, NameLog
-from ..scheduling import ScheduledRow, Scheduler, SequenceGroup, Status, StepPlan
+from ..scheduling import ScheduledBatch, ScheduledRow, Scheduler, SequenceGroup, Status, StepPlan
 from ..trace import Arrival, Blocks, Change, Ended, Name, Row, Step, Trace
 from .outputs.output import FinishReason
 
@@ -35,6 +35,14 @@ class _RecordedTable(NamedTuple):
     blocks: list[int]
 
 
+class _CopiedBlock(NamedTuple):
+    """A copy on write: from which block, for which request, and its place in the table."""
+
+    source: int
+    group: SequenceGroup
+    position: int
+
+
 class _RecordedPool:
     """One pool as it was at the last record."""
 
@@ -45,8 +53,8 @@ class _RecordedPool:
         self.references: Counter[int] = Counter()
         """How many of the recorded tables name each block."""
         self.shared = 0
-        self.copies: list[Copy] = []
-        """Copies on write since the last record."""
+        self.copies: dict[int, _CopiedBlock] = {}
+        """Copies on write since the last record, by their targets."""
         self._log = NameLog()
         pool.logs.append(self._log)
         self._begun = False
@@ -95,11 +103,26 @@ class _RecordedPool:
         self._log.evicted = set()
         return tuple(sorted(blocks))
 
-    def copied(self) -> tuple[tuple[int, int], ...]:
-        """The last copy to each block since the last time."""
-        latest = {copy.target: copy.source for copy in self.copies}
-        self.copies = []
-        return tuple((source, target) for target, source in latest.items())
+    def note_copies(self, place: int, copies: Sequence[Copy], batch: ScheduledBatch) -> None:
+        """Enter the copies of a step, each with the request that writes to its target. place: of the pool
+        among all.
+        """
+        sources = {copy.target: copy.source for copy in copies}
+        for sequence, start in zip(batch.sequences, batch.starts, strict=True):
+            position = start // self.pool.block_size
+            target = sequence.tables[place].at(position)
+            if target is not None and target in sources:
+                self.copies[target] = _CopiedBlock(sources[target], sequence.group, position)
+
+    def copied(self, place: int) -> tuple[tuple[int, int], ...]:
+        """The copies since the last time whose targets are still what they were made for."""
+        copies = self.copies
+        self.copies = {}
+        return tuple(
+            (copy.source, target)
+            for target, copy in copies.items()
+            if any(sequence.tables[place].at(copy.position) == target for sequence in copy.group.sequences)
+        )
 
     def close(self) -> None:
         """Have the pool note no more names."""
@@ -203,8 +226,9 @@ class Recorder:
         """A step is about to run."""
         if self.closed:
             return
-        for kv_group, copies in zip(self._kv_groups, plan.copies, strict=False):
-            kv_group.copies += copies
+        for i, copies in enumerate(plan.copies):
+            if copies:
+                self._kv_groups[i].note_copies(i, copies, plan.batch)
         self._admitted += plan.admitted
         self._sampled += len(plan.batch.sampled)
         self._stale = True
@@ -273,7 +297,7 @@ class Recorder:
             self._arrived(),
             self._states_changed(),
             _unless_empty(kv_group.renamed() for kv_group in self._kv_groups),
-            _unless_empty(kv_group.copied() for kv_group in self._kv_groups),
+            _unless_empty(kv_group.copied(i) for i, kv_group in enumerate(self._kv_groups)),
             _unless_empty(kv_group.evicted() for kv_group in self._kv_groups),
             self._host_changes(),
             self._counted(),

@@ -42,12 +42,12 @@ const forms = {
     context.fillStyle = theme.free;
     context.fillRect(x, y, size, size);
   },
-  held(context, x, y, size, holders) {
+  held(context, x, y, size, holders, numbered = false) {
     context.fillStyle = colourOf(holders[0].number, holders.length);
     context.fillRect(x, y, size, size);
     if (holders.some((each) => each.number !== holders[0].number)) {
-      const inner = Math.max(1, Math.round(size / 3));
-      const inset = (size - inner) / 2;
+      const inner = Math.max(1, Math.round(size / (numbered ? 5 : 3)));
+      const inset = numbered ? 1.5 : (size - inner) / 2; // in the corner, if a number is in the middle
       context.fillStyle = theme.panel;
       context.fillRect(x + inset, y + inset, inner, inner);
     }
@@ -191,9 +191,9 @@ class Grid {
     const mine = this.lit !== null && holders && holders.find((each) => each.number === this.lit);
     context.fillStyle = theme.panel;
     context.fillRect(x, y, cell, cell);
-    context.globalAlpha = this.lit === null || mine ? 1 : 0.22;
+    context.globalAlpha = this.lit === null || mine ? 1 : theme.dark ? 0.32 : 0.4;
     if (holders && this.onHost) forms.host(context, x, y, size, colourOf(holders[0].number, 3));
-    else if (holders) forms.held(context, x, y, size, mine ? front(holders, mine) : holders);
+    else if (holders) forms.held(context, x, y, size, mine ? front(holders, mine) : holders, mine && size >= 15);
     else if (plane.others[block] && this.onHost) forms.host(context, x, y, size, theme.other);
     else if (plane.others[block]) forms.others(context, x, y, size);
     else if (plane.cached[block]) forms.cached(context, x, y, size);

@@ -250,7 +250,7 @@ function showDetail(state, selected) {
     `${whole(tokensOf(state, request))} of at most ${whole(request.most)} so far`];
   if (request.width > 1) facts.push(`${request.sequences.size} of ${request.width} sequences`);
   if (request.width > 1) facts.push("a corner: copied on write");
-  if (request.id) facts.push(request.id);
+  if (request.id) facts.push(`id ${request.id}`);
   $("detail-facts").textContent = facts.join(" \u00b7 ");
   if (!request.sequences.size) {
     $("tree").replaceChildren();
