@@ -35,10 +35,10 @@ BELOW = {
 
 BUDGETS = {
     "hf_paged": 750,
-    "hf_paged/blocks": 1370,
+    "hf_paged/blocks": 1380,
     "hf_paged/checking": 1000,
     "hf_paged/demo": 250,
-    "hf_paged/engine": 5640,
+    "hf_paged/engine": 5650,
     "hf_paged/engine/multimodal": 1000,
     "hf_paged/engine/outputs": 540,
     "hf_paged/engine/requests": 1350,
