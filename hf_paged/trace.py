@@ -22,6 +22,11 @@ from types import MappingProxyType
 from typing import IO, Any, NamedTuple, cast
 
 VERSION = 1
+PLAIN = (
+    "rows", "admitted", "preempted", "ended", "arrived", "states", "names", "copies", "evicted", "counted",
+    "sampled",
+)  # fmt: skip
+"""Fields of a step that are written as they are."""
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -48,6 +53,17 @@ class Row(NamedTuple):
     sequence: int
     start: int
     tokens: int
+
+
+class Arrival(NamedTuple):
+    """A request that is new to the trace: the tokens of its prompt, the most that a sequence of it may have,
+    and how many sequences it becomes.
+    """
+
+    request: int
+    prompt: int
+    most: int
+    width: int
 
 
 class Ended(NamedTuple):
@@ -114,6 +130,15 @@ class Step:
     blocks: of each kind of layer. tables: for each kind the tables that changed; None for a sequence that
         holds no blocks any more.
     cached: for each kind the blocks that came into the cache and those that left it.
+    arrived: the requests that are new. states: the requests that changed to "waiting", "running" or
+        "preempted".
+    names: for each kind the first digits of the digests of blocks that got another one, None for none.
+    copies: for each kind the copies on write since the record before, from block to block. evicted: for each
+        kind the cached blocks that were given up for other content.
+    host: for each kind the blocks of sequences that came to wait in the host's memory; None for a sequence
+        that does not wait there any more.
+    counted: what was counted since the record before, by the names of `Engine.stats()`.
+    sampled: how many tokens were chosen since then.
     """
 
     number: int
@@ -128,6 +153,14 @@ class Step:
     blocks: tuple[Blocks, ...] = ()
     tables: Mapping[Name, tuple[Change, ...] | None] = field(default_factory=dict)
     cached: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    arrived: tuple[Arrival, ...] = ()
+    states: Mapping[int, str] = field(default_factory=dict)
+    names: tuple[Mapping[int, str | None], ...] = ()
+    copies: tuple[tuple[tuple[int, int], ...], ...] = ()
+    evicted: tuple[tuple[int, ...], ...] = ()
+    host: Mapping[Name, tuple[tuple[int, ...], ...] | None] = field(default_factory=dict)
+    counted: Mapping[str, int] = field(default_factory=dict)
+    sampled: int = 0
 
     @property
     def tokens(self) -> int:
@@ -172,9 +205,81 @@ class BlockMap:
         )
 
 
+class MapState:
+    """A block map that steps change, and what else of them lasts: for a reader that follows a trace."""
+
+    def __init__(self, kinds: tuple[Kind, ...]) -> None:
+        self.kinds = kinds
+        self.tables: dict[Name, tuple[Table, ...]] = {}
+        self.cached: list[set[int]] = [set() for _ in kinds]
+        self.names: list[dict[int, str]] = [{} for _ in kinds]
+        self.host: dict[Name, tuple[tuple[int, ...], ...]] = {}
+        self.arrived: dict[int, Arrival] = {}
+        self.states: dict[int, str] = {}
+        self.computed: dict[Name, int] = {}
+        """The tokens of each sequence that its last row reached."""
+        self._empty = tuple(Table(0, ()) for _ in kinds)
+
+    def apply(self, step: Step) -> None:
+        """The state after a step."""
+        self._apply_tables(step)
+        for blocks, (came, left) in zip(self.cached, step.cached, strict=True):
+            blocks.difference_update(left)
+            blocks.update(came)
+        for known, names in zip(self.names, step.names, strict=False):
+            for block, name in names.items():
+                if name is None:
+                    known.pop(block, None)
+                else:
+                    known[block] = name
+        for sequence, waiting in step.host.items():
+            self.host.pop(sequence, None)
+            if waiting is not None:
+                self.host[sequence] = waiting
+        self.arrived.update({each.request: each for each in step.arrived})
+        self.states.update(step.states)
+        for row in step.rows:
+            self.computed[Name(row.request, row.sequence)] = row.start + row.tokens
+        for ended in step.ended:
+            self.arrived.pop(ended.request, None)
+            self.states.pop(ended.request, None)
+
+    def _apply_tables(self, step: Step) -> None:
+        for name, changes in step.tables.items():
+            if changes is None:
+                del self.tables[name]
+                self.computed.pop(name, None)
+            else:
+                old = self.tables.get(name, self._empty)
+                self.tables[name] = tuple(map(Change.apply, changes, old))
+
+    def whole(self, last: Step) -> Step:
+        """All of it as one step after none, with the counts of the last step."""
+        return Step(
+            last.number,
+            last.at,
+            tuple(Row(*name, count, 0) for name, count in self.computed.items()),
+            waiting=last.waiting,
+            running=last.running,
+            preempted_waiting=last.preempted_waiting,
+            blocks=last.blocks,
+            tables={
+                name: tuple(Change(table.released, 0, table.blocks) for table in tables)
+                for name, tables in self.tables.items()
+            },
+            cached=tuple((tuple(sorted(blocks)), ()) for blocks in self.cached),
+            arrived=tuple(self.arrived.values()),
+            states=dict(self.states),
+            names=tuple(dict(each) for each in self.names),
+            host=dict(self.host),
+        )
+
+
 @dataclass(frozen=True)
 class Trace:
-    """What `read` gives back. whole: whether it was written to its end."""
+    """What `read` gives back. whole: whether it was written to its end. host: for each kind the most blocks
+    that may wait in the host's memory.
+    """
 
     model: str
     block_size: int
@@ -183,25 +288,15 @@ class Trace:
     max_batch_sequences: int
     steps: tuple[Step, ...]
     whole: bool = True
+    host: tuple[int, ...] = ()
 
     def maps(self) -> Iterator[BlockMap]:
         """The block map of every step, one after the other."""
-        tables: dict[Name, tuple[Table, ...]] = {}
-        cached: list[set[int]] = [set() for _ in self.kinds]
-        empty = tuple(Table(0, ()) for _ in self.kinds)
+        state = MapState(self.kinds)
         for step in self.steps:
-            for name, changes in step.tables.items():
-                if changes is None:
-                    del tables[name]
-                else:
-                    tables[name] = tuple(
-                        change.apply(old)
-                        for change, old in zip(changes, tables.get(name, empty), strict=True)
-                    )
-            for blocks, (came, left) in zip(cached, step.cached, strict=True):
-                blocks.difference_update(left)
-                blocks.update(came)
-            yield BlockMap(step, self.kinds, MappingProxyType(dict(tables)), tuple(map(frozenset, cached)))
+            state.apply(step)
+            tables = MappingProxyType(dict(state.tables))
+            yield BlockMap(step, self.kinds, tables, tuple(map(frozenset, state.cached)))
 
     def map(self, number: int) -> BlockMap:
         """The block map of step `number`."""
@@ -240,23 +335,18 @@ class Writer:
     """
 
     def __init__(self, path: str | os.PathLike[str], trace: Trace) -> None:
+        self.path = path
         self._file = _open(path, "w")
         self.count = 0
         """The steps so far."""
-        self._line(
-            {
-                "hf_paged": "trace",
-                "version": VERSION,
-                "model": trace.model,
-                "block_size": trace.block_size,
-                "kinds": trace.kinds,
-                "budgets": [trace.max_batch_tokens, trace.max_batch_sequences],
-            }
-        )
+        self._line(encode_header(trace))
+
+    def __repr__(self) -> str:
+        return os.fspath(self.path)
 
     def write(self, step: Step) -> None:
         """Add a step."""
-        self._line(_encode(step))
+        self._line(encode(step))
         self.count += 1
 
     def close(self) -> None:
@@ -315,6 +405,7 @@ def read(path: str | os.PathLike[str], partial: bool = False) -> Trace:
         header.max_batch_sequences,
         tuple(steps),
         whole=whole,
+        host=header.host,
     )
 
 
@@ -354,29 +445,41 @@ def _header(path: object, line: str) -> Trace:
     try:
         tokens, sequences = value["budgets"]
         kinds = tuple(Kind(*kind) for kind in value["kinds"])
-        return Trace(value["model"], value["block_size"], kinds, tokens, sequences, ())
+        host = tuple(value.get("host", ()))
+        return Trace(value["model"], value["block_size"], kinds, tokens, sequences, (), host=host)
     except (LookupError, TypeError, ValueError) as error:
         raise TraceError(
             f"the header of {path} is broken ({error}); it was written over or changed"
         ) from error
 
 
-def _encode(step: Step) -> dict[str, Any]:
+def encode_header(trace: Trace) -> dict[str, Any]:
+    """The first line of a trace as plain values."""
+    value: dict[str, Any] = {
+        "hf_paged": "trace",
+        "version": VERSION,
+        "model": trace.model,
+        "block_size": trace.block_size,
+        "kinds": trace.kinds,
+        "budgets": [trace.max_batch_tokens, trace.max_batch_sequences],
+    }
+    return {**value, "host": trace.host} if trace.host else value
+
+
+def encode(step: Step) -> dict[str, Any]:
     """A step as plain values; what is empty is left out."""
     value: dict[str, Any] = {
         "at": round(step.at, 6),
         "requests": [step.waiting, step.running, step.preempted_waiting],
         "blocks": [each if each.swapped else each[:4] for each in step.blocks],
     }
-    value |= {
-        name: getattr(step, name)
-        for name in ("rows", "admitted", "preempted", "ended")
-        if getattr(step, name)
-    }
+    value |= {name: getattr(step, name) for name in PLAIN if getattr(step, name)}
     if step.tables:
         value["tables"] = {str(name): changes for name, changes in step.tables.items()}
     if any(came or left for came, left in step.cached):
         value["cached"] = step.cached
+    if step.host:
+        value["host"] = {str(name): blocks for name, blocks in step.host.items()}
     return value
 
 
@@ -390,12 +493,12 @@ def _decode(number: int, value: Mapping[str, Any], header: Trace) -> Step:
         )
     tables: dict[Name, tuple[Change, ...] | None] = {}
     for name, changes in value.get("tables", {}).items():
-        request, sequence = name.split(".")
-        tables[Name(int(request), int(sequence))] = (
+        tables[_name(name)] = (
             None
             if changes is None
             else tuple(Change(released, same, tuple(new)) for released, same, new in changes)
         )
+    host = value.get("host", {}).items()
     return Step(
         number,
         value["at"],
@@ -411,4 +514,17 @@ def _decode(number: int, value: Mapping[str, Any], header: Trace) -> Step:
         tuple(
             (tuple(came), tuple(left)) for came, left in value.get("cached", [[(), ()] for _ in header.kinds])
         ),
+        tuple(Arrival(*each) for each in value.get("arrived", ())),
+        {int(number): str(state) for number, state in value.get("states", {}).items()},
+        tuple({int(block): name for block, name in each.items()} for each in value.get("names", ())),
+        tuple(tuple((source, target) for source, target in each) for each in value.get("copies", ())),
+        tuple(tuple(each) for each in value.get("evicted", ())),
+        {_name(name): None if blocks is None else tuple(map(tuple, blocks)) for name, blocks in host},
+        dict(value.get("counted", {})),
+        value.get("sampled", 0),
     )
+
+
+def _name(text: str) -> Name:
+    request, sequence = text.split(".")
+    return Name(int(request), int(sequence))

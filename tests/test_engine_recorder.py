@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from families import BY_NAME, build
 import hf_paged
 from hf_paged.blocks.pool import CACHED
 from hf_paged.engine import Engine
-from hf_paged.trace import Blocks, Name, Table
+from hf_paged.trace import Blocks, MapState, Name, Step, Table
 
 GREEDY = {"max_new_tokens": 9, "do_sample": False}
 WAYS: list[dict[str, Any]] = [
@@ -248,3 +249,172 @@ def test_a_device_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
     assert "cannot be written" in caplog.text
     with engine_of("llama", 100) as engine, pytest.raises(OSError, match="space"):
         engine.trace("/dev/full").close()
+
+
+# ---- names, the queue, the host: what a map shows beside tables
+
+
+def more_books(engine: Engine) -> tuple[Any, ...]:
+    """The names of all blocks, what waits on the host, and the state of each request."""
+    names = [
+        {block: digest.hex()[:8] for block, digest in kv_group.pool.names().items()}
+        for kv_group in engine.pools.kv_groups
+    ]
+    scheduler = engine._scheduler
+    host = {
+        Name(group.request.number, sequence.index): tuple(tuple(table.blocks) for table in sequence.parked)
+        for group in scheduler.preempted
+        for sequence in group.sequences
+        if sequence.parked
+    }
+    groups = scheduler.running + scheduler.preempted + scheduler.waiting
+    return names, host, {group.request.number: group.status.value for group in groups}
+
+
+def map_state(state: MapState) -> tuple[Any, ...]:
+    return state.names, state.host, state.states
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A live record may take all of the time."""
+    monkeypatch.setattr("hf_paged.engine.recorder.SHARE", 1e9)
+
+
+@pytest.mark.parametrize(("preemption", "ahead"), [("swap", False), ("recompute", False), ("swap", True)])
+def test_names_hosts_and_states_are_those_of_the_books(
+    preemption: str, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, ways = random.Random(3), WAYS[::2] if ahead else WAYS
+    seen: list[Any] = []
+    copies: list[Any] = []
+    with engine_of("qwen2-window", 34, run_ahead=ahead, preemption=preemption) as engine:
+
+        def see(plan: Any) -> None:
+            seen.append(more_books(engine))
+            copies.append([sorted(map(tuple, each)) for each in plan.copies])
+
+        watch_plans(engine, see)
+        with engine.trace(tmp_path / "a.jsonl"):
+            handles = [engine.submit(rng.choice(PROMPTS), seed=1, **rng.choice(ways)) for _ in range(16)]
+            while not all(handle.done for handle in handles):
+                engine.step()
+        stats = engine.stats()
+        evictions = sum(kv_group.pool.counts["evictions"] for kv_group in engine.pools.kv_groups)
+    trace = hf_paged.trace.read(tmp_path / "a.jsonl")
+    state = MapState(trace.kinds)
+    found = []
+    for step in trace.steps:
+        state.apply(step)
+        ended = {
+            each.request: "running" for each in step.ended
+        }  # in this step: it had not when it was planned
+        found.append(([dict(each) for each in state.names], dict(state.host), {**state.states, **ended}))
+    assert found[1:] == seen
+    assert any(host for _, host, _ in found) == (preemption == "swap")
+    recorded = [[sorted(each) for each in step.copies] for step in trace.steps[1:]]
+    assert [each for each in recorded if each] == [each for each in copies if any(each)]
+    assert any(recorded)
+    counted: Counter[str] = Counter()
+    for step in trace.steps:
+        counted.update(step.counted)
+    assert {name: counted[name] for name in ("steps", "tokens", "hits", "preemptions", "swapped_in")} == {
+        name: stats[name] for name in ("steps", "tokens", "hits", "preemptions", "swapped_in")
+    }
+    assert stats["preemptions"]
+    assert {each.request for step in trace.steps for each in step.arrived} == set(range(16))
+    assert sum(len(blocks) for step in trace.steps for blocks in step.evicted) == evictions > 0
+
+
+def test_watching_shows_all_there_is_then_what_changes(always: None) -> None:
+    """Few records, that begin in the middle and stand for many steps each, and the state of an idle engine."""
+    with engine_of("llama", 60) as engine:
+        engine.generate(PROMPTS[:2], **GREEDY)
+        handles = [engine.submit(prompt, **way) for prompt in PROMPTS[2:6] for way in WAYS]
+        for _ in range(3):
+            engine.step()
+        steps: list[Step] = []
+        state = MapState(engine.watch(steps.append, 0.0).header.kinds)
+        state.apply(steps[0])
+        assert (dict(state.tables), tuple(map(frozenset, state.cached))) == books(engine)[:2]
+        assert map_state(state) == more_books(engine)
+        rare: list[Step] = []
+        recorder = engine.watch(rare.append, 3600.0)
+        for handle in handles:
+            handle.result()
+        for step in steps[1:]:
+            state.apply(step)
+        assert (dict(state.tables), tuple(map(frozenset, state.cached))) == books(engine)[:2]
+        assert not state.tables
+        assert map_state(state) == more_books(engine)
+        assert len(steps) > 20
+        assert len(rare) <= 1 + len(handles)
+        assert any(any(step.copies) for step in steps)
+        assert not any(any(step.copies) for step in rare), "a copy whose target was given back is nobody's"
+        late = MapState(recorder.header.kinds)
+        for step in rare:
+            late.apply(step)
+        assert (late.tables, late.cached, late.names) == (state.tables, state.cached, state.names)
+        for records in (steps, rare):
+            assert {each.request for step in records for each in step.ended} == {
+                each.number for each in handles
+            }
+        assert sum(step.sampled for step in rare) == sum(step.sampled for step in steps)
+        recorder.close()
+        count = len(rare)
+        engine.generate(PROMPTS[:1], **GREEDY)
+        assert len(rare) == count
+
+
+def test_watching_leaves_no_log_behind() -> None:
+    with engine_of("llama", 60) as engine:
+        recorders = [engine.watch(lambda step: None) for _ in range(3)]
+        assert all(len(kv_group.pool.logs) == 3 for kv_group in engine.pools.kv_groups)
+        for recorder in recorders:
+            recorder.close()
+            recorder.close()
+        assert not any(kv_group.pool.logs for kv_group in engine.pools.kv_groups)
+
+
+def test_a_trace_and_watchers_at_once(always: None, tmp_path: Path) -> None:
+    with engine_of("llama", 100) as engine, engine.trace(tmp_path / "a.jsonl"):
+        steps: list[Step] = []
+        with engine.watch(steps.append, 0.0) as recorder:
+            assert "live" in repr(recorder)
+            engine.generate(PROMPTS[:3], **GREEDY)
+    written = hf_paged.trace.read(tmp_path / "a.jsonl").steps
+    assert [step.rows for step in written] == [step.rows for step in steps[: len(written)]]
+
+
+def test_a_watcher_takes_a_small_share_of_the_time() -> None:
+    """However long a record takes: the next one is so much later."""
+
+    def slow(step: Step) -> None:
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+
+    with engine_of("llama", 100) as engine:
+        begin = time.monotonic()
+        recorder = engine.watch(slow, 0.0)
+        first = recorder.seconds
+        while time.monotonic() < begin + 1.0:
+            handle = engine.submit(PROMPTS[0], **GREEDY)
+            while not handle.done and engine.stats()["running"] < 2:
+                engine.step()
+                if engine.stats()["steps"] % 5 == 0 and not handle.done:
+                    engine.submit(PROMPTS[1], **GREEDY)
+        assert recorder.seconds < first + 0.03
+        assert recorder.seconds >= 0.02
+
+
+def test_a_watcher_that_fails_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(step: Step) -> None:
+        raise ValueError("no map today")
+
+    with engine_of("llama", 100) as engine:
+        engine.watch(broken, 0.0)
+        assert answers(engine.generate(PROMPTS[:1], **GREEDY)[0]) == alone(engine.model, PROMPTS[0], **GREEDY)
+    assert [record.message for record in caplog.records if "no map today" in record.message] == [
+        "the trace live cannot be written any more: no map today"
+    ]

@@ -27,18 +27,18 @@ BELOW = {
     "demo": {"generate", "model", "kv", "config", "blocks", ""},
     "": {"engine", "checking", "generate", "model", "kv", "trace", "config", "blocks"},
     "environment": {"kv", ""},
-    "serve": {"engine", "model", "environment", "demo", ""},
+    "serve": {"engine", "model", "environment", "demo", "trace", ""},
     "__main__": {"serve"},
 }
 """For each floor the floors it may import; "" is the package's own front door."""
 
 
 BUDGETS = {
-    "hf_paged": 700,
-    "hf_paged/blocks": 1350,
+    "hf_paged": 750,
+    "hf_paged/blocks": 1380,
     "hf_paged/checking": 1000,
     "hf_paged/demo": 250,
-    "hf_paged/engine": 5400,
+    "hf_paged/engine": 5650,
     "hf_paged/engine/multimodal": 1000,
     "hf_paged/engine/outputs": 540,
     "hf_paged/engine/requests": 1350,
@@ -49,7 +49,7 @@ BUDGETS = {
     "hf_paged/model/adapters": 1050,
     "hf_paged/model/capture": 2300,
     "hf_paged/scheduling": 2420,
-    "hf_paged/serve": 3600,
+    "hf_paged/serve": 4000,
 }
 """The most lines of each folder."""
 

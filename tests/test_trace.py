@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from hf_paged.trace import (
+    Arrival,
     Blocks,
     Change,
     Ended,
     Kind,
+    MapState,
     Name,
     Row,
     Step,
@@ -23,10 +25,13 @@ from hf_paged.trace import (
 )
 
 KINDS = (Kind("full", None, 12), Kind("window6", 6, 12))
-HEADER = Trace("TinyForCausalLM", 4, KINDS, 24, 8, ())
+HEADER = Trace("TinyForCausalLM", 4, KINDS, 24, 8, (), host=(6, 5))
 NOTHING = ((), ())
 STEPS = (
-    Step(0, 0.0, waiting=2, blocks=(Blocks(0, 0, 0, 12), Blocks(0, 0, 0, 12)), cached=(NOTHING, NOTHING)),
+    Step(
+        0, 0.0, waiting=2, blocks=(Blocks(0, 0, 0, 12), Blocks(0, 0, 0, 12)), cached=(NOTHING, NOTHING),
+        arrived=(Arrival(0, 9, 20, 1), Arrival(1, 6, 9, 2)), states={0: "waiting", 1: "waiting"},
+    ),
     Step(
         1, 0.25, (Row(0, 0, 0, 9), Row(1, 0, 0, 6)), (0, 1), (), (), 0, 2, 0, (Blocks(5, 0, 0, 7), Blocks(5, 0, 0, 7)),
         {Name(0, 0): (Change(0, 0, (0, 1, 2)), Change(0, 0, (0, 1, 2))), Name(1, 0): (Change(0, 0, (3, 4)), Change(0, 0, (3, 4)))},
@@ -35,6 +40,8 @@ STEPS = (
     Step(
         2, 0.5, (Row(0, 0, 9, 4),), (), (1,), (Ended(0, "stop"),), 0, 1, 1, (Blocks(4, 0, 1, 7), Blocks(3, 0, 0, 9, 2)),
         {Name(1, 0): None, Name(0, 0): (Change(0, 3, (5,)), Change(1, 2, (3,)))}, (((3,), ()), NOTHING),
+        states={1: "preempted"}, names=({3: "00ff10ab", 5: None}, {}), copies=(((2, 5),), ()), evicted=((), (4,)),
+        host={Name(1, 0): ((0, 4), (1,))}, counted={"steps": 1, "tokens": 4}, sampled=1,
     ),
     Step(
         3, 0.75, (Row(1, 0, 0, 6), Row(1, 1, 6, 1)), (1,), (), (), 0, 1, 0, (Blocks(4, 2, 0, 8), Blocks(3, 1, 0, 9)),
@@ -43,7 +50,7 @@ STEPS = (
             Name(1, 0): (Change(0, 0, (3, 0, 1)), Change(0, 0, (0, 1))),
             Name(1, 1): (Change(0, 0, (3, 0, 2)), Change(0, 0, (0, 2))),
         },
-        (((), (3,)), NOTHING),
+        (((), (3,)), NOTHING), host={Name(1, 0): None},
     ),
 )  # fmt: skip
 
@@ -66,7 +73,31 @@ def test_what_was_written_comes_back(name: str, tmp_path: Path) -> None:
         "TinyForCausalLM", 4, KINDS, 24, 8,
     )  # fmt: skip
     assert trace.steps == STEPS
+    assert trace.host == (6, 5)
     assert trace.whole
+
+
+def test_a_trace_of_an_earlier_release(tmp_path: Path) -> None:
+    """It has no queue, names or copies."""
+    write(tmp_path / "a.jsonl")
+    later = ("arrived", "states", "names", "copies", "evicted", "host", "counted", "sampled")
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    plain = [{name: value for name, value in line.items() if name not in later} for line in lines]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in plain))
+    trace = read(tmp_path / "b.jsonl")
+    assert [step.tables for step in trace.steps] == [step.tables for step in STEPS]
+    assert (trace.host, trace.steps[2].names, dict(trace.steps[2].states)) == ((), (), {})
+
+
+@pytest.mark.parametrize("steps", range(1, len(STEPS) + 1))
+def test_a_whole_state_is_one_step(steps: int) -> None:
+    """A reader that comes late and gets the state as one step has the same state."""
+    state = MapState(KINDS)
+    for step in STEPS[:steps]:
+        state.apply(step)
+    late = MapState(KINDS)
+    late.apply(state.whole(STEPS[steps - 1]))
+    assert vars(late) == vars(state)
 
 
 def test_maps(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from .evictor import Evictor
@@ -55,6 +55,16 @@ class _Name(NamedTuple):
     parent_key: bytes
 
 
+class NameLog:
+    """What became of names in a pool: blocks whose name came, went or changed, and blocks that were evicted.
+    Its reader empties it.
+    """
+
+    def __init__(self) -> None:
+        self.renamed: set[int] = set()
+        self.evicted: set[int] = set()
+
+
 class BlockPool:
     """Reference counts of `total` blocks of `block_size` tokens each.
 
@@ -85,6 +95,8 @@ class BlockPool:
         self.top = 0
         """No block from here on was ever handed out, so none needs memory yet."""
         self.counts: Counter[Literal["copies", "evictions", "hits", "misses"]] = Counter()
+        self.logs: list[NameLog] = []
+        """Filled for those that draw a map of the blocks; empty while there are none."""
 
     # ---- sizes
 
@@ -252,6 +264,8 @@ class BlockPool:
         self.uncache(block)
         self._set_free(block)
         self.counts["evictions"] += 1
+        for log in self.logs:
+            log.evicted.add(block)
         return block
 
     # ---- names
@@ -278,6 +292,8 @@ class BlockPool:
             return None
         if name is None or (tokens and not name.tokens):
             self._names[block] = _Name(digest, covered, tokens, parent_key if tokens else b"")
+            for log in self.logs:
+                log.renamed.add(block)
             if parent_key and tokens:
                 self.partial_index.add(parent_key, tokens, block)
         self._block_of[digest] = block
@@ -288,6 +304,8 @@ class BlockPool:
         name = self._names.pop(block, None)
         if name:
             del self._block_of[name.digest]
+            for log in self.logs:
+                log.renamed.add(block)
             if name.parent_key:
                 self.partial_index.remove(name.parent_key, name.tokens, block)
 
@@ -298,6 +316,13 @@ class BlockPool:
     def name(self, block: int) -> bytes:
         """The digest that `block` was published under."""
         return self._names[block].digest
+
+    def names(self, blocks: Iterable[int] | None = None) -> dict[int, bytes | None]:
+        """The digests of `blocks`, None where one has no name; without them of all blocks that have one."""
+        names = self._names
+        if blocks is None:
+            return {block: name.digest for block, name in names.items()}
+        return {block: names[block].digest if block in names else None for block in blocks}
 
     def covered(self, block: int) -> int:
         """How many tokens, from the sequence's first, the hash of `block` covers."""
@@ -317,6 +342,8 @@ class BlockPool:
         for block in list(self._evictor):
             self._evictor.remove(block)
             self._set_free(block)
+        for log in self.logs:
+            log.renamed.update(self._names)
         self._names.clear()
         self._block_of.clear()
         self.partial_index.clear()

@@ -64,6 +64,10 @@ class BlockTable:
         """The index after the last block, counted from the sequence's first."""
         return self.released + len(self.blocks)
 
+    def at(self, index: int) -> int | None:
+        """The block of that number, counted from the sequence's first; None if the table holds none there."""
+        return self.blocks[index - self.released] if self.released <= index < self.end else None
+
     def slot(self, position: int) -> int:
         """The slot of the pool that holds the token at `position`."""
         size = self.pool.block_size

@@ -26,6 +26,7 @@ from ..model.patches import note_restless
 from ..model.registry import base_model
 from ..model.snapshot import ModelSnapshot
 from ..scheduling import Count, Infeasible, Request, Scheduler, SequenceGroup, why_infeasible
+from ..trace import Step, Trace, Writer
 from .adapters import ACTIVE, AdapterInfo, EngineAdapters
 from .background import Background
 from .check_policy import WeightsChanged
@@ -41,7 +42,7 @@ from .outputs.output import Increment, Output, with_errors_noticed
 from .outputs.queue import Wake
 from .pools import Pools
 from .preemption import Preemption
-from .recorder import Recorder
+from .recorder import Recorder, Reporter, Sink
 from .requests.keywords import GenerateKeywords, RequestKeywords, spell_out
 from .requests.options import Options
 from .requests.params import RequestParams, check_model, check_transformers, read
@@ -776,6 +777,9 @@ class Engine:
                 self._changing(self._loop.check_model)
         finally:
             self._checks.release()
+        if not self._busy:
+            for recorder in self._loop.recorders:
+                recorder.rest()
 
     def _require_eval(self) -> None:
         if self.model.training:
@@ -862,13 +866,31 @@ class Engine:
         `hf_paged.trace.read` gives it back. A path that ends with ".gz" is packed.
         """
         self._require_open()
-        current = self._loop.recorder
-        if current is not None and not current.closed:
-            raise RuntimeError(f"{current!r} is being written; close it first")
-        self._loop.recorder = Recorder(
-            path, self._scheduler, self.pools.described(type(self.model).__name__), self._lock.lock
-        )
-        return self._loop.recorder
+        for each in self._loop.recorders:
+            if not (each.closed or each.live):
+                raise RuntimeError(f"{each!r} is being written; close it first")
+        return self._record(Writer(path, self._header), None)
+
+    @in_turn
+    def watch(self, report: Callable[[Step], None], every: float = 0.1) -> Recorder:
+        """Have `report(step)` called with what has changed in the blocks and the queue, until the answer is
+        closed: first with all there is, then behind a step, at most once in `every` seconds, and when nothing
+        is left to do.
+
+        A step of `hf_paged.trace` stands for all steps since the one before; the answer's `header` has the
+        kinds of layers. The thread that drives the engine calls `report`, so it must neither wait nor raise.
+        """
+        self._require_open()
+        return self._record(Reporter(report), every)
+
+    def _record(self, sink: Sink, every: float | None) -> Recorder:
+        made = Recorder(sink, self._scheduler, self._header, self._lock.lock, every)
+        self._loop.recorders = [*(each for each in self._loop.recorders if not each.closed), made]
+        return made
+
+    @property
+    def _header(self) -> Trace:
+        return self.pools.described(type(self.model).__name__)
 
     @in_turn
     def check(self) -> None:
@@ -903,9 +925,9 @@ class Engine:
         if self._thread is not None:
             self._thread.stop(wait=False)
         self._freed = True
-        if self._loop.recorder is not None:
+        for recorder in self._loop.recorders:
             with suppress(OSError):  # the recorder has logged it
-                self._loop.recorder.close()
+                recorder.close()
 
     def _after_fork(self) -> None:
         """In a forked process: what another thread was in the middle of has broken off."""

@@ -59,8 +59,8 @@ class StepLoop:
         self.in_flight: InFlightStep | None = None
         self.interrupted: deque[Job] = deque()
         """Requests that have ended with what is meant for their driver as well."""
-        self.recorder: Recorder | None = None
-        """Writes a trace, if one was requested."""
+        self.recorders: list[Recorder] = []
+        """Those that write a trace, or report to a map of the blocks."""
         self._sampling = SamplingState(jobs, LastTokens(scheduler.limits.sequences, runner.eager.device))
         self._given: dict[SequenceGroup, RequestParams] = {}
         """Requests whose rows are more than token ids."""
@@ -106,8 +106,8 @@ class StepLoop:
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
         """Launch the forward of a plan. If it fails each request is tried by itself, on the same blocks."""
-        if self.recorder is not None:
-            self.recorder.planned(plan)
+        for recorder in self.recorders:
+            recorder.planned(plan)
         for group in plan.admitted:
             timing = self.jobs[group].timing
             timing.started = timing.started or time.monotonic()
@@ -300,8 +300,8 @@ class StepLoop:
         self.scheduler.abort(group)
         output = self.conclude(job, reason, error)
         self._drop(group, job)  # not before there is an output: an interrupt may come in between
-        if self.recorder is not None:
-            self.recorder.ended(group.request.number, output.finish_reason)
+        for recorder in self.recorders:
+            recorder.ended(group.request.number, output.finish_reason)
         return output
 
     def conclude(self, job: Job, reason: FinishReason | None, error: BaseException | None = None) -> Output:

@@ -290,7 +290,16 @@ class Pools:
             TracedKind(name_of(kind), kind.window, group.pool.total) for kind, group in self.groups.items()
         )
         limits = self.config.limits()
-        return Trace(model, self.config.block_size, kinds, limits.tokens, limits.sequences, ())
+        host = tuple(0 if group.host is None else group.host.most for group in self.groups.values())
+        return Trace(
+            model,
+            self.config.block_size,
+            kinds,
+            limits.tokens,
+            limits.sequences,
+            (),
+            host=host if any(host) else (),
+        )
 
     def usage(self) -> dict[str, dict[str, Any]]:
         """Blocks of every kind: total, held, cached, free."""

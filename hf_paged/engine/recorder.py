@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ..blocks import BlockPool
-from ..blocks.pool import CACHED
-from ..scheduling import Scheduler, SequenceGroup, StepPlan
-from ..trace import Blocks, Change, Ended, Name, Row, Step, Trace, Writer
+from ..blocks import BlockPool, Copy
+from ..blocks.pool import CACHED, NameLog
+from ..scheduling import ScheduledBatch, ScheduledRow, Scheduler, SequenceGroup, Status, StepPlan
+from ..trace import Arrival, Blocks, Change, Ended, Name, Row, Step, Trace
 from .outputs.output import FinishReason
 
 logger = logging.getLogger("hf_paged")
+T = TypeVar("T")
 
 CHANGED = re.compile(rb"[^\0]")
+SHARE = 0.01
+"""The most of the engine's time that a live record may take."""
+DIGITS = 4
+"""Bytes of a digest that a record shows."""
 
 
 class _RecordedTable(NamedTuple):
@@ -28,6 +33,14 @@ class _RecordedTable(NamedTuple):
 
     released: int
     blocks: list[int]
+
+
+class _CopiedBlock(NamedTuple):
+    """A copy on write: from which block, for which request, and its place in the table."""
+
+    source: int
+    group: SequenceGroup
+    position: int
 
 
 class _RecordedPool:
@@ -40,6 +53,11 @@ class _RecordedPool:
         self.references: Counter[int] = Counter()
         """How many of the recorded tables name each block."""
         self.shared = 0
+        self.copies: dict[int, _CopiedBlock] = {}
+        """Copies on write since the last record, by their targets."""
+        self._log = NameLog()
+        pool.logs.append(self._log)
+        self._begun = False
 
     def change(self, old: _RecordedTable, released: int, blocks: list[int]) -> Change:
         """What became of a table, entered in the references."""
@@ -72,46 +90,129 @@ class _RecordedPool:
             i for i in places if before[i] == CACHED
         )
 
+    def renamed(self) -> dict[int, str | None]:
+        """The first digits of the digests of blocks that got another one since the last time."""
+        names = self.pool.names(sorted(self._log.renamed) if self._begun else None)
+        self._begun = True
+        self._log.renamed = set()
+        return {block: None if digest is None else digest[:DIGITS].hex() for block, digest in names.items()}
+
+    def evicted(self) -> tuple[int, ...]:
+        """The blocks that were evicted since the last time."""
+        blocks = self._log.evicted
+        self._log.evicted = set()
+        return tuple(sorted(blocks))
+
+    def note_copies(self, place: int, copies: Sequence[Copy], batch: ScheduledBatch) -> None:
+        """Enter the copies of a step, each with the request that writes to its target. place: of the pool
+        among all.
+        """
+        sources = {copy.target: copy.source for copy in copies}
+        for sequence, start in zip(batch.sequences, batch.starts, strict=True):
+            position = start // self.pool.block_size
+            target = sequence.tables[place].at(position)
+            if target is not None and target in sources:
+                self.copies[target] = _CopiedBlock(sources[target], sequence.group, position)
+
+    def copied(self, place: int) -> tuple[tuple[int, int], ...]:
+        """The copies since the last time whose targets are still what they were made for."""
+        copies = self.copies
+        self.copies = {}
+        return tuple(
+            (copy.source, target)
+            for target, copy in copies.items()
+            if any(sequence.tables[place].at(copy.position) == target for sequence in copy.group.sequences)
+        )
+
+    def close(self) -> None:
+        """Have the pool note no more names."""
+        self.pool.logs.remove(self._log)
+
     def blocks(self) -> Blocks:
         """How many there are of each state."""
         swapped = 0 if self.host is None else self.host.held
         return Blocks(self.pool.held, self.shared, self.pool.cached, self.pool.free, swapped)
 
 
-class Recorder:
-    """A trace that is being written: a context manager, or `close()` it.
+class Sink(Protocol):
+    """Where records go."""
 
-    The engine reports its steps to it. A record shows the tables as the forward of its step sees them, and
-    the requests that ended before the next one.
+    def write(self, step: Step) -> None:
+        """Take a record."""
+
+    def close(self) -> None:
+        """There are no more."""
+
+    def abandon(self) -> None:
+        """A record could not be taken, and there are no more."""
+
+
+class Reporter:
+    """A sink that calls a function with every record."""
+
+    def __init__(self, write: Callable[[Step], None]) -> None:
+        self.write = write
+
+    def __repr__(self) -> str:
+        return "live"
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    abandon = close
+
+
+class Recorder:
+    """A trace that is being written, or reported while it happens: a context manager, or `close()` it.
+
+    The engine reports its steps to it. In a file a record shows the tables as the forward of its step sees
+    them, and the requests that ended before the next one. A live one has a record at most every so many
+    seconds, for all steps since the last one, and is late where it would take more than SHARE of the time.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        sink: Sink,
         scheduler: Scheduler,
         header: Trace,
         lock: AbstractContextManager[Any],
+        every: float | None = None,
     ) -> None:
-        self.path = path
+        """every: the least seconds between two records of a live one; None writes down every step."""
+        self.header = header
         self.closed = False
+        self.live = every is not None
+        self.seconds = 0.0
+        """What its records have taken of the time of the threads that drive the engine."""
+        self._every = every or 0.0
+        self._due = 0.0
         self._scheduler = scheduler
         self._lock = lock
-        self._writer = Writer(path, header)
+        self._writer = sink
+        self._count = 0
         self._begin = time.monotonic()
         self._kv_groups = [_RecordedPool(kv_group.pool, kv_group.host) for kv_group in scheduler.kv_groups]
         self._held: dict[Name, list[_RecordedTable]] = {}
+        self._waiting: dict[Name, tuple[tuple[int, ...], ...]] = {}
+        """The blocks of each sequence that waits on the host."""
         self._preemptions: dict[SequenceGroup, int] = {
             group: group.preemptions for group in scheduler.preempted + scheduler.running
         }
+        self._states: dict[SequenceGroup, Status] = {}
+        self._counts = dict(scheduler.counts)
         self._step: Step | None = None
         """The last step, until it is known what ended in it."""
         self._ended: list[Ended] = []
-        self._error: OSError | None = None
-        self.planned(StepPlan())
+        self._admitted: list[SequenceGroup] = []
+        self._sampled = 0
+        self._stale = False
+        """Whether something has happened since the last record."""
+        self._error: Exception | None = None
+        self._record(())
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{self._writer.count} records"
-        return f"Recorder({os.fspath(self.path)!r}, {state})"
+        state = "closed" if self.closed else f"{self._count - (self._step is not None)} records"
+        return f"Recorder({self._writer!r}, {state})"
 
     def __enter__(self) -> Recorder:
         return self
@@ -125,17 +226,66 @@ class Recorder:
         """A step is about to run."""
         if self.closed:
             return
+        for i, copies in enumerate(plan.copies):
+            if copies:
+                self._kv_groups[i].note_copies(i, copies, plan.batch)
+        self._admitted += plan.admitted
+        self._sampled += len(plan.batch.sampled)
+        self._stale = True
+        if time.monotonic() >= self._due:
+            self._record(plan.rows)
+
+    def rest(self) -> None:
+        """There is nothing left to do for now: what a live one has not reported yet is due."""
+        if self.live and self._stale and not self.closed:
+            self._record(())
+
+    def ended(self, number: int, reason: FinishReason) -> None:
+        """A request has ended."""
+        if not self.closed:
+            self._ended.append(Ended(number, reason))
+            self._stale = True
+
+    def close(self) -> None:
+        """End the trace. Twice is once; OSError if it could not be written. A live one has only logged it."""
+        with self._lock:
+            if self.closed:
+                return
+            self._write()
+            self.closed = True
+            for kv_group in self._kv_groups:
+                kv_group.close()
+            if self._error is None:
+                try:
+                    self._writer.close()
+                except OSError as error:
+                    self._fail(error)
+            if self._error is not None and not self.live:
+                raise self._error
+
+    def _record(self, rows: Sequence[ScheduledRow]) -> None:
+        begin = time.thread_time()
         self._write()
+        self._step = self._made(rows, time.monotonic())
+        self._count += 1
+        self._stale = False
+        if self.live:
+            self._write()
+            spent = time.thread_time() - begin
+            self.seconds += spent
+            self._due = time.monotonic() + max(self._every, spent / SHARE)
+
+    def _made(self, rows: Sequence[ScheduledRow], now: float) -> Step:
         scheduler = self._scheduler
         tables = self._changes()
-        self._step = Step(
-            self._writer.count,
-            time.monotonic() - self._begin,
+        step = Step(
+            self._count,
+            now - self._begin,
             tuple(
                 Row(row.sequence.group.request.number, row.sequence.index, row.start, row.count)
-                for row in plan.rows
+                for row in rows
             ),
-            tuple(group.request.number for group in plan.admitted),
+            tuple(group.request.number for group in self._admitted),
             self._preempted(),
             (),
             len(scheduler.waiting),
@@ -144,27 +294,18 @@ class Recorder:
             tuple(kv_group.blocks() for kv_group in self._kv_groups),
             tables,
             tuple(kv_group.caching() for kv_group in self._kv_groups),
+            self._arrived(),
+            self._states_changed(),
+            _unless_empty(kv_group.renamed() for kv_group in self._kv_groups),
+            _unless_empty(kv_group.copied(i) for i, kv_group in enumerate(self._kv_groups)),
+            _unless_empty(kv_group.evicted() for kv_group in self._kv_groups),
+            self._host_changes(),
+            self._counted(),
+            self._sampled,
         )
-
-    def ended(self, number: int, reason: FinishReason) -> None:
-        """A request has ended."""
-        if not self.closed:
-            self._ended.append(Ended(number, reason))
-
-    def close(self) -> None:
-        """End the trace. Twice is once; OSError if it could not be written."""
-        with self._lock:
-            if self.closed:
-                return
-            self._write()
-            self.closed = True
-            if self._error is None:
-                try:
-                    self._writer.close()
-                except OSError as error:
-                    self._fail(error)
-            if self._error is not None:
-                raise self._error
+        self._admitted = []
+        self._sampled = 0
+        return step
 
     def _write(self) -> None:
         """Hand over the last step, with what has ended since. A disk that is full is no reason for a request
@@ -177,11 +318,11 @@ class Recorder:
         self._ended = []
         try:
             self._writer.write(step)
-        except OSError as error:
+        except Exception as error:
             self._fail(error)
 
-    def _fail(self, error: OSError) -> None:
-        logger.warning("the trace %s cannot be written any more: %s", os.fspath(self.path), error)
+    def _fail(self, error: Exception) -> None:
+        logger.warning("the trace %r cannot be written any more: %s", self._writer, error)
         self._error = error
         self._writer.abandon()
 
@@ -193,6 +334,50 @@ class Recorder:
         before = self._preemptions
         self._preemptions = alive
         return tuple(group.request.number for group, times in alive.items() if times > before.get(group, 0))
+
+    def _groups(self) -> list[SequenceGroup]:
+        return [*self._scheduler.running, *self._scheduler.preempted, *self._scheduler.waiting]
+
+    def _arrived(self) -> tuple[Arrival, ...]:
+        """The requests that no record has shown yet, those that have ended meanwhile among them."""
+        new = [group for group in (*self._admitted, *self._groups()) if group not in self._states]
+        return tuple(
+            Arrival(request.number, len(request.prompt), request.most_tokens, request.width)
+            for request in (group.request for group in dict.fromkeys(new))
+        )
+
+    def _states_changed(self) -> dict[int, str]:
+        """The state of each request in which it was not at the last record."""
+        before = self._states
+        self._states = {group: group.status for group in self._groups()}
+        return {
+            group.request.number: status.value
+            for group, status in self._states.items()
+            if before.get(group) is not status
+        }
+
+    def _counted(self) -> dict[str, int]:
+        before = self._counts
+        self._counts = dict(self._scheduler.counts)
+        counts = {name: count - before.get(name, 0) for name, count in self._counts.items()}
+        return {name: count for name, count in counts.items() if count}
+
+    def _host_changes(self) -> dict[Name, tuple[tuple[int, ...], ...] | None]:
+        """The sequences that came to wait on the host since the last record, and those that left it."""
+        before = self._waiting
+        self._waiting = {
+            Name(group.request.number, sequence.index): tuple(
+                tuple(table.blocks) for table in sequence.parked
+            )
+            for group in self._scheduler.preempted
+            if group.swapped
+            for sequence in group.sequences
+        }
+        changes: dict[Name, tuple[tuple[int, ...], ...] | None] = dict.fromkeys(
+            before.keys() - self._waiting.keys()
+        )
+        changes.update({name: new for name, new in self._waiting.items() if before.get(name) != new})
+        return changes
 
     def _changes(self) -> dict[Name, tuple[Change, ...] | None]:
         changes: dict[Name, tuple[Change, ...] | None] = {}
@@ -223,3 +408,9 @@ class Recorder:
                 _RecordedTable(table.released, list(table.blocks)) for table in sequence.tables
             ]
         return changes
+
+
+def _unless_empty(each: Iterable[T]) -> tuple[T, ...]:
+    """What each kind of layer has; nothing if none has any."""
+    found = tuple(each)
+    return found if any(found) else ()

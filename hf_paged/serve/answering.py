@@ -6,17 +6,20 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ..engine import Handle
 from .context import Context
 from .errors import ApiError, invalid
 from .forms import ChatForm, CompletionForm, Form, joined
 from .generation import Generation, Piece, Submission, Usage
 from .protocol import ChatRequest, CompletionRequest, Generating, fields_of, parsed
 from .service import Service
+from .sight import Owner
 from .streams import ALIVE, DONE, EventStream, error_event, noticing
 
 log = logging.getLogger("hf_paged.serve")
@@ -110,7 +113,10 @@ async def _answered(
         form = form_of(f"{kind}-{call.context.request_id}", prompts)
         form.with_logprobs = request.alternatives is not None
         form.with_ids = bool(request.return_token_ids)
-        generation = Generation(service.engine, service.mailbox, service.metrics, bool(request.stream))
+        generation = Generation(
+            service.engine, service.mailbox, service.metrics, bool(request.stream), partial(_own, call)
+        )
+        stack.callback(_disown, call, generation)
         stack.callback(generation.close)
         stack.enter_context(service.admission.under_way(generation))
         deadline = asyncio.get_running_loop().call_later(
@@ -129,6 +135,17 @@ async def _answered(
             call.context.drop,
             stack.pop_all().close,
         )
+
+
+def _own(call: EndpointCall, handle: Handle, ids: tuple[int, ...]) -> None:
+    """Let the map know whose a request of the engine is."""
+    assert handle.number is not None
+    owner = Owner(call.context.tenant.name, call.context.request_id, ids)
+    call.service.live.owners.add(handle.number, owner)
+
+
+def _disown(call: EndpointCall, generation: Generation) -> None:
+    call.service.live.owners.discard([each.handle.number for each in generation.answers])
 
 
 def _submissions(

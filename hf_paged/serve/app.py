@@ -19,8 +19,10 @@ from starlette.types import Scope
 import hf_paged
 
 from .answering import chat, complete
+from .context import Context
 from .errors import ApiError, invalid, too_large, unavailable
 from .guard import Guard
+from .html import page
 from .options import ServerLimits
 from .protocol import (
     Body,
@@ -33,9 +35,13 @@ from .protocol import (
     parsed,
 )
 from .service import Service
+from .streams import EventStream
 
 log = logging.getLogger("hf_paged.serve")
 Answering = Callable[[Service, Request, bytes], Awaitable[Response]]
+SHOWN_BLOCKS = 256
+"""Blocks of a prompt whose text the map shows."""
+PAGE_HEADERS = {"x-frame-options": "DENY", "referrer-policy": "no-referrer", "cache-control": "no-cache"}
 WARM_UP = 4
 """Tokens of the answer that is computed before the server is ready."""
 
@@ -58,6 +64,7 @@ def make_app(service: Service, drop: Callable[[Scope], None] = lambda scope: Non
         )
     _add_states(app, service)
     _add_facts(app, service)
+    _add_map(app, service)
     _add_posts(app, service)
     return app
 
@@ -74,6 +81,7 @@ async def _life(service: Service) -> AsyncIterator[None]:
         warm_up.cancel()
         with suppress(asyncio.CancelledError):
             await warm_up
+        await service.live.stop()
         service.tokenizer.close()
         await asyncio.to_thread(service.engine.close)
 
@@ -159,6 +167,41 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": service.longest,
     }
+
+
+# ---- the map
+
+
+def _add_map(app: FastAPI, service: Service) -> None:
+    """The page, which holds no data and needs no key, and what it reads."""
+    shown = page(needs_key=not service.keys.open).encode()
+    owners = service.live.owners
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return Response(shown, media_type="text/html", headers=PAGE_HEADERS)
+
+    @app.get("/map", summary="The map of the blocks as it changes, as events in the form of a trace")
+    async def live(request: Request) -> Response:
+        context = Context.of(request.scope)
+        viewer = service.live.enter(context.tenant)
+        return EventStream(
+            service.live.events(viewer),
+            viewer.leave,
+            service.options.limits.write_seconds,
+            context.drop,
+            lambda: service.live.close(viewer),
+        )
+
+    @app.get("/map/requests/{number}", summary="The prompt of a request on the map, block by block")
+    async def prompt(request: Request, number: int) -> dict[str, Any]:
+        owner = owners.of(number, Context.of(request.scope).tenant)
+        if owner is None:
+            raise ApiError(404, f"request {number} is not under way, or it is not of this key")
+        size = service.engine.config.block_size
+        ids = owner.ids[: SHOWN_BLOCKS * size]
+        blocks = [service.tokenizer.text(list(ids[i : i + size])) for i in range(0, len(ids), size)]
+        return {"number": number, "request_id": owner.request_id, "blocks": blocks}
 
 
 # ---- bodies

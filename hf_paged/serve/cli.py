@@ -1,4 +1,4 @@
-"""The command line: hf-paged serve, generate, info."""
+"""The command line: hf-paged serve, generate, info, trace."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import difflib
 import os
 import sys
+import tempfile
+import webbrowser
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +17,7 @@ EPILOG = """\
 hf-paged serve demo                      serve the model that comes with hf_paged
 hf-paged generate demo --prompt "The fox"
 hf-paged info Qwen/Qwen3-8B              what of a model would run on pages
+hf-paged trace steps.jsonl               the map of the blocks, of a file that engine.trace() wrote
 
 The first request to a server:
   curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
@@ -63,8 +66,10 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         "serve": commands.add_parser("serve", help="serve a model over HTTP in OpenAI's form"),
         "generate": commands.add_parser("generate", help="answer a prompt in the terminal"),
         "info": commands.add_parser("info", help="versions, devices, kernels; what of a model runs on pages"),
+        "trace": commands.add_parser("trace", help="show the map of the blocks of a trace file"),
     }
     _add_serve(made["serve"])
+    _add_trace(made["trace"])
     _add_generate(made["generate"])
     _add_source(made["info"], optional=True)
     return top, made
@@ -103,6 +108,9 @@ def _add_serve(to: Parser) -> None:
     who = to.add_argument_group("who may ask")
     who.add_argument("--api-key", action="append", default=[], help="may be repeated; also $HF_PAGED_API_KEY")
     who.add_argument("--api-key-file", help="a key on each line, where no process list shows them")
+    who.add_argument(
+        "--admin-api-key", action="append", default=[], help="a key that sees the requests of all on the map"
+    )
     who.add_argument("--share-prefixes", action="store_true", help="let keys share cached prefixes")
     who.add_argument("--allowed-host", action="append", default=[], help="a Host header that is answered")
     who.add_argument(
@@ -167,6 +175,12 @@ def _add_generate(to: Parser) -> None:
     how.add_argument("--stop", action="append", help="a text at which the answer ends; may be repeated")
 
 
+def _add_trace(to: Parser) -> None:
+    to.add_argument("file", metavar="FILE", help="what engine.trace() wrote, packed or not")
+    to.add_argument("--html", metavar="OUT", help="write the page to a file, whole in itself; do not open it")
+    to.add_argument("--partial", action="store_true", help="take a trace that breaks off")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the answer is its exit code. Without one, print what is installed."""
     top, commands = parser()
@@ -175,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         command.refuse(unknown)
     try:
-        return {"serve": serve, "generate": generate}.get(given.command, info)(given)
+        return {"serve": serve, "generate": generate, "trace": trace}.get(given.command, info)(given)
     except (ValueError, OSError, TypeError, ImportError) as error:
         print(f"{command.prog}: {error}", file=sys.stderr)
         return 1
@@ -220,6 +234,23 @@ def generate(given: argparse.Namespace) -> int:
         options["stop_strings"] = given.stop
     prompts = prompts_of(given.prompt, given.file, given.lines)
     return run(_source(given), prompts, given.chat, given.json or given.lines, options)
+
+
+def trace(given: argparse.Namespace) -> int:
+    """hf-paged trace."""
+    from .html import page
+
+    text = page(given.file, given.partial)
+    if given.html:
+        Path(given.html).write_text(text, encoding="utf-8")
+        return 0
+    with tempfile.NamedTemporaryFile("w", suffix=".html", delete=False, encoding="utf-8") as file:
+        file.write(text)
+    url = Path(file.name).as_uri()
+    print(url)
+    if not webbrowser.open(url):
+        print("no browser was found; open the file above, or write it with --html", file=sys.stderr)
+    return 0
 
 
 def serve(given: argparse.Namespace) -> int:
@@ -280,6 +311,7 @@ def server_options(given: argparse.Namespace, name: str) -> Any:
     return ServerOptions(
         names=tuple(given.served_model_name or [name]),
         api_keys=_keys(given),
+        admin_api_keys=tuple(given.admin_api_key),
         allowed_hosts=tuple(given.allowed_host),
         allowed_origins=tuple(given.allowed_origin),
         limits=ServerLimits(**limits),
@@ -310,7 +342,7 @@ def _template(given: str | None) -> str | None:
 def _warn_if_open(options: Any) -> None:
     import logging
 
-    if not options.api_keys:
+    if not (options.api_keys or options.admin_api_keys):
         log = logging.getLogger("hf_paged.serve")
         if options.loopback:
             log.info("no API key: every process of this machine may ask")

@@ -125,11 +125,21 @@ class Generation:
     engine as token ids, so a slow client holds up no other and costs no more than its answers.
     """
 
-    def __init__(self, engine: Engine, mailbox: Mailbox, metrics: Metrics, each: bool) -> None:
-        """each: whether every token is news; else the end alone is."""
+    def __init__(
+        self,
+        engine: Engine,
+        mailbox: Mailbox,
+        metrics: Metrics,
+        each: bool,
+        own: Callable[[Handle, tuple[int, ...]], None],
+    ) -> None:
+        """each: whether every token is news; else the end alone is. own: called with each request and its
+        prompt as soon as the engine has it.
+        """
         self._engine = engine
         self._metrics = metrics
         self._each = each
+        self._own = own
         self._news = asyncio.Event()
         self._wake: Callable[[], None] = partial(mailbox.post, self._news)
         self._begun = time.monotonic()
@@ -146,6 +156,7 @@ class Generation:
             for i, each in enumerate(submissions):
                 await turns.take()
                 handle = self._accepted(each)
+                self._own(handle, each.ids)
                 handle.watch(self._wake, self._each)
                 self.answers.append(
                     TextAnswers(each.ids, handle, each.texts, i * width, [None] * len(each.texts))

@@ -21,6 +21,8 @@ from .options import ServerOptions
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ready"})
 """Paths that need no key: their answers have the server's state and nothing else."""
+PAGE = "/"
+"""The map's page needs none either: it asks for the key, and gets all data by it."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 log = logging.getLogger("hf_paged.serve")
@@ -75,7 +77,7 @@ class Guard:
         self._check_host(headers)
         self._check_origin(headers)
         path = scope["path"].removeprefix(self._options.root_path)
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or path == PAGE:
             return Tenant("open", None)
         tenant = self._keys.tenant(bearer(headers.get("authorization")))
         if tenant is None:

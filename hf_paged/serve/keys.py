@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 class Tenant(NamedTuple):
     """Whose request it is. name: for logs, never the key. salt: of the prefixes of this tenant, None if all
-    share theirs.
+    share theirs. sees_all: whether the map shows it the requests of all.
     """
 
     name: str
     salt: str | None
+    sees_all: bool = False
 
     def salted(self, cache_salt: str | None) -> str | None:
         """The salt of a request that brings one of its own."""
@@ -29,11 +30,14 @@ class Keys:
     under a secret of the process are kept.
     """
 
-    def __init__(self, keys: Sequence[str], share_prefixes: bool = False) -> None:
+    def __init__(
+        self, keys: Sequence[str], share_prefixes: bool = False, admin_keys: Sequence[str] = ()
+    ) -> None:
         self._secret = os.urandom(32)
         self._tenants = [
-            (self._digest(key), Tenant(f"key-{i}", None if share_prefixes else self._salt(key)))
-            for i, key in enumerate(dict.fromkeys(keys))
+            (self._digest(key), Tenant(f"{kind}-{i}", None if share_prefixes else self._salt(key), sees_all))
+            for kind, some, sees_all in (("key", keys, False), ("admin", admin_keys, True))
+            for i, key in enumerate(dict.fromkeys(some))
         ]
 
     @property
@@ -44,7 +48,7 @@ class Keys:
     def tenant(self, key: str | None) -> Tenant | None:
         """The tenant of a key; None if the server does not know it."""
         if self.open:
-            return Tenant("open", None)
+            return Tenant("open", None, sees_all=True)
         given = self._digest(key or "")
         found = None
         for digest, tenant in self._tenants:

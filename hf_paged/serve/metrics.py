@@ -76,8 +76,13 @@ class Histogram:
     @property
     def mean(self) -> float:
         """The mean of all values; 0 before the first."""
-        count = sum(self._counts)
-        return self._sum / count if count else 0.0
+        total, count = self.totals
+        return total / count if count else 0.0
+
+    @property
+    def totals(self) -> tuple[float, int]:
+        """The sum of all values, and their number."""
+        return self._sum, sum(self._counts)
 
     def samples(self) -> Iterator[tuple[str, Labels, float]]:
         """Cumulative buckets, their number and their sum."""

@@ -36,6 +36,7 @@ class ServerLimits:
     body_seconds: float = _limit(30.0, "until a body is complete")
     write_seconds: float = _limit(60.0, "that a client may leave a full connection unread")
     drain_seconds: float = _limit(30.0, "from SIGTERM to the end of all answers")
+    viewers: int = _limit(16, "streams of the map at once")
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -50,11 +51,11 @@ class ServerOptions:
     """The options of a server beside its engine's.
 
     names: what clients may call the model; the first one is shown. api_keys: without any the server is open.
-    share_prefixes: whether keys share cached prefixes; else each key has a salt of its own. allowed_hosts:
-    values of the Host header; empty for loopback names on a loopback address, and any elsewhere.
-    allowed_origins: pages of other origins whose scripts may call the server. max_model_len: the longest
-    sequence, at most what the engine has room for. vllm_metric_names: serve the metrics under vLLM's names,
-    too.
+    admin_api_keys: further keys, which see the requests of all on the map. share_prefixes: whether keys share
+    cached prefixes; else each key has a salt of its own. allowed_hosts: values of the Host header; empty for
+    loopback names on a loopback address, and any elsewhere. allowed_origins: pages of other origins whose
+    scripts may call the server. max_model_len: the longest sequence, at most what the engine has room for.
+    vllm_metric_names: serve the metrics under vLLM's names, too.
     """
 
     names: tuple[str, ...] = ("model",)
@@ -67,6 +68,7 @@ class ServerOptions:
     ssl_keyfile_password: str | None = field(default=None, repr=False)
     ssl_ca_certs: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     share_prefixes: bool = False
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -77,8 +79,11 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):
             raise ValueError("a served model needs a name; give --served-model-name")
-        if any(len(key) < 1 or not key.isascii() or key != key.strip() for key in self.api_keys):
+        keys = (*self.api_keys, *self.admin_api_keys)
+        if any(len(key) < 1 or not key.isascii() or key != key.strip() for key in keys):
             raise ValueError("an API key is ASCII text without blanks around it; give another one")
+        if not set(self.api_keys).isdisjoint(self.admin_api_keys):
+            raise ValueError("a key is given as --api-key and as --admin-api-key; give two different ones")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(
                 f"root_path={self.root_path!r} must look like '/prefix': a slash before, none behind"

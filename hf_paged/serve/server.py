@@ -57,6 +57,11 @@ class Server(uvicorn.Server):
         port = self.servers[0].sockets[0].getsockname()[1]
         return f"{scheme}://{host}:{port}{options.root_path}"
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close all connections, after streams that would not end by themselves."""
+        self._service.live.end()
+        await super().shutdown(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal handler: it runs in the middle of anything and only notes what to do."""
         if self._drain is None and self._loop is not None and self.started:
@@ -72,6 +77,7 @@ class Server(uvicorn.Server):
 
     async def _drained(self, why: str) -> None:
         admission = self._service.admission
+        self._service.live.end()
         seconds = self._service.options.limits.drain_seconds
         log.info("draining", extra={"signal": why, "in_flight": admission.in_flight, "seconds": seconds})
         await admission.drain(seconds)

@@ -11,6 +11,7 @@ from ..engine import Engine
 from .admission import QueueLimit
 from .errors import ApiError, invalid
 from .keys import Keys, Tenant
+from .live import LiveMap
 from .mailbox import Mailbox, Turns
 from .metrics import Metrics
 from .options import ServerOptions
@@ -36,6 +37,7 @@ class Service:
     keys: Keys
     mailbox: Mailbox
     turns: Turns
+    live: LiveMap
     longest: int
     created: float = field(default_factory=time.time)
 
@@ -53,6 +55,7 @@ class Service:
         longest = min(engine.longest, options.max_model_len or engine.longest)
         budget = engine.config.limits().sequences
         metrics = Metrics(options.names[0], options.vllm_metric_names)
+        mailbox = Mailbox()
         embeddings = engine.model.get_input_embeddings()
         vocabulary = int(getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0])
         defaults = engine.model.generation_config
@@ -63,9 +66,10 @@ class Service:
             Sampling(defaults, tokenizer, limits, budget, engine.config.policy == "priority"),
             QueueLimit(budget + limits.waiting, lambda: not engine.driven, lambda: metrics.end_to_end.mean),
             metrics,
-            Keys(options.api_keys, options.share_prefixes),
-            Mailbox(),
+            Keys(options.api_keys, options.share_prefixes, options.admin_api_keys),
+            mailbox,
             Turns(),
+            LiveMap(engine, mailbox, metrics, limits.viewers),
             longest,
         )
 
