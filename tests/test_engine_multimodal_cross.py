@@ -218,8 +218,8 @@ def test_preemption(model: Any, preemption: str, admission: str, way: str) -> No
         handles += [engine.submit(**each, **options) for each in given]
         for _ in range(7):
             engine.step()
-        for group in engine._scheduler.running[-1:]:  # under "future" nobody else would have to go
-            engine._scheduler.preempt(group)
+        for group in engine.scheduler.running[-1:]:  # under "future" nobody else would have to go
+            engine.scheduler.preempt(group)
         assert run(engine, handles) == expected
         stats = engine.stats()
         assert stats["preemptions"] > 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from engine_answers import PROMPTS, answers
+from engine_steps import job_of
 from families import BY_NAME, TOKENS, VOCABULARY, build
 from transformers import GenerationMixin
 
@@ -222,7 +223,7 @@ def test_the_encoder_runs_once_each_time(monkeypatch: pytest.MonkeyPatch) -> Non
         engine.resume()
         run(engine, handles)
         assert sorted(ran) == [3, 3, 17, 17]
-        assert all(handle._job.params.source.made is None for handle in handles)
+        assert all(job_of(handle).params.source.made is None for handle in handles)
 
 
 def test_room_for_cross_tables() -> None:

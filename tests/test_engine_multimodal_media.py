@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from engine_answers import PROMPTS, alone, answers
+from engine_steps import job_of
 from families import BY_NAME
 from families import build as family
 from pictures import with_pictures, with_recordings
@@ -299,7 +300,7 @@ def test_how_long_what_was_made_is_kept(model: Any, monkeypatch: pytest.MonkeyPa
         assert answers(engine.submit(**inputs, **GREEDY).result()) == expected
         seen.clear()
         handle = engine.submit(**inputs, **GREEDY)
-        media = handle._job.params.media
+        media = job_of(handle).params.media
         assert media is not None
         assert seen == []
         inputs["pixel_values"].zero_()  # its owner's own business
@@ -322,7 +323,7 @@ def test_how_long_what_was_made_is_kept(model: Any, monkeypatch: pytest.MonkeyPa
         cancelled = engine.submit(**inputs, **GREEDY)
         engine.step()
         cancelled.cancel()
-        media = cancelled._job.params.media
+        media = job_of(cancelled).params.media
         assert media is not None
         assert media.made is None
         assert not media.inputs
@@ -475,8 +476,8 @@ def test_tokens_that_stand_elsewhere(name: str, way: str, monkeypatch: pytest.Mo
     ]
     texts = [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
     with small(model, num_blocks=120, max_batch_tokens=17, max_batch_sequences=16) as engine:
-        show = engine._runner.show
-        monkeypatch.setattr(engine._runner, "show", lambda media: seen.append(media) or show(media))
+        show = engine.runner.show
+        monkeypatch.setattr(engine.runner, "show", lambda media: seen.append(media) or show(media))
         others = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:2]]
         handles = [engine.submit(**inputs, **WAYS[way])]
         for _ in range(3):
