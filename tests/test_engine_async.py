@@ -237,7 +237,7 @@ def test_stopping_is_told_to_coroutines(quiet: Engine) -> None:
         thread = quiet.background
         stopping = meanwhile(quiet.stop, lambda: thread.halted)
         gate.open.set()
-        with pytest.raises(RuntimeError, match="was stopped while somebody awaited"):
+        with pytest.raises(RuntimeError, match="was stopped while a coroutine awaited"):
             await task
         join(stopping)
         assert answers(await handle) == alone(quiet.model, PROMPTS[4], **GREEDY)

@@ -91,10 +91,20 @@ def test_imports_point_downwards(file: Path) -> None:
             )
 
 
+FIGURES = run_path(str(ROOT / "scripts" / "figures"))
+MOST_PRIVATE = 50
+"""Places in tests that read or write a private attribute of the code."""
+
+
 def test_no_modules_import_each_other() -> None:
     """Not by way of others either, nor under TYPE_CHECKING."""
-    figures = run_path(str(ROOT / "scripts" / "figures"))
-    assert figures["circles"](figures["import_graph"]()) == []
+    assert FIGURES["circles"](FIGURES["import_graph"]()) == []
+
+
+def test_tests_ask_for_behaviour() -> None:
+    """Of private attributes only where nothing else shows what a test is about."""
+    places = FIGURES["all_private_reaches"]()
+    assert len(places) <= MOST_PRIVATE, places
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ class Background:
         if self.error is not None and job.output is None:
             what = str(self.error) or type(self.error).__name__
             raise RuntimeError(
-                f"the engine's thread has stopped: {what}; start() goes on, if that is over"
+                f"the engine's thread has stopped: {what}; when that is fixed, start() continues"
             ) from self.error
         if self._forked and job.output is None:
             raise RuntimeError(

@@ -63,9 +63,9 @@ class Engine:
     handle = engine.submit("The owl", do_sample=True, seed=1)       # or one by one
     for increment in handle: print(increment.text, end="")
 
-    The model is the user's own, unchanged, and free for anything else between two steps. Whoever waits for a
-    result drives the engine; `start()` has a thread do it, `step()` does it by hand. Requests end one by one,
-    each with its own reason, and none by another's fault.
+    The model is the user's own, unchanged, and free for anything else between two steps. Waiting for a
+    result drives the engine; `start()` lets a thread drive it, `step()` takes a step by hand. Requests end
+    one by one, each with its own reason; an error of one ends no other.
     """
 
     def __init__(
@@ -497,7 +497,7 @@ class Engine:
         await thread.arrival(job, each)
         if thread.over and job.output is None:
             raise RuntimeError(
-                "the engine's thread was stopped while somebody awaited a request; start() goes on"
+                "the engine's thread was stopped while a coroutine awaited a request; start() continues"
             )
 
     def _watch(self, job: Job, wake: Wake, each: bool) -> None:
