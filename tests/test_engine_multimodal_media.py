@@ -12,6 +12,8 @@ import pytest
 import torch
 import transformers as tf
 from engine_answers import PROMPTS, alone, answers
+from engine_answers import alone_with_media as right
+from engine_answers import small_engine as small
 from engine_steps import job_of
 from families import BY_NAME
 from families import build as family
@@ -71,24 +73,6 @@ def asks(*seeds: int, before: list[int] = BEFORE, after: list[int] = AFTER) -> d
     mark = kept("llava").config.image_token_id
     ids = torch.tensor([[*before, *([mark] * PLACES + [11]) * len(seeds), *after]])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": picture(*seeds)}
-
-
-def right(model: Any, inputs: dict[str, Any], **options: Any) -> list[list[int]]:
-    """The new tokens of generate() on this prompt alone, padding taken off."""
-    answer = model.generate(**inputs, return_dict_in_generate=True, output_scores=True, **options)
-    rows = [row[inputs["input_ids"].shape[1] :].tolist() for row in answer.sequences]
-    if "beam_indices" in answer:
-        return [
-            row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)
-        ]
-    return rows
-
-
-def small(model: Any, **options: Any) -> Engine:
-    return Engine(
-        model,
-        **{"block_size": 4, "num_blocks": 60, "max_batch_tokens": 11, "max_batch_sequences": 6, **options},
-    )
 
 
 def looks(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[int]:
