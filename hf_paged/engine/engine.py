@@ -117,29 +117,13 @@ class Engine:
             adapters=self._adapters.slots,
         )
         self._jobs: dict[SequenceGroup, Job] = {}
-        ahead = self.config.run_ahead
-        if ahead is None:
-            ahead = self.runner.eager.device.type == "cuda"
         self.checks = self.runner.eager.checks
         with self.pools.memory.lock:
             note_restless(self.model, ModelSnapshot(self.model).set_since(before))
             self._model_check = ModelCheck(self.model, self.checks)
         self._loop = StepLoop(
-            self.pools,
-            self.runner,
-            self._model_check,
-            self.scheduler,
-            self._jobs,
-            self.preemption,
-            self._adapters,
-            ahead,
+            self.runner, self._model_check, self.scheduler, self._jobs, self.preemption, self._adapters
         )
-        self._slow: Counter[str] = Counter()
-        """How many requests had a processor that runs for their rows alone, by its name."""
-        self._aside: list[Output] = []
-        """What ended between two steps."""
-        self._freed = False
-        """Whether it was closed and nothing is left to do about that."""
         _engines.add(self)
 
     def _prepare_for_calls(self, tokenizer: Any) -> None:
@@ -154,6 +138,12 @@ class Engine:
         self.tokenizer = words
         self.lock = FairLock()
         self._closed = self._closing = self._paused = False
+        self._freed = False
+        """Whether it was closed and nothing is left to do about that."""
+        self._slow: Counter[str] = Counter()
+        """How many requests had a processor that runs for their rows alone, by its name."""
+        self._aside: list[Output] = []
+        """What ended between two steps."""
         self._stepping = False
         """Whether a step or another change of the books runs. What comes in between (criteria, signal
         handlers) changes none of them.
@@ -752,8 +742,7 @@ class Engine:
             if self._model_check.changed():
                 self.pools.forget()
                 self._loop.forget()
-                if self.runner.decoding is not None:
-                    self.runner.decoding.look()
+                self.runner.look()
         elif self.checks.due or self.scheduler.may_admit:
             look = partial(self._model_check.require_untouched, running)
             if self.checks.unseen:
