@@ -76,7 +76,7 @@ def blocks(bench: Bench) -> None:
                 rows,
                 bench.options.steps,
                 context,
-                lambda engine, to=unused: to.append(unused_share(engine._scheduler)),
+                lambda engine, to=unused: to.append(unused_share(engine.scheduler)),
             )
             bench.report.row(
                 size=size, median=statistics.median(seconds) * 1e3, worst=max(seconds) * 1e3, waste=statistics.mean(unused),
@@ -166,7 +166,7 @@ def under_pressure(
             do_sample=False,
             progress=False,
         )
-        before = dict(engine._scheduler.counts)
+        before = dict(engine.scheduler.counts)
         bench.wait()
         begin = time.monotonic()
         handles = [engine.submit(ask.prompt, max_new_tokens=ask.new, do_sample=False) for ask in asks]
@@ -175,7 +175,7 @@ def under_pressure(
         bench.wait()
         seconds = time.monotonic() - begin
         new = sum(len(handle.result().sequences[0].token_ids) for handle in handles)
-        counts = engine._scheduler.counts
+        counts = engine.scheduler.counts
         found = {
             name: counts[key] - before.get(key, 0)
             for name, key in (("preemptions", "preemptions"), ("swapped", "swapped_out"))

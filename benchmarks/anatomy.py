@@ -94,13 +94,13 @@ def watched(engine: Engine) -> list[tuple[float, float, int, int, bool]]:
     replayed.
     """
     steps, plans = [], []
-    schedule = engine._scheduler.schedule
+    schedule = engine.scheduler.schedule
 
     def noted() -> Any:
         plans.append(schedule())
         return plans[-1]
 
-    engine._scheduler.schedule = noted  # type: ignore[method-assign]
+    engine.scheduler.schedule = noted  # type: ignore[method-assign]
     try:
         with waits(engine.model.device) as waited:
             while engine._jobs:
@@ -122,7 +122,7 @@ def watched(engine: Engine) -> list[tuple[float, float, int, int, bool]]:
                     )
                 )
     finally:
-        del engine._scheduler.schedule  # type: ignore[method-assign]
+        del engine.scheduler.schedule  # type: ignore[method-assign]
     return steps
 
 

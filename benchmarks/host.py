@@ -104,7 +104,7 @@ def begin(engine: Engine, rows: int) -> None:
     for _ in range(rows):
         prompt = [lengths.randrange(2, 62) for _ in range(lengths.randrange(*PROMPT))]
         engine.submit(prompt, max_new_tokens=MOST, do_sample=False)
-    warming = engine._runner.warming
+    warming = engine.runner.warming
     while warming is not None and not warming.done:  # threads that compile kernels would be timed as well
         time.sleep(0.1)
     while engine.stats()["waiting"] or not _own_graph(engine, rows):

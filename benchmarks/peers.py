@@ -132,7 +132,7 @@ def unused(engine: Engine) -> float:
     for kv_group in engine.pools.kv_groups:
         slots += kv_group.pool.held * kv_group.pool.block_size
         last = {}
-        for group in engine._scheduler.running:
+        for group in engine.scheduler.running:
             for sequence in group.sequences:
                 table = sequence.tables[engine.pools.kv_groups.index(kv_group)]
                 for place, block in enumerate(table.blocks):

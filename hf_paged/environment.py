@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import platform
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +19,7 @@ AVAILABLE = "available"
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "peft")
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """The facts of an installation.
 
     versions: of hf_paged, Python and the related packages; None for one that is not installed.

@@ -240,7 +240,7 @@ class Soak:
 
     def run(self) -> None:
         """So many steps of the scheduler, and then until nobody waits."""
-        counts = self.engine._scheduler.counts
+        counts = self.engine.scheduler.counts
         while counts["steps"] < self.steps or self.alive:
             more = counts["steps"] < self.steps
             if more and len(self.alive) < 14 and self.rng.random() < 0.5:

@@ -63,7 +63,7 @@ def test_what_is_there_needs_no_thread(quiet: Engine) -> None:
         return await handle
 
     assert run(ask()).finish_reason == "refused"
-    assert quiet._thread is None
+    assert quiet.background is None
 
 
 def test_the_loop_goes_on(quiet: Engine) -> None:
@@ -234,10 +234,10 @@ def test_stopping_is_told_to_coroutines(quiet: Engine) -> None:
         await reached(gate)
         task = asyncio.ensure_future(handle)
         await asyncio.sleep(0)
-        thread = quiet._thread
+        thread = quiet.background
         stopping = meanwhile(quiet.stop, lambda: thread.halted)
         gate.open.set()
-        with pytest.raises(RuntimeError, match="was stopped while somebody awaited"):
+        with pytest.raises(RuntimeError, match="was stopped while a coroutine awaited"):
             await task
         join(stopping)
         assert answers(await handle) == alone(quiet.model, PROMPTS[4], **GREEDY)

@@ -93,7 +93,7 @@ def test_increments_come_as_they_are_made(engine: Engine) -> None:
 
 def test_a_result_in_time(engine: Engine) -> None:
     gate, handle = held(engine)
-    with pytest.raises(TimeoutError, match="goes on"):
+    with pytest.raises(TimeoutError, match="continues"):
         handle.result(timeout=0.01)
     gate.open.set()
     assert len(answers(handle.result(GUARD))[0]) == 8
@@ -158,7 +158,7 @@ def test_after_trouble_it_is_started_again(model: Any, engine: Engine) -> None:
 def test_pausing(engine: Engine) -> None:
     """The thread sleeps meanwhile; who is cancelled ends all the same."""
     gate, handle = held(engine)
-    pausing = meanwhile(engine.pause, lambda: bool(engine._lock.waiting))
+    pausing = meanwhile(engine.pause, lambda: bool(engine.lock.waiting))
     gate.open.set()
     join(pausing)
     assert engine.stats()["blocks"]["full"]["held"] == 0
@@ -198,7 +198,7 @@ def test_another_thread_changes_the_weights(model: Any, ahead: bool) -> None:
         handle = engine.submit(held_up, **GREEDY, stopping_criteria=[gate.criterion])
         gate.wait()
         other = engine.submit(waits, **GREEDY)
-        changing = meanwhile(change, lambda: bool(engine._lock.waiting))
+        changing = meanwhile(change, lambda: bool(engine.lock.waiting))
         gate.open.set()
         join(changing)
         assert len(changed) == 1
@@ -216,8 +216,8 @@ def test_stopping_leaves_the_requests(engine: Engine) -> None:
     """Whoever waits for one drives the engine from then on."""
     gate, handle = held(engine)
     found: list[Any] = []
-    thread = engine._thread
-    waiting = meanwhile(lambda: found.append(answers(handle.result(GUARD))), lambda: bool(thread._listeners))
+    thread = engine.background
+    waiting = meanwhile(lambda: found.append(answers(handle.result(GUARD))), lambda: bool(thread.listeners))
     stopping = meanwhile(engine.stop, lambda: thread.halted)
     gate.open.set()
     join(stopping)
@@ -229,7 +229,7 @@ def test_stopping_leaves_the_requests(engine: Engine) -> None:
 
 def test_stopping_ends_who_was_cancelled(engine: Engine) -> None:
     gate, handle = held(engine)
-    engine._thread.halted = True  # the step that is held up is the last one
+    engine.background.halted = True  # the step that is held up is the last one
     handle.cancel()
     gate.open.set()
     engine.stop()
@@ -245,8 +245,8 @@ def test_closing_ends_everything(engine: Engine) -> None:
     waiting = in_threads(
         [lambda each=each: reasons.append(each.result(GUARD).finish_reason) for each in [handle, *others]]
     )
-    thread = engine._thread._thread
-    closing = meanwhile(engine.close, lambda: bool(engine._lock.waiting))
+    thread = engine.background.thread
+    closing = meanwhile(engine.close, lambda: bool(engine.lock.waiting))
     gate.open.set()
     join([*closing, *waiting])
     assert reasons == ["abort"] * 3
@@ -286,15 +286,15 @@ def test_from_within_a_step(engine: Engine, act: str) -> None:
 
 
 def test_starting_twice_is_once(engine: Engine) -> None:
-    thread = engine._thread
+    thread = engine.background
     assert engine.start() is engine
-    assert engine._thread is thread
+    assert engine.background is thread
 
 
 def test_an_engine_that_is_dropped_takes_its_thread_along(model: Any) -> None:
     engine = Engine(model, num_blocks=30).start()
     assert answers(engine.submit(PROMPTS[0], **GREEDY).result(GUARD)) == alone(model, PROMPTS[0], **GREEDY)
-    thread, memory, gone = engine._thread._thread, engine.pools.memory, weakref.ref(engine)
+    thread, memory, gone = engine.background.thread, engine.pools.memory, weakref.ref(engine)
     del engine
     gc.collect()
     thread.join(GUARD)
@@ -335,10 +335,10 @@ def test_a_lock_that_goes_round() -> None:
 
     class Owner:
         def __init__(self) -> None:
-            self._lock, self.taken = FairLock(), 0
+            self.lock, self.taken = FairLock(), 0
 
         def _settle(self) -> None:
-            assert self._lock.mine
+            assert self.lock.mine
 
         @in_turn
         def take(self) -> int:
@@ -354,14 +354,14 @@ def test_a_lock_that_goes_round() -> None:
         def look(self) -> None:
             before = self.taken
             time.sleep(0)
-            assert self._lock.mine
+            assert self.lock.mine
             assert self.taken == before
 
     owner, over, waits = Owner(), threading.Event(), []
 
     def again() -> None:
         while not over.is_set():
-            owner._lock.give_way()
+            owner.lock.give_way()
             owner.take()
 
     threads = in_threads([again, again])
@@ -369,11 +369,11 @@ def test_a_lock_that_goes_round() -> None:
         begin = owner.taken
         owner.look()
         waits.append(owner.taken - begin)
-        assert not owner._lock.mine
+        assert not owner.lock.mine
     over.set()
     join(threads)
     assert sorted(waits)[40] <= 4  # not by chance, many turns later
-    assert not owner._lock.waiting
+    assert not owner.lock.waiting
 
 
 def test_a_process_that_was_forked_waits_for_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

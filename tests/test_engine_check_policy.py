@@ -13,7 +13,7 @@ import torch
 from captures import counts, kept, notice
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import Does
-from engine_steps import watch_plans
+from engine_steps import new_tokens, own_steps, watch_plans
 from families import BY_NAME, build
 from model_checks import count_checks
 from tape import record
@@ -48,7 +48,7 @@ def engine(model: Any, request: pytest.FixtureRequest) -> Engine:
         max_batch_sequences=4,
         run_ahead=request.param,
     )
-    made._checks._clock = lambda: 0.0
+    made.checks.clock = lambda: 0.0
     return made
 
 
@@ -164,14 +164,14 @@ def test_whoever_is_let_in_finds_a_model_that_was_looked_at(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm(engine)
-    seen, adopt = looks(monkeypatch), engine._scheduler._adopt
+    seen, adopt = looks(monkeypatch), engine.scheduler._adopt
     entered: list[int] = []
 
     def watched(*args: Any) -> int:
         entered.append(seen.count("weights"))
         return adopt(*args)
 
-    monkeypatch.setattr(engine._scheduler, "_adopt", watched)
+    monkeypatch.setattr(engine.scheduler, "_adopt", watched)
     first = engine.submit(PROMPTS[0], **LONG)
     for _ in range(3):
         engine.step()
@@ -189,7 +189,7 @@ def test_whoever_is_let_in_finds_a_model_that_was_looked_at(
 
 def test_nobody_waits_for_a_look_at_those_who_cannot_be_let_in(engine: Engine) -> None:
     """A queue in front of a full engine is no reason to look in every step."""
-    scheduler = engine._scheduler
+    scheduler = engine.scheduler
     handles = [engine.submit(PROMPTS[0], **LONG) for _ in range(5)]
     assert scheduler.may_admit
     for _ in range(3):
@@ -221,7 +221,7 @@ def test_weights_that_another_thread_changes_without_pause(engine: Engine, step:
         assert (output.finish_reason, type(output.error)) == ("error", WeightsChanged)
     engine.check()
     assert engine.stats()["blocks"]["full"]["held"] == 0
-    assert engine._checks._kept == ()
+    assert engine.checks.kept == ()
     (output,) = engine.generate([PROMPTS[0]], **LONG)
     assert output.cached_tokens == 0
     assert answers(output) == alone(engine.model, PROMPTS[0], **LONG)
@@ -281,9 +281,8 @@ def test_pause_finds_what_was_changed_before_it(engine: Engine) -> None:
 
     for _ in range(3):
         engine.step()
-    for _ in range(4):
-        engine._advance()  # a row of steps, as a thread takes them
-    assert engine._checks.unseen == 3
+    own_steps(engine, 4)
+    assert engine.checks.unseen == 3
     rewrite(engine.model)
     engine.pause()
     engine.resume()
@@ -303,7 +302,7 @@ def test_between_two_loops_a_change_costs_nobody_his_answer(engine: Engine) -> N
         handle.result()
     assert type(raised.value) is RuntimeError
     engine.pause()
-    said = list(handle._job.streams[0].tokens)
+    said = new_tokens(handle)
     engine.resume()
     rest = {**LONG, "max_new_tokens": 40 - len(said)}
     (tokens,) = answers(handle.result())
@@ -366,13 +365,13 @@ def test_a_tensor_that_another_thread_replaces_stays_where_graphs_read_it(engine
     def replace() -> None:
         memory = rope.inv_freq.untyped_storage().data_ptr()
         rope.inv_freq = rope.inv_freq.clone()
-        kept.append(memory in [each.data_ptr() for each in engine._checks._kept])  # type: ignore[attr-defined]
+        kept.append(memory in [each.data_ptr() for each in engine.checks.kept])  # type: ignore[attr-defined]
 
     meanwhile(engine, 5, replace)
     expected = alone(engine.model, PROMPTS[0], **LONG)
     assert answers(handle.result()) == expected
     assert kept == [True]
-    assert engine._checks._kept == ()
+    assert engine.checks.kept == ()
 
 
 def test_a_step_of_another_state_is_not_replayed_without_a_look(engine: Engine) -> None:
@@ -385,21 +384,21 @@ def test_a_step_of_another_state_is_not_replayed_without_a_look(engine: Engine) 
     for layer in engine.model.model.layers:
         layer.self_attn.scaling = 3.0
     notice(engine)
-    engine._checks.seen()
-    engine._advance()
-    assert engine._checks.unseen == 1
+    engine.checks.seen()
+    own_steps(engine)
+    assert engine.checks.unseen == 1
     assert counts(engine)["replayed"] == before
     handle.cancel()
 
 
 def test_a_thread_that_stops_lets_go(model: Any) -> None:
     with Engine(model, block_size=16, num_blocks=40) as engine:
-        engine._checks._clock = lambda: 0.0
+        engine.checks.clock = lambda: 0.0
         warm(engine)
         engine.start()
         handle = engine.submit(PROMPTS[0], **LONG)
         next(iter(handle))
         engine.stop()
-        assert engine._checks.due
-        assert (engine._checks.unseen, engine._checks._kept) == (0, ())
+        assert engine.checks.due
+        assert (engine.checks.unseen, engine.checks.kept) == (0, ())
         assert answers(handle.result()) == alone(model, PROMPTS[0], **LONG)

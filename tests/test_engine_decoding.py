@@ -237,7 +237,7 @@ def test_pools_leave_room_for_captured_steps(llama: Any, monkeypatch: pytest.Mon
         monkeypatch.setattr(f"hf_paged.engine.{module}.free_bytes", lambda device: 2**22)
     with Engine(llama, block_size=4, memory_fraction=0.5) as engine:
         with_steps = engine.stats()["memory"]["most_bytes"]
-        room = engine._runner.capture_bytes
+        room = engine.runner.capture_bytes
     with Engine(llama, block_size=4, memory_fraction=0.5, graphs=False) as engine:
         without = engine.stats()["memory"]["most_bytes"]
     assert 0 < room < 2**22
@@ -252,8 +252,8 @@ def test_a_smaller_step_is_compared_with_the_one_that_stood_in(
     with Engine(llama, block_size=4, max_batch_sequences=3, max_batch_tokens=64) as engine:
         engine.generate(PROMPTS[:3], **GREEDY)
         assert sizes(engine, "single") == {3}
-        flat, eager = engine._runner.eager.flat, []
-        monkeypatch.setattr(engine._runner.eager, "flat", lambda *given: eager.append(1) or flat(*given))
+        flat, eager = engine.runner.eager.flat, []
+        monkeypatch.setattr(engine.runner.eager, "flat", lambda *given: eager.append(1) or flat(*given))
         (output,) = engine.generate(PROMPTS[4:5], **GREEDY)  # a prompt of one token
         assert sizes(engine, "single") == {1, 3}
         assert engine.stats()["graphs"]["sizes"]["single"] == [1, 3]

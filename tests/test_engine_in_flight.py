@@ -253,8 +253,8 @@ def test_an_interrupt(
 
     target = {
         "forward": (model.lm_head, "forward"),
-        "schedule": (engine._scheduler, "schedule"),
-        "apply": (engine._scheduler, "confirm"),
+        "schedule": (engine.scheduler, "schedule"),
+        "apply": (engine.scheduler, "confirm"),
     }[where]
     with monkeypatch.context() as patch:
         patch.setattr(*target, breaks)
@@ -367,8 +367,8 @@ def test_who_goes_while_all_others_wait_to_be_heard_of(
     with Engine(
         model, num_blocks=blocks, run_ahead=True, preemption="swap", host_blocks=50, **options
     ) as engine:
-        plans, schedule = [], engine._scheduler.schedule
-        engine._scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]  # type: ignore[method-assign,func-returns-value]
+        plans, schedule = [], engine.scheduler.schedule
+        engine.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]  # type: ignore[method-assign,func-returns-value]
         handles = [
             engine.submit(PROMPTS[i], max_new_tokens=n, do_sample=False) for i, n in ((one, new), (other, 12))
         ]

@@ -101,12 +101,12 @@ def test_a_tokenizer_ends_its_request(model: Any, error: BaseException, reads: b
 @pytest.mark.parametrize("error", OWN, ids=NAMES)
 def test_own_code_does_not_end_the_thread(engine: Engine, error: BaseException) -> None:
     with engine.start():
-        thread = engine._thread
+        thread = engine.background
         handles = neighbours(engine)
         own = engine.submit(PROMPTS[4], **GREEDY, logits_processor=[Fails(1, error)])
         assert (own.result(GUARD).finish_reason, own.result().error) == ("error", error)
         assert_neighbours_unharmed(engine, handles)
-        assert engine._thread is thread
+        assert engine.background is thread
         assert not thread.over
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from engine_answers import PROMPTS, alone, answers
 from engine_ends import ENDS
+from engine_steps import own_steps
 from families import BY_NAME, build
 from hops import FrozenGraphs, begin_steady_decode, recorded_hops
 
@@ -26,11 +27,10 @@ def test_a_decode_step_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     model.generation_config.eos_token_id = None
     with Engine(model, block_size=64, num_blocks=40, run_ahead=True) as engine:
         begin_steady_decode(engine, graphs)
-        for _ in range(2):
-            engine._advance()
+        own_steps(engine, 2)
         with recorded_hops() as hops:
-            engine._advance()
-        assert engine._checks.unseen, "a step that checks the model was measured"
+            own_steps(engine)
+        assert engine.checks.unseen, "a step that checks the model was measured"
     assert len(hops) <= HOPS, "\n".join(f"{file}: {name}" for file, name in hops)
     assert len({file for file, _ in hops}) <= FILES
 
@@ -39,7 +39,7 @@ def rows_of(engine: Engine) -> dict[int, set[int]]:
     """The rows that the sequences of each running request own."""
     return {
         group.request.number: {sequence.row for sequence in group.sequences}
-        for group in engine._scheduler.running
+        for group in engine.scheduler.running
     }
 
 
@@ -101,8 +101,8 @@ def test_rows_that_change_owners_change_no_token(seed: int, ahead: bool) -> None
                 engine.check()
             if aborted and chance.random() < 0.5:
                 aborted.pop().cancel()
-            if chance.random() < 0.2 and engine._scheduler.running:
-                engine._scheduler.preempt(chance.choice(engine._scheduler.running))
+            if chance.random() < 0.2 and engine.scheduler.running:
+                engine.scheduler.preempt(chance.choice(engine.scheduler.running))
             if chance.random() < 0.1:
                 engine.pause()
                 engine.resume()

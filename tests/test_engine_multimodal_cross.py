@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from engine_answers import PROMPTS, alone, answers
+from engine_answers import PROMPTS, alone, answers, checked_answers, small_engine
+from engine_answers import alone_with_media as right
 from tape import record
 from tiny import PROMPT_IDS, build, config_class, tiny
 
@@ -77,30 +78,7 @@ def asks(*seeds: int, ids: list[int] | None = None, first: int = 2, each: int = 
     }
 
 
-def right(model: Any, inputs: Inputs, **options: Any) -> list[list[int]]:
-    """The new tokens of stock generate() on this prompt alone, padding taken off."""
-    answer = model.generate(**inputs, return_dict_in_generate=True, output_scores=True, **options)
-    rows = [row[inputs["input_ids"].shape[1] :].tolist() for row in answer.sequences]
-    if "beam_indices" in answer:
-        lengths = (answer.beam_indices >= 0).sum(1).tolist()
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    return rows
-
-
-def small(model: Any, **options: Any) -> Engine:
-    return Engine(
-        model,
-        **{"block_size": 4, "num_blocks": 90, "max_batch_tokens": 11, "max_batch_sequences": 8, **options},
-    )
-
-
-def run(engine: Engine, handles: list[Any]) -> list[list[list[int]]]:
-    """The answers; the books are recounted behind every step."""
-    while not all(handle.done for handle in handles):
-        engine.step()
-        engine.check()
-    assert all(kind["held"] == 0 for kind in engine.stats()["blocks"].values())
-    return [answers(handle.result()) for handle in handles]
+small = functools.partial(small_engine, num_blocks=90, max_batch_sequences=8)
 
 
 def held(engine: Engine) -> int:
@@ -125,7 +103,7 @@ def test_the_tokens_of_generate(model: Any, way: str) -> None:
             engine.check()
         engine.pause()
         engine.resume()
-        assert run(engine, handles) == expected
+        assert checked_answers(engine, handles) == expected
         assert engine.stats()["preemptions"] > 0
 
 
@@ -135,7 +113,7 @@ def test_chunks(model: Any, tokens: int) -> None:
     given = [asks(1, 2, ids=text(29, seed=3), first=6, each=9), asks(3)]
     with small(model, max_batch_tokens=tokens, max_batch_sequences=1) as engine:
         handles = [engine.submit(**each, **GREEDY) for each in given]
-        assert run(engine, handles) == [right(model, each, **GREEDY) for each in given]
+        assert checked_answers(engine, handles) == [right(model, each, **GREEDY) for each in given]
 
 
 def test_sampling(model: Any) -> None:
@@ -151,7 +129,7 @@ def test_sampling(model: Any) -> None:
         single = engine.submit(**asks(1, 2), **options, logprobs=True).result()
     with small(model) as engine:
         handles = [engine.submit(**asks(1, 2), **options), engine.submit(PROMPTS[1], **LONG)]
-        assert run(engine, handles)[0] == answers(single)
+        assert checked_answers(engine, handles)[0] == answers(single)
     assert len({tuple(each.token_ids) for each in single.sequences}) > 1
     for each in single.sequences:
         inputs = asks(1, 2)
@@ -218,9 +196,9 @@ def test_preemption(model: Any, preemption: str, admission: str, way: str) -> No
         handles += [engine.submit(**each, **options) for each in given]
         for _ in range(7):
             engine.step()
-        for group in engine._scheduler.running[-1:]:  # under "future" nobody else would have to go
-            engine._scheduler.preempt(group)
-        assert run(engine, handles) == expected
+        for group in engine.scheduler.running[-1:]:  # under "future" nobody else would have to go
+            engine.scheduler.preempt(group)
+        assert checked_answers(engine, handles) == expected
         stats = engine.stats()
         assert stats["preemptions"] > 0
         assert (stats["swapped_in"] > 0) == (preemption == "swap")
@@ -237,13 +215,13 @@ def test_room_for_pictures(model: Any) -> None:
         handles = [engine.submit(**asks(seed), **GREEDY) for seed in (1, 2)]
         engine.step()
         assert [engine.stats()[state] for state in ("running", "waiting")] == [1, 1]
-        assert run(engine, handles) == [right(model, asks(seed), **GREEDY) for seed in (1, 2)]
+        assert checked_answers(engine, handles) == [right(model, asks(seed), **GREEDY) for seed in (1, 2)]
         handles = [engine.submit(**asks(1), **GREEDY), engine.submit(PROMPTS[0], **GREEDY)]
         engine.step()
         engine.step()
         assert engine.stats()["running"] == 2
         assert held(engine) == 17
-        run(engine, handles)
+        checked_answers(engine, handles)
 
 
 def test_texts_wait_for_no_picture(model: Any) -> None:
@@ -254,7 +232,7 @@ def test_texts_wait_for_no_picture(model: Any) -> None:
         engine.step()
         assert held(engine) == 17
         assert engine.stats()["running"] == 2
-        run(engine, handles)
+        checked_answers(engine, handles)
 
 
 # ---- prefixes
@@ -308,7 +286,7 @@ def test_twins_wait_for_each_other(model: Any) -> None:
     given = [asks(1, ids=text(29)), asks(1, ids=text(29)), asks(2, ids=text(29))]
     with small(model) as engine:
         handles = [engine.submit(**each, **GREEDY) for each in given]
-        assert run(engine, handles) == [right(model, each, **GREEDY) for each in given]
+        assert checked_answers(engine, handles) == [right(model, each, **GREEDY) for each in given]
         assert [handle.result().cached_tokens for handle in handles] == [0, 28, 0]
 
 
@@ -319,7 +297,7 @@ def test_texts_are_served_as_ever(model: Any, monkeypatch: pytest.MonkeyPatch) -
     shown = asks(1, 2)
     with small(model) as engine:
         handles = [engine.submit(**shown, **LONG)] + [engine.submit(prompt, **LONG) for prompt in PROMPTS[:3]]
-        assert run(engine, handles) == [right(model, shown, **LONG), *expected]
+        assert checked_answers(engine, handles) == [right(model, shown, **LONG), *expected]
         assert engine.stats()["graphs"]["replayed"] > 5
         assert engine.submit(PROMPTS[1], **GREEDY).result().cached_tokens == 16
 
@@ -341,7 +319,7 @@ def test_other_weights(model: Any) -> None:
             for parameter in model.model.multi_modal_projector.parameters():
                 parameter.normal_(0, 0.3)
         engine.resume()
-        assert run(engine, [handle]) == [right(model, asks(1, 2), **LONG)]
+        assert checked_answers(engine, [handle]) == [right(model, asks(1, 2), **LONG)]
         again = engine.submit(**asks(1), **GREEDY).result()
         assert again.cached_tokens == 0
         assert answers(again) == right(model, asks(1), **GREEDY)
@@ -360,7 +338,7 @@ def test_a_picture_that_cannot_be_served(model: Any) -> None:
             assert each.result().finish_reason == "error"
         assert "aspect_ratio_ids" in str(bad[1].result().error)
         expected = [alone(model, PROMPTS[1], **GREEDY), right(model, good, **GREEDY)]
-        assert run(engine, handles) == expected
+        assert checked_answers(engine, handles) == expected
         for change, error in (
             ({"cross_attention_mask": None}, "without cross_attention_mask"),
             ({"pixel_values": good["pixel_values"][0]}, r"expected \[1, pictures, tiles"),
@@ -492,7 +470,7 @@ def test_a_processor_and_chat_messages(talker: tuple[Any, Any]) -> None:
     ) as e:
         handles = [e.submit(prompt, images=pictures, **GREEDY), e.submit(**made, **GREEDY)]
         handles += [e.submit(chat, **GREEDY), e.submit("The owl", **GREEDY)]
-        assert run(e, handles) == expected
+        assert checked_answers(e, handles) == expected
         assert handles[0].result().sequences[0].text == processor.tokenizer.decode(
             expected[0][0], skip_special_tokens=True
         )

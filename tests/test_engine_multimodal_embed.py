@@ -4,15 +4,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from engine_answers import PROMPTS, alone, answers
+from engine_answers import PROMPTS, SCORED, alone, answers, new_tokens_of, small_engine
 from families import BY_NAME, FAMILIES, build
 from tape import record
 
-from hf_paged.engine import Engine
 from hf_paged.engine.multimodal.embed import names_of
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.scheduling import UNKNOWN
@@ -43,24 +43,14 @@ def vectors(model: Any, count: int, seed: int = 0) -> torch.Tensor:
 
 
 def right(model: Any, embeds: torch.Tensor, ids: list[int] | None = None, **options: Any) -> list[list[int]]:
-    """The new tokens of generate() on these embeddings alone, padding taken off."""
+    """The new tokens of generate() on these embeddings alone."""
     given = {} if ids is None else {"input_ids": torch.tensor([ids])}
-    answer = model.generate(
-        **given, inputs_embeds=embeds[None], return_dict_in_generate=True, output_scores=True, **options
+    return new_tokens_of(
+        model.generate(**given, inputs_embeds=embeds[None], **SCORED, **options), len(ids or [])
     )
-    rows = [row[len(ids or []) :].tolist() for row in answer.sequences]
-    if "beam_indices" in answer:
-        return [
-            row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)
-        ]
-    return rows
 
 
-def small(model: Any, **options: Any) -> Engine:
-    return Engine(
-        model,
-        **{"block_size": 4, "num_blocks": 40, "max_batch_tokens": 11, "max_batch_sequences": 6, **options},
-    )
+small = functools.partial(small_engine, num_blocks=40)
 
 
 @pytest.fixture

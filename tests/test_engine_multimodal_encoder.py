@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from engine_answers import PROMPTS, answers
+from engine_answers import PROMPTS, SCORED, answers, checked_answers, new_tokens_of, small_engine
+from engine_steps import job_of
 from families import BY_NAME, TOKENS, VOCABULARY, build
 from transformers import GenerationMixin
 
 import hf_paged
-from hf_paged.engine import Engine
 
 GREEDY = {"max_new_tokens": 9, "do_sample": False}
 WAYS: dict[str, dict[str, Any]] = {
@@ -68,33 +68,14 @@ def recording(seed: int) -> torch.Tensor:
 
 
 def right(model: Any, *inputs: Any, begin: list[int] | None = None, **options: Any) -> list[list[int]]:
-    """The new tokens of generate() on this input alone, padding taken off."""
+    """The new tokens of generate() on this input alone; Whisper's own generate() does more."""
     given = {} if begin is None else {"decoder_input_ids": torch.tensor([begin])}
     ids = [torch.tensor([each]) if isinstance(each, list) else each for each in inputs]
-    answer = GenerationMixin.generate(
-        model, *ids, **given, return_dict_in_generate=True, output_scores=True, **options
-    )
-    rows = [row[len(begin or [0]) :].tolist() for row in answer.sequences]
-    if "beam_indices" in answer:
-        return [
-            row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)
-        ]
-    return rows
+    answer = GenerationMixin.generate(model, *ids, **given, **SCORED, **options)
+    return new_tokens_of(answer, len(begin or [0]))
 
 
-def small(model: Any, **options: Any) -> Engine:
-    return Engine(
-        model,
-        **{"block_size": 4, "num_blocks": 40, "max_batch_tokens": 11, "max_batch_sequences": 6, **options},
-    )
-
-
-def run(engine: Engine, handles: list[Any]) -> list[list[list[int]]]:
-    while not all(handle.done for handle in handles):
-        engine.step()
-        engine.check()
-    assert all(kind["held"] == 0 for kind in engine.stats()["blocks"].values())
-    return [answers(handle.result()) for handle in handles]
+small = functools.partial(small_engine, num_blocks=40)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -109,7 +90,7 @@ def test_text(name: str, way: str) -> None:
             engine.step()
         engine.pause()
         engine.resume()
-        assert run(engine, handles) == [right(model, prompt, **options) for prompt in prompts]
+        assert checked_answers(engine, handles) == [right(model, prompt, **options) for prompt in prompts]
         assert [handle.result().prompt_token_ids for handle in handles] == prompts
         assert engine.stats()["form"] == "rows"
         assert engine.stats()["preemptions"] > 0
@@ -125,7 +106,7 @@ def test_recordings(way: str) -> None:
         )
         expected = [right(model, recording(i), **options) for i in range(3)]
         expected.append(right(model, recording(3), begin=[1, 20, 30], **options))
-        assert run(engine, handles) == expected
+        assert checked_answers(engine, handles) == expected
         assert handles[0].result().prompt_token_ids == []
         for arguments, error in (
             ({"prompt": [5, 6]}, "takes no text; give input_features"),
@@ -147,7 +128,7 @@ def test_what_the_decoder_begins_with(name: str) -> None:
             engine.submit(PROMPTS[2], decoder_input_ids=each, **GREEDY)
             for each in (begin, begin[1:], torch.tensor([begin]))
         ]
-        assert run(engine, handles) == [right(model, PROMPTS[2], begin=begin, **GREEDY)] * 3
+        assert checked_answers(engine, handles) == [right(model, PROMPTS[2], begin=begin, **GREEDY)] * 3
 
 
 def test_draws() -> None:
@@ -169,7 +150,7 @@ def test_draws() -> None:
             engine.step()
         engine.pause()
         engine.resume()
-        assert run(engine, [handle, *crowd]) == [
+        assert checked_answers(engine, [handle, *crowd]) == [
             expected,
             *(right(model, prompt, **GREEDY) for prompt in PROMPTS),
         ]
@@ -197,7 +178,7 @@ def test_one_cross_table_a_request() -> None:
         engine.pause()
         assert engine.stats()["blocks"]["cross"]["held"] == 0
         engine.resume()
-        run(engine, [other])
+        checked_answers(engine, [other])
 
 
 def test_the_encoder_runs_once_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +201,9 @@ def test_the_encoder_runs_once_each_time(monkeypatch: pytest.MonkeyPatch) -> Non
         assert sorted(ran) == [3, 17]
         engine.pause()
         engine.resume()
-        run(engine, handles)
+        checked_answers(engine, handles)
         assert sorted(ran) == [3, 3, 17, 17]
-        assert all(handle._job.params.source.made is None for handle in handles)
+        assert all(job_of(handle).params.source.made is None for handle in handles)
 
 
 def test_room_for_cross_tables() -> None:
@@ -238,7 +219,7 @@ def test_room_for_cross_tables() -> None:
         handles = [engine.submit(source[i:], **GREEDY) for i in range(4)]
         engine.step()
         assert engine.stats()["running"] == 2  # 15 blocks each
-        assert run(engine, handles) == [right(model, source[i:], **GREEDY) for i in range(4)]
+        assert checked_answers(engine, handles) == [right(model, source[i:], **GREEDY) for i in range(4)]
     with small(text_model("bart")) as engine:
         assert "made for 256 tokens, got 300" in str(engine.submit([5] * 300, **GREEDY).result().error)
 
@@ -252,7 +233,7 @@ def test_few_blocks(name: str, preemption: str) -> None:
     with small(model, num_blocks=24, block_size=2, preemption=preemption) as engine:
         handles = [engine.submit(prompt, num_beams=2, **options) for prompt in (PROMPTS[2], PROMPTS[0])]
         handles += [engine.submit(prompt, do_sample=False, **options) for prompt in PROMPTS[:3]]
-        found = run(engine, handles)
+        found = checked_answers(engine, handles)
         stats = engine.stats()
         assert stats["preemptions"] > 0
         assert (stats["swapped_in"] > 0) == (preemption == "swap")
@@ -281,7 +262,7 @@ def test_a_failure_is_the_requests_own(monkeypatch: pytest.MonkeyPatch) -> None:
         bad = [engine.submit([5, 93, 6], **GREEDY), engine.submit([5, 94, 6], num_beams=2, **GREEDY)]
         assert "indigestible" in str(bad[0].result().error)
         assert "made 2 tokens, expected 3" in str(bad[1].result().error)
-        assert run(engine, handles) == [right(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
+        assert checked_answers(engine, handles) == [right(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -12,6 +12,9 @@ import pytest
 import torch
 import transformers as tf
 from engine_answers import PROMPTS, alone, answers
+from engine_answers import alone_with_media as right
+from engine_answers import small_engine as small
+from engine_steps import job_of
 from families import BY_NAME
 from families import build as family
 from pictures import with_pictures, with_recordings
@@ -70,24 +73,6 @@ def asks(*seeds: int, before: list[int] = BEFORE, after: list[int] = AFTER) -> d
     mark = kept("llava").config.image_token_id
     ids = torch.tensor([[*before, *([mark] * PLACES + [11]) * len(seeds), *after]])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": picture(*seeds)}
-
-
-def right(model: Any, inputs: dict[str, Any], **options: Any) -> list[list[int]]:
-    """The new tokens of generate() on this prompt alone, padding taken off."""
-    answer = model.generate(**inputs, return_dict_in_generate=True, output_scores=True, **options)
-    rows = [row[inputs["input_ids"].shape[1] :].tolist() for row in answer.sequences]
-    if "beam_indices" in answer:
-        return [
-            row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)
-        ]
-    return rows
-
-
-def small(model: Any, **options: Any) -> Engine:
-    return Engine(
-        model,
-        **{"block_size": 4, "num_blocks": 60, "max_batch_tokens": 11, "max_batch_sequences": 6, **options},
-    )
 
 
 def looks(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[int]:
@@ -299,7 +284,7 @@ def test_how_long_what_was_made_is_kept(model: Any, monkeypatch: pytest.MonkeyPa
         assert answers(engine.submit(**inputs, **GREEDY).result()) == expected
         seen.clear()
         handle = engine.submit(**inputs, **GREEDY)
-        media = handle._job.params.media
+        media = job_of(handle).params.media
         assert media is not None
         assert seen == []
         inputs["pixel_values"].zero_()  # its owner's own business
@@ -322,7 +307,7 @@ def test_how_long_what_was_made_is_kept(model: Any, monkeypatch: pytest.MonkeyPa
         cancelled = engine.submit(**inputs, **GREEDY)
         engine.step()
         cancelled.cancel()
-        media = cancelled._job.params.media
+        media = job_of(cancelled).params.media
         assert media is not None
         assert media.made is None
         assert not media.inputs
@@ -475,8 +460,8 @@ def test_tokens_that_stand_elsewhere(name: str, way: str, monkeypatch: pytest.Mo
     ]
     texts = [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
     with small(model, num_blocks=120, max_batch_tokens=17, max_batch_sequences=16) as engine:
-        show = engine._runner.show
-        monkeypatch.setattr(engine._runner, "show", lambda media: seen.append(media) or show(media))
+        show = engine.runner.show
+        monkeypatch.setattr(engine.runner, "show", lambda media: seen.append(media) or show(media))
         others = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:2]]
         handles = [engine.submit(**inputs, **WAYS[way])]
         for _ in range(3):

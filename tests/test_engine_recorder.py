@@ -44,7 +44,7 @@ def books(engine: Engine) -> tuple[Any, ...]:
         Name(group.request.number, sequence.index): tuple(
             Table(table.released, tuple(table.blocks)) for table in sequence.tables
         )
-        for group in engine._scheduler.running
+        for group in engine.scheduler.running
         for sequence in group.sequences
         if any(table.blocks for table in sequence.tables)
     }
@@ -170,7 +170,7 @@ def test_an_interrupt_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.Monkey
         handle = engine.submit(PROMPTS[1], **GREEDY)
         engine.step()
         with monkeypatch.context() as patch:
-            patch.setattr(engine._runner, "run", interrupted)
+            patch.setattr(engine.runner, "run", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         assert answers(handle.result()) == alone(engine.model, PROMPTS[1], **GREEDY)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_steps import job_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, StopStringCriteria
 
@@ -110,8 +111,8 @@ def test_many_strings_cost_little() -> None:
         assert (
             time.perf_counter() - begin < 4
         )  # of transformers' matrices each of the first would take half a minute
-        assert len({id(handle._job.params.criteria[0]) for handle in handles}) == 1
-        criterion = handles[0]._job.params.criteria[0]
+        assert len({id(job_of(handle).params.criteria[0]) for handle in handles}) == 1
+        criterion = job_of(handles[0]).params.criteria[0]
         rows = torch.randint(5, len(tokenizer), (32, 200))
         begin = time.perf_counter()
         for _ in range(10):
@@ -146,5 +147,5 @@ def test_a_criterion_of_the_users_own_stays() -> None:
     model, tokenizer = demo.model(), demo.tokenizer()
     with Engine(model, tokenizer, num_blocks=200) as engine:
         own = StopStringCriteria(tokenizer, ["zq"])
-        job = engine.submit(demo.prompts()[0], stop_strings=["er"], stopping_criteria=[own], **NEW)._job
-        assert list(job.params.criteria) == [own]
+        handle = engine.submit(demo.prompts()[0], stop_strings=["er"], stopping_criteria=[own], **NEW)
+        assert list(job_of(handle).params.criteria) == [own]

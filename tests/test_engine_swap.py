@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import KINDS, PROMPTS, _model, alone, answers, right
-from engine_steps import unseen_tokens
+from engine_steps import new_tokens, unseen_tokens
 from families import BY_NAME, build
 
 import hf_paged
@@ -122,7 +122,7 @@ def test_a_step_of_nothing_but_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
             handles = [
                 engine.submit(PROMPTS[p], max_new_tokens=n, do_sample=False) for p, n in ((1, new), (2, 24))
             ]
-            schedule = engine._scheduler.schedule
+            schedule = engine.scheduler.schedule
 
             def watched(schedule: Any = schedule) -> StepPlan:
                 nonlocal seen
@@ -130,7 +130,7 @@ def test_a_step_of_nothing_but_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
                 seen += bool(plan.swaps) and not plan.rows
                 return plan
 
-            monkeypatch.setattr(engine._scheduler, "schedule", watched)
+            monkeypatch.setattr(engine.scheduler, "schedule", watched)
             for handle, p, n in zip(handles, (1, 2), (new, 24), strict=True):
                 assert answers(handle.result()) == alone(model, PROMPTS[p], max_new_tokens=n, do_sample=False)
     assert seen
@@ -189,10 +189,10 @@ def test_the_same_bytes_come_back(kind: dict[str, Any], monkeypatch: pytest.Monk
         handle = engine.submit(PROMPTS[1], **options)
         for _ in range(7):
             engine.step()
-        (group,) = engine._scheduler.running
+        (group,) = engine.scheduler.running
         computed, held = group.leader.computed, engine.pools.kv_groups[0].pool.held
         before = contents(group, engine, computed)
-        carry, launch, after = engine.pools.swap, engine._scheduler.launch, []
+        carry, launch, after = engine.pools.swap, engine.scheduler.launch, []
 
         def swap(swaps: Swaps) -> None:
             carry(Swaps(swaps.out, ()))
@@ -204,10 +204,10 @@ def test_the_same_bytes_come_back(kind: dict[str, Any], monkeypatch: pytest.Monk
             after.extend(contents(group, engine, computed))
             launch(*plan)
 
-        engine._scheduler.preempt(group)
+        engine.scheduler.preempt(group)
         with monkeypatch.context() as patch:
             patch.setattr(engine.pools, "swap", swap)
-            patch.setattr(engine._scheduler, "launch", launched)
+            patch.setattr(engine.scheduler, "launch", launched)
             engine.step()
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
         assert engine.stats()["blocks_out"] == engine.stats()["blocks_in"] == held < 3 * -(-computed // 2)
@@ -237,9 +237,9 @@ def until_swapped(engine: Engine) -> tuple[list[Any], Any]:
         engine.submit(PROMPTS[p], **{**GREEDY, **kind})
         for p, kind in ((1, {}), (2, {}), (5, {"num_beams": 2}))
     ]
-    while not engine._scheduler.preempted:
+    while not engine.scheduler.preempted:
         engine.step()
-    assert handles[2]._job.group.swapped
+    assert [group.swapped for group in engine.scheduler.preempted] == [True]
     assert on_host(engine) > 0
     return handles, handles[2]
 
@@ -304,7 +304,7 @@ def test_an_interrupt_in_a_swap(
     targets: dict[str, tuple[Any, str, Callable[..., None]]] = {
         "out": (HostBlocks, "out", breaks),
         "back": (HostBlocks, "back", breaks),
-        "schedule": (engine._scheduler, "_take", breaks),
+        "schedule": (engine.scheduler, "_take", breaks),
         "move": (engine.pools.kv_groups[0].host, "share", breaks),
     }
     if where in ("out", "move"):
@@ -330,7 +330,7 @@ def test_a_failing_neighbour_harms_nobody_on_the_host(model: Any, engine: Engine
         raise ArithmeticError("the head is gone")
 
     with model.lm_head.register_forward_pre_hook(fails):
-        while engine._scheduler.running:
+        while engine.scheduler.running:
             engine.step()
     assert [handle.done for handle in handles] == [True, True, False]
     assert_right(engine, handles[2:], (5,))
@@ -349,11 +349,11 @@ def test_pools_that_are_given_back_while_somebody_waits(model: Any, engine: Engi
 def test_weights_that_change_while_all_wait_on_the_host(model: Any, engine: Engine) -> None:
     """C24: what was said stays, and is computed again with the weights of then."""
     handles = [engine.submit(PROMPTS[p], **GREEDY) for p in (1, 2, 5)]
-    while not engine._scheduler.preempted:
+    while not engine.scheduler.preempted:
         engine.step()
     for handle in handles[:2]:
         handle.cancel()
-    said = list(handles[2]._job.streams[0].tokens)
+    said = new_tokens(handles[2])
     with torch.no_grad():
         model.lm_head.weight.mul_(-1)
         model.model.layers[0].self_attn.v_proj.weight.mul_(2)
@@ -369,7 +369,7 @@ def test_weights_that_change_while_all_wait_on_the_host(model: Any, engine: Engi
 def test_auto_takes_what_costs_less(cheap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made-up measurements decide; the tokens are the same either way."""
     with Engine(_model("llama"), prefix_caching=False, preemption="auto", host_blocks=400, **TIGHT) as engine:
-        costs = engine._preemption.costs
+        costs = engine.preemption.costs
         monkeypatch.setattr(costs, "of_swap", lambda bytes: 1.0 if cheap == "swap" else 3.0)
         monkeypatch.setattr(costs, "of_recomputation", lambda tokens: 2.0)
         assert run(engine) == expected("llama")
@@ -380,7 +380,7 @@ def test_auto_takes_what_costs_less(cheap: str, monkeypatch: pytest.MonkeyPatch)
 def test_auto_measures_steps_and_swaps() -> None:
     with Engine(_model("llama"), prefix_caching=False, preemption="auto", host_blocks=400, **TIGHT) as engine:
         run(engine)
-        costs, stats = engine._preemption.costs, engine.stats()
+        costs, stats = engine.preemption.costs, engine.stats()
     assert 0 < costs.steps.count < stats["steps"]
     assert costs.out.count > 0
     assert costs.back.count > 0
@@ -395,18 +395,18 @@ def test_steps_are_measured_where_the_host_has_waited(model: Any, monkeypatch: p
         engine.generate([PROMPTS[0]], max_new_tokens=2)
         sequence = engine.submit(PROMPTS[1], **GREEDY)
         engine.step()
-        (group,) = engine._scheduler.running
+        (group,) = engine.scheduler.running
         sequence = group.leader
         chunk, last = (
             StepPlan(ScheduledBatch().followed_by([ScheduledRow(sequence, 0, 10, ())])),
             StepPlan(ScheduledBatch().followed_by([ScheduledRow(sequence, 10, 7, (sequence,))])),
         )
         swapped = StepPlan(last.batch, swaps=Swaps((((0, 1),),)))
-        measure = engine._preemption.measure
+        measure = engine.preemption.measure
         seen: list[tuple[int, float]] = []
         engine.stats()  # enters what was measured before
         monkeypatch.setattr(
-            engine._preemption.costs, "step", lambda tokens, seconds: seen.append((tokens, seconds))
+            engine.preemption.costs, "step", lambda tokens, seconds: seen.append((tokens, seconds))
         )
         clock = iter([1e6, 1e6 + 1, 1e6 + 3, 1e6 + 7, 1e6 + 100, 1e6 + 101, 1e6 + 102, 1e6 + 118])
         monkeypatch.setattr(preemption.time, "perf_counter", lambda: next(clock))

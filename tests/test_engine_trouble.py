@@ -12,6 +12,7 @@ import torch
 import transformers as tf
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import GREEDY, POISON, Does, Fails, assert_neighbours_unharmed, neighbours
+from engine_steps import new_tokens
 from families import VOCABULARY
 from lookups import match
 from transformers import LogitsProcessor
@@ -196,7 +197,7 @@ def test_an_abort_in_any_state(engine: Engine, kind: dict[str, Any]) -> None:
         handle = engine.submit(PROMPTS[3], **{**GREEDY, **kind})
         for _ in range(done):
             engine.step()
-        said = sum(len(stream.tokens) for stream in handle._job.streams)
+        said = len(new_tokens(handle))
         if preempted:
             engine.pause()
             engine.resume()

@@ -150,7 +150,7 @@ def test_what_is_launched_first_is_compiled_before(
     engine.generate([[7, 6, 5]], max_new_tokens=1)  # a short one, with another beginning
     launched |= compiler.params
     compiler.params.clear()
-    for job in jobs(engine._runner.eager, captures=True):
+    for job in jobs(engine.runner.eager, captures=True):
         job()
     foreseen = {(kernel, key) for kernel, key in compiler.params if kernel != "_digest"}
     assert {"_prefill", "_write", "_plan", "_decode"} <= {kernel for kernel, _ in launched}
@@ -164,8 +164,8 @@ def names() -> set[str]:
 
 def join(engine: Engine) -> None:
     """Until everything is compiled: no thread is left."""
-    assert engine._runner.warming is not None
-    engine._runner.warming.join()
+    assert engine.runner.warming is not None
+    engine.runner.warming.join()
     assert not names()
 
 

@@ -483,7 +483,7 @@ def test_a_text_needs_no_room_for_pictures() -> None:
 
 def test_the_pool_of_cross_attention_is_the_last() -> None:
     pools = [BlockPool(8, 4), BlockPool(8, 4)]
-    with pytest.raises(ValueError, match="behind all others"):
+    with pytest.raises(ValueError, match="must be the last one"):
         Scheduler([KVCacheGroup(pools[0], cross=True), KVCacheGroup(pools[1])], Limits(16, 8))
 
 

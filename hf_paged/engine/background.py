@@ -37,22 +37,22 @@ class Background:
         """One entry for each notice of work: a queue that finalizers may write to."""
         self.halted = False
         """Whether it begins no other step."""
-        self._listeners: set[Wake] = set()
+        self.listeners: set[Wake] = set()
         """The waiting callers: all are woken when the thread ends."""
         self._over = False
         self._process = os.getpid()
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="hf_paged engine", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="hf_paged engine", daemon=True)
 
     def begin(self) -> None:
         """Start it, once."""
         atexit.register(self.stop)
-        self._thread.start()
+        self.thread.start()
 
     @property
     def own(self) -> bool:
         """Whether the calling thread is this one."""
-        return threading.current_thread() is self._thread
+        return threading.current_thread() is self.thread
 
     @property
     def over(self) -> bool:
@@ -75,7 +75,7 @@ class Background:
         self._awake.put(None)
         atexit.unregister(self.stop)
         if wait:
-            self._thread.join()
+            self.thread.join()
 
     def _left_alone(self, _: object) -> None:
         """The engine is gone. Finalizers run at any point, so this only notes it."""
@@ -99,7 +99,7 @@ class Background:
         finally:
             self._over = True
             atexit.unregister(self.stop)
-            for wake in self._listeners.copy():
+            for wake in self.listeners.copy():
                 wake()
 
     def _turn(self) -> bool:
@@ -153,11 +153,11 @@ class Background:
         """Have `wake` called at the end of a job, or at `each` increment. A read after this call
         misses none.
         """
-        self._listeners.add(wake)
+        self.listeners.add(wake)
         (job.queue.readers if each else job.queue.waiters).add(wake)
 
     def unlisten(self, job: Job, wake: Wake) -> None:
-        for listeners in (self._listeners, job.queue.readers, job.queue.waiters):
+        for listeners in (self.listeners, job.queue.readers, job.queue.waiters):
             listeners.discard(wake)
 
     def _ready(self, job: Job, each: bool) -> bool:
@@ -167,7 +167,7 @@ class Background:
         if self.error is not None and job.output is None:
             what = str(self.error) or type(self.error).__name__
             raise RuntimeError(
-                f"the engine's thread has stopped: {what}; start() goes on, if that is over"
+                f"the engine's thread has stopped: {what}; when that is fixed, start() continues"
             ) from self.error
         if self._forked and job.output is None:
             raise RuntimeError(

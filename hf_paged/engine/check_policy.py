@@ -30,15 +30,15 @@ class CheckPolicy:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.unseen = 0
         """Steps begun since the last check; 0 in a step that checks."""
-        self._clock = clock
+        self.clock = clock
         self._dirty = True
         self._until = 0.0
-        self._kept: Sequence[object] = ()
+        self.kept: Sequence[object] = ()
 
     @property
     def due(self) -> bool:
         """Whether the next step must check."""
-        return self._dirty or self.unseen >= STEPS or self._clock() >= self._until
+        return self._dirty or self.unseen >= STEPS or self.clock() >= self._until
 
     def mark_dirty(self) -> None:
         """Foreign code has run or is about to run."""
@@ -46,14 +46,14 @@ class CheckPolicy:
 
     def seen(self) -> None:
         """The model was checked and is clean until it is marked dirty."""
-        self.unseen, self._dirty, self._until = 0, False, self._clock() + SECONDS
+        self.unseen, self._dirty, self._until = 0, False, self.clock() + SECONDS
 
     def skip(self, memory: Callable[[], Sequence[object]]) -> None:
         """A step begins without a check. `memory` finds what is kept alive until `release`."""
         self.unseen += 1
-        self._kept = self._kept or memory()
+        self.kept = self.kept or memory()
 
     def release(self) -> None:
         """The driver returns to its caller: mark the model dirty and keep none of its memory."""
         self._dirty = True
-        self._kept = ()
+        self.kept = ()

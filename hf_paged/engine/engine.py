@@ -64,9 +64,9 @@ class Engine:
     handle = engine.submit("The owl", do_sample=True, seed=1)       # or one by one
     for increment in handle: print(increment.text, end="")
 
-    The model is the user's own, unchanged, and free for anything else between two steps. Whoever waits for a
-    result drives the engine; `start()` has a thread do it, `step()` does it by hand. Requests end one by one,
-    each with its own reason, and none by another's fault.
+    The model is the user's own, unchanged, and free for anything else between two steps. Waiting for a
+    result drives the engine; `start()` lets a thread drive it, `step()` takes a step by hand. Requests end
+    one by one, each with its own reason; an error of one ends no other.
     """
 
     def __init__(
@@ -96,52 +96,39 @@ class Engine:
         self.pools = Pools(self.model, self.config)
         # Finalizers run in the middle of anything, so this one only notes that the pools have no owner.
         weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
-        self._runner = Runner(self.model, self.pools)
+        self.runner = Runner(self.model, self.pools)
         self._require_eval()
         with self.pools.memory.lock:
             before = ModelSnapshot(self.model)
-        self._runner.try_out()
-        self.pools.settle(self._longest, longest_across, self._runner.capture_bytes)
-        self._preemption = Preemption(self.pools, self.config.preemption)
+        self.runner.try_out()
+        self.pools.settle(self._longest, longest_across, self.runner.capture_bytes)
+        self.preemption = Preemption(self.pools, self.config.preemption)
         self._adapters = EngineAdapters(
-            self.model, self.config.max_adapters, self._runner.eager.device, self.config.kernels
+            self.model, self.config.max_adapters, self.runner.eager.device, self.config.kernels
         )
-        self._runner.eager.adapters = self._adapters
-        self._scheduler = Scheduler(
+        self.runner.eager.adapters = self._adapters
+        self.scheduler = self._make_scheduler()
+        self._jobs: dict[SequenceGroup, Job] = {}
+        self.checks = self.runner.eager.checks
+        with self.pools.memory.lock:
+            note_restless(self.model, ModelSnapshot(self.model).set_since(before))
+            self._model_check = ModelCheck(self.model, self.checks)
+        self._loop = StepLoop(
+            self.runner, self._model_check, self.scheduler, self._jobs, self.preemption, self._adapters
+        )
+        _engines.add(self)
+
+    def _make_scheduler(self) -> Scheduler:
+        return Scheduler(
             self.pools.kv_groups,
             self.config.limits(),
             self.config.policy,
             admission=self.config.admission,
             prefix_caching=self.config.prefix_caching,
             verify=self.config.check_hits,
-            swap=self._preemption.decide,
+            swap=self.preemption.decide,
             adapters=self._adapters.slots,
         )
-        self._jobs: dict[SequenceGroup, Job] = {}
-        ahead = self.config.run_ahead
-        if ahead is None:
-            ahead = self._runner.eager.device.type == "cuda"
-        self._checks = self._runner.eager.checks
-        with self.pools.memory.lock:
-            note_restless(self.model, ModelSnapshot(self.model).set_since(before))
-            self._model_check = ModelCheck(self.model, self._checks)
-        self._loop = StepLoop(
-            self.pools,
-            self._runner,
-            self._model_check,
-            self._scheduler,
-            self._jobs,
-            self._preemption,
-            self._adapters,
-            ahead,
-        )
-        self._slow: Counter[str] = Counter()
-        """How many requests had a processor that runs for their rows alone, by its name."""
-        self._aside: list[Output] = []
-        """What ended between two steps."""
-        self._freed = False
-        """Whether it was closed and nothing is left to do about that."""
-        _engines.add(self)
 
     def _prepare_for_calls(self, tokenizer: Any) -> None:
         """Make what calls from any thread need: the lock, the inbox, and what they may do now."""
@@ -153,8 +140,14 @@ class Engine:
             )
         self.processor = tokenizer
         self.tokenizer = words
-        self._lock = FairLock()
+        self.lock = FairLock()
         self._closed = self._closing = self._paused = False
+        self._freed = False
+        """Whether it was closed and nothing is left to do about that."""
+        self._slow: Counter[str] = Counter()
+        """How many requests had a processor that runs for their rows alone, by its name."""
+        self._aside: list[Output] = []
+        """What ended between two steps."""
         self._stepping = False
         """Whether a step or another change of the books runs. What comes in between (criteria, signal
         handlers) changes none of them.
@@ -164,17 +157,17 @@ class Engine:
         self._numbers = itertools.count()
         self._inbox: deque[tuple[Job, Request]] = deque()
         """Requests that the books do not know yet."""
-        self._thread: Background | None = None
+        self.background: Background | None = None
         self._starting = fork_safe_lock()
         self._options = Options()
 
     def __repr__(self) -> str:
-        return f"Engine({type(self.model).__name__}, form={self._runner.form!r}, requests={len(self._jobs)})"
+        return f"Engine({type(self.model).__name__}, form={self.runner.form!r}, requests={len(self._jobs)})"
 
     @property
     def why_rows(self) -> str | None:
         """Why the model takes its sequences one by one; None if it takes them all in one flat row."""
-        return self._runner.why_rows
+        return self.runner.why_rows
 
     @property
     def longest(self) -> int:
@@ -252,7 +245,7 @@ class Engine:
             return Handle(job, self)
         job.number = request.number
         self._inbox.append((job, request))
-        thread = self._thread
+        thread = self.background
         if thread is None or self._closed:  # an engine that was closed meanwhile ends it
             self._receive()
         else:
@@ -353,13 +346,13 @@ class Engine:
     @property
     def driven(self) -> bool:
         """Whether a thread drives the engine: one was started, and it has neither ended nor been stopped."""
-        thread = self._thread
+        thread = self.background
         return thread is not None and not thread.over and not thread.halted
 
     @property
     def thread_error(self) -> BaseException | None:
         """What a step raised that ended the engine's thread, if it has ended so."""
-        return None if self._thread is None else self._thread.error
+        return None if self.background is None else self.background.error
 
     def start(self) -> Self:
         """Let a thread drive the engine from now on: requests are computed whether a caller waits or not, and
@@ -370,20 +363,20 @@ class Engine:
         """
         self._require_open()
         with self._starting:
-            if self._thread is None or self._thread.over or self._thread.halted:
+            if self.background is None or self.background.over or self.background.halted:
                 self._begin_thread()
-            if self._thread is not None:
-                self._thread.wake()
+            if self.background is not None:
+                self.background.wake()
         if self._closing:  # by a signal handler, meanwhile
             self.stop()
         return self
 
     def _begin_thread(self) -> None:
-        self._checks.mark_dirty()
+        self.checks.mark_dirty()
         thread = Background(self, input_device(self.model))
         try:
             thread.begin()
-            self._thread = thread
+            self.background = thread
         except BaseException:
             thread.stop(wait=False)
             raise
@@ -391,12 +384,12 @@ class Engine:
     def stop(self) -> None:
         """Stop the thread after its current step. Requests stay, and a caller that waits for one drives."""
         with self._starting:
-            thread = self._thread
+            thread = self.background
             if thread is not None:
                 thread.stop(wait=False)
-            self._thread = None
+            self.background = None
         if thread is not None:
-            thread.stop(wait=not self._lock.mine)
+            thread.stop(wait=not self.lock.mine)
             self._take_over()
 
     @in_turn
@@ -411,7 +404,7 @@ class Engine:
         """A step, if there is anything to do; the answer is whether there may be more. The engine's thread
         calls it.
         """
-        self._lock.give_way()
+        self.lock.give_way()
         return self._take_turn()
 
     @in_turn
@@ -440,7 +433,7 @@ class Engine:
         self._drive(
             [job], lambda: (each and bool(job.queue)) or (end is not None and time.monotonic() >= end)
         )
-        thread = self._thread
+        thread = self.background
         if thread is not None and job.output is None:
             thread.wait(job, each, None if end is None else end - time.monotonic())
 
@@ -454,7 +447,7 @@ class Engine:
         def steps() -> None:
             for job in jobs:
                 while job.output is None and not self._others_drive:
-                    self._lock.give_way()
+                    self.lock.give_way()
                     if self._advance_for(job):
                         ended()
                     if enough():
@@ -471,14 +464,14 @@ class Engine:
     @property
     def _others_drive(self) -> bool:
         """Whether another thread drives the engine."""
-        thread = self._thread
+        thread = self.background
         return thread is not None and not thread.own and not thread.halted
 
     def _driving(self, steps: Callable[[], T]) -> T:
         """The answer of a row of steps. Their caller has done anything before this, and will do anything
         after it.
         """
-        self._checks.mark_dirty()
+        self.checks.mark_dirty()
         try:
             answer = steps()
         except BaseException:
@@ -492,30 +485,30 @@ class Engine:
         """Wait for the end of a job, or for `each` increment, without holding up the event loop. Handles call
         it.
         """
-        thread = self._thread or self.start()._thread
+        thread = self.background or self.start().background
         if thread is None or thread.own:
             raise RuntimeError("a step of an engine cannot wait for a request of the same engine")
         await thread.arrival(job, each)
         if thread.over and job.output is None:
             raise RuntimeError(
-                "the engine's thread was stopped while somebody awaited a request; start() goes on"
+                "the engine's thread was stopped while a coroutine awaited a request; start() continues"
             )
 
     def _watch(self, job: Job, wake: Wake, each: bool) -> None:
-        thread = self._thread or self.start()._thread
+        thread = self.background or self.start().background
         if thread is not None:
             thread.listen(job, wake, each)
 
     def _unwatch(self, job: Job, wake: Wake) -> None:
-        if self._thread is not None:
-            self._thread.unlisten(job, wake)
+        if self.background is not None:
+            self.background.unlisten(job, wake)
 
     def _cancel(self, job: Job) -> None:
         """End a job at once; where a thread drives, after the step that runs. Handles call it."""
         if job.output is not None:
             return
         job.cancelled = True
-        thread = self._thread
+        thread = self.background
         if thread is not None and not thread.over:
             # Nothing else: a coroutine that is collected calls this in the middle of anything.
             thread.wake()
@@ -563,16 +556,16 @@ class Engine:
             return params.media.length
         if params.source is None:
             return 0
-        assert self._runner.eager.encoder is not None
-        return self._runner.eager.encoder.length(params.source)
+        assert self.runner.eager.encoder is not None
+        return self.runner.eager.encoder.length(params.source)
 
     def _require_vectors(self, media: Media | None) -> None:
-        if self._runner.why_no_embeddings is not None:
-            raise ValueError(f"{self._runner.why_no_embeddings}; give token ids, or use generate()")
-        if isinstance(media, CrossMedia) and self._runner.why_not_across is not None:
-            raise ValueError(f"{self._runner.why_not_across}; use generate()")
+        if self.runner.why_no_embeddings is not None:
+            raise ValueError(f"{self.runner.why_no_embeddings}; give token ids, or use generate()")
+        if isinstance(media, CrossMedia) and self.runner.why_not_across is not None:
+            raise ValueError(f"{self.runner.why_not_across}; use generate()")
         if media is not None:
-            self._runner.merger.require(media)
+            self.runner.merger.require(media)
 
     def _take_in(self) -> None:
         if (
@@ -590,7 +583,7 @@ class Engine:
                 self._loop.conclude(job, "abort")
             elif job.group not in self._jobs:
                 try:
-                    job.group = self._scheduler.submit(request)
+                    job.group = self.scheduler.submit(request)
                     self._loop.enter(job)
                     self._adapters.fresh |= bool(job.adapter)
                     self._slow.update(set(job.params.slow))
@@ -602,7 +595,7 @@ class Engine:
 
     def step(self) -> list[Output]:
         """One step of all requests; the answer is what ended in it. Without work it does nothing."""
-        self._lock.give_way()
+        self.lock.give_way()
         return self._driving(self._advance)
 
     @in_turn
@@ -679,7 +672,7 @@ class Engine:
         """
         self._torn = True
         with self.pools.memory.lock:
-            self._runner.eager.unplug()
+            self.runner.eager.unplug()
             self._loop.start_over(error)
         self._torn = False
 
@@ -692,7 +685,7 @@ class Engine:
             self._free()
 
     def _pass_on(self) -> None:
-        own = self._thread is not None and self._thread.own
+        own = self.background is not None and self.background.own
         while self._loop.interrupted:
             error = self._loop.interrupted.popleft().interrupt()
             if error is not None and not own:
@@ -729,44 +722,43 @@ class Engine:
     def _put_down(self) -> None:
         """Apply the tokens of the last step, and free every block."""
         self._aside += self._loop.finish_in_flight()
-        for group in list(self._scheduler.running):
-            self._scheduler.preempt(group, swap=False)
-        for group in self._scheduler.preempted:
+        for group in list(self.scheduler.running):
+            self.scheduler.preempt(group, swap=False)
+        for group in self.scheduler.preempted:
             if group.swapped:
-                self._scheduler.begin_again(group)
+                self.scheduler.begin_again(group)
         self._loop.forget()
 
     def resume(self) -> None:
         """Continue. Cached blocks are dropped if the weights have changed."""
         self._paused = False
-        if self._thread is not None:
+        if self.background is not None:
             self.start()
 
     def _look(self) -> None:
         """Check that cached blocks match the current weights: fully when idle, cheaply after user code has
         run or before admitting.
         """
-        running = len(self._scheduler.running)
-        due = self._checks.due or not running
+        running = len(self.scheduler.running)
+        due = self.checks.due or not running
         if not running:
             self._adapters.refresh()
             if self._model_check.changed():
                 self.pools.forget()
                 self._loop.forget()
-                if self._runner.decoding is not None:
-                    self._runner.decoding.look()
-        elif self._checks.due or self._scheduler.may_admit:
+                self.runner.look()
+        elif self.checks.due or self.scheduler.may_admit:
             look = partial(self._model_check.require_untouched, running)
-            if self._checks.unseen:
+            if self.checks.unseen:
                 self._changing(look)
             else:
                 look()
             if self._adapters.layers:
                 self._aside += self._changing(self._loop.end_changed_adapters)
         else:
-            self._checks.skip(self._model_check.memory)
+            self.checks.skip(self._model_check.memory)
         if self._adapters.layers and (due or self._adapters.fresh):
-            self._changing(partial(self._adapters.renew, self._scheduler))
+            self._changing(partial(self._adapters.renew, self.scheduler))
 
     @in_turn
     def _let_go(self) -> None:
@@ -776,7 +768,7 @@ class Engine:
             with self.pools.memory.lock:
                 self._changing(self._loop.check_model)
         finally:
-            self._checks.release()
+            self.checks.release()
         if not self._busy:
             for recorder in self._loop.recorders:
                 recorder.rest()
@@ -842,9 +834,9 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Requests by state, blocks by kind of layer, and what has been counted so far."""
         self._take_in()
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         return {
-            "form": self._runner.form,
+            "form": self.runner.form,
             "waiting": len(scheduler.waiting),
             "running": len(scheduler.running),
             "preempted": len(scheduler.preempted),
@@ -852,10 +844,10 @@ class Engine:
             "memory": self.pools.memory_usage(),
             "host": self.pools.host_usage(),
             "adapters": self._adapters.stats(),
-            "graphs": {} if self._runner.decoding is None else self._runner.decoding.stats(),
+            "graphs": {} if self.runner.decoding is None else self.runner.decoding.stats(),
             **{name: scheduler.counts[name] for name in get_args(Count)},
             "slow_processors": dict(self._slow),
-            **self._preemption.stats(),
+            **self.preemption.stats(),
         }
 
     @in_turn
@@ -884,7 +876,7 @@ class Engine:
         return self._record(Reporter(report), every)
 
     def _record(self, sink: Sink, every: float | None) -> Recorder:
-        made = Recorder(sink, self._scheduler, self._header, self._lock.lock, every)
+        made = Recorder(sink, self.scheduler, self._header, self.lock.lock, every)
         self._loop.recorders = [*(each for each in self._loop.recorders if not each.closed), made]
         return made
 
@@ -895,7 +887,7 @@ class Engine:
     @in_turn
     def check(self) -> None:
         """Recount all books; AssertionError on the first thing that does not add up (C7)."""
-        self._scheduler.check()
+        self.scheduler.check()
 
     def close(self) -> None:
         """End what runs with "abort", the thread if there is one, and give the pools back. Twice is once.
@@ -918,12 +910,12 @@ class Engine:
         self._take_in()
         self._end(list(self._jobs.values()))
         self._loop.in_flight = None
-        self._checks.release()
-        self._runner.close()
+        self.checks.release()
+        self.runner.close()
         self._adapters.close()
         self.pools.free()
-        if self._thread is not None:
-            self._thread.stop(wait=False)
+        if self.background is not None:
+            self.background.stop(wait=False)
         self._freed = True
         for recorder in self._loop.recorders:
             with suppress(OSError):  # the recorder has logged it
@@ -931,11 +923,11 @@ class Engine:
 
     def _after_fork(self) -> None:
         """In a forked process: what another thread was in the middle of has broken off."""
-        self._lock.waiting.clear()
-        if not self._lock.mine:
+        self.lock.waiting.clear()
+        if not self.lock.mine:
             self._stepping = False
             self._torn = True
-            self._runner.eager.unplug()
+            self.runner.eager.unplug()
 
     def __enter__(self) -> Engine:
         return self

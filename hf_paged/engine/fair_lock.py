@@ -54,7 +54,7 @@ class FairLock:
 class TakesTurns(Protocol):
     """An object whose methods run one at a time."""
 
-    _lock: FairLock
+    lock: FairLock
 
     def _settle(self) -> None:
         """Finish what an interrupt has broken off, or a method that could not do it at once."""
@@ -69,7 +69,7 @@ def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P
     """
 
     def turn(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        turns = self._lock
+        turns = self.lock
         me = threading.get_ident()
         try:
             turns.waiting.add(me)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -81,8 +81,7 @@ class RowInputs(NamedTuple):
 PLAIN = RowInputs()
 
 
-@dataclass(frozen=True)
-class ForwardBatch:
+class ForwardBatch(NamedTuple):
     """The rows of one forward. inputs: of the rows that are more than token ids. unseen: the sequences of the
     step in flight, whose last tokens the host has not seen. adapters: the slot of each row's adapter, -1 for
     the model alone; None if all are.
@@ -90,7 +89,7 @@ class ForwardBatch:
 
     rows: ScheduledBatch
     last_tokens: LastTokens
-    inputs: Mapping[int, RowInputs] = field(default_factory=dict)
+    inputs: Mapping[int, RowInputs] = MappingProxyType({})
     unseen: tuple[TokenSequence, ...] = ()
     adapters: tuple[int, ...] | None = None
 

@@ -19,7 +19,6 @@ from .multimodal.cross import CrossMedia
 from .multimodal.media import Media
 from .outputs.output import FinishReason, Output
 from .own_code import raised_by, reaches_driver
-from .pools import Pools
 from .preemption import Preemption
 from .recorder import Recorder
 from .requests.params import RequestParams
@@ -39,23 +38,22 @@ class StepLoop:
 
     def __init__(
         self,
-        pools: Pools,
         runner: Runner,
         model_check: ModelCheck,
         scheduler: Scheduler,
         jobs: dict[SequenceGroup, Job],
         preemption: Preemption,
         adapters: EngineAdapters,
-        ahead: bool,
     ) -> None:
-        self.pools = pools
         self.runner = runner
+        self.pools = runner.eager.pools
+        self.adapters = adapters
         self.scheduler = scheduler
         self.jobs = jobs
-        self.ahead = ahead
+        ahead = self.pools.config.run_ahead
+        self.ahead = runner.eager.device.type == "cuda" if ahead is None else ahead
         self.model_check = model_check
         self.preemption = preemption
-        self.adapters = adapters
         self.in_flight: InFlightStep | None = None
         self.interrupted: deque[Job] = deque()
         """Requests that have ended with what is meant for their driver as well."""
@@ -177,7 +175,8 @@ class StepLoop:
             if group in self.jobs:
                 trouble[self.jobs[group]] = error
         ended = [self.end(job, "error", error) for job, error in trouble.items()]
-        return ended + [self.end(job) for job in jobs if _is_over(job)]
+        over = [job for job in jobs if job.group is not None and job.group.status is Status.FINISHED]
+        return ended + [self.end(job) for job in over]
 
     def _end_unloadable(self) -> list[Output]:
         """End the requests whose adapters could not be loaded."""
@@ -325,7 +324,3 @@ class StepLoop:
             for table in sequence.tables:
                 for block in table.blocks:
                     table.pool.uncache(block)
-
-
-def _is_over(job: Job) -> bool:
-    return job.group is not None and job.group.status is Status.FINISHED

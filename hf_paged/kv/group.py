@@ -336,7 +336,7 @@ class Memory:
         self.lock = fork_safe_lock()
         self.groups: dict[tuple[LayerKind, CacheConfig], LayerGroup] = {}
         self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
-        """Whoever keeps the addresses of stores: captured steps."""
+        """Users of the stores' addresses: captured steps."""
         self.suspect = False
         """Whether a call failed since the books were last known to agree with the tables."""
         self._abandoned: deque[Holder] = deque()

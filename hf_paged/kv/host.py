@@ -81,8 +81,8 @@ class HostBlocks:
         except (MemoryError, RuntimeError) as error:
             self.most = self.pool.total
             logger.warning(
-                "the host has no memory for more than %d swapped blocks of the %s layers (%s); who finds no "
-                "room is computed again",
+                "the host has no memory for more than %d swapped blocks of the %s layers (%s); requests "
+                "beyond that are recomputed",
                 self.most, self.group.kind.name, error,
             )  # fmt: skip
         return self.pool.available >= blocks

@@ -75,16 +75,15 @@ class MonitoredHook:
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
-        self.__module__ = getattr(
-            hook, "__module__", ""
-        )  # whoever asks whose hook it is shall not take it for ours
+        # Its module is the hook's: checks for hooks of our own must not take it for one.
+        self.__module__ = getattr(hook, "__module__", "")
         self.onlookers: list[HookMonitor] = []
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         before = [_version(x) for x in tensors]
         answer = self.hook(module, *args, **kwargs)
-        # Under inference mode nobody counts what is written in place.
+        # Under inference mode torch does not count in-place writes.
         if answer is not None or None in before or before != [_version(x) for x in tensors]:
             for onlooker in self.onlookers:
                 onlooker.changed = True

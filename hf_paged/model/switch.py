@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -14,13 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..kv import fork_safe_lock
 
 
-class _Switched:
+class _Switched(NamedTuple):
     """A config whose attention setting is ours for as long as it has owners. Models may share a config."""
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        self.original = config._attn_implementation or "eager"
-        self.owners: set[int] = set()
+    config: Any
+    original: str
+    owners: set[int]
 
 
 _switched: dict[int, _Switched] = {}
@@ -42,8 +41,9 @@ def switch(configs: list[Any], name: str, owner: object) -> None:
     """
     with _lock:
         for config in configs:
-            entry = _switched.setdefault(id(config), _Switched(config))
-            entry.owners.add(id(owner))
+            if id(config) not in _switched:
+                _switched[id(config)] = _Switched(config, config._attn_implementation or "eager", set())
+            _switched[id(config)].owners.add(id(owner))
             config._attn_implementation_internal = name
 
 

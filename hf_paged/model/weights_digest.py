@@ -30,7 +30,7 @@ Place = tuple[torch.device, bool]
 
 
 class Unreadable(Exception):
-    """A tensor whose content nobody can look at: it has no memory of its own."""
+    """A tensor whose content cannot be read: it has no memory of its own."""
 
 
 def tensor_facts(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ class Contents:
             kv_group.read(due) for kv_group, due in zip(self._kv_groups.values(), ranges, strict=True)
         ]
         for kv_group in self._kv_groups.values():
-            kv_group.parts = []  # whoever looks must not keep weights alive
+            kv_group.parts = []  # a reading must not keep weights alive
         return readings
 
     def same(self, readings: Sequence[Reading]) -> bool:

@@ -296,7 +296,9 @@ class FuturePeak(Watermark):
 
     def check(self, state: SchedulerState) -> None:
         super().check(state)
-        expect(set(self._entries) == set(state.running), "the future knows others than those who run")
+        expect(
+            set(self._entries) == set(state.running), "the forecast holds other groups than those that run"
+        )
         expect(
             self._order == sorted(self._entries.values(), key=lambda entry: entry.key),
             "the future is out of order",

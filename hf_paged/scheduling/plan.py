@@ -137,8 +137,7 @@ class ScheduledBatch:
 NOTHING = ScheduledBatch()
 
 
-@dataclass(frozen=True)
-class Swaps:
+class Swaps(NamedTuple):
     """Blocks that go to the host and that come back, for every KV cache group.
 
     out: from a block of the device's pool to one of the host's. back: the other way. All that goes out goes
@@ -152,8 +151,7 @@ class Swaps:
         return any(self.out) or any(self.back)
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """What a step does, in this order: swaps, copies, rows.
 
     copies: for every KV cache group the copies on write. swaps: the blocks of preempted

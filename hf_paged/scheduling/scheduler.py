@@ -85,7 +85,7 @@ class Scheduler:
         self._growing = tuple(kv_group for kv_group in self.kv_groups if not kv_group.cross)
         """Those whose tables hold a sequence's own tokens."""
         if self._growing != self.kv_groups[: len(self._growing)]:
-            raise ValueError("a pool of cross-attention layers stands behind all others")
+            raise ValueError("the pool of cross-attention layers must be the last one")
         if len({kv_group.pool.block_size for kv_group in self.kv_groups}) != 1:
             raise ValueError("the pools of one scheduler must have blocks of one size")
         self._key = POLICIES[policy]

@@ -105,7 +105,7 @@ def _add_serve(to: Parser) -> None:
     where.add_argument(
         "--served-model-name", nargs="+", help="what clients call the model; the first is shown"
     )
-    who = to.add_argument_group("who may ask")
+    who = to.add_argument_group("access")
     who.add_argument("--api-key", action="append", default=[], help="may be repeated; also $HF_PAGED_API_KEY")
     who.add_argument("--api-key-file", help="a key on each line, where no process list shows them")
     who.add_argument(

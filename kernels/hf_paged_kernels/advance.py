@@ -71,7 +71,7 @@ def _advance(
     LENGTHS[i] + NEW.
 
     TABLE [rows, width]; LENGTHS, SEEN [rows]; SLOTS [rows * NEW]; COLUMNS [2]. A program takes AT_ONCE rows,
-    NEWS >= NEW lanes each, so nobody else reads the lengths that it writes.
+    NEWS >= NEW lanes each, so no other program reads the lengths that it writes.
     """
     lane = tl.arange(0, AT_ONCE * NEWS)
     row = tl.program_id(0) * AT_ONCE + lane // NEWS

@@ -40,8 +40,8 @@ def pool_of(of: Any) -> CapturePool:
     """The captured steps of a model in generate(), or of an engine."""
     if not isinstance(of, Engine):
         return captures_of(of).pool
-    assert of._runner.decoding is not None
-    return of._runner.decoding.captures
+    assert of.runner.decoding is not None
+    return of.runner.decoding.captures
 
 
 def counts(of: Any) -> Counter[str]:
@@ -68,7 +68,7 @@ def drop(of: Any) -> None:
 
 def notice(engine: Engine) -> None:
     """Have an engine read its model's state, as a capture does."""
-    engine._runner.decoding.look()  # type: ignore[union-attr]
+    engine.runner.decoding.look()  # type: ignore[union-attr]
 
 
 def sizes(engine: Engine, form: str) -> set[int]:
@@ -88,7 +88,7 @@ def compiled(engine: Engine) -> int:
 
 def why_not_compiled(engine: Engine) -> str | None:
     """Why an engine compiles no layers any more."""
-    return engine._runner.decoding.compilation.why_not  # type: ignore[union-attr]
+    return engine.runner.decoding.compilation.why_not  # type: ignore[union-attr]
 
 
 def logits_of(engine: Engine) -> list[torch.Tensor]:

@@ -1,8 +1,9 @@
-"""Shared by the tests: KINDS, PROMPTS, _model, alone, answers, right."""
+"""Shared by the tests: engines, prompts and kinds of requests, and the answers of stock generate() to them."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,17 +17,42 @@ PROMPTS = [
 ]
 
 
-def alone(model: Any, prompt: list[int], **options: Any) -> list[list[int]]:
-    """The new tokens of generate() on that prompt alone, padding taken off."""
-    answer = model.generate(
-        torch.tensor([prompt]), return_dict_in_generate=True, output_scores=True, **options
-    )
-    rows = [row[len(prompt) :].tolist() for row in answer.sequences]
+SCORED = {"return_dict_in_generate": True, "output_scores": True}
+"""What `new_tokens_of` needs of generate()'s answer."""
+
+
+def new_tokens_of(answer: Any, begin: int) -> list[list[int]]:
+    """The tokens of a `SCORED` answer of generate() after the first `begin`, padding taken off."""
+    rows = [row[begin:].tolist() for row in answer.sequences]
     if "beam_indices" in answer:
-        return [
-            row[:length] for row, length in zip(rows, (answer.beam_indices >= 0).sum(1).tolist(), strict=True)
-        ]
+        lengths = (answer.beam_indices >= 0).sum(1).tolist()
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
     return rows
+
+
+def alone(model: Any, prompt: list[int], **options: Any) -> list[list[int]]:
+    """The new tokens of generate() on that prompt alone."""
+    return new_tokens_of(model.generate(torch.tensor([prompt]), **SCORED, **options), len(prompt))
+
+
+def alone_with_media(model: Any, inputs: Mapping[str, Any], **options: Any) -> list[list[int]]:
+    """The same of a prompt as a processor answers."""
+    return new_tokens_of(model.generate(**inputs, **SCORED, **options), inputs["input_ids"].shape[1])
+
+
+def small_engine(model: Any, **options: Any) -> Engine:
+    """An engine of few blocks, rows and tokens a step, in which requests are cut, wait and share blocks."""
+    few = {"block_size": 4, "num_blocks": 60, "max_batch_tokens": 11, "max_batch_sequences": 6}
+    return Engine(model, **{**few, **options})
+
+
+def checked_answers(engine: Engine, handles: list[Any]) -> list[list[list[int]]]:
+    """The answers; the books are recounted after every step."""
+    while not all(handle.done for handle in handles):
+        engine.step()
+        engine.check()
+    assert all(kind["held"] == 0 for kind in engine.stats()["blocks"].values())
+    return [answers(handle.result()) for handle in handles]
 
 
 def answers(output: Any) -> list[list[int]]:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_paged.engine import Engine
+from hf_paged.engine.job import Job
+from hf_paged.engine.outputs.handle import Handle
 from hf_paged.scheduling import UNKNOWN, StepPlan, TokenSequence
 
 
 def watch_plans(engine: Engine, see: Callable[[StepPlan], object]) -> None:
     """Call `see` with every plan that has rows, before it is carried out."""
-    schedule = engine._scheduler.schedule
+    schedule = engine.scheduler.schedule
 
     def watched() -> StepPlan:
         plan = schedule()
@@ -19,7 +21,23 @@ def watch_plans(engine: Engine, see: Callable[[StepPlan], object]) -> None:
             see(plan)
         return plan
 
-    engine._scheduler.schedule = watched  # type: ignore[method-assign]
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+
+
+def job_of(handle: Handle) -> Job:
+    """The engine's side of a request."""
+    return handle._job
+
+
+def new_tokens(handle: Handle) -> list[int]:
+    """The tokens of a request with one sequence since they were read last."""
+    return [token for increment in handle.read() for token in increment.token_ids]
+
+
+def own_steps(engine: Engine, count: int = 1) -> None:
+    """A row of steps as the engine's own loop takes them, without its caller's code in between."""
+    for _ in range(count):
+        engine._advance()
 
 
 def known_tokens(sequence: TokenSequence) -> int:
@@ -40,7 +58,7 @@ def launched_unseen(engine: Engine) -> list[int]:
 
 def unseen_tokens(engine: Engine) -> int:
     """How many running sequences wait for a token of a launched step."""
-    running = [sequence for group in engine._scheduler.running for sequence in group.sequences]
+    running = [sequence for group in engine.scheduler.running for sequence in group.sequences]
     return sum(sequence.computed >= known_tokens(sequence) for sequence in running)
 
 

@@ -1,5 +1,5 @@
-"""Pictures that a decoder attends to across (Mllama): states for its cross-attention layers, whose keys and
-values lie in a table of the request's own (C36), and masks that say which token sees which of them.
+"""Pictures for cross-attention layers (Mllama): their states, whose keys and values lie in a table of the
+request's own (C36), and the masks over them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PIXELS = "pixel_values"
 
 
 class CrossInputs(NamedTuple):
-    """The inputs of a decoder for some tokens, in addition to the tokens.
+    """The cross-attention inputs of some tokens.
 
-    states: what its cross-attention layers make keys and values of, where these are not in the pages yet.
-        rows: by argument a mask [1, 1, tokens, columns].
+    states: input of the layers' key and value projections, if these are not in the pages yet. rows: by
+    argument a mask [1, 1, tokens, columns].
     """
 
     states: Mapping[str, torch.Tensor]
@@ -35,7 +35,7 @@ class CrossInputs(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, torch.Tensor]:
-        """All of it, as the decoder takes it."""
+        """As arguments of the decoder."""
         return {**self.states, **self.rows}
 
     def part(self, start: int, count: int, stored: bool) -> CrossInputs:
@@ -48,18 +48,18 @@ class CrossInputs(NamedTuple):
 
 
 class CrossMedia(Media):
-    """Pictures that a request's decoder attends to across. Its tokens stay token ids.
+    """A request's pictures for cross-attention layers. Its tokens stay token ids.
 
-    Every token's keys and values depend on the pictures: `content` is their key, without the mask. A token is
-    named by its row of the mask where that differs from the row before, and is its id elsewhere: the names
-    determine all rows, also those of generated tokens, which repeat the last one.
+    The keys and values of every token depend on the pictures: `content` is their key, without the mask. A
+    token whose row of the mask differs from the row before is named by that row, any other by its id: the
+    names determine all rows, also those of generated tokens, which repeat the last one.
     """
 
     def __init__(self, inputs: dict[str, Any], ids: tuple[int, ...], key: bytes, length: int) -> None:
-        """length: how many tokens the model makes of all pictures."""
+        """length: the tokens that the model makes of all pictures."""
         self.length = length
         self.across: CrossInputs | None = None
-        """What the decoder is given; the states are dropped once keys and values lie in the pages."""
+        """The decoder's cross-attention inputs; states are dropped once keys and values are in the pages."""
         super().__init__(inputs, ids, (), key)
         self.shift = ()
 
@@ -85,11 +85,11 @@ class CrossMedia(Media):
         return self.across is None or not (begun or self.across.states)
 
     def spent(self, start: int, count: int) -> bool:
-        """Whether some encoder output is not needed any more after these tokens."""
+        """Whether encoder output can be dropped after these tokens."""
         return self.across is not None and bool(self.across.states)
 
     def forget_spent(self) -> None:
-        """The states are in the pages; the masks are needed by every later token."""
+        """Drop the states, which are in the pages now; the masks are needed by every later token."""
         if self.across is not None:
             self.across = CrossInputs({}, self.across.rows)
 
@@ -97,14 +97,14 @@ class CrossMedia(Media):
         self.across = None
 
     def ids_of(self, start: int, tokens: list[int]) -> list[int]:
-        """The token ids of a sequence's tokens from `start` on, of which the books have names."""
+        """The token ids of a sequence's tokens from `start` on, for which the scheduler has names."""
         own = self.ids[start : start + len(tokens)]
         return [*own, *tokens[len(own) :]]
 
 
 def cross_length(model: Any, inputs: Mapping[str, Any]) -> int:
-    """How many tokens a model makes of its pictures [1, pictures, tiles, channels, height, width]: those of
-    every tile, and one for the tile as a whole.
+    """The tokens that a model makes of pictures [1, pictures, tiles, channels, height, width]: those of every
+    tile, and one for the tile as a whole.
     """
     pixels = inputs.get(PIXELS)
     patch = getattr(_vision(model), "patch_size", None)
@@ -130,7 +130,7 @@ def cross_length(model: Any, inputs: Mapping[str, Any]) -> int:
 
 
 def longest_picture(model: Any) -> int | None:
-    """The most tokens that a picture becomes, or None if the config does not limit it."""
+    """The most tokens that one picture can take, or None if the config sets no limit."""
     vision = _vision(model)
     names = ("image_size", "patch_size", "max_num_tiles")
     numbers = [number for name in names if isinstance(number := getattr(vision, name, None), int)]
@@ -141,7 +141,7 @@ def longest_picture(model: Any) -> int | None:
 
 
 def why_not_across(model: Any) -> str | None:
-    """Why no request can bring pictures to the cross-attention layers of a model; None if some may."""
+    """Why a model's cross-attention layers cannot be given pictures; None if they can."""
     name = type(model).__name__
     decoder = type(model.get_decoder()).__name__
     if not any(SHOWN.search(each) for each in inspect.signature(model.forward).parameters):
@@ -152,7 +152,9 @@ def why_not_across(model: Any) -> str | None:
 
 
 def trial_inputs(like: torch.Tensor, tokens: int) -> CrossInputs:
-    """States like some embeddings [1, columns, hidden], of which each of `tokens` tokens sees others."""
+    """States shaped like embeddings [1, columns, hidden], and a mask that differs for each of `tokens`
+    tokens.
+    """
     wave = torch.arange(like.numel(), device=like.device).reshape(like.shape)
     column = torch.arange(like.shape[1], device=like.device)
     pairs = torch.arange(tokens, device=like.device)[:, None] + column
@@ -161,8 +163,8 @@ def trial_inputs(like: torch.Tensor, tokens: int) -> CrossInputs:
 
 
 def cross_inputs_of(given: Mapping[str, Any], tokens: int, length: int) -> CrossInputs | None:
-    """The arguments of a decoder's call that are states for `length` tokens across and masks of the prompt's
-    `tokens`; None if they are something else.
+    """The cross-attention inputs among a decoder's arguments: states of `length` tokens and masks of the
+    prompt's `tokens`; None if the arguments have another form.
     """
     states = given.get(STATES)
     seen = given.get(MASK)

@@ -1,4 +1,4 @@
-"""Prompts that are vectors instead of token ids."""
+"""Prompts given as embeddings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from ...model.offloaded import input_device
 
 
 def checked(model: Any, embeds: object, ids: tuple[int, ...]) -> torch.Tensor:
-    """A prompt's embeddings [tokens, hidden], as the model computes with them; `ids` are those given with
-    them, if any.
-    """
+    """A prompt's embeddings [tokens, hidden] in the model's dtype; `ids` are those given with them."""
     table = model.get_input_embeddings()
     hidden = (
         table.weight.shape[1]
@@ -46,11 +44,11 @@ def checked(model: Any, embeds: object, ids: tuple[int, ...]) -> torch.Tensor:
 
 
 def names_of(embeds: torch.Tensor, key: bytes) -> tuple[int, ...]:
-    """Token ids for embeddings [tokens, hidden] in the prefix cache: a name by the content of each, below -1
-    as no id is.
+    """Token ids that stand for embeddings [tokens, hidden] in the prefix cache: a digest of each, below -1
+    unlike any id.
 
     Equal rows have equal names, so prompts of embeddings share prefixes as others do. Without the key it is
-    infeasible to make two different rows of one name.
+    infeasible to find two rows with one name.
     """
     rows = embeds.cpu().contiguous().view(torch.uint8).numpy()
     return tuple(

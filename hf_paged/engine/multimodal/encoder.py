@@ -1,6 +1,4 @@
-"""Encoders: what a request's decoder attends to, made once for each time that the request is computed
-(C36).
-"""
+"""Encoders: run once each time that a request is computed (C36)."""
 
 from __future__ import annotations
 
@@ -20,22 +18,20 @@ TRIAL = 13
 
 
 class EncoderInput:
-    """One request's input for the encoder, and what the encoder has made of it, as long as the request
-    runs.
-    """
+    """One request's encoder input, and the encoder's output while the request runs."""
 
     def __init__(self, inputs: torch.Tensor, ids: tuple[int, ...] = ()) -> None:
         self.inputs = inputs
         self.ids = ids
         self.made: Any = None
-        """The encoder's answer; keys and values made of its last_hidden_state [1, tokens, hidden] lie in the
+        """The encoder's output; keys and values made of its last_hidden_state [1, tokens, hidden] are in the
         pages.
         """
 
 
 class Encoder:
-    """The encoder of a model. It runs with a request's first decoder tokens, and again if these are computed
-    again.
+    """The encoder of a model. It runs with a request's first decoder tokens, and again if these are
+    recomputed.
     """
 
     def __init__(self, model: Any) -> None:
@@ -51,10 +47,10 @@ class Encoder:
         self._module = model.get_encoder()
         self._shape: tuple[int, ...] = ()
         self._length = 0
-        """The shape of a recording, and how many tokens are made of one: known by the trial."""
+        """The encoder's tokens for a recording, whose shape is fixed; measured in the trial."""
 
     def trial(self, vocabulary: int) -> EncoderInput:
-        """An input to try the model with."""
+        """An input for the trial of the model."""
         device = input_device(self._model)
         config = self._model.config
         if self.input_name == "input_ids":
@@ -67,7 +63,7 @@ class Encoder:
         return source
 
     def length(self, source: EncoderInput) -> int:
-        """How many tokens the encoder makes of an input; nothing is computed."""
+        """The tokens that the encoder makes of an input; nothing is computed."""
         if self.input_name == "input_ids":
             return source.inputs.shape[1]
         if tuple(source.inputs.shape) != self._shape:
@@ -78,7 +74,7 @@ class Encoder:
         return self._length
 
     def run(self, source: EncoderInput) -> Any:
-        """Encode an input; the answer is kept with it."""
+        """Encode an input; the output is kept with it."""
         with torch.no_grad():
             source.made = self._module(**{self.input_name: source.inputs}, return_dict=True)
         return source.made

@@ -13,9 +13,7 @@ from torch import nn
 
 
 class DecoderExtras(NamedTuple):
-    """mask [tokens]: the tokens that are given something. features: by argument the lists of what they are
-    given, [those tokens, ...].
-    """
+    """mask [tokens]: the tokens with features. features: by argument their features, [those tokens, ...]."""
 
     name: str
     """The mask's argument."""
@@ -23,7 +21,7 @@ class DecoderExtras(NamedTuple):
     features: dict[str, tuple[torch.Tensor, ...]]
 
     def part(self, start: int, count: int) -> DecoderExtras:
-        """The same for `count` tokens from `start` on; tokens after the last one get nothing."""
+        """The same for `count` tokens from `start` on; tokens after the last one have no features."""
         mask = self.mask[start : start + count]
         first = int(self.mask[:start].sum())
         many = int(mask.sum())
@@ -39,8 +37,8 @@ class DecoderExtras(NamedTuple):
 
 
 def beside_of(given: Mapping[str, Any], tokens: int) -> DecoderExtras | None:
-    """The arguments of a decoder's call that are a mask of tokens [1, tokens] and lists of features for
-    these; None if they are not.
+    """The extras among a decoder's arguments: a mask of tokens [1, tokens] and lists of features for these;
+    None if the arguments have another form.
     """
     masks = {
         name: value
@@ -60,9 +58,7 @@ def beside_of(given: Mapping[str, Any], tokens: int) -> DecoderExtras | None:
 
 
 def joined(parts: Sequence[DecoderExtras | None], counts: Sequence[int]) -> dict[str, Any]:
-    """A decoder's arguments for pieces of so many tokens in one row; nothing if none of them is given
-    anything.
-    """
+    """The decoder's arguments for pieces of these lengths in one row; empty if no piece has extras."""
     some = [part for part in parts if part is not None and bool(part.mask.any())]
     if not some:
         return {}
@@ -80,7 +76,7 @@ def joined(parts: Sequence[DecoderExtras | None], counts: Sequence[int]) -> dict
 
 @contextmanager
 def given(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Whatever calls the model's decoder, it is called with these arguments, too."""
+    """Add these arguments to every call of the model's decoder."""
     if not arguments:
         yield
         return

@@ -1,6 +1,4 @@
-"""Pictures and recordings of a prompt: what the model's own forward puts in the place of some of its
-tokens.
-"""
+"""Pictures and recordings of a prompt, whose features the model puts in the place of some of its tokens."""
 
 from __future__ import annotations
 
@@ -40,14 +38,14 @@ MARKS = re.compile(r"(image|img|video|vision|visual|audio|speech|media).*token(_
 class Media:
     """One request's pictures or recordings, and their embeddings while their part of the prompt is computed.
 
-    names: the token ids in the prefix cache: a replaced token is named by the content of all media, below -1
-        as no id is. place: from the first replaced token to after the last one.
+    names: the token ids in the prefix cache: a replaced token is named by the digest of all media, below -1
+    unlike any id. place: from the first replaced token to after the last one.
     """
 
     def __init__(
         self, inputs: dict[str, Any], ids: tuple[int, ...], marks: Collection[int], key: bytes
     ) -> None:
-        """marks: tokens in whose place something is put; of a prompt without any it may be any."""
+        """marks: tokens that are replaced by features; in a prompt without any of them any token may be."""
         self.inputs = {name: _kept(name, value) for name, value in inputs.items()}
         self.ids = ids
         self.marks = frozenset(marks).intersection(ids) or frozenset(ids)
@@ -55,7 +53,7 @@ class Media:
         self.made: torch.Tensor | None = None
         """[tokens, hidden]: the embeddings of the whole prompt."""
         self.beside: DecoderExtras | None = None
-        """Inputs for some of its tokens in addition to the embeddings, as long as these are kept."""
+        """Extra decoder inputs for some of its tokens, kept as long as the embeddings."""
         self.positions: torch.Tensor | None = None
         """[axes, tokens] on the host: the prompt's RoPE positions, if these are not consecutive."""
         self.shift: tuple[int, ...] | None = None
@@ -74,11 +72,11 @@ class Media:
 
     @property
     def kind(self) -> frozenset[str]:
-        """The names of what is shown."""
+        """The names of the media's arguments."""
         return frozenset(self.inputs)
 
     def concerns(self, start: int, count: int) -> bool:
-        """Whether so many tokens of the prompt from `start` on are more than their ids."""
+        """Whether `count` tokens of the prompt from `start` on have inputs other than their ids."""
         return start < self.place.stop and start + count > self.place.start
 
     def due(self, start: int, count: int, begun: bool) -> bool:
@@ -86,11 +84,11 @@ class Media:
         return self.made is None and (self.shift is None or self.concerns(start, count))
 
     def spent(self, start: int, count: int) -> bool:
-        """Whether some encoder output is not needed any more after these tokens."""
+        """Whether encoder output can be dropped after these tokens."""
         return self.made is not None and start + count >= self.place.stop
 
     def forget_spent(self) -> None:
-        """Drop what is not needed any more."""
+        """Drop encoder output that is not needed any more."""
         self.forget()
 
     def where(self, start: int, count: int) -> torch.Tensor | None:
@@ -115,13 +113,13 @@ class Media:
         return self.shift[-1]
 
     def near(self, start: int, count: int) -> DecoderExtras | None:
-        """The further inputs of `count` tokens from `start` on, for some of them."""
+        """The extra decoder inputs of `count` tokens from `start` on."""
         return (
             None if self.beside is None or not self.concerns(start, count) else self.beside.part(start, count)
         )
 
     def forget(self) -> None:
-        """What was made is not needed, or not right, any more."""
+        """Drop the embeddings, which are not needed any more or not valid any more."""
         self.made = self.beside = None
 
     def drop(self) -> None:
@@ -132,7 +130,7 @@ class Media:
 
     @property
     def plain(self) -> list[int]:
-        """The prompt with some other token in the places where something is put."""
+        """The prompt with a text token in the place of each replaced one."""
         other = next((token for token in self.ids if token not in self.marks), None)
         if other is None:
             return list(self.ids)
@@ -195,7 +193,7 @@ def _kept(name: str, value: Any) -> Any:
 
 
 def digest_of(inputs: dict[str, Any], key: bytes) -> bytes:
-    """The content of a forward's arguments; different contents have different digests."""
+    """A digest of a forward's arguments; different contents have different digests."""
     digest = blake2b(key=key)
     for part in _parts(sorted(inputs.items())):
         digest.update(part)
@@ -203,7 +201,7 @@ def digest_of(inputs: dict[str, Any], key: bytes) -> bytes:
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """Bytes that no two different values have in common."""
+    """The bytes of a value, different for different values."""
     if isinstance(value, (list, tuple)):
         yield b"(%d" % len(value)
         for each in value:
@@ -218,8 +216,8 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def name_of(content: bytes, mark: int, key: bytes) -> int:
-    """The name of a token that is replaced by media of this content. Without the key it is infeasible to make
-    two of one name.
+    """The name of a token that is replaced by media with this digest. Without the key it is infeasible to
+    find two media with one name.
     """
     digest = blake2b(content + mark.to_bytes(8, "big"), digest_size=8, key=key).digest()
     return -2 - (int.from_bytes(digest, "big") >> 2)

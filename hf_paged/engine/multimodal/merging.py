@@ -1,6 +1,4 @@
-"""Prompts with pictures or recordings become embeddings: those that the model's own forward hands its
-decoder.
-"""
+"""Embeddings of prompts with pictures or recordings, taken from the model's own forward."""
 
 from __future__ import annotations
 
@@ -36,17 +34,17 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class _Enough(BaseException):
-    """The decoder's turn has come, and it is not wanted."""
+    """Stops generate() at its call of the decoder."""
 
 
 class Merger:
-    """A model's way from a prompt with pictures to the embeddings of it, of whatever kind the model is.
+    """Makes embeddings of prompts with media, for any kind of model.
 
-    generate() is begun on the prompt, and stopped where it calls the decoder. What it would have handed over
-    must be what it hands over for text, except for the embeddings, which are of the prompt's own tokens
-    wherever nothing is put, where tokens stand (`moved`), and features for tokens (`beside_of`); else the
-    model does more with pictures than the engine knows, and the request ends with that word. The first prompt
-    of a kind is also held to the first tokens of generate() itself.
+    generate() is started on the prompt and stopped where it calls the decoder. The arguments of that call
+    must be those of a text prompt, except for embeddings (equal to the prompt's own for all text), positions
+    (`moved`) and features of tokens (`beside_of`). Otherwise the model does more with media than the engine
+    supports, and the request ends with an error that says so. The first prompt of a kind is also compared
+    with the first tokens of generate() itself.
     """
 
     def __init__(self, eager: EagerModel) -> None:
@@ -54,14 +52,14 @@ class Merger:
         self._model: Any = eager.model
         self._held: set[frozenset[str]] = set()
         self._alike: set[frozenset[str]] = set()
-        """Kinds after which one RoPE delta serves all axes that matter."""
+        """Kinds of media after which one RoPE delta serves all axes."""
         self.why_not: dict[frozenset[str], str] = {}
         """Why media of a kind are refused."""
         self._shifts: OrderedDict[tuple[bytes, tuple[int, ...]], tuple[int, ...]] = OrderedDict()
         """The RoPE deltas after prompts that were encoded lately."""
 
     def require(self, media: Media) -> None:
-        """Raise if prompts of this kind are known not to be for the engine."""
+        """Raise if the engine is known not to support prompts of this kind."""
         if media.kind in self.why_not:
             raise ValueError(self.why_not[media.kind])
         self.recall(media)
@@ -74,7 +72,7 @@ class Merger:
         media.alike = media.kind in self._alike
 
     def run(self, media: Media) -> None:
-        """Make a prompt's embeddings; they are kept with it."""
+        """Make a prompt's embeddings, which are kept with it."""
         try:
             with torch.no_grad(), _as_before(self._model):
                 if isinstance(media, CrossMedia):
@@ -126,7 +124,7 @@ class Merger:
         return merged[0]
 
     def _across(self, media: CrossMedia) -> CrossInputs:
-        """What the decoder attends to across, and under which masks; its tokens must be those of text."""
+        """The decoder's cross-attention inputs; its tokens must be those of text."""
         name = type(self._model).__name__
         ids = list(media.ids)
         shown = self._handed(ids, _on(media.inputs, self._eager.device))
@@ -152,7 +150,7 @@ class Merger:
         return found
 
     def _hold_across(self, media: CrossMedia, found: CrossInputs) -> None:
-        """Raise unless the prompt's tokens with what was found lead to the first logits of generate()."""
+        """Raise unless the prompt's tokens with these inputs lead to the first logits of generate()."""
         eager = self._eager
         right, sequence = self._first_logits(media)
         embeds = eager.embedded(sequence)
@@ -191,9 +189,7 @@ class Merger:
             )
 
     def _generate(self, ids: list[int], inputs: Mapping[str, Any], **options: Any) -> Any:
-        """generate() as it is, on ids [tokens], greedily and without the options of the model's own
-        config.
-        """
+        """Stock generate() on ids [tokens], greedy and without the options of the model's own config."""
         model = copy.copy(self._model)  # the same modules
         model.generation_config = GenerationConfig()
         rows = torch.tensor([ids], device=self._eager.device)
@@ -208,7 +204,7 @@ class Merger:
         )
 
     def _handed(self, ids: list[int], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments with which generate() calls the decoder first."""
+        """The arguments of generate()'s first call of the decoder."""
         decoder = self._model.get_decoder()
         found = {}
         names = inspect.signature(decoder.forward)
@@ -264,7 +260,7 @@ class Merger:
 
 
 def _on(inputs: Any, device: torch.device) -> Any:
-    """What is shown, on a device."""
+    """The media's arguments on a device."""
     if isinstance(inputs, dict):
         return {name: _on(value, device) for name, value in inputs.items()}
     if isinstance(inputs, (list, tuple)):
@@ -273,11 +269,11 @@ def _on(inputs: Any, device: torch.device) -> Any:
 
 
 def moved(media: Media, shown: Any, plain: Any) -> tuple[torch.Tensor | None, tuple[int, ...]]:
-    """Where tokens stand on several axes [axes, tokens] beside pictures, and how far those behind the prompt
-    are moved on each.
+    """The RoPE positions [axes, tokens] of a prompt with media, and the RoPE delta per axis for tokens after
+    it.
 
-    Nothing if they stand as in text, or in a way that is none of this: text before the pictures as ever, text
-    behind them one behind the other, moved.
+    None and () if positions are those of text, or of a form that is not supported: text before the media must
+    have its usual positions, text after them consecutive ones with a constant delta.
     """
     if (
         not (isinstance(shown, torch.Tensor) and isinstance(plain, torch.Tensor))
@@ -300,7 +296,7 @@ def moved(media: Media, shown: Any, plain: Any) -> tuple[torch.Tensor | None, tu
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two arguments are equal; for caches, whether they are of one kind, both being new."""
+    """Whether two arguments are equal; two caches are if they are of one type, both being new."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -314,8 +310,8 @@ def same(one: Any, other: Any) -> bool:
 
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """Attributes that a forward sets on the modules are restored: they concern one prompt, and others run
-    beside it.
+    """Restore the attributes that a forward sets on the modules: they belong to one prompt, and other
+    requests run beside it.
     """
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:

@@ -74,7 +74,7 @@ class Handle:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError(
-                    f"the request is not done after {timeout} seconds; it goes on, ask again or cancel() it"
+                    f"the request is not done after {timeout} seconds and continues; wait again or cancel()"
                 )
             self._desk._drive_for(self._job, timeout=left)
         return self._job.output

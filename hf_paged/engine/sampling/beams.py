@@ -1,5 +1,5 @@
-"""Beam search, one step at a time, as generate() does it for that prompt alone; the searches of a step take
-it together.
+"""Beam search, one step at a time, with generate()'s results for each prompt alone; all searches of a step
+are advanced together.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NOT = -1.0e9
 
 
 class BeamToken(NamedTuple):
-    """The last new token of a beam, what was noted about it, and the tokens before it: beams share their
-    beginnings.
+    """The last new token of a beam, its logprobs if requested, and a link to the tokens before it, which
+    beams share.
     """
 
     before: BeamToken | None
@@ -29,7 +29,7 @@ class BeamToken(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """A beam that ended: its new tokens, what was noted about them, why it ended if it did, and its score."""
+    """A finished beam: its new tokens, their logprobs, its finish reason if any, and its score."""
 
     tokens: list[int]
     notes: list[TokenLogprob]
@@ -38,12 +38,11 @@ class Hypothesis(NamedTuple):
 
 
 class BeamState(NamedTuple):
-    """A search after `new` tokens: the beams that run with their scores, and the best that have ended with
+    """A search after `new` tokens: the running beams with their scores, and the best finished ones with
     theirs.
 
-    finished: which of these are there at all; the others only hold a place. why: the reasons for which they
-    ended. improvable: whether a beam that runs may still become one of them. done: whether the search is
-    over. Scores are fp32 numbers.
+    finished: which of the finished slots are filled. why: their finish reasons. improvable: whether a running
+    beam can still enter them. done: whether the search is over. Scores are fp32 numbers.
     """
 
     new: int
@@ -58,9 +57,7 @@ class BeamState(NamedTuple):
 
 
 class Continuations(NamedTuple):
-    """The best continuations of a search, best first: their scores, the beams they continue, with which
-    tokens, what is told of those.
-    """
+    """The best continuations of a search, best first: their scores, parent beams, tokens and logprobs."""
 
     scores: list[float]
     beams: list[int]
@@ -69,7 +66,7 @@ class Continuations(NamedTuple):
 
 
 class BeamStep(NamedTuple):
-    """Where each beam continues, and with which token, and the state of the search then."""
+    """The parent and the next token of each beam, and the state of the search after the step."""
 
     sources: list[int]
     tokens: list[int]
@@ -79,9 +76,9 @@ class BeamStep(NamedTuple):
 class BeamSearch:
     """The beam search of one request.
 
-    Among the continuations of all beams the best `keep` are looked at, so many that `count` of them go on
-    even if every end of sequence is among them. Those that end among the first `count` compete with what has
-    ended before, by score over length.
+    Of the continuations of all beams the best `keep` are considered: enough that `count` can continue even if
+    every end-of-sequence token is among them. Those that end within the first `count` compete with earlier
+    finished beams by score over length.
     """
 
     def __init__(self, params: RequestParams) -> None:
@@ -110,12 +107,12 @@ class BeamSearch:
         return self.count, self.keep
 
     def answers(self) -> list[Hypothesis]:
-        """What is returned, best first."""
+        """The hypotheses that are returned, best first."""
         found = zip(self.standing.ended, self.standing.why, self.standing.scores, strict=True)
         return [_hypothesis(*each) for each in found][: self.params.answers]
 
     def contender(self, found: Continuations, reasons: list[FinishReason | None]) -> BeamCandidates:
-        """The search as it continues with some of these, or ends for these reasons."""
+        """This search with its candidates and their finish reasons."""
         new = self.standing.new + 1
         later = new
         if self.early_stopping == "never" and self.length_penalty > 0:
@@ -126,10 +123,9 @@ class BeamSearch:
 
 
 class BeamCandidates(NamedTuple):
-    """A search that is about to take a step, what it chooses from, and why beams would end there, if they
-    would.
+    """A search before a step, its candidate continuations, and the finish reason of each if it ends there.
 
-    now, later: what the score of a beam that ends now is divided by, and that of one that runs on.
+    now, later: the length penalty of a beam that ends now, and of one that continues.
     """
 
     search: BeamSearch
@@ -140,12 +136,11 @@ class BeamCandidates(NamedTuple):
 
 
 def step(contenders: Sequence[BeamCandidates]) -> list[BeamStep]:
-    """Let searches of one shape go on by one token. They change nothing themselves: the answer is how they
-    stand then.
+    """Advance searches of one shape by one token: their new states. The searches themselves are not changed.
 
-    A row of every tensor here is a search, and the arithmetic of a row is generate()'s, in fp32 and in its
-    order; so are ties. It is the host's: there are a few dozen numbers, and the blocks that follow from them
-    are the host's, too.
+    Each row of every tensor is a search. The arithmetic of a row is generate()'s, in fp32 and in its order,
+    ties included. It runs on the host: there are a few dozen numbers, and the block tables that follow from
+    them are the host's.
     """
     count, keep = contenders[0].search.shape
     rows = array("f", chain.from_iterable(map(_row, contenders)))
@@ -169,7 +164,7 @@ def step(contenders: Sequence[BeamCandidates]) -> list[BeamStep]:
 
 
 def _row(contender: BeamCandidates) -> list[float]:
-    """All that a search brings to a step, as numbers; most of them are taken off the scores of what cannot be
+    """The inputs of a search's step as numbers. A large number is subtracted from scores that cannot be
     chosen.
     """
     search, found, reasons, now, later = contender
@@ -199,10 +194,10 @@ def _step(
     hope: float,
     least: float,
 ) -> BeamStep:
-    """What the numbers of one search mean.
+    """The step that one search's numbers describe.
 
-    chosen: places among what was found. best: the same behind the places of what had ended before. hope: what
-    the best beam that runs may still come to; least: the worst score of all that ended.
+    chosen: indices into its candidates. best: the same after the indices of earlier finished beams. hope: the
+    best score that a running beam can still reach; least: the worst score of the finished ones.
     """
     search, (_, beams, tokens, notes), reasons, _, _ = contender
     before = search.standing
@@ -237,6 +232,6 @@ def _hypothesis(said: BeamToken | None, why: FinishReason | None, score: float) 
 
 
 def _ends(config: object) -> int:
-    """How many end-of-sequence tokens there are."""
+    """The number of end-of-sequence tokens."""
     ends = getattr(config, "_eos_token_tensor", None)
     return 0 if ends is None else int(ends.shape[0])

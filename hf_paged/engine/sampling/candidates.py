@@ -1,4 +1,4 @@
-"""The continuations that beam searches choose from: the best of all that their beams' logits offer."""
+"""Candidates of beam searches: the best continuations by the logits of all their beams."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .beams import BeamSearch, Continuations
 
 
 class BeamScorer:
-    """Searches of one shape whose scores nobody processes, looked at together on the device.
+    """Searches of one shape without logits processors, scored together on the device.
 
-    The number of operations does not depend on how many there are, and nobody waits: `tensors` are what the
-    host has to hear.
+    The number of operations does not depend on the number of searches, and the device is not synchronised:
+    `tensors` are what is copied to the host.
     """
 
     def __init__(self, searches: Sequence[BeamSearch], rows: Sequence[int], logits: torch.Tensor) -> None:
@@ -39,7 +39,7 @@ class BeamScorer:
             self.tensors += [logprobs.flatten(1).gather(1, places), best.values, best.indices]
 
     def found(self, heard: Sequence[torch.Tensor]) -> list[Continuations | None]:
-        """What each search chooses from, as the host has heard it; None if its logits have NaN among them."""
+        """The candidates of each search, once on the host; None if its logits contain NaN."""
         values, places, *notes = heard
         broken: list[bool] = values.isnan().any(1).tolist()  # to torch NaN is the largest number
         beams = (places // self._vocabulary).tolist()
@@ -68,10 +68,10 @@ class BeamScorer:
 
 
 def apart(search: BeamSearch, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores [keep] of the continuations of one search, and their places among [beams * vocabulary].
+    """The scores [keep] of one search's continuations, and their indices into [beams * vocabulary].
 
-    scores: [beams, vocabulary], log probabilities that were processed. They are the best, or drawn if the
-        request says so.
+    scores: [beams, vocabulary], processed log probabilities. The continuations are the best ones, or drawn if
+    the request samples.
     """
     params = search.params
     standing = search.standing

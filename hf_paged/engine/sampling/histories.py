@@ -34,25 +34,25 @@ class Places:
         ]
 
     def take(self, row: TokenSequence) -> int:
-        """Give a sequence a free line."""
+        """Assign a free line to a sequence."""
         place = self._places[row.group][row.index] = self._free.pop()
         return place
 
     def drop(self, group: SequenceGroup) -> None:
-        """A request has ended."""
+        """Free the lines of a request that has ended."""
         self._free += self._places.pop(group, {}).values()
 
     def clear(self) -> None:
-        """The last choice is not known: begin anew from the tokens that the host has."""
+        """Drop all lines; they are made again from the tokens that the host has."""
         for group in list(self._places):
             self.drop(group)
 
 
 class Histories(Places):
-    """The ids of sequences as processors see them, a line for each.
+    """The token ids of sequences as processors see them, one line per sequence.
 
-    A line begins with the tokens that the host knows at the first choice for the sequence. Later choices are
-    noted on the device.
+    A line begins with the tokens that the host has when a token is first chosen for the sequence. Later
+    choices are recorded on the device.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Histories(Places):
         """[places, tokens]"""
 
     def enter(self, owners: Sequence[Owner], device: torch.device) -> None:
-        """Make lines for those that have none."""
+        """Make lines for sequences that have none."""
         if self._ids.device != device:
             self._places = {}
             self._free = []
@@ -86,13 +86,13 @@ class Histories(Places):
         return self._ids[places[:, None], columns.clamp(min=0)].masked_fill(columns < 0, pad)
 
     def note(self, owners: Sequence[Owner], lengths: Sequence[int], tokens: torch.Tensor) -> None:
-        """Sequences that had so many ids have got these tokens [rows]."""
+        """Record the tokens [rows] chosen for sequences of these lengths."""
         self._room(0, max(lengths) + 1, self._ids.device)
         places, columns = upload([[self.place(row) for _, row in owners], list(lengths)], self._ids.device)
         self._ids[places, columns] = tokens
 
     def _room(self, rows: int, tokens: int, device: torch.device) -> None:
-        """Have free lines for so many sequences, and room for so many tokens in each."""
+        """Make room for this many more sequences and this many tokens in each."""
         before, length = self._ids.shape
         if self._ids.device != device:
             before = 0

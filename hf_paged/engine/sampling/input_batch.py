@@ -15,9 +15,10 @@ from .warp import Warp, best, draw, mend, warp
 
 
 class InputBatch:
-    """Columns by place: what is asked for each sequence that gets a token. Made again when others do.
+    """Sampling parameters as columns, one entry per sequence that gets a token; rebuilt when these sequences
+    change.
 
-    A place is a sequence's place among those that are sampled here, in the order of the step's rows.
+    A place is a sequence's index among those sampled on the device, in the order of the step's rows.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class InputBatch:
         self.uses_positions = bool(self._drawn or self._recipes)
 
     def ending(self, tokens: list[int]) -> list[int]:
-        """The places whose sequence ends with its token, or has none."""
+        """The places whose sequence ends with its token, or got no token."""
         return [
             place
             for place, (token, ends) in enumerate(zip(tokens, self._ends, strict=True))
@@ -116,7 +117,7 @@ class InputBatch:
         positions: Sequence[int],
         owners: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Scores after the rules of their rows, which belong to these owners."""
+        """Scores of these owners' rows after their rules."""
         if not any(rules):
             return scores
         whose = [self._owners[place] for place in owners or range(len(self._owners))]

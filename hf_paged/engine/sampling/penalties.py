@@ -1,5 +1,5 @@
-"""What repeating a token costs, for all rows of a step at once: which tokens each sequence has in it, kept on
-the device.
+"""Repetition penalties of all rows of a step at once; the tokens of each sequence are kept on the device as
+flags.
 """
 
 from __future__ import annotations
@@ -21,37 +21,34 @@ FIRST = 8
 
 
 class PenalizedRows(NamedTuple):
-    """Rows of a step whose jobs pay for repetitions."""
+    """Rows of a step with a repetition penalty."""
 
     rows: torch.Tensor
-    """[fined]: which of the step's rows they are."""
+    """[fined]: the indices of these rows in the step."""
     places: torch.Tensor
-    """[fined]: where it is kept what they have in them."""
+    """[fined]: the line of flags of each row's sequence."""
     scores: torch.Tensor
-    """[fined, vocabulary], with what repetitions cost."""
+    """[fined, vocabulary], with the penalties applied."""
 
 
 class PenaltyState(Places):
-    """The tokens that sequences have in them already, a line [vocabulary] of flags for each whose job pays
-    for repeating one.
+    """The tokens of each penalised sequence, as a line [vocabulary] of flags.
 
-    A line is made of the tokens that the host knows when the sequence's next one is chosen for the first
-    time. From then on what is chosen is noted on the device: the host may not have heard of it yet.
+    A line is made of the tokens that the host has when the sequence's next one is chosen for the first time.
+    Later choices are recorded on the device, before the host has them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.histories = Histories()
-        """For processors that read more than which tokens there are."""
+        """The ids themselves, for processors that need their order."""
         self._seen = torch.zeros(0, 0, dtype=torch.bool, device="cpu")
         """[places, vocabulary]"""
 
     def fined(
         self, scores: torch.Tensor, rows: Sequence[int], whose: Iterable[tuple[Job, TokenSequence]]
     ) -> PenalizedRows:
-        """The given rows of scores [all rows, vocabulary], which belong to these, under each job's
-        penalty.
-        """
+        """Scores [all rows, vocabulary] of these rows under the penalty of each row's job."""
         owners = list(whose)
         self._fit(scores)
         self._enter(self.without(owners), scores.shape[1])
@@ -60,7 +57,7 @@ class PenaltyState(Places):
         return PenalizedRows(at, places, penalised(scores[at], self._seen[places], penalties))
 
     def note(self, fined: PenalizedRows, tokens: torch.Tensor) -> None:
-        """Note the tokens of penalised rows, among those of all rows."""
+        """Record the tokens of penalised rows, among those of all rows."""
         self._seen[fined.places, tokens[fined.rows]] = True
 
     def drop(self, group: SequenceGroup) -> None:
@@ -72,7 +69,7 @@ class PenaltyState(Places):
         self.histories.clear()
 
     def _fit(self, scores: torch.Tensor) -> None:
-        """Lie where the scores do, a line as long as theirs."""
+        """Move the lines to the scores' device and give them the scores' width."""
         if self._seen.device != scores.device or self._seen.shape[1] != scores.shape[1]:
             self._places = {}
             self._free = []
@@ -80,7 +77,7 @@ class PenaltyState(Places):
                 self._seen = torch.zeros(0, scores.shape[1], dtype=torch.bool, device=scores.device)
 
     def _enter(self, owners: Sequence[tuple[Job, TokenSequence]], vocabulary: int) -> None:
-        """Make lines of the tokens that the host has."""
+        """Make lines from the tokens that the host has."""
         if not owners:
             return
         while len(self._free) < len(owners):

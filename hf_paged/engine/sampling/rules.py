@@ -25,10 +25,10 @@ Ids = Callable[[list[int], int, int], torch.Tensor]
 class Rule(NamedTuple):
     """One processor of a request.
 
-    alike: equal for processors that do the same to equal rows in the same phase.
-    phase: what the length of a row means to it; None where it does nothing.
-    window: how many of the last ids of a row of some length it reads; None if it reads none. Rows of one
-    phase have windows of one length, or the processor ignores numbers in front of them that are no ids.
+    alike: equal for processors that treat equal rows of one phase alike. phase: the effect of a row's length
+    on it; None if there is none. window: how many of the last ids of a row of some length it reads; None if
+    it reads none. Rows of one phase have windows of one length, or the processor ignores leading numbers that
+    are no ids.
     """
 
     processor: Any
@@ -108,7 +108,7 @@ def _ngrams(own: Any) -> Read | None:
 
 
 def _with(*names: str) -> Callable[[Any], tuple[Hashable, Phase]]:
-    """The parameters of a processor that does the same at every length."""
+    """The parameters of a processor that does not depend on the length."""
     return lambda own: (tuple([float(getattr(own, name)) for name in names]), _always)
 
 
@@ -141,14 +141,14 @@ NEEDS_FINITE = frozenset({stock.TopHLogitsWarper, stock.EtaLogitsWarper})
 
 
 def rule_of(processor: Any) -> Rule | None:
-    """The processor as a rule; None where it needs more of a row than its scores and its length."""
+    """The processor as a rule; None if it reads more of a row than its scores and its length."""
     read = READERS.get(type(processor))
     found = None if read is None else read(processor)
     return None if found is None else Rule(processor, (type(processor), found[0]), *found[1:])
 
 
 def recipe_of(processors: Sequence[Any], sampled: bool) -> tuple[Recipe | None, list[str]]:
-    """What processors do as a recipe, or None; and the names of those that prevent one."""
+    """The processors as a recipe, or None; and the names of those that prevent one."""
     begin = next((place for place, own in enumerate(processors) if _is_penalty(own)), -1)
     rest = list(processors[begin + 1 :])
     # Cuts in transformers' order have operations that take other numbers for every row.
@@ -210,7 +210,7 @@ def _one_by_one(
     fail: Callable[[int, Exception], None],
     read: Ids | None,
 ) -> torch.Tensor:
-    """Scores after the first rule of each of these rows, which has raised for some of them."""
+    """Scores after the first rule of each of these rows, row by row: the rule raised for some of them."""
     for row in rows:
         try:
             scores = _with_rows(scores, [row], rules[row][0], lengths, read)
@@ -233,7 +233,7 @@ def _with_rows(
 def _ids(
     scores: torch.Tensor, rows: list[int], rule: Rule, lengths: Sequence[int], read: Ids | None
 ) -> torch.Tensor:
-    """The ids of rows as far as a rule reads them; a tensor of the right shape if it reads nothing else."""
+    """The ids that a rule reads; a tensor of the right shape if it reads none."""
     if rule.window is None or read is None:
         return torch.zeros((), dtype=torch.long, device=scores.device).expand(len(rows), lengths[rows[0]])
     return read(rows, max([rule.window(lengths[row]) for row in rows]), scores.shape[1])

@@ -1,4 +1,4 @@
-"""Tokens of requests that need the host: processors of their own, and beams."""
+"""Tokens of requests that need the host: custom processors, and beam search."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .warp import draw
 
 
 class SamplingRows(NamedTuple):
-    """A job, and the rows of the step's logits that its running sequences follow, in their order."""
+    """A job, and the rows of the step's logits for its running sequences, in their order."""
 
     job: Job
     rows: list[int]
 
 
 class NoToken(RuntimeError):
-    """The model's logits, or what a processor made of them, leave nothing to choose."""
+    """The model's logits, or a processor's result, leave no token to choose."""
 
 
 def no_token(job: Job) -> Exception:
-    """Why there is no token where the device found none."""
+    """The error of a job for whose logits the device found no token."""
     if job.trouble_with_scores is not None:
         return job.trouble_with_scores
     ruled = (
@@ -47,11 +47,11 @@ def no_token(job: Job) -> Exception:
 
 
 class HostSampler:
-    """The next tokens of the requests that need the host for them: processors of their own, and beams. logits
-    [rows, vocabulary] in fp32.
+    """The next tokens of requests that need the host: custom processors, and beam search.
 
-    The continuations of beams without processors are compared together on the device: that is launched at
-    once. Processors and criteria run in `apply`, only for their own rows; what they raise ends their request.
+    logits [rows, vocabulary] in fp32. Beams without processors are scored together on the device, launched at
+    once. Processors and criteria run in `apply`, on their own rows only; an exception in them ends their
+    request.
     """
 
     def __init__(self, requests: Sequence[SamplingRows], logits: torch.Tensor) -> None:
@@ -71,11 +71,11 @@ class HostSampler:
         )
 
     def wait(self) -> bool:
-        """Whether code of requests decides about the tokens: it may."""
+        """Whether code of requests may decide about the tokens: here it may."""
         return True
 
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
-        """Wait for what was launched, and give every job its tokens: the jobs that failed, and why."""
+        """Wait for the device, and give every job its tokens: the jobs that failed, and why."""
         arrived = iter(self._download.wait())
         broken = _dealt(self._own, next(arrived).tolist() if self._own else [])
         self._reject(job for job, found in broken.items() if any(found) and not job.params.mends)
@@ -91,7 +91,7 @@ class HostSampler:
             self._failed[job] = no_token(job)
 
     def _each(self, requests: Iterable[SamplingRows], act: Callable[[SamplingRows], None]) -> None:
-        """Do something for every job that has not failed."""
+        """Call a function for every job that has not failed."""
         for request in requests:
             if request.job not in self._failed:
                 try:
@@ -104,7 +104,7 @@ class HostSampler:
     # ---- samples
 
     def _chosen(self, request: SamplingRows) -> list[int]:
-        """The tokens of a job with processors of its own."""
+        """The tokens of a job with custom processors."""
         job = request.job
         own = self._logits[request.rows]
         scores = _sound(job.processed(own, own.device), job)
@@ -149,7 +149,7 @@ class HostSampler:
         self._each(searching, lambda request: request.job.take_beams(scheduler, steps[request.job]))
 
     def _continuations(self, request: SamplingRows, search: BeamSearch) -> Continuations:
-        """The best continuations, or drawn ones, of a search with processors of its own."""
+        """The best continuations, or drawn ones, of a search with custom processors."""
         own = self._logits[request.rows].log_softmax(-1)
         scores = _sound(request.job.processed(own, own.device), request.job)
         values, places = apart(search, scores)
@@ -167,7 +167,7 @@ class HostSampler:
 def _scorers(
     requests: Sequence[SamplingRows], logits: torch.Tensor
 ) -> list[tuple[list[SamplingRows], BeamScorer]]:
-    """The searches that can be compared together, by their shapes."""
+    """The searches that can be scored together, by their shapes."""
     alike: dict[tuple[int, int], list[SamplingRows]] = {}
     for request in requests:
         search = request.job.beams
@@ -190,7 +190,7 @@ def _scorers(
 
 
 def _dealt(requests: Sequence[SamplingRows], found: list[Any]) -> dict[Job, list[Any]]:
-    """What was found for the rows of all requests, by job."""
+    """The candidates of each job."""
     each = iter(found)
     return {request.job: list(islice(each, len(request.rows))) for request in requests}
 
@@ -205,7 +205,7 @@ def _drawn(request: SamplingRows, scores: torch.Tensor) -> torch.Tensor:
 
 
 def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
-    """Scores [rows, vocabulary] that leave a token in every row, of beams in any row."""
+    """Scores [rows, vocabulary], checked to leave a token in every row, or for beams in any row."""
     if bool(scores.isnan().any()):
         raise NoToken("a logits processor made NaN scores")
     best = scores.amax(-1) if job.beams is None else scores.amax()
@@ -217,15 +217,16 @@ def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
 
 
 def _notes(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> list[TokenLogprob]:
-    """What is reported about each token of logits [tokens, vocabulary]: its logprob, and its favourites."""
+    """The logprob of each token of logits [tokens, vocabulary], and its top logprobs."""
     numbers = numbers_of(logits.log_softmax(-1), upload(tokens, logits.device), favourites).tolist()
     return [note_of(own, token, favourites) for own, token in zip(numbers, tokens, strict=True)]
 
 
 def numbers_of(logprobs: torch.Tensor, tokens: torch.Tensor, favourites: int) -> torch.Tensor:
-    """What is reported of tokens [rows] by logprobs [rows, vocabulary]: [rows, 1 + 2 * favourites] in fp64.
+    """The logprobs of tokens [rows] and of the top tokens, from logprobs [rows, vocabulary]: [rows, 1 + 2 *
+    favourites] in fp64.
 
-    The token's own, then the favourites' logprobs, the best first, then their ids.
+    The token's own, then the top logprobs, the best first, then their ids.
     """
     best = logprobs.topk(favourites)
     return torch.cat(

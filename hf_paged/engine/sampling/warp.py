@@ -20,9 +20,7 @@ from ..numbers import uniform
 
 
 class Warp(NamedTuple):
-    """How a row's scores are changed and cut before a choice, in this order: as transformers' processors do
-    it, for all rows in one go.
-    """
+    """How a row's scores are scaled and cut before a choice, in the order of transformers' processors."""
 
     repetition: float = 1.0
     temperature: float = 1.0
@@ -43,8 +41,8 @@ CUTS = frozenset(_FIELD_OF) - {RepetitionPenaltyLogitsProcessor}
 
 
 def warp_of(processors: Sequence[Any], sampled: bool) -> Warp | None:
-    """What these processors do, if they are nothing but transformers' own in their order; else None. Cuts are
-    for who draws.
+    """These processors as a warp, if they are transformers' own in their order; else None. Cuts apply only to
+    sampling.
     """
     kinds = [type(processor) for processor in processors]
     known = list(_FIELD_OF) if sampled else [RepetitionPenaltyLogitsProcessor]
@@ -63,17 +61,17 @@ def warp_of(processors: Sequence[Any], sampled: bool) -> Warp | None:
 
 
 def penalised(scores: torch.Tensor, seen: torch.Tensor, penalties: Sequence[float]) -> torch.Tensor:
-    """Scores [rows, vocabulary] with each row's repetition penalty on the tokens that it has in it, which are
-    `seen` [rows, vocabulary].
+    """Scores [rows, vocabulary] with each row's repetition penalty on its tokens, which are flagged in `seen`
+    [rows, vocabulary].
     """
     by = upload(penalties, scores.device, scores.dtype)[:, None]
     return torch.where(seen, torch.where(scores < 0, scores * by, scores / by), scores)
 
 
 def best(scores: torch.Tensor) -> torch.Tensor:
-    """The best tokens of scores [rows, vocabulary], and the same with UNKNOWN where there is none: [2, rows].
+    """The best tokens of scores [rows, vocabulary], and the same with UNKNOWN in rows without one: [2, rows].
 
-    There is none where scores are NaN, or all -inf.
+    A row has none if its scores contain NaN or are all -inf.
     """
     tokens = scores.argmax(-1)
     sound = scores.gather(1, tokens[:, None])[:, 0] > -torch.inf  # to torch NaN is the largest number
@@ -110,10 +108,10 @@ def warp(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
 def draw(
     scores: torch.Tensor, seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]
 ) -> torch.Tensor:
-    """A token [rows] for every row of scores [rows, vocabulary], by its softmax.
+    """A token [rows] for every row of scores [rows, vocabulary], drawn by its softmax.
 
-    The draw belongs to the seed of the row's request, the number of its sample and the place of the token, to
-    nothing else (C35).
+    The draw depends on the seed of the row's request, the number of its sample and the position of the token,
+    and on nothing else (C35).
     """
     keys = upload([seeds, indices, positions], scores.device)
     chances = scores.softmax(-1).double().cumsum(-1)
@@ -122,8 +120,11 @@ def draw(
 
 
 def mend(chosen: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Tokens as `best` tells of them [2, rows], some of them drawn since: what is no token of the vocabulary,
-    as where a temperature is so low that all is infinite, is one, and UNKNOWN to the host."""
+    """Tokens [2, rows] as `best` gives them, some of them drawn since, with invalid ids replaced.
+
+    A draw may be outside the vocabulary, as where a temperature is so low that all scores are infinite. It
+    becomes a valid id on the device and UNKNOWN on the host.
+    """
     tokens, told = chosen
     told = torch.where(told < 0, told, tokens).masked_fill(tokens >= vocabulary, UNKNOWN)
     return torch.stack([tokens.clamp(max=vocabulary - 1), told])

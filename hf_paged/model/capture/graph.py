@@ -63,7 +63,7 @@ class ReplayableStep(NamedTuple):
     rows: int
     new: int
     forward: Callable[..., Any]
-    """The model's own forward, which somebody may have replaced."""
+    """The model's own forward, which other code may have replaced."""
     adapters: StepAdapters | None = None
     """The adapters of its rows, if the model has any."""
 
