@@ -103,7 +103,7 @@ class StepLayer(PagedLayer):
         self.is_initialized = True
         self.dtype = key_states.dtype
         self.device = key_states.device
-        return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
+        return self._pair(pages, key_states, value_states)
 
     def _pages(self) -> Pages:
         store, place = self.step.pools.groups[self.kind].store(self.number)
@@ -118,8 +118,7 @@ class StepLayer(PagedLayer):
         its length.
         """
         if self.sequences.static is not None and self.kind.window is None:
-            pages = self._pages()  # only the device knows its columns
-            return self._lazy(pages, getattr(pages, which), None)
+            return self._past(self._pages(), which)  # only the device knows its columns
         if not self.step.past:
             raise RuntimeError(UNREADABLE)
         store, index = self.step.pools.groups[self.kind].store(self.number)
@@ -148,8 +147,7 @@ class CrossLayer(StepLayer):
     """
 
     def _stored(self, which: Any) -> torch.Tensor | None:
-        pages = self._pages()
-        return self._lazy(pages, getattr(pages, which), None)
+        return self._past(self._pages(), which)
 
 
 class OwnCrossLayer(CrossLayer):

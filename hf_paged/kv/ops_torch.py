@@ -141,8 +141,10 @@ class Ops:
         batch = pages.batch
         if isinstance(batch, FlatBatch):
             return attend_flat(query, pages, seen.window, new, scale=scale, softcap=softcap, sinks=sinks)
-        fresh = new is not None and batch.fresh and seen.first == 0
-        keys, values = new if fresh and new else self.read(pages, seen.first)
+        if new is not None and batch.fresh and seen.first == 0:
+            keys, values = new
+        else:
+            keys, values = self.read(pages, seen.first)
         narrow = seen.window is not None and batch.columns > seen.window
         simply = seen.causal and batch.fresh and batch.new > 1 and batch.starts is None and not narrow
         mask = (
