@@ -72,7 +72,7 @@ class Flat:
         pages, new = self.step(counts)
         query = torch.randn(1, query_heads, sum(counts.values()), DIMS[0], device=self.device)
         sink = torch.randn(query_heads, device=self.device) if sinks else None
-        seen = Seen(0, causal=True, window=self.window)
+        seen = Seen(pages.batch.first_visible(self.window), causal=True, window=self.window)
         out = pages.ops.attend(query, pages, seen, new if keep_new else None, softcap=softcap, sinks=sink)
         begin = 0
         for i, count in counts.items():

@@ -139,7 +139,7 @@ class Ops:
         they are read.
         """
         batch = pages.batch
-        if isinstance(batch, FlatBatch):
+        if isinstance(batch, FlatBatch) and not batch.plain:
             return attend_flat(query, pages, seen.window, new, scale=scale, softcap=softcap, sinks=sinks)
         if new is not None and batch.fresh and seen.first == 0:
             keys, values = new
@@ -234,8 +234,6 @@ def _attend_singles(
     return attention(tokens.unsqueeze(2), keys, values, singles.mask, **options)[:, 0]
 
 
-def _gather(data: torch.Tensor, slots: torch.Tensor | slice, rows: int) -> torch.Tensor:
+def _gather(data: torch.Tensor, slots: torch.Tensor, rows: int) -> torch.Tensor:
     """data [slots, heads, dim] at slots [rows * columns], as [rows, heads, columns, dim]."""
-    if isinstance(slots, slice):
-        return data[None, slots].transpose(1, 2)
     return data.flatten(1).index_select(0, slots).view(rows, -1, *data.shape[1:]).transpose(1, 2)
