@@ -73,7 +73,7 @@ class EagerModel:
 
     def flat(self, batch: ForwardBatch) -> torch.Tensor:
         """The step as one flat row, operation by operation."""
-        self.checks.mark_dirty()
+        self.checks.mark_forward()
         rows = batch.rows
         self.cache.begin(
             {
@@ -85,7 +85,7 @@ class EagerModel:
         return self._forward(batch, self._inputs(batch), [ends[i] - 1 for i in batch.wanted], flat=True)
 
     def one_by_one(self, batch: ForwardBatch) -> torch.Tensor:
-        self.checks.mark_dirty()
+        self.checks.mark_forward()
         found = [self._row(batch.select([i])) for i in range(len(batch.rows))]
         wanted = [found[i] for i in batch.wanted]
         return torch.cat(wanted or [torch.empty(0, 0, dtype=torch.float32, device=self.device)])
