@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..kv import Batch, FlatBatch, LayerKind, Layout, Pages, Sequences
+from ..kv import Batch, FlatBatch, LayerKind, Pages, Sequences
 from ..model.layer import PagedLayer
 from ..model.lazy import LazyTensor
 from ..model.slots import CROSS
@@ -96,7 +96,7 @@ class StepLayer(PagedLayer):
         """
         if self.sequences.static is not None:
             return self._captured(key_states, value_states)
-        self.step.pools.groups[self.kind].place(self.number, Layout.of(key_states, value_states))
+        self.step.pools.groups[self.kind].look_at(self.number, key_states, value_states)
         pages = self._pages()
         pages.ops.write(pages, key_states, value_states)
         self.columns = pages.batch.columns

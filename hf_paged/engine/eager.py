@@ -172,10 +172,7 @@ class EagerModel:
         places = numbers[count:]
         if self.keeps_some:
             arguments["logits_to_keep"] = places
-        counts = batch.rows.counts
-        extras = joined([batch.inputs.get(i, PLAIN).extras for i in range(len(counts))], counts)
-        for row in batch.inputs.values():
-            extras |= {} if row.across is None else row.across.arguments
+        extras = self._extras(batch) if batch.inputs else {}
         outer = running.get()
         try:
             running.set(Forward(self.cache, flat=flat))
@@ -190,6 +187,14 @@ class EagerModel:
         logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
         kept: torch.Tensor = logits[: len(last)].to(torch.float32)
         return kept
+
+    def _extras(self, batch: ForwardBatch) -> dict[str, Any]:
+        """What the decoder is given beside its inputs."""
+        counts = batch.rows.counts
+        extras = joined([batch.inputs.get(i, PLAIN).extras for i in range(len(counts))], counts)
+        for row in batch.inputs.values():
+            extras |= {} if row.across is None else row.across.arguments
+        return extras
 
     def _with_adapters(self, batch: ForwardBatch, last: torch.Tensor | None) -> AbstractContextManager[None]:
         """Let a forward add the adapters of its rows. last: the places of the tokens that the head gets."""

@@ -59,6 +59,8 @@ class Batch:
         self.columns = columns
         self.new = new
         self.lane = lane
+        self.new_lane = lane
+        """Where the new tokens lie, if at equal distances."""
         self.rows = len(tables)
         """The rows of keys and values that a model hands to its cache."""
         self.fresh = new == columns

@@ -50,6 +50,8 @@ class FlatBatch(Batch):
         self.fresh = False  # several sequences are never one sequence
         self.plain = self.new == len(tables) == 1
         """Whether it is one new token of one sequence: as in any batch of one row."""
+        if self.plain and self.lane is None:
+            self.new_lane = StridedView(_last_slot(tables[0]) - columns + 1, 0)
         self.counts = list(counts)
         self.borders = [0, *accumulate(counts)]
         """Sequence i's new tokens are those from borders[i] to borders[i + 1]."""
