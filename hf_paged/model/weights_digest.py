@@ -133,7 +133,9 @@ class DeviceParts:
         lengths = (
             [part.nbytes // 4 for part in parts] if by_address else [_words(part).numel() for part in parts]
         )
-        steps = [1 if words <= SMALL else words // SAMPLES for words in lengths]
+        # What the host reads whole at every look needs no samples.
+        whole = hashes(self.device) and 4 * sum(lengths) <= TURN["cpu"]
+        steps = [1 if whole or words <= SMALL else words // SAMPLES for words in lengths]
         self.pieces = [
             Sample(i, 0, words if step == 1 else SAMPLES, step)
             for i, (words, step) in enumerate(zip(lengths, steps, strict=True))
