@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..kv import Batch, FlatBatch, LayerKind, Pages, Sequences
+from ..kv import Batch, LayerKind, Pages, Sequences
 from ..model.layer import PagedLayer
 from ..model.lazy import LazyTensor
 from ..model.slots import CROSS
@@ -109,9 +109,7 @@ class StepLayer(PagedLayer):
         store, place = self.step.pools.groups[self.kind].store(self.number)
         if self.sequences.static is not None:
             return store.pages(place, self.sequences.static[self.kind], captured=True)
-        batch = self.step.batches[self.kind]
-        # One launch for a whole flat row is worth its price in every step, captured or not.
-        return store.pages(place, batch, captured=isinstance(batch, FlatBatch))
+        return store.pages(place, self.step.batches[self.kind])
 
     def _stored(self, which: Any) -> torch.Tensor | None:
         """The past of the one sequence of the step, of which only the shape is known; models read

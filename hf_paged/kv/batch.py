@@ -17,6 +17,10 @@ once for all of them.
 """
 
 
+PLANS = "native"
+"""Where a workspace keeps the plans of the C++ op."""
+
+
 class StridedView(NamedTuple):
     """Rows at equal distances: token t of row i is in slot first + i * stride + t, so the batch is one
     strided view.

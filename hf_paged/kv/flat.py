@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..blocks import BlockTable
-from .batch import Batch, StridedView
+from .batch import PLANS, Batch, StridedView
 from .upload import upload
 
 
@@ -43,12 +43,18 @@ class FlatBatch(Batch):
     the tables unchanged until the step is over.
     """
 
-    def __init__(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
+    def __init__(
+        self, tables: Sequence[BlockTable], counts: Sequence[int], plans: dict[object, Any] | None = None
+    ) -> None:
+        """plans: of kernels, kept from step to step."""
         columns = max(table.length for table in tables)
-        super().__init__(list(tables), None, columns, sum(counts), _lane_of(tables), lambda: True)
+        kept = {} if plans is None else {PLANS: plans}
+        super().__init__(list(tables), None, columns, sum(counts), _lane_of(tables), lambda: True, kept)
         self.rows = 1  # as the model sees it
         self.fresh = False  # several sequences are never one sequence
-        self.plain = self.new == len(tables) == 1
+        self.decodes = self.new == len(tables)
+        """Whether every sequence brings one token."""
+        self.plain = self.decodes and len(tables) == 1
         """Whether it is one new token of one sequence: as in any batch of one row."""
         if self.plain and self.lane is None:
             self.new_lane = StridedView(_last_slot(tables[0]) - columns + 1, 0)

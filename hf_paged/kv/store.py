@@ -8,6 +8,7 @@ import torch
 
 from ..blocks.table import Copy
 from .batch import Batch, StridedView
+from .flat import FlatBatch
 from .layout import Layout
 from .ops import choose
 from .ops_torch import Ops, Pages
@@ -52,6 +53,9 @@ class Store:
     def pages(self, place: int, batch: Batch | StaticBatch, captured: bool = False) -> Pages:
         """What the attention of the layer at `place` reads in a step."""
         keys, values = self.of_layer[place]
+        # One launch for a whole flat row is worth its price in every step, captured or not.
+        if isinstance(batch, FlatBatch):
+            captured = self.captured.kernels is not None
         return Pages(keys, values, batch, self.captured if captured else self.ops, self, place)
 
     def lanes(

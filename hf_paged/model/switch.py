@@ -13,7 +13,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kv import fork_safe_lock
 
-
 SETTING = "_attn_implementation_internal"
 """Where a config has it. Read and written past the config's own methods, which take as long as a layer."""
 
