@@ -160,6 +160,63 @@ def test_the_own_loop_looks_now_and_then(engine: Engine, monkeypatch: pytest.Mon
     assert answers(handle.result()) == alone(engine.model, PROMPTS[0], **LONG)
 
 
+class _Own(torch.nn.Linear):
+    """A module with code of the user's."""
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+
+
+def replaced(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.__class__ = _Own
+
+
+def patched(model: Any) -> None:
+    layer = model.model.layers[0].mlp
+    inner = layer.forward
+    layer.forward = lambda *args: inner(*args)
+
+
+@pytest.mark.parametrize("change", [None, hooked, replaced, patched])
+def test_forwards_with_code_of_the_user_look_each_time(
+    model: Any, change: Callable[[Any], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without captured steps. What is only torch's and transformers' changes no model."""
+    if change is not None:
+        change(model)
+    with Engine(model, block_size=16, num_blocks=40, graphs=False) as engine:
+        engine.checks._clock = lambda: 0.0
+        handle = engine.submit(PROMPTS[0], **LONG)
+        engine.step()
+        seen, before = looks(monkeypatch), engine.stats()["steps"]
+        handle.result()
+        steps = engine.stats()["steps"] - before
+        if change is None:
+            assert steps // (STEPS + 1) <= seen.count("weights") <= steps // STEPS + 3
+        else:
+            assert seen.count("weights") >= steps
+        assert answers(handle.result()) == alone(model, PROMPTS[0], **LONG)
+
+
+def test_a_hook_that_changes_the_weights_is_seen_in_the_next_step(model: Any) -> None:
+    left = [10]
+
+    def hook(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            rewrite(model)
+
+    with Engine(model, block_size=16, num_blocks=40, graphs=False) as engine:
+        engine.checks._clock = lambda: 0.0
+        model.model.layers[0].mlp.register_forward_hook(hook)
+        handle = engine.submit(PROMPTS[0], **LONG)
+        with pytest.raises(RuntimeError, match=f"{CHANGED} under 1 running") as raised:
+            handle.result()
+        assert type(raised.value) is RuntimeError
+        handle.cancel()
+
+
 def test_whoever_is_let_in_finds_a_model_that_was_looked_at(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

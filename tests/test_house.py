@@ -44,8 +44,8 @@ BUDGETS = {
     "hf_paged/engine/requests": 1350,
     "hf_paged/engine/sampling": 1350,
     "hf_paged/generate": 2050,
-    "hf_paged/kv": 3850,
-    "hf_paged/model": 3450,
+    "hf_paged/kv": 3900,
+    "hf_paged/model": 3460,
     "hf_paged/model/adapters": 1250,
     "hf_paged/model/capture": 2300,
     "hf_paged/scheduling": 2420,
@@ -92,7 +92,7 @@ def test_imports_point_downwards(file: Path) -> None:
 
 
 FIGURES = run_path(str(ROOT / "scripts" / "figures"))
-MOST_PRIVATE = 50
+MOST_PRIVATE = 59
 """Places in tests that read or write a private attribute of the code."""
 
 
@@ -138,7 +138,7 @@ def test_functions_are_short() -> None:
                 assert node.end_lineno is not None
                 body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
                 lines = node.end_lineno - body[0].lineno + 1
-                assert lines < 60, f"{file.name}:{node.name} has {lines} lines"
+                assert lines <= 50, f"{file.name}:{node.name} has {lines} lines"
 
 
 def test_lines_are_narrow() -> None:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from kernel_cases import GPU, load
 from paged_layer import HEADS, formula
 
+import hf_paged_native as native
 from hf_paged.blocks import BlockPool, BlockTable, append
 from hf_paged.kv import FlatBatch, Layout, Ops, Pages, Seen, Store, TritonOps
+from hf_paged.kv.ops import NativeOps
 
 DIMS = (8, 6)
 
@@ -72,7 +74,7 @@ class Flat:
         pages, new = self.step(counts)
         query = torch.randn(1, query_heads, sum(counts.values()), DIMS[0], device=self.device)
         sink = torch.randn(query_heads, device=self.device) if sinks else None
-        seen = Seen(0, causal=True, window=self.window)
+        seen = Seen(pages.batch.first_visible(self.window), causal=True, window=self.window)
         out = pages.ops.attend(query, pages, seen, new if keep_new else None, softcap=softcap, sinks=sink)
         begin = 0
         for i, count in counts.items():
@@ -127,6 +129,20 @@ def test_attention_of_each_is_its_own(data: st.DataObject) -> None:
             data.draw(st.booleans()),
             data.draw(st.booleans()),
         )
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler to build the op with")
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_c_op_reads_a_flat_row_of_decodes(window: int | None) -> None:
+    """Rows in any order and number; prompts among them are torch's."""
+    torch.manual_seed(0)
+    flat = Flat(4, window, NativeOps(native.load(native.build())))
+    for _ in range(3):
+        flat.new_sequence()
+    flat.assert_attends({0: 5, 1: 3, 2: 9}, 4, None, False)
+    for counts in ({0: 1, 1: 1, 2: 1}, {2: 1, 0: 1}, {1: 1}, {1: 1, 0: 6}, {0: 1, 2: 1, 1: 1}):
+        flat.assert_attends(counts, 4, 3.0, True)
+        flat.assert_attends(counts, 2, None, False)
 
 
 @pytest.mark.parametrize("window", [None, 5])

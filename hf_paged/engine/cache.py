@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..kv import Batch, FlatBatch, LayerKind, Layout, Pages, Sequences
+from ..kv import Batch, LayerKind, Pages, Sequences
 from ..model.layer import PagedLayer
 from ..model.lazy import LazyTensor
 from ..model.slots import CROSS
@@ -96,30 +96,27 @@ class StepLayer(PagedLayer):
         """
         if self.sequences.static is not None:
             return self._captured(key_states, value_states)
-        self.step.pools.groups[self.kind].place(self.number, Layout.of(key_states, value_states))
+        self.step.pools.groups[self.kind].look_at(self.number, key_states, value_states)
         pages = self._pages()
         pages.ops.write(pages, key_states, value_states)
         self.columns = pages.batch.columns
         self.is_initialized = True
         self.dtype = key_states.dtype
         self.device = key_states.device
-        return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
+        return self._pair(pages, key_states, value_states)
 
     def _pages(self) -> Pages:
         store, place = self.step.pools.groups[self.kind].store(self.number)
         if self.sequences.static is not None:
             return store.pages(place, self.sequences.static[self.kind], captured=True)
-        batch = self.step.batches[self.kind]
-        # One launch for a whole flat row is worth its price in every step, captured or not.
-        return store.pages(place, batch, captured=isinstance(batch, FlatBatch))
+        return store.pages(place, self.step.batches[self.kind])
 
     def _stored(self, which: Any) -> torch.Tensor | None:
         """The past of the one sequence of the step, of which only the shape is known; models read
         its length.
         """
         if self.sequences.static is not None and self.kind.window is None:
-            pages = self._pages()  # only the device knows its columns
-            return self._lazy(pages, getattr(pages, which), None)
+            return self._past(self._pages(), which)  # only the device knows its columns
         if not self.step.past:
             raise RuntimeError(UNREADABLE)
         store, index = self.step.pools.groups[self.kind].store(self.number)
@@ -148,8 +145,7 @@ class CrossLayer(StepLayer):
     """
 
     def _stored(self, which: Any) -> torch.Tensor | None:
-        pages = self._pages()
-        return self._lazy(pages, getattr(pages, which), None)
+        return self._past(self._pages(), which)
 
 
 class OwnCrossLayer(CrossLayer):

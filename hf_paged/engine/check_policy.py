@@ -20,16 +20,18 @@ class WeightsChanged(RuntimeError):
 class CheckPolicy:
     """Whether code other than the engine's may have changed the model since the last check.
 
-    Foreign code on the thread that drives (a caller between two steps, processors, criteria, eager
-    forwards) may change anything: it marks the model dirty, and the next step checks. Between two steps of
-    the engine's own loop only other threads could, which must call `pause()` first: there a check now and
-    then is enough, and before a request ends or is admitted. Meanwhile the memory of the last check is
-    kept alive, because captured steps read it.
+    Foreign code on the thread that drives (a caller between two steps, processors, criteria, hooks and
+    modules of the user's in a forward) may change anything: it marks the model dirty, and the next step
+    checks. Between two steps of the engine's own loop only other threads could, which must call `pause()`
+    first: there a check now and then is enough, and before a request ends or is admitted. Meanwhile the
+    memory of the last check is kept alive, because captured steps read it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.unseen = 0
         """Steps begun since the last check; 0 in a step that checks."""
+        self.foreign_forward = True
+        """Whether the model's forward runs code of the user's, as of the last check."""
         self.clock = clock
         self._dirty = True
         self._until = 0.0
@@ -43,6 +45,10 @@ class CheckPolicy:
     def mark_dirty(self) -> None:
         """Foreign code has run or is about to run."""
         self._dirty = True
+
+    def mark_forward(self) -> None:
+        """The model's forward is about to run, operation by operation."""
+        self._dirty |= self.foreign_forward
 
     def seen(self) -> None:
         """The model was checked and is clean until it is marked dirty."""

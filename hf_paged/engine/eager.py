@@ -30,6 +30,8 @@ from .support import Unservable
 
 T = TypeVar("T")
 Form = Literal["flat", "rows"]
+MOST_PLANS = 256
+"""Plans of kernels that are kept for a kind of layer."""
 
 
 class EagerModel:
@@ -53,6 +55,7 @@ class EagerModel:
         self.adapters: EngineAdapters | None = None
         """Those of requests, once the model has been tried out as it is."""
         self._plugged = False
+        self._plans: dict[LayerKind, dict[object, Any]] = {}
         parameters = inspect.signature(model.forward).parameters
         self.keeps_some = "logits_to_keep" in parameters
         self.takes_embeddings = "inputs_embeds" in parameters
@@ -73,19 +76,28 @@ class EagerModel:
 
     def flat(self, batch: ForwardBatch) -> torch.Tensor:
         """The step as one flat row, operation by operation."""
-        self.checks.mark_dirty()
+        self.checks.mark_forward()
         rows = batch.rows
         self.cache.begin(
             {
-                kind: FlatBatch([sequence.tables[i] for sequence in rows.sequences], rows.counts)
+                kind: FlatBatch(
+                    [sequence.tables[i] for sequence in rows.sequences], rows.counts, self._plans_of(kind)
+                )
                 for i, kind in enumerate(self.pools.own)
             }
         )
         ends = list(accumulate(rows.counts))
         return self._forward(batch, self._inputs(batch), [ends[i] - 1 for i in batch.wanted], flat=True)
 
+    def _plans_of(self, kind: LayerKind) -> dict[object, Any]:
+        """What kernels plan for a kind of layer, kept from step to step for a number of batch sizes."""
+        plans = self._plans.setdefault(kind, {})
+        if len(plans) > MOST_PLANS:
+            plans.clear()
+        return plans
+
     def one_by_one(self, batch: ForwardBatch) -> torch.Tensor:
-        self.checks.mark_dirty()
+        self.checks.mark_forward()
         found = [self._row(batch.select([i])) for i in range(len(batch.rows))]
         wanted = [found[i] for i in batch.wanted]
         return torch.cat(wanted or [torch.empty(0, 0, dtype=torch.float32, device=self.device)])
@@ -169,13 +181,10 @@ class EagerModel:
         )  # together: a transfer costs more than what it carries
         if self.takes_positions:
             arguments["position_ids"] = numbers[None, :count] if moved is None else moved.to(self.device)
-        places = numbers[count:]
-        if self.keeps_some:
+        places = numbers[count:] if len(last) < count else None
+        if self.keeps_some and places is not None:
             arguments["logits_to_keep"] = places
-        counts = batch.rows.counts
-        extras = joined([batch.inputs.get(i, PLAIN).extras for i in range(len(counts))], counts)
-        for row in batch.inputs.values():
-            extras |= {} if row.across is None else row.across.arguments
+        extras = self._extras(batch) if batch.inputs else {}
         outer = running.get()
         try:
             running.set(Forward(self.cache, flat=flat))
@@ -187,9 +196,19 @@ class EagerModel:
             raise Unservable(
                 f"{type(self.model).__name__} continued with another cache than the engine's; use generate()"
             )
-        logits = answer.logits[0] if self.keeps_some else answer.logits[0].index_select(0, places)
+        logits = answer.logits[0]
+        if not self.keeps_some and places is not None:
+            logits = logits.index_select(0, places)
         kept: torch.Tensor = logits[: len(last)].to(torch.float32)
         return kept
+
+    def _extras(self, batch: ForwardBatch) -> dict[str, Any]:
+        """What the decoder is given beside its inputs."""
+        counts = batch.rows.counts
+        extras = joined([batch.inputs.get(i, PLAIN).extras for i in range(len(counts))], counts)
+        for row in batch.inputs.values():
+            extras |= {} if row.across is None else row.across.arguments
+        return extras
 
     def _with_adapters(self, batch: ForwardBatch, last: torch.Tensor | None) -> AbstractContextManager[None]:
         """Let a forward add the adapters of its rows. last: the places of the tokens that the head gets."""

@@ -50,6 +50,7 @@ class ModelCheck:
         if differ or now.modules != self._snapshot.modules:
             return True
         self._snapshot = now  # equal values in other objects
+        self._policy.foreign_forward = now.foreign
         return False
 
     def require_untouched(self, running: int) -> None:
@@ -98,6 +99,7 @@ class ModelCheck:
 
     def _check(self) -> None:
         self._snapshot = snapshot = self._snapshot.current()
+        self._policy.foreign_forward = snapshot.foreign
         self._parameters = snapshot.parameters()
         self._stepped = False
         # Torch numbers hooks, and gives no number twice. Transformers' own, which collect hidden states,

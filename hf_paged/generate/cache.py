@@ -102,6 +102,9 @@ class PagedCache(DynamicCache):
             for i, slot in enumerate(slots)
         ]
         Cache.__init__(self, layers=layers)
+        self.paged_layers = [layer for layer in layers if isinstance(layer, PagedLayer)]
+        self.own_layers = [layer for layer in self.paged_layers if layer.sequences is sequences]
+        """The paged layers that hold the tokens of `sequences`: all but those that attend across."""
         self.sequences = sequences
         self.config = config
         self.cross = cross
@@ -119,15 +122,6 @@ class PagedCache(DynamicCache):
     def model(self) -> nn.Module | None:
         """The model whose pools hold the blocks."""
         return self._model()
-
-    @property
-    def paged_layers(self) -> list[PagedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-
-    @property
-    def own_layers(self) -> list[PagedLayer]:
-        """The paged layers that hold the tokens of `sequences`: all but those that attend across."""
-        return [layer for layer in self.paged_layers if layer.sequences is self.sequences]
 
     @property
     def complete(self) -> bool:
@@ -284,12 +278,12 @@ class PagedCache(DynamicCache):
         """Raise if a step has passed by a layer that holds earlier tokens: its table counts tokens that were
         never written.
         """
+        columns = self.sequences.positions
         for layer in self.own_layers:
-            rows = self.sequences.rows[layer.kind]
-            if layer.columns and layer.columns != rows.columns:
+            if layer.columns and layer.columns != columns[layer.kind]:
                 raise RuntimeError(
                     f"layer {layer.number} holds {layer.columns} tokens and was given none of a step, after "
-                    f"which the other layers hold {rows.columns}; {DIFFER}"
+                    f"which the other layers hold {columns[layer.kind]}; {DIFFER}"
                 )
 
     def follow(self) -> None:

@@ -47,19 +47,20 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         arguments = _by_name(original, args, kwargs) if args else kwargs
-        parts = paged_parts(arguments.get("past_key_values"))
+        cache = arguments.get("past_key_values")
+        parts = paged_parts(cache)
         step = running.get()
-        if step is not None and step.cache is arguments.get("past_key_values"):
+        if step is not None and step.cache is cache:
             return original(*args, **kwargs)  # the maker of this cache has set up the forward already
         if not parts:
             return _without_pages(original, args, kwargs)
-        with parts[0].sequences.memory.lock:
-            parts[0].sequences.memory.queue()
+        memory = parts[0].sequences.memory
+        with memory.lock:
+            memory.queue()
             before = [part.mark() for part in parts]
             try:
                 return _run(model, original, arguments, parts, masks_known)
             except BaseException:
-                cache = arguments.get("past_key_values")
                 try:
                     _roll_back(parts, before, cache)
                 finally:
@@ -181,7 +182,7 @@ def _paged(
     parts: list[PagedCache],
     masks_known: bool,
 ) -> Any:
-    dense = any(_asks_for(model, arguments, name) for name in DENSE_OUTPUTS)
+    dense = _asks_for(model, arguments, DENSE_OUTPUTS)
     # A prompt in one piece has its padded columns at hand; later pieces read what earlier ones stored.
     _note_padding(
         model, arguments, parts[0], store_all=(dense and parts[0].prompt_in_chunks) or not masks_known
@@ -228,8 +229,10 @@ def _with_adapters(
         return original(**given)
 
 
-def _asks_for(model: nn.Module, arguments: Mapping[str, Any], name: str) -> bool:
-    return bool(arguments.get(name) or getattr(model.config, name, False))
+def _asks_for(model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:
+    """Whether any of these outputs is requested."""
+    config: Any = model.config
+    return any(arguments.get(name) or getattr(config, name, False) for name in names)
 
 
 def _step(
@@ -259,7 +262,7 @@ def _step(
     if (
         torch.is_grad_enabled()
         or torch.is_autocast_enabled()
-        or _asks_for(model, arguments, "output_attentions")
+        or _asks_for(model, arguments, ("output_attentions",))
     ):
         return None
     name = _mask_name(model)

@@ -17,6 +17,10 @@ once for all of them.
 """
 
 
+PLANS = "native"
+"""Where a workspace keeps the plans of the C++ op."""
+
+
 class StridedView(NamedTuple):
     """Rows at equal distances: token t of row i is in slot first + i * stride + t, so the batch is one
     strided view.
@@ -59,6 +63,8 @@ class Batch:
         self.columns = columns
         self.new = new
         self.lane = lane
+        self.new_lane = lane
+        """Where the new tokens lie, if at equal distances."""
         self.rows = len(tables)
         """The rows of keys and values that a model hands to its cache."""
         self.fresh = new == columns

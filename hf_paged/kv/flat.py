@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..blocks import BlockTable
-from .batch import Batch
+from .batch import PLANS, Batch, StridedView
 from .upload import upload
 
 
@@ -18,13 +18,10 @@ class Singles(NamedTuple):
 
     tokens: torch.Tensor | None
     """Their places [rows] in the row of tokens; None if they are all there is."""
-    slots: torch.Tensor | slice
-    """[rows * columns]; outside what a row sees its last token's, so what is read is finite.
-
-    A slice where there is one row and its blocks lie side by side.
-    """
-    mask: torch.Tensor | None
-    """[rows, 1, 1, columns]; None where every row sees all of its columns."""
+    slots: torch.Tensor
+    """[rows * columns]; outside what a row sees its last token's, so what is read is finite."""
+    mask: torch.Tensor
+    """[rows, 1, 1, columns]"""
 
 
 class _Span(NamedTuple):
@@ -46,12 +43,21 @@ class FlatBatch(Batch):
     the tables unchanged until the step is over.
     """
 
-    def __init__(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
-        super().__init__(
-            list(tables), None, max(table.length for table in tables), sum(counts), None, lambda: True
-        )
+    def __init__(
+        self, tables: Sequence[BlockTable], counts: Sequence[int], plans: dict[object, Any] | None = None
+    ) -> None:
+        """plans: of kernels, kept from step to step."""
+        columns = max(table.length for table in tables)
+        kept = {} if plans is None else {PLANS: plans}
+        super().__init__(list(tables), None, columns, sum(counts), _lane_of(tables), lambda: True, kept)
         self.rows = 1  # as the model sees it
         self.fresh = False  # several sequences are never one sequence
+        self.decodes = self.new == len(tables)
+        """Whether every sequence brings one token."""
+        self.plain = self.decodes and len(tables) == 1
+        """Whether it is one new token of one sequence: as in any batch of one row."""
+        if self.plain and self.lane is None:
+            self.new_lane = StridedView(_last_slot(tables[0]) - columns + 1, 0)
         self.counts = list(counts)
         self.borders = [0, *accumulate(counts)]
         """Sequence i's new tokens are those from borders[i] to borders[i + 1]."""
@@ -63,7 +69,7 @@ class FlatBatch(Batch):
         if device not in self._written:
             slots: list[int] = []
             for table, count in zip(self.tables, self.counts, strict=True):
-                slots += _slots(table, table.length - count)
+                slots += [_last_slot(table)] if count == 1 else _slots(table, table.length - count)
             self._written[device] = upload(slots, device), None
         return self._written[device]
 
@@ -93,16 +99,13 @@ class FlatBatch(Batch):
         starts = [begin // size for begin in begins]
         held = [table.blocks[start - table.released :] for table, start in zip(tables, starts, strict=True)]
         places = None if len(rows) == len(self.tables) else upload([self.borders[i] for i in rows], device)
-        if len(held) == 1 and _side_by_side(held[0]):
-            first = held[0][0] * size + begins[0] % size
-            return Singles(places, slice(first, first + tables[0].length - begins[0]), None)
         width = max(map(len, held))
         blocks = upload([row + row[-1:] * (width - len(row)) for row in held], device)
         # Of every row where it begins and ends, counted from its first block's first slot, and the slot of
         # its last token.
         edges = [
-            (begin - start * size, table.length - start * size, row[-1] * size + (table.length - 1) % size)
-            for table, begin, start, row in zip(tables, begins, starts, held, strict=True)
+            (begin - start * size, table.length - start * size, _last_slot(table))
+            for table, begin, start in zip(tables, begins, starts, strict=True)
         ]
         begin, end, last = upload(edges, device).unbind(1)
         at = torch.arange(width * size, device=device)
@@ -131,9 +134,18 @@ class FlatBatch(Batch):
         return _Span(begin, end, slots, mask[None, None])
 
 
-def _side_by_side(blocks: list[int]) -> bool:
-    """Whether the blocks follow each other in the pool."""
-    return blocks == list(range(blocks[0], blocks[0] + len(blocks)))
+def _lane_of(tables: Sequence[BlockTable]) -> StridedView | None:
+    """Where the tokens lie of a sequence that is alone and whose blocks follow each other in the pool."""
+    blocks = tables[0].blocks
+    if len(tables) > 1 or not blocks or blocks != list(range(blocks[0], blocks[0] + len(blocks))):
+        return None
+    return StridedView((blocks[0] - tables[0].released) * tables[0].pool.block_size, 0)
+
+
+def _last_slot(table: BlockTable) -> int:
+    """The slot of a table's last token."""
+    size = table.pool.block_size
+    return table.blocks[-1] * size + (table.length - 1) % size
 
 
 def _slots(table: BlockTable, first: int) -> list[int]:

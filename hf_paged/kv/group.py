@@ -59,6 +59,10 @@ class LayerGroup:
         self._count: Counter[Layout] = Counter()
         self.stores: dict[Layout, Store] = {}
         """The stores there are now, by what they hold."""
+        self._found: dict[int, tuple[Store, int]] = {}
+        """What `store` has answered, until a store is made or goes, or a layer's place changes."""
+        self.devices: frozenset[torch.device] = frozenset()
+        """Where the stores lie."""
         self.host: HostBlocks | None = None
         """Where its blocks may wait outside the device, if blocks are swapped."""
         self.reserved: int | None = None
@@ -92,6 +96,7 @@ class LayerGroup:
             self._count.clear()
         self._place[layer] = (layout, self._count[layout])
         self._count[layout] += 1
+        self._found.clear()
 
     def look_anew(self) -> None:
         """Forget the layouts of all layers, which may change from now on; only while no block is held."""
@@ -103,11 +108,14 @@ class LayerGroup:
 
     def store(self, layer: int) -> tuple[Store, int]:
         """The store that layer number `layer` lives in, allocated when first needed, and its place there."""
-        layout, index = self._place[layer]
-        store = self.stores.get(layout)
-        if store is None or index >= store.layers:
-            store = self._make_store(layout, store)
-        return store, index
+        found = self._found.get(layer)
+        if found is None:
+            layout, index = self._place[layer]
+            store = self.stores.get(layout)
+            if store is None or index >= store.layers:
+                store = self._make_store(layout, store)
+            found = self._found[layer] = store, index
+        return found
 
     def _make_store(self, layout: Layout, old: Store | None) -> Store:
         # The first layer speaks for all until others show another layout.
@@ -123,7 +131,12 @@ class LayerGroup:
             store.keys[: old.layers], store.values[: old.layers] = old.keys, old.values
             self.memory.moved(self)
         self.stores[layout] = store
+        self._note_stores()
         return store
+
+    def _note_stores(self) -> None:
+        self._found.clear()
+        self.devices = frozenset([layout.device for layout in self.stores])
 
     @property
     def block_bytes(self) -> int:
@@ -137,11 +150,6 @@ class LayerGroup:
     def layouts(self) -> dict[Layout, int]:
         """The known layouts of the layers, and how many layers have each."""
         return dict(self._count)
-
-    @property
-    def devices(self) -> set[torch.device]:
-        """Where the stores lie."""
-        return {layout.device for layout in self.stores}
 
     @property
     def device(self) -> torch.device:
@@ -325,6 +333,7 @@ class LayerGroup:
         self.memory.moved(self)
         self.pool.forget()
         self.stores.clear()
+        self._note_stores()
         if self.host is not None:
             self.host.give_back()
 
@@ -376,14 +385,15 @@ class Memory:
         """Let this step wait, on the device, for what another stream was given to do with the pools
         before.
         """
-        for device in {
-            device for group in self.groups.values() for device in group.devices if device.type == "cuda"
-        }:
-            stream = torch.cuda.current_stream(device)
-            last = self._streams.get(device)
-            if last is not None and last != stream:
-                stream.wait_stream(last)
-            self._streams[device] = stream
+        for group in self.groups.values():
+            for device in group.devices:
+                if device.type != "cuda":
+                    continue
+                stream = torch.cuda.current_stream(device)
+                last = self._streams.get(device)
+                if last is not None and last != stream:
+                    stream.wait_stream(last)
+                self._streams[device] = stream
 
     def abandon(self, holder: Holder) -> None:
         """Note the holdings of a cache that is gone.

@@ -49,12 +49,8 @@ class Layout(NamedTuple):
         another layout.
         """
         _, heads, _, key_dim = keys.shape
-        same = (
-            heads == self.heads
-            and key_dim == self.key_dim
-            and values.shape[3] == self.value_dim
-            and values.shape[1] == heads
-        )
+        _, value_heads, _, value_dim = values.shape
+        same = heads == value_heads == self.heads and key_dim == self.key_dim and value_dim == self.value_dim
         return same and keys.dtype == values.dtype == self.dtype and keys.device == self.device
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .batch import Batch
+from .batch import PLANS, Batch
 from .flat import FlatBatch
 from .layout import Layout
 from .ops_torch import Ops, Pages, Seen
@@ -260,8 +260,11 @@ class NativeOps(Ops):
 
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
         if isinstance(pages.batch, FlatBatch):
-            super().write(pages, keys, values)
-            return
+            if not pages.batch.decodes:
+                super().write(pages, keys, values)
+                return
+            keys = _by_sequence(keys)
+            values = _by_sequence(values)
         pools = pages.keys, pages.values
         keys = self._dense(keys, pages.keys.dtype)
         values = self._dense(values, pages.keys.dtype)
@@ -285,11 +288,18 @@ class NativeOps(Ops):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         batch = pages.batch
+        given = query
+        rows = batch.rows
+        flat = isinstance(batch, FlatBatch)
+        if isinstance(batch, FlatBatch) and batch.decodes:
+            query = _by_sequence(query)
+            rows = len(batch.tables)
+            flat = False
         prompt = query.shape[2] > FEW or (batch.fresh and query.shape[2] > 1)
         learning = torch.is_grad_enabled() and query.requires_grad
-        fits = query.dtype == pages.keys.dtype and query.shape[0] == batch.rows and query.stride(3) == 1
-        if seen.mask is not None or prompt or learning or not fits or isinstance(batch, FlatBatch):
-            return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
+        fits = query.dtype == pages.keys.dtype and query.shape[0] == rows and query.stride(3) == 1
+        if seen.mask is not None or prompt or learning or not fits or flat:
+            return super().attend(given, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
         batch.check()
         window = seen.window if seen.causal else None
         key = (query.shape, query.stride(), pages.values.shape[1:], query.dtype, window, seen.causal)
@@ -304,13 +314,13 @@ class NativeOps(Ops):
             softcap,
             None if sinks is None else sinks.float().contiguous(),
         )
-        return out
+        return out if query is given else out.transpose(0, 1)
 
     def _planned(
         self, batch: Batch | StaticBatch, key: object, make: Any, *tensors: torch.Tensor, **options: Any
     ) -> Any:
         """The step's plan for layers of one shape: kept from step to step, updated once in each."""
-        plans = batch.workspace.setdefault("native", {})
+        plans = batch.workspace.setdefault(PLANS, {})
         plan, planned = plans.get(key, (None, None))
         if plan is None:
             plan = make(self.library, *tensors, block_size=batch.block_size, **options)
@@ -325,7 +335,7 @@ class NativeOps(Ops):
         lists.
         """
         device = torch.device("cpu")
-        if not isinstance(batch, Batch) or batch.lane is None:
+        if not isinstance(batch, Batch) or batch.lane is None or isinstance(batch, FlatBatch):
             return batch.table(device)
         key = (batch.lane, batch.rows, max(table.end for table in batch.tables))
         known, table = batch.workspace.get("lane", (None, None))
@@ -339,6 +349,11 @@ class NativeOps(Ops):
             batch.workspace["lane"] = (key, table)
         counted: torch.Tensor = table
         return counted
+
+
+def _by_sequence(data: torch.Tensor) -> torch.Tensor:
+    """A row [1, heads, sequences, dim] of one token of each sequence as [sequences, heads, 1, dim]."""
+    return data[0].transpose(0, 1).unsqueeze(2)
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

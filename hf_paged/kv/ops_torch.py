@@ -38,15 +38,15 @@ class Pages(NamedTuple):
     place: int = 0
     """The layer's place in the store."""
 
-    def lanes(self, first: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def lanes(self, lane: StridedView | None, first: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of the columns from `first` on as views [rows, heads, columns - first, dim].
 
-        None where the rows do not lie side by side.
+        None without a `lane`: where the rows do not lie side by side.
         """
-        batch = self.batch
-        if self.store is None or batch.lane is None:
+        if self.store is None or lane is None:
             return None
-        return self.store.lanes(batch.lane, batch.rows, first, batch.columns)[self.place]
+        batch = self.batch
+        return self.store.lanes(lane, batch.rows, first, batch.columns)[self.place]
 
 
 class Seen(NamedTuple):
@@ -92,7 +92,8 @@ class Ops:
 
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put a step's keys [rows, heads, new, key_dim] and values into their slots."""
-        lanes = pages.lanes(pages.batch.columns - pages.batch.new)
+        batch = pages.batch
+        lanes = pages.lanes(batch.new_lane, batch.columns - batch.new)
         if lanes is None:
             reference.write(pages.keys, pages.batch, keys)
             reference.write(pages.values, pages.batch, values)
@@ -115,7 +116,7 @@ class Ops:
 
     def read(self, pages: Pages, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the columns from `first` on, as `gather` answers them."""
-        lanes = pages.lanes(first)
+        lanes = pages.lanes(pages.batch.lane, first)
         if lanes is None:
             return self.gather(pages.keys, pages.batch, first), self.gather(pages.values, pages.batch, first)
         pages.batch.check()
@@ -139,10 +140,12 @@ class Ops:
         they are read.
         """
         batch = pages.batch
-        if isinstance(batch, FlatBatch):
+        if isinstance(batch, FlatBatch) and not batch.plain:
             return attend_flat(query, pages, seen.window, new, scale=scale, softcap=softcap, sinks=sinks)
-        fresh = new is not None and batch.fresh and seen.first == 0
-        keys, values = new if fresh and new else self.read(pages, seen.first)
+        if new is not None and batch.fresh and seen.first == 0:
+            keys, values = new
+        else:
+            keys, values = self.read(pages, seen.first)
         narrow = seen.window is not None and batch.columns > seen.window
         simply = seen.causal and batch.fresh and batch.new > 1 and batch.starts is None and not narrow
         mask = (
@@ -232,8 +235,6 @@ def _attend_singles(
     return attention(tokens.unsqueeze(2), keys, values, singles.mask, **options)[:, 0]
 
 
-def _gather(data: torch.Tensor, slots: torch.Tensor | slice, rows: int) -> torch.Tensor:
+def _gather(data: torch.Tensor, slots: torch.Tensor, rows: int) -> torch.Tensor:
     """data [slots, heads, dim] at slots [rows * columns], as [rows, heads, columns, dim]."""
-    if isinstance(slots, slice):
-        return data[None, slots].transpose(1, 2)
     return data.flatten(1).index_select(0, slots).view(rows, -1, *data.shape[1:]).transpose(1, 2)

@@ -43,6 +43,7 @@ class StaticBatch:
     """
 
     lane = None
+    new_lane = None
     fresh = False
     empty = False
     starts = None

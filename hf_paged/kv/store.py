@@ -8,6 +8,7 @@ import torch
 
 from ..blocks.table import Copy
 from .batch import Batch, StridedView
+from .flat import FlatBatch
 from .layout import Layout
 from .ops import choose
 from .ops_torch import Ops, Pages
@@ -42,11 +43,19 @@ class Store:
         self.values = values
         self.of_layer = list(zip(keys.unbind(), values.unbind(), strict=True))
         """Keys [slots, heads, key_dim] and values [slots, heads, value_dim] of each layer."""
+        self._parts: tuple[torch.Tensor, ...] = (keys, values)
+        if keys.shape == values.shape:
+            # They lie side by side: one view of all costs half as much as two.
+            both = keys.as_strided((2 * self.layers, *keys.shape[1:]), keys.stride())
+            self._parts = (both,)
         self._lanes: dict[tuple[StridedView, int, int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def pages(self, place: int, batch: Batch | StaticBatch, captured: bool = False) -> Pages:
         """What the attention of the layer at `place` reads in a step."""
         keys, values = self.of_layer[place]
+        # One launch for a whole flat row is worth its price in every step, captured or not.
+        if isinstance(batch, FlatBatch):
+            captured = self.captured.kernels is not None
         return Pages(keys, values, batch, self.captured if captured else self.ops, self, place)
 
     def lanes(
@@ -60,8 +69,10 @@ class Store:
         if found is None:
             if len(self._lanes) > 1:
                 self._lanes.clear()
-            views = [lane.view(data, rows, first, end).unbind() for data in (self.keys, self.values)]
-            found = self._lanes[key] = list(zip(*views, strict=True))
+            views: list[torch.Tensor] = []
+            for part in self._parts:
+                views += lane.view(part, rows, first, end).unbind()
+            found = self._lanes[key] = list(zip(views[: self.layers], views[self.layers :], strict=True))
         return found
 
     @property

@@ -22,6 +22,8 @@ from .switch import original_implementation, sdpa_refuses_softcap
 NAME = "hf_paged"
 WIDEST = 8192
 """Positions of latents that a captured step may read, however few of them are filled."""
+EVERYTHING = Seen(0, causal=True)
+"""What a causal mask without a window shows."""
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -240,7 +242,7 @@ def _seen(
         if cross or window not in (None, mask.window) or kwargs.get("is_causal") is False:
             return None
         if mask.window is None:
-            return Seen(0, causal=True)
+            return EVERYTHING
         return Seen(key.pages.batch.first_visible(mask.window), causal=True, window=mask.window)
     if not cross:
         _keep_to_yourself(forward.cache)

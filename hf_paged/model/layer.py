@@ -96,7 +96,7 @@ class PagedLayer(DynamicLayer):
             self.columns = rows.columns
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
+        return self._pair(pages, key_states, value_states)
 
     def _captured(
         self, key_states: torch.Tensor, value_states: torch.Tensor
@@ -110,7 +110,7 @@ class PagedLayer(DynamicLayer):
             key_states.rotation.write(pages, value_states)
         else:
             pages.ops.write(pages, as_dense(key_states), value_states)
-        return self._lazy(pages, pages.keys, key_states), self._lazy(pages, pages.values, value_states)
+        return self._pair(pages, key_states, value_states)
 
     def _pages(self) -> Pages:
         rows = self.sequences.rows[self.kind]
@@ -120,13 +120,27 @@ class PagedLayer(DynamicLayer):
             return store.pages(place, static[self.kind], captured=True)
         return store.pages(place, rows.batch)
 
-    def _lazy(self, pages: Pages, data: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
-        batch = pages.batch
+    def _pair(
+        self, pages: Pages, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a step's attention is given for its own `keys` and `values`: these and all before them."""
+        columns = self._columns_of(pages, stored=False)
+        return (
+            LazyPages.of(self, pages, pages.keys, columns, keys),
+            LazyPages.of(self, pages, pages.values, columns, values),
+        )
+
+    def _past(self, pages: Pages, which: Literal["keys", "values"]) -> torch.Tensor:
+        """What is stored, outside a step."""
+        return LazyPages.of(self, pages, getattr(pages, which), self._columns_of(pages, stored=True), None)
+
+    def _columns_of(self, pages: Pages, stored: bool) -> int:
+        """How many columns are visible to a step, or `stored`."""
+        columns = pages.batch.columns
         window = self.kind.window
-        kept = batch.columns
-        if window is not None:
-            kept = min(kept, window - 1 + (self.rows.recorded if new is None else batch.new))
-        return LazyPages.of(self, pages, data, kept, new)
+        if window is None:
+            return columns
+        return min(columns, window - 1 + (self.rows.recorded if stored else pages.batch.new))
 
     # ---- what transformers reads
 
@@ -155,8 +169,7 @@ class PagedLayer(DynamicLayer):
             if self.sequences.static is None:
                 self.sequences.flush()
                 self.sequences.rows[self.kind].require_whole()
-            pages = self._pages()
-            return self._lazy(pages, getattr(pages, which), None)
+            return self._past(self._pages(), which)
 
     def _nothing(self, which: Literal["keys", "values"]) -> torch.Tensor:
         """Keys or values of an empty layer: [rows, heads, 0, dim] after a crop, [0] before the first

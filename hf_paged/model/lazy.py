@@ -122,7 +122,8 @@ class LazyPages(LazyTensor):
         cls, layer: LayerOfPages, pages: Pages, data: torch.Tensor, columns: int, new: torch.Tensor | None
     ) -> LazyPages:
         """The last `columns` columns of `data`, the keys or the values of `pages`."""
-        shape = (pages.batch.rows, data.shape[1], columns, data.shape[2])
+        _, heads, dim = data.shape
+        shape = (pages.batch.rows, heads, columns, dim)
         # What cls(...) would do, two functions later; every layer of every step makes two.
         made: LazyPages = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=data.dtype, device=data.device

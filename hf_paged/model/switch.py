@@ -13,6 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kv import fork_safe_lock
 
+SETTING = "_attn_implementation_internal"
+"""Where a config has it. Read and written past the config's own methods, which take as long as a layer."""
+
 
 class _Switched(NamedTuple):
     """A config whose attention setting is ours for as long as it has owners. Models may share a config."""
@@ -41,10 +44,11 @@ def switch(configs: list[Any], name: str, owner: object) -> None:
     """
     with _lock:
         for config in configs:
-            if id(config) not in _switched:
-                _switched[id(config)] = _Switched(config, config._attn_implementation or "eager", set())
-            _switched[id(config)].owners.add(id(owner))
-            config._attn_implementation_internal = name
+            entry = _switched.get(id(config))
+            if entry is None:
+                entry = _switched[id(config)] = _Switched(config, vars(config).get(SETTING) or "eager", set())
+            entry.owners.add(id(owner))
+            vars(config)[SETTING] = name
 
 
 def restore(configs: list[Any], owner: object) -> None:
@@ -58,7 +62,7 @@ def restore(configs: list[Any], owner: object) -> None:
                 continue
             entry.owners.discard(id(owner))
             if not entry.owners:
-                config._attn_implementation_internal = entry.original
+                vars(config)[SETTING] = entry.original
                 _switched.pop(id(config), None)
 
 
@@ -86,7 +90,7 @@ def decoder_configs(model: nn.Module) -> list[Any]:
     for module in modules_of(model):
         own = module.__dict__
         config = own.get("config")
-        if config is None or not hasattr(config, "_attn_implementation_internal"):
+        if config is None or SETTING not in getattr(config, "__dict__", {}):
             continue
         attention: Any = type(module)
         if own.get("layer_idx") is None and not is_told_its_layer(attention):

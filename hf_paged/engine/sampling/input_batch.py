@@ -11,7 +11,7 @@ from ...scheduling import UNKNOWN, SequenceGroup, TokenSequence
 from ..job import Job
 from .penalties import PenaltyState
 from .rules import Recipe, Rule, processed
-from .warp import Warp, best, draw, mend, warp
+from .warp import Warp, best_now, draw, mend, warp
 
 
 class InputBatch:
@@ -77,9 +77,9 @@ class InputBatch:
         if self._recipes:
             scores = self._processed(scores, [recipe.between for recipe in self._recipes], positions)
         # The next replay writes over what is known.
-        chosen = best(scores) if known is None or self._recipes else known.clone()
+        chosen = best_now(scores) if known is None or self._recipes else known.clone()
         if fined is not None and not self._recipes:
-            chosen[:, fined.rows] = best(fined.scores)
+            chosen[:, fined.rows] = best_now(fined.scores)
         if self._drawn:
             chosen = self._with_draws(chosen, scores, positions)
         if fined is not None:

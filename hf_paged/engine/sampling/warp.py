@@ -78,6 +78,16 @@ def best(scores: torch.Tensor) -> torch.Tensor:
     return torch.stack([tokens, tokens.masked_fill(~sound, UNKNOWN)])
 
 
+def best_now(scores: torch.Tensor) -> torch.Tensor:
+    """The same as `best`, outside captured steps: on the host numpy finds them in a tenth of torch's time."""
+    if scores.device.type != "cpu":
+        return best(scores)
+    rows = scores.numpy()
+    tokens = rows.argmax(1).tolist()  # to numpy, too, NaN is the largest number
+    told = [token if row[token] > -torch.inf else UNKNOWN for row, token in zip(rows, tokens, strict=True)]
+    return upload([tokens, told], scores.device)
+
+
 def warp(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
     """The scores [rows, vocabulary] under each row's temperature, with -inf for what its cuts leave out."""
 
