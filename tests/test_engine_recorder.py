@@ -260,7 +260,7 @@ def more_books(engine: Engine) -> tuple[Any, ...]:
         {block: digest.hex()[:8] for block, digest in kv_group.pool.names().items()}
         for kv_group in engine.pools.kv_groups
     ]
-    scheduler = engine._scheduler
+    scheduler = engine.scheduler
     host = {
         Name(group.request.number, sequence.index): tuple(tuple(table.blocks) for table in sequence.parked)
         for group in scheduler.preempted
