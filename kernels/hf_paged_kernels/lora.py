@@ -16,7 +16,8 @@ FEW = 512
 """Up to so many tokens an adapter's tile has 16 of them, as few as a matrix product takes; beyond, 64."""
 PART = 512
 """Columns of x that one program of a shrink reads at least."""
-MOST_PARTS = 16
+PARTS = (8, 2, 1)
+"""In how many parts a shrink reads x: few numbers, since each makes another kernel of an expand."""
 PROGRAMS = 1056
 """Programs that a GPU has at work at once; with more of them each does more."""
 WIDE = 128
@@ -59,7 +60,7 @@ class AdapterPlan:
             _sort, (triton.cdiv(self.tokens, 32),),
             self.slot, self.token, index, self.tokens, self.slots,
             TILE=self.tile, BY_PLACE=self.tiles == self.tokens, MINE=32,
-            CHUNK=min(1024, max(32, triton.next_power_of_2(self.tokens))), num_warps=4,
+            CHUNK=64 if self.tokens <= 64 else 1024, num_warps=4,
         )  # fmt: skip
 
 
@@ -151,15 +152,16 @@ def lora_shrink(x: torch.Tensor, weights: LoraWeights, plan: AdapterPlan) -> tor
     rank = weights.rank
     wide = min(64, rank & -rank)
     many = weights.layers * (rank // wide)
-    parts = max(1, min(MOST_PARTS, n // PART, PROGRAMS // (plan.tiles * many)))
+    most = max(1, min(n // PART, 4 * PROGRAMS // (plan.tiles * many)))
+    parts = next(count for count in PARTS if count <= most)
     out = torch.empty(parts, plan.tokens, weights.layers, rank, dtype=torch.float32, device=x.device)
     block = 128 if weights.dtype.itemsize == 2 else 64
     launch(
         _shrink, (plan.tiles, parts, many),
         out, x, weights.where[0], weights.ranks, plan.slot, plan.token,
-        plan.tokens, weights.slots, x.stride(0),
-        N=n, LAYERS=weights.layers, RANK=rank, WIDE=wide, TILE=plan.tile, BLOCK=block,
-        PART=triton.cdiv(triton.cdiv(n, parts), block) * block, TYPE=TYPES[weights.dtype],
+        plan.tokens, weights.slots, x.stride(0), n, triton.cdiv(triton.cdiv(n, parts), block) * block,
+        weights.layers * rank, rank // wide,
+        WIDE=wide, TILE=plan.tile, BLOCK=block, TYPE=TYPES[weights.dtype],
         PRECISION=_precision(x.dtype, weights.dtype), UP=x.device.type == "cpu", num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
@@ -195,9 +197,9 @@ def lora_expand(
     launch(
         _expand, grid,
         *more, shrunk, weights.where[1, first:], weights.ranks[first:], weights.scales[first:],
-        plan.slot, plan.token, tokens, weights.slots, *[out.stride(0) for out in more], first * rank,
-        LAYERS=len(outs), N0=more[0].shape[1], N1=more[1].shape[1], N2=more[2].shape[1],
-        PARTS=parts, STACKED=weights.layers * rank, RANK=rank, TILE=plan.tile, WIDE=WIDE, LOOP=loop,
+        plan.slot, plan.token, tokens, weights.slots, *[out.stride(0) for out in more],
+        *[out.shape[1] for out in more], first * rank, weights.layers * rank, loop,
+        LAYERS=len(outs), PARTS=parts, RANK=rank, TILE=plan.tile, WIDE=WIDE,
         BLOCK=min(64, rank & -rank), TYPE=TYPES[weights.dtype],
         PRECISION=_precision(outs[0].dtype, weights.dtype), UP=outs[0].device.type == "cpu", num_warps=4,
     )  # fmt: skip
@@ -239,44 +241,44 @@ def _sort(
     tl.store(SLOT + number, key, mask=there & (lane == 0))
 
 
-@triton.jit(do_not_specialize=["tokens", "slots"])
+@triton.jit(do_not_specialize=["tokens", "slots", "stacked", "wides"])
 def _shrink(
-    OUT, X, A, RANKS, SLOT, TOKEN, tokens, slots, x_token,
-    N: tl.constexpr, LAYERS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, PART: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
+    OUT, X, A, RANKS, SLOT, TOKEN, tokens, slots, x_token, n, columns, stacked, wides,
+    WIDE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
+    PRECISION: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    """OUT[part, token, layer] = X[token, columns of the part] A^T, for WIDE rows of a layer's A and the
-    tokens of a tile.
+    """OUT[part, token, layer] = X[token, `columns` of the part] A^T, for WIDE rows of a layer's A and the
+    tokens of a tile. A token's row of a part has `stacked` numbers, a layer's `wides` times WIDE of them.
 
-    A, RANKS [layers, slots]: the address of A [rank, N] of TYPE. Rows beyond its rank are 0 or not written.
+    A, RANKS [layers, slots]: the address of A [rank, n] of TYPE. Rows beyond its rank are 0 or not written.
     """
     tile = tl.program_id(0)
     slot = tl.load(SLOT + tile)
     token = tl.load(TOKEN + tile * TILE + tl.arange(0, TILE))  # at once: each load in a row costs a step time
     if slot < 0:
         return
-    layer = tl.program_id(2) // (RANK // WIDE)
-    first_row = tl.program_id(2) % (RANK // WIDE) * WIDE
+    layer = tl.program_id(2) // wides
+    first_row = tl.program_id(2) % wides * WIDE
     rank = tl.load(RANKS + layer * slots + slot)
     weights = tl.load(A + layer * slots + slot).to(tl.pointer_type(TYPE))
     if first_row >= rank:
         return  # an expand reads no more of this than the adapter's own rank
     row = first_row + tl.arange(0, WIDE)
-    weights = tl.multiple_of(weights, 16) + row * N
+    weights = tl.multiple_of(weights, 16) + row * n
     there = token >= 0
     token = tl.where(there, token, 0).to(tl.int64)
-    begin = tl.program_id(1) * PART
-    end = min(begin + PART, N)
+    begin = tl.program_id(1) * columns
+    end = min(begin + columns, n)
     sums = tl.zeros([TILE, WIDE], tl.float32)
     for start in range(begin, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(
             X + token[:, None] * x_token + column[None, :],
-            mask=there[:, None] & (column[None, :] < N),
+            mask=there[:, None] & (column[None, :] < n),
             other=0.0,
         )
         a = tl.load(
-            weights[None, :] + column[:, None], mask=(column[:, None] < N) & (row[None, :] < rank), other=0.0
+            weights[None, :] + column[:, None], mask=(column[:, None] < n) & (row[None, :] < rank), other=0.0
         )
         if UP:
             x = x.to(tl.float32)
@@ -284,21 +286,22 @@ def _shrink(
         else:
             x = x.to(a.dtype)
         sums = tl.dot(x, a, sums, input_precision=PRECISION)
-    to = OUT + (tl.program_id(1).to(tl.int64) * tokens + token[:, None]) * (LAYERS * RANK)
-    tl.store(to + layer * RANK + row[None, :], sums, mask=there[:, None])
+    stacked = tl.multiple_of(stacked, 16)
+    to = OUT + (tl.program_id(1).to(tl.int64) * tokens + token[:, None]) * stacked
+    tl.store(to + layer * wides * WIDE + row[None, :], sums, mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "offset"])
+@triton.jit(do_not_specialize=["tokens", "slots", "offset", "stacked", "loop"])
 def _expand(
-    OUT0, OUT1, OUT2, SHRUNK, B, RANKS, SCALES, SLOT, TOKEN, tokens, slots, stride0, stride1, stride2, offset,
-    LAYERS: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
-    PARTS: tl.constexpr, STACKED: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-    LOOP: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
+    OUT0, OUT1, OUT2, SHRUNK, B, RANKS, SCALES, SLOT, TOKEN, tokens, slots, stride0, stride1, stride2,
+    n0, n1, n2, offset, stacked, loop,
+    LAYERS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    """OUT[token] += SCALES[slot] * H[token] B^T for LOOP * WIDE columns of one of the layers, H the sum of
+    """OUT[token] += SCALES[slot] * H[token] B^T for `loop` * WIDE columns of one of the layers, H the sum of
     the parts of SHRUNK.
 
-    B, RANKS, SCALES [layers, slots]: the address of B [N, rank] of TYPE.
+    B, RANKS, SCALES [layers, slots]: the address of B [n, rank] of TYPE.
     """
     tile = tl.program_id(0)
     slot = tl.load(SLOT + tile)
@@ -306,31 +309,34 @@ def _expand(
     if slot < 0:
         return
     part = tl.program_id(1)
-    first: tl.constexpr = tl.cdiv(N0, WIDE * LOOP)
-    second: tl.constexpr = first + tl.cdiv(N1, WIDE * LOOP)
+    first = tl.cdiv(n0, WIDE * loop)
+    second = first + tl.cdiv(n1, WIDE * loop)
     if LAYERS == 1 or part < first:
         _expand_layer(
-            OUT0, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride0, offset, 0, part,
-            PARTS, STACKED, RANK, N0, TILE, WIDE, LOOP, BLOCK, TYPE, PRECISION, UP,
+            OUT0, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride0, n0, offset, stacked, loop, 0,
+            part,
+            PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP,
         )  # fmt: skip
     elif LAYERS == 2 or part < second:
         _expand_layer(
-            OUT1, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride1, offset, 1, part - first,
-            PARTS, STACKED, RANK, N1, TILE, WIDE, LOOP, BLOCK, TYPE, PRECISION, UP,
+            OUT1, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride1, n1, offset, stacked, loop, 1,
+            part - first,
+            PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP,
         )  # fmt: skip
     else:
         _expand_layer(
-            OUT2, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride2, offset, 2, part - second,
-            PARTS, STACKED, RANK, N2, TILE, WIDE, LOOP, BLOCK, TYPE, PRECISION, UP,
+            OUT2, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride2, n2, offset, stacked, loop, 2,
+            part - second,
+            PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP,
         )  # fmt: skip
 
 
 @triton.jit
 def _expand_layer(
-    OUT, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, out_token, offset, layer, part,
-    PARTS: tl.constexpr, STACKED: tl.constexpr, RANK: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
-    WIDE: tl.constexpr, LOOP: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
-    PRECISION: tl.constexpr, UP: tl.constexpr,
+    OUT, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, out_token, n, offset, stacked, loop, layer,
+    part,
+    PARTS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
     """The same for one layer."""
     ranks = tl.multiple_of(tl.load(RANKS + layer * slots + slot), 8)
@@ -338,17 +344,18 @@ def _expand_layer(
     weights = tl.multiple_of(tl.load(B + layer * slots + slot).to(tl.pointer_type(TYPE)), 16)
     there = token >= 0
     token = tl.where(there, token, 0).to(tl.int64)
-    shrunk = SHRUNK + token[:, None] * STACKED + offset + layer * RANK
+    stacked = tl.multiple_of(stacked, 16)
+    shrunk = SHRUNK + token[:, None] * stacked + tl.multiple_of(offset, 16) + layer * RANK
     if RANK == BLOCK:
-        h = _sum_parts(shrunk, 0, there, tokens, PARTS, STACKED, TILE, BLOCK)
-    for i in range(LOOP):
-        column = (part * LOOP + i) * WIDE + tl.arange(0, WIDE)
+        h = _sum_parts(shrunk, 0, there, tokens, stacked, PARTS, TILE, BLOCK)
+    for i in range(loop):
+        column = (part * loop + i) * WIDE + tl.arange(0, WIDE)
         sums = tl.zeros([TILE, WIDE], tl.float32)
         for start in range(0, ranks, BLOCK):
             rank = start + tl.arange(0, BLOCK)
             if RANK != BLOCK:
-                h = _sum_parts(shrunk, start, there, tokens, PARTS, STACKED, TILE, BLOCK)
-            inside = (column[None, :] < N) & (rank[:, None] < ranks)
+                h = _sum_parts(shrunk, start, there, tokens, stacked, PARTS, TILE, BLOCK)
+            inside = (column[None, :] < n) & (rank[:, None] < ranks)
             b = tl.load(weights + column[None, :] * ranks + rank[:, None], mask=inside, other=0.0)
             if UP:
                 b = b.to(tl.float32)
@@ -357,19 +364,19 @@ def _expand_layer(
                 tl.where(rank[None, :] < ranks, h, 0.0).to(b.dtype), b, sums, input_precision=PRECISION
             )
         at = OUT + token[:, None] * out_token + column[None, :]
-        inside = there[:, None] & (column[None, :] < N) & (ranks > 0)
+        inside = there[:, None] & (column[None, :] < n) & (ranks > 0)
         y = tl.load(at, mask=inside, other=0.0).to(tl.float32) + scale * sums
         tl.store(at, y.to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _sum_parts(
-    shrunk, start, there, tokens,
-    PARTS: tl.constexpr, STACKED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    shrunk, start, there, tokens, stacked,
+    PARTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """[TILE, BLOCK]: the sum of all parts of a shrink, from column `start` on."""
     h = tl.zeros([TILE, BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
-        at = shrunk + part * tokens.to(tl.int64) * STACKED + start + tl.arange(0, BLOCK)[None, :]
+        at = shrunk + part * tokens.to(tl.int64) * stacked + start + tl.arange(0, BLOCK)[None, :]
         h += tl.load(at, mask=there[:, None], other=0.0)
     return h
