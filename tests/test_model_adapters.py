@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 import hf_paged
 from hf_paged.model.adapters import Adapter, AdapterBatch, AdapterTable, Inapplicable, applied, combine
 from hf_paged.model.adapters.identity import AdapterStates
-from hf_paged.model.adapters.joint import note_parents, runs_of
+from hf_paged.model.adapters.joint import note_places, runs_of
 from hf_paged.model.identity import identity_of
 from hf_paged.model.snapshot import ModelSnapshot
 
@@ -30,7 +30,7 @@ def snapshot(model: Any) -> ModelSnapshot:
 
 def table_of(model: Any, names: list[str], by_kernels: bool) -> tuple[AdapterTable, list[Any]]:
     lora_layers = snapshot(model).lora
-    note_parents(model.get_base_model())
+    note_places(model.get_base_model())
     table = AdapterTable(len(names) + 1, torch.device(DEVICE), kernels if by_kernels else None)
     for slot, name in enumerate(names):
         table.put(slot, lora_layers.read(name))

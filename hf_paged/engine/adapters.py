@@ -13,11 +13,13 @@ from torch import nn
 from ..blocks import extra_key
 from ..kv.ops import lora_kernels
 from ..kv.upload import upload
+from ..kv.warmup import Warming
 from ..model.adapters import Adapter, AdapterBatch, AdapterTable, LoraLayers, applied, combine
 from ..model.adapters.identity import AdapterSnapshot
-from ..model.adapters.joint import note_parents
+from ..model.adapters.joint import note_places
 from ..model.adapters.loading import HostAdapter, load_adapter
 from ..model.adapters.peft_layers import BASE
+from ..model.adapters.warmup import compiling
 from ..model.identity import identity_of
 from ..model.switch import modules_of
 from ..scheduling import AdapterSlots, Names, Scheduler, TokenSequence
@@ -59,7 +61,7 @@ class EngineAdapters:
         self.device = device
         self.table = AdapterTable(slots, device, lora_kernels(kernels, device, parameter.dtype))
         if self.table.kernels is not None:
-            note_parents(model)
+            note_places(model)
         self.slots = AdapterSlots(slots, self._load, self._is_ready)
         self.failed: dict[Names, Exception] = {}
         """Why adapters could not be loaded."""
@@ -78,7 +80,19 @@ class EngineAdapters:
         """How often a slot was given to another adapter."""
         self._seen_changes = 0
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._compiling: Warming | None = None
+        """Compiles the kernels that steps with adapters need."""
         self._note_layers()
+        self._expect(
+            [in_model.read(name) for name in in_model.names] if (in_model := self.in_model).apart else []
+        )
+
+    def _expect(self, adapters: Iterable[Adapter]) -> None:
+        """Adapters that requests may come to name: make room in the tables, and compile the kernels."""
+        layout = self.table.layout
+        self.table.lay_out(self.layers, adapters)
+        if self.table.layout != layout and self.table.kernels is not None:
+            self._compiling = compiling(self.table, next(self.model.parameters()).dtype)
 
     @property
     def in_model(self) -> LoraLayers:
@@ -123,6 +137,8 @@ class EngineAdapters:
             self.table.clear(slot)
         self._loading.clear()
         self._last = None
+        if self._compiling is not None:
+            self._compiling.stop()
 
     # ---- by name
 
@@ -151,6 +167,7 @@ class EngineAdapters:
         self._require_new(name)
         self._own[name] = loaded
         self._note_layers()
+        self._expect([loaded.host])
 
     def _require_new(self, name: str) -> None:
         if name in self._own or name in self.in_model.names:
@@ -326,7 +343,12 @@ class EngineAdapters:
             self._last = sequences, slots, None
             self._seen_changes = self._changes
         slots = self._last[1]
-        return slots if any(slot >= 0 for slot in slots) else None
+        if max(slots, default=-1) < 0:
+            return None
+        if self._compiling is not None:
+            self._compiling.wait()
+            self._compiling = None
+        return slots
 
     def index(self, slots: Sequence[int]) -> torch.Tensor:
         """Slots on the device, the same tensor as long as they are the last batch's."""

@@ -210,7 +210,7 @@ def _precision(x: torch.dtype, weights: torch.dtype) -> str:
     return precision(torch.float32 if x == weights == torch.float32 else torch.bfloat16)
 
 
-@triton.jit(do_not_specialize=["tokens", "slots"])
+@triton.jit(do_not_specialize=["tokens", "slots"], do_not_specialize_on_alignment=["SLOT", "TOKEN", "INDEX"])
 def _sort(
     SLOT, TOKEN, INDEX, tokens, slots,
     TILE: tl.constexpr, BY_PLACE: tl.constexpr, MINE: tl.constexpr, CHUNK: tl.constexpr,
@@ -241,7 +241,10 @@ def _sort(
     tl.store(SLOT + number, key, mask=there & (lane == 0))
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "stacked", "wides"])
+@triton.jit(
+    do_not_specialize=["tokens", "slots", "stacked", "wides"],
+    do_not_specialize_on_alignment=["A", "RANKS", "SLOT", "TOKEN"],
+)
 def _shrink(
     OUT, X, A, RANKS, SLOT, TOKEN, tokens, slots, x_token, n, columns, stacked, wides,
     WIDE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
@@ -291,7 +294,10 @@ def _shrink(
     tl.store(to + layer * wides * WIDE + row[None, :], sums, mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "offset", "stacked", "loop"])
+@triton.jit(
+    do_not_specialize=["tokens", "slots", "offset", "stacked", "loop"],
+    do_not_specialize_on_alignment=["B", "RANKS", "SCALES", "SLOT", "TOKEN"],
+)
 def _expand(
     OUT0, OUT1, OUT2, SHRUNK, B, RANKS, SCALES, SLOT, TOKEN, tokens, slots, stride0, stride1, stride2,
     n0, n1, n2, offset, stacked, loop,

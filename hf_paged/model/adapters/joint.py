@@ -6,24 +6,45 @@ import ast
 import inspect
 import textwrap
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 ONLY_VIEWS = frozenset({"view", "transpose", "reshape", "unflatten"})
 """Methods that make a view of a contiguous output, which later writes to it reach."""
-_parents: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
-def note_parents(model: nn.Module) -> None:
-    """Note which module calls each layer, and by which name."""
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            _parents[child] = weakref.ref(parent), name
+class _Place(NamedTuple):
+    """Where a layer is used: by which module, under which name, and its place in the model's order."""
+
+    parent: weakref.ref[nn.Module]
+    name: str
+    number: int
+
+
+_places: weakref.WeakKeyDictionary[nn.Module, _Place] = weakref.WeakKeyDictionary()
+
+
+def note_places(model: nn.Module) -> None:
+    """Note where each layer of a model is used."""
+    children = (
+        (parent, name, child) for parent in model.modules() for name, child in parent.named_children()
+    )
+    for number, (parent, name, child) in enumerate(children):
+        _places[child] = _Place(weakref.ref(parent), name, number)
+
+
+def in_order(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Layers in the order of their model, where that is known: those with one input side by side."""
+    return sorted(layers, key=lambda layer: _places[layer].number if layer in _places else 0)
+
+
+def name_of(layer: nn.Module) -> str | None:
+    """What its parent calls a layer."""
+    place = _places.get(layer)
+    return None if place is None else place.name
 
 
 def joint_layers(numbers: Mapping[nn.Module, int]) -> dict[int, int]:
@@ -33,10 +54,10 @@ def joint_layers(numbers: Mapping[nn.Module, int]) -> dict[int, int]:
     found: dict[int, int] = {}
     by_parent: dict[nn.Module, dict[str, int]] = {}
     for layer, number in numbers.items():
-        known = _parents.get(layer)
-        parent = None if known is None else known[0]()
-        if known is not None and parent is not None and "forward" not in parent.__dict__:
-            by_parent.setdefault(parent, {})[known[1]] = number
+        place = _places.get(layer)
+        parent = None if place is None else place.parent()
+        if place is not None and parent is not None and "forward" not in parent.__dict__:
+            by_parent.setdefault(parent, {})[place.name] = number
     for parent, names in by_parent.items():
         for run in runs_of(type(parent).forward):
             ours = [names[name] for name in run if name in names]

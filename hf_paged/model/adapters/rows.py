@@ -14,10 +14,11 @@ from ...kv.upload import upload
 from ..hooks import adapters_of_rows, names_of_rows
 from ..snapshot import ModelSnapshot
 from .apply import AdapterBatch, applied
-from .joint import note_parents
+from .joint import note_places
 from .lora import combine
 from .peft_layers import LoraLayers
 from .table import AdapterTable
+from .warmup import compiling
 
 SLOTS = 8
 """Adapters, or sets of them that are active together, that a table has room for at first."""
@@ -98,8 +99,9 @@ class RowAdapters:
             table = self.table = AdapterTable(slots, device, kernels)
             self._slots.clear()
             self._facts.clear()
+            note_places(model)
             table.lay_out(lora.layers, [lora.read(name) for name in lora.names])
-            note_parents(model)
+            compiling(table, next(model.parameters()).dtype).wait()
         for each in distinct:
             parts = [lora.read(name) for name in each]
             facts = [

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 
-from .joint import joint_layers
+from .joint import in_order, joint_layers
 from .lora import Adapter, LowRank
 
 SMALLEST_RANK = 16
@@ -48,7 +49,10 @@ class AdapterTable:
         """Number layers in this order, before any adapter is there. expected: those that may come, for which
         the tables need not become larger later.
         """
-        self.layers = {module: i for i, module in enumerate(layers)}
+        ordered = in_order({**self.layers, **dict.fromkeys(layers)})
+        if len(ordered) != len(self.layers):
+            self.layers = {module: i for i, module in enumerate(ordered)}
+            self.weights = None
         if self.kernels is not None:
             for adapter in expected:
                 self._make_room(adapter)
@@ -92,18 +96,18 @@ class AdapterTable:
 
     def _make_room(self, adapter: Adapter) -> None:
         """Make larger tables if an adapter changes other layers, or has a larger rank or type."""
-        dtype = adapter.tensors[0].dtype if adapter.layers else torch.float32
-        for tensor in adapter.tensors:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-        rank = max(SMALLEST_RANK, 1 << (adapter.rank - 1).bit_length())
         known = self.weights
-        if known is not None:
-            dtype = torch.promote_types(dtype, known.dtype)
-            rank = max(rank, known.rank)
-            if adapter.layers.keys() <= self.layers.keys() and (dtype, rank) == (known.dtype, known.rank):
-                return
-        for module in adapter.layers:
-            self.layers.setdefault(module, len(self.layers))
+        needed = [adapter] if known is not None else [adapter, *filter(None, self.slots)]
+        types = {tensor.dtype for each in needed for tensor in each.tensors}
+        types |= set() if known is None else {known.dtype}
+        dtype = reduce(torch.promote_types, types) if types else torch.float32
+        least = SMALLEST_RANK if known is None else known.rank
+        rank = max([least, *[1 << (each.rank - 1).bit_length() for each in needed if each.rank]])
+        same = known is not None and (dtype, rank) == (known.dtype, known.rank)
+        if same and adapter.layers.keys() <= self.layers.keys():
+            return
+        layers = in_order({**self.layers, **adapter.layers})
+        self.layers = {module: i for i, module in enumerate(layers)}
         self.groups = {}
         self.joint = joint_layers(self.layers)
         self.layout = next(_layouts)
