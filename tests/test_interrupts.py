@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from interrupting import DRIVING, OUTER, Interrupted
 
 import hf_paged
 from hf_paged.engine import Engine
+from hf_paged.engine.forward_batch import LastTokens
 from hf_paged.generate import call as calls
 from hf_paged.model.attention import running
 from hf_paged.model.registry import memory_of
@@ -172,3 +174,20 @@ def assert_engine_through_interrupts(
 @pytest.mark.parametrize("files", [DRIVING, ("",)], ids=["driving", "anywhere"])
 def test_a_step_of_the_engine(files: tuple[str, ...], ahead: bool) -> None:
     assert_engine_through_interrupts(files, most=60, run_ahead=ahead)
+
+
+def test_the_places_of_rows_survive_an_interrupt() -> None:
+    """Rows whose places were being looked up are looked up again."""
+    rows = array("i", [1, 3])
+    at = 0
+    reached = True
+    while reached:
+        at += 1
+        last = LastTokens(4, torch.device("cpu"))
+        last.write(array("i", [0, 2]), torch.tensor([7, 8]))
+        reached = not Interrupted(at, ("/forward_batch.py", "/upload.py"))(
+            lambda last=last: last.write(rows, torch.tensor([5, 6]))
+        )
+        last.write(rows, torch.tensor([5, 6]))
+        assert last.tokens.tolist() == [7, 5, 8, 6]
+    assert at > 5

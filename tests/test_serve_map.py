@@ -402,12 +402,12 @@ def test_a_socket_that_is_not_read_is_closed_in_the_end() -> None:
         connection.connect(str(path))
         connection.sendall(b"GET /map HTTP/1.1\r\nhost: localhost\r\n\r\n")
         live = served.service.live
-        until(lambda: live._viewers)
+        until(lambda: live.viewers)
         end = time.monotonic() + GUARD
-        while live._viewers and time.monotonic() < end:
+        while live.viewers and time.monotonic() < end:
             served.complete(SHARED, max_tokens=60, n=4, temperature=1, ignore_eos=True)
-            assert sum(len(chunk) for each in list(live._viewers) for chunk in list(each.waiting)) < 2_000_000
-        assert not live._viewers
+            assert sum(len(chunk) for each in list(live.viewers) for chunk in list(each.waiting)) < 2_000_000
+        assert not live.viewers
         connection.close()
         until(lambda: not served.service.engine.pools.kv_groups[0].pool.logs)
 
@@ -454,7 +454,7 @@ def test_a_map_costs_little_of_the_event_loop() -> None:
     live = LiveMap.__new__(LiveMap)
     live._state = state
     live._sights = {"red": red, "boss": boss}
-    live._viewers = set()
+    live.viewers = set()
     live._last = None
     for number in range(200):
         owners.add(number, Owner("red" if number % 2 else "blue", f"{number}", ()))

@@ -27,9 +27,8 @@ class LastTokens:
         with torch.inference_mode(False):
             self.tokens = torch.zeros(rows, dtype=torch.long, device=device)
             """[rows]"""
-        self._row_ids: array[int] = array("i")
-        self._index: slice | torch.Tensor = slice(0)
-        """The places of the rows that were used last."""
+        self._index: tuple[array[int], slice | torch.Tensor] = (array("i"), slice(0))
+        """The rows that were used last, and their places: one value, so that no interrupt parts them."""
 
     def write(self, row_ids: array[int], tokens: torch.Tensor) -> None:
         """The rows' sequences have these tokens [rows] next."""
@@ -37,20 +36,20 @@ class LastTokens:
 
     def move(self, device: torch.device) -> None:
         """Keep the tokens on a device from now on."""
+        self._index = (array("i"), slice(0))
         with torch.inference_mode(False):
             self.tokens = self.tokens.to(device)
-        self._row_ids = array("i")
 
     def index_of(self, row_ids: array[int]) -> slice | torch.Tensor:
         """A slice where rows lie side by side; else their numbers on the device, kept for the next call."""
-        if row_ids != self._row_ids:
-            self._row_ids = row_ids
-            first = row_ids[0] if row_ids else 0
-            side_by_side = row_ids == array("i", range(first, first + len(row_ids)))
-            self._index = (
-                slice(first, first + len(row_ids)) if side_by_side else upload(row_ids, self.tokens.device)
-            )
-        return self._index
+        known, index = self._index
+        if row_ids == known:
+            return index
+        first = row_ids[0] if row_ids else 0
+        side_by_side = row_ids == array("i", range(first, first + len(row_ids)))
+        index = slice(first, first + len(row_ids)) if side_by_side else upload(row_ids, self.tokens.device)
+        self._index = (row_ids, index)
+        return index
 
 
 class RowInputs(NamedTuple):

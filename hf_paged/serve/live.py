@@ -78,7 +78,7 @@ class LiveMap:
         self._mailbox = mailbox
         self._metrics = metrics
         self._most = most
-        self._viewers: set[Viewer] = set()
+        self.viewers: set[Viewer] = set()
         self._sights: dict[str, Sight] = {}
         self._steps: deque[Step] = deque()
         self._news = asyncio.Event()
@@ -92,7 +92,7 @@ class LiveMap:
 
     def enter(self, tenant: Tenant) -> Viewer:
         """A new viewer, or 429."""
-        if len(self._viewers) >= self._most:
+        if len(self.viewers) >= self._most:
             raise ApiError(
                 429,
                 f"{self._most} viewers watch the map; close one, or raise --limit-viewers",
@@ -100,7 +100,7 @@ class LiveMap:
                 headers={"retry-after": "10"},
             )
         viewer = Viewer(Sight(tenant, self.owners, self._state or MapState(())))
-        self._viewers.add(viewer)
+        self.viewers.add(viewer)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
         elif self._last is not None:
@@ -109,17 +109,17 @@ class LiveMap:
 
     def close(self, viewer: Viewer) -> None:
         """A viewer's stream has ended."""
-        self._viewers.discard(viewer)
-        if not any(each.sight is viewer.sight for each in self._viewers):
+        self.viewers.discard(viewer)
+        if not any(each.sight is viewer.sight for each in self.viewers):
             self._sights.pop(viewer.sight.tenant.name, None)
-        if not self._viewers:
+        if not self.viewers:
             self._news.set()
 
     def end(self) -> None:
         """End all streams now, and those that come."""
         self.ended = True
         self._news.set()
-        for viewer in self._viewers:
+        for viewer in self.viewers:
             viewer.news.set()
 
     async def events(self, viewer: Viewer) -> AsyncIterator[bytes]:
@@ -173,12 +173,12 @@ class LiveMap:
         finally:
             self._last = None
             await asyncio.to_thread(recorder.close)
-            if self._viewers and not self.ended:  # that came in the meantime
+            if self.viewers and not self.ended:  # that came in the meantime
                 self._task = asyncio.create_task(self._run())
 
     async def _hand_on(self) -> None:
         due = 0.0
-        while self._viewers and not self.ended:
+        while self.viewers and not self.ended:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TIMES_EVERY):
                     await self._news.wait()
@@ -205,7 +205,7 @@ class LiveMap:
         first = self._last is None
         self._last = step
         chunks = {name: event(sight.step(step, some)) for name, sight in self._sights.items()}
-        for viewer in self._viewers:
+        for viewer in self.viewers:
             if first:
                 viewer.begin(self._sight(viewer.sight.tenant))
             else:
@@ -227,5 +227,5 @@ class LiveMap:
         times: dict[str, Any] = {"first": first / firsts if firsts else None}
         times["between"] = between / betweens if betweens else None
         chunk = event({"times": times})
-        for viewer in self._viewers:
+        for viewer in self.viewers:
             viewer.add(chunk)
