@@ -32,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 
 EXAMPLES: dict[str, Any] = {
     **{name: value for case in HONOURED_HERE.values() for name, value in case.items()},
+    "adapter": "active",
     "max_new_tokens": 2,
     "max_time": 60.0,
     "do_sample": False,
@@ -95,7 +96,7 @@ def test_the_types_name_what_submit_takes() -> None:
         "attention_mask",
     }
     shown = {name for name in RequestKeywords.__annotations__ if SHOWN.search(name)}
-    requests = {"seed", "logprobs", "priority", "salt"}
+    requests = {"seed", "logprobs", "priority", "salt", "adapter"}
     assert (
         RequestKeywords.__annotations__.keys()
         == HONOURED | accepted_as_neutral().keys() | beside | shown | requests
@@ -181,7 +182,8 @@ def test_help_shows_options_and_no_internals() -> None:
         assert internal not in text, internal
     methods = set(re.findall(r"^ \|  (?:async )?(\w+)\(self", text, re.M))
     assert {name for name in methods if not name.startswith("__")} == {
-        *METHODS, "start", "stop", "step", "pause", "resume", "stats", "trace", "check", "close",
+        *METHODS, "start", "stop", "step", "pause", "resume", "stats", "trace", "watch", "check", "close",
+        "adapters", "add_adapter", "remove_adapter",
     }  # fmt: skip
 
 

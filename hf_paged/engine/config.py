@@ -189,3 +189,4 @@ class EngineOptions(TypedDict, total=False):
     compile: bool
     graphs: bool
     run_ahead: bool | None
+    max_adapters: int
