@@ -285,3 +285,27 @@ def test_peft_is_what_finds_them() -> None:
     assert isinstance(peft.LoraConfig(), peft.LoraConfig)
     model = adapted(lora()).merge_and_unload()
     assert not ModelSnapshot(model).lora
+
+
+# ---- whatever breaks a forward off
+
+
+class Interrupting(list[Any]):
+    """Modules, in the middle of which an interrupt comes."""
+
+    def __iter__(self) -> Any:
+        yield from list.__iter__(self)
+        raise KeyboardInterrupt
+
+
+def test_nothing_stays_after_an_interrupt() -> None:
+    """Neither while layers are prepared nor in a forward, whose own forwards may be the user's."""
+    model = adapted(lora())
+    layers = snapshot(model).lora.layers
+    base = layers[0].base_layer
+    base.forward = own = base.forward
+    for modules in (Interrupting([*layers, base]), [*layers, base]):
+        with pytest.raises(KeyboardInterrupt), applied(modules, None):
+            raise KeyboardInterrupt
+        assert all("forward" not in layer.__dict__ for layer in layers)
+        assert base.forward is own

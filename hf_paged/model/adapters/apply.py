@@ -18,6 +18,8 @@ from .table import AdapterTable
 
 MOST_HELD = 3
 """Layers whose outputs one kernel writes to."""
+OURS = "hf_paged_adds"
+"""The mark of a layer's forward that adds what adapters add."""
 PEFT_KEYWORDS = ("adapter_names", "alora_offsets")
 """What peft's hooks hand to a LoRA layer."""
 
@@ -251,26 +253,45 @@ def applied(modules: Collection[nn.Module], batch: AdapterBatch | None) -> Itera
 
     The caller holds the lock of the model's memory: no other forward of ours runs meanwhile.
     """
-    installed = [module for module in modules if "forward" not in module.__dict__]
-    for module in installed:
-        module.__dict__["forward"] = _replacement(module)
-    tokens = _applied.set(batch), _inside.set(True)
+    installed: list[tuple[nn.Module, Any]] = []
+    outer = _applied.get(), _inside.get()
     try:
+        for module in modules:
+            own = module.__dict__.get("forward")
+            if not hasattr(own, OURS):
+                installed.append((module, own))
+                module.__dict__["forward"] = _replacement(module, own)
+        _applied.set(batch)
+        _inside.set(True)
         yield
         assert batch is None or not batch._held, "an output of a layer with adapters was not finished"
     finally:
-        _applied.reset(tokens[0])
-        _inside.reset(tokens[1])
-        for module in installed:
+        try:
+            _put_back(installed, outer)
+        finally:
+            # Again, if an interrupt has broken it off; else there is nothing left to do.
+            _put_back(installed, outer)
+
+
+def _put_back(installed: Sequence[tuple[nn.Module, Any]], outer: tuple[AdapterBatch | None, bool]) -> None:
+    """Give layers their own forwards back."""
+    _applied.set(outer[0])
+    _inside.set(outer[1])
+    for module, own in installed:
+        if own is not None:
+            module.__dict__["forward"] = own
+        else:
             module.__dict__.pop("forward", None)
 
 
-def _replacement(module: nn.Module) -> Callable[..., Any]:
-    """A forward of a layer that adds what the running batch says. Other threads get the layer's own."""
-    stock = functools.partial(type(module).forward, module)
+def _replacement(module: nn.Module, own: Any) -> Callable[..., Any]:
+    """A forward of a layer that adds what the running batch says. Other threads get the layer's own, which
+    may be the user's.
+    """
+    stock = own or type(module).forward.__get__(module)
     base: Any = getattr(module, "base_layer", None) if hasattr(module, "lora_A") else stock
 
-    @functools.wraps(type(module).forward.__get__(module))
+    @functools.wraps(stock)
     def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not _inside.get():
             return stock(x, *args, **kwargs)
@@ -283,4 +304,5 @@ def _replacement(module: nn.Module) -> Callable[..., Any]:
         return y if batch is None else batch.add(module, x, y)
 
     mark_wrapper(forward)
+    setattr(forward, OURS, True)
     return forward
