@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
@@ -21,9 +21,11 @@ from ..model.adapters.loading import HostAdapter, load_adapter
 from ..model.adapters.peft_layers import BASE
 from ..model.adapters.warmup import compiling
 from ..model.identity import identity_of
+from ..model.snapshot import StateKey
 from ..model.switch import modules_of
 from ..scheduling import AdapterSlots, Names, Scheduler, TokenSequence
 from .forward_batch import ForwardBatch
+from .model_check import when_stepped
 
 ACTIVE: Literal["active"] = "active"
 """The adapters that are active on the model, as generate() has them."""
@@ -45,7 +47,9 @@ class _Known(NamedTuple):
     """What was known of an adapter in the peft model when it was looked at."""
 
     number: int
-    tags: list[Any]
+    tags: StateKey
+    ids: frozenset[int]
+    """Its tensors."""
 
 
 class EngineAdapters:
@@ -69,10 +73,19 @@ class EngineAdapters:
         """Those that go when their last request has ended."""
         self._own: dict[str, HostAdapter] = {}
         self._known: dict[str, _Known] = {}
+        self._stepped: set[str] = set()
+        """Those that an optimizer has taken a step on since: fused ones write without torch's counting."""
+        when_stepped(self)
         self._loading: dict[Names, tuple[Adapter, int, torch.cuda.Event]] = {}
         self.fresh = False
         """Whether requests have come whose adapters have not been looked at."""
         self._in_model: LoraLayers | None = None
+        self._configs: Any = None
+        """What peft noted on the model when it was looked at."""
+        self._followed = self._noted()
+        """The same when the layers of the engine's own adapters were found."""
+        self._entered: dict[Names, bytes] = {}
+        """The content of what lies in slots."""
         self.layers: list[nn.Module] = []
         """The layers whose forward is ours while a step runs; none if no adapter is known."""
         self._last: tuple[tuple[TokenSequence, ...], tuple[int, ...], torch.Tensor | None] | None = None
@@ -97,20 +110,31 @@ class EngineAdapters:
     @property
     def in_model(self) -> LoraLayers:
         """Those of the peft model, as its modules were when it was looked at."""
-        if self._in_model is None:
-            self._in_model = LoraLayers(modules_of(self.model))
-        return self._in_model
+        found = self._in_model  # any thread may ask for another look
+        if found is None:
+            self._configs = self._noted()
+            found = self._in_model = LoraLayers(modules_of(self.model))
+        return found
+
+    def _noted(self) -> Any:
+        """What peft notes on a model: which adapters there are."""
+        configs = self.model.__dict__.get("peft_config")
+        return configs, None if configs is None else tuple(configs)
 
     @property
     def why_not(self) -> str | None:
         """Why requests cannot choose among the peft model's adapters."""
-        in_model = self.in_model
-        return in_model.why_not_now() if in_model.apart else in_model.why_not
+        return self.in_model.why_not
 
     def refresh(self) -> None:
         """No request runs, and anything may have happened to the peft model: look at it again."""
         self._in_model = None
         self._known.clear()
+        if self._followed != self._noted():
+            self._followed = self._noted()
+            for name, own in self._own.items():
+                own.follow(self.model)
+                self._release(name)
         self._note_layers()
 
     def _note_layers(self) -> None:
@@ -156,11 +180,11 @@ class EngineAdapters:
 
     def load(self, name: str, source: Any, config: Any) -> HostAdapter:
         """Read an adapter from a folder, a state dict or another peft model."""
-        if not isinstance(name, str) or not name or name == BASE:
+        if not isinstance(name, str) or name in ("", BASE, ACTIVE):
             raise ValueError(f"an adapter has a name of its own, got {name!r}")
         self._require_new(name)
-        adapter = load_adapter(self.model, source, config, name)
-        return HostAdapter(adapter, pinned=self.device.type == "cuda")
+        layers = load_adapter(self.model, source, config, name)
+        return HostAdapter(self.model, layers, pinned=self.device.type == "cuda")
 
     def add(self, name: str, loaded: HostAdapter) -> None:
         """Let requests name it."""
@@ -170,13 +194,13 @@ class EngineAdapters:
         self._expect([loaded.host])
 
     def _require_new(self, name: str) -> None:
-        if name in self._own or name in self.in_model.names:
+        if self._has(name):
             raise ValueError(f"there is an adapter {name!r} already; remove it first, or take another name")
 
     def leave(self, name: str) -> None:
         """Let no further request name an adapter of the engine's own."""
         if name not in self._own:
-            if name in self.in_model.names:
+            if self.in_model.has(name):
                 raise ValueError(f"{name!r} is the peft model's; delete it there, with model.delete_adapter")
             raise ValueError(self._unknown(name))
         self.leaving.add(name)
@@ -186,6 +210,10 @@ class EngineAdapters:
         del self._own[name]
         self.leaving.discard(name)
         self._note_layers()
+        self._release(name)
+
+    def _release(self, name: str) -> None:
+        """Give back the slots in which an adapter is."""
         for names in [each for each in self.slots if name in each]:
             self._loading.pop(names, None)
             slot = self.slots.release(names)
@@ -194,29 +222,43 @@ class EngineAdapters:
 
     def resolve(self, wanted: Any) -> Names:
         """The adapters of a request, from what its caller wrote; raises ValueError for what is not there."""
+        in_model = self._in_model
+        if in_model is not None and (self._noted() != self._configs or in_model.merged_since()):
+            self._in_model = None  # nothing has run since
         in_model = self.in_model
-        if wanted is ACTIVE or (isinstance(wanted, str) and wanted == ACTIVE):
-            return in_model.active if in_model.apart and self.why_not is None else ()
+        if isinstance(wanted, str) and wanted == ACTIVE:
+            return in_model.active if in_model.apart else ()
         if wanted is None or wanted == BASE:
             wanted = []
-        names = [wanted] if isinstance(wanted, str) else list(wanted)
+        names = [wanted] if isinstance(wanted, str) else wanted
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"adapter={wanted!r}: expected the name of an adapter, a list of names or None")
         why_not = self.why_not
         if why_not is not None:
             raise ValueError(
                 f"adapter={wanted!r}: the engine cannot choose among this model's adapters, since "
                 f"{why_not}; leave adapter out for what is active, or use generate()"
             )
-        known = {*self._own, *in_model.names}
-        if not known.issuperset(names):
-            self._in_model = None  # it may have come a moment ago
-            self._note_layers()
-            known = {*self._own, *self.in_model.names}
         for name in names:
-            if name not in known:
+            if not self._has(name):
                 raise ValueError(self._unknown(name))
             if name in self.leaving:
                 raise ValueError(f"the adapter {name!r} is being removed")
         return tuple(dict.fromkeys(names))
+
+    def _has(self, name: str) -> bool:
+        return name in self._own or self.in_model.has(name)
+
+    def why_lost(self, names: Names, why_not: str | None) -> str | None:
+        """Why a request that waits cannot run any more with what it was given. why_not: as it was then."""
+        now = self.why_not
+        if (now is None) != (why_not is None):
+            reason = f": {now}" if now is not None else ""
+            return f"the model's adapters were changed while a request waited{reason}; submit it again"
+        gone = [name for name in names if not self._has(name)]
+        if gone:
+            return f"the adapter {gone[0]!r} was deleted while a request waited for it"
+        return None
 
     def _unknown(self, name: object) -> str:
         known = sorted({*self._own, *self.in_model.names})
@@ -239,7 +281,9 @@ class EngineAdapters:
         if again or name not in self._known:
             adapter = self.in_model.read(name)
             number = identity_of(self.model).of_adapter(name).prefix_key(AdapterSnapshot(adapter))
-            self._known[name] = _Known(number, tags_of(adapter))
+            ids = frozenset(map(id, adapter.tensors))
+            self._known[name] = _Known(number, StateKey(tags_of(adapter), adapter.tensors), ids)
+            self._stepped.discard(name)
         return name, self._known[name].number
 
     def changed(self, names: Iterable[str]) -> set[str]:
@@ -251,16 +295,23 @@ class EngineAdapters:
             if known is None or name in self._own:
                 continue
             in_model = self.in_model if in_model is None else in_model
-            if name not in in_model.names or tags_of(in_model.read(name)) != known.tags:
+            stepped = name in self._stepped or not in_model.has(name)
+            if stepped or not known.tags.fits(tags_of(in_model.read(name))):
                 found.add(name)
         return found
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has taken a step, on this model or another."""
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._stepped |= {name for name, known in list(self._known.items()) if ids & known.ids}
 
     def renew(self, scheduler: Scheduler) -> None:
         """Look at the adapters of groups that wait: those of another content than their group's key begin
         anew, and so does what lies in their slots. An adapter that a running group has is as that knows it.
         """
         self.fresh = False
-        running = {name for group in scheduler.running for name in group.request.adapter}
+        sets = {group.request.adapter for group in scheduler.running}
+        running = {name for names in sets for name in names}
         waiting = [group for group in (*scheduler.preempted, *scheduler.waiting) if group.request.adapter]
         new = {group.request.adapter for group in waiting if not group.request.adapter_key}
         touched = self.changed({name for group in waiting for name in group.request.adapter} - running)
@@ -269,9 +320,13 @@ class EngineAdapters:
             names = group.request.adapter
             if names not in keys:
                 again = names in new or bool(touched.intersection(names))
-                keys[names] = self._key(names, running, again)
-                if again and names in self.slots and not running.intersection(names):
-                    self._enter(names, self.slots.slot(names))
+                try:
+                    keys[names] = self._key(names, running, again)
+                    if names in self.slots and names not in sets and self._entered.get(names) != keys[names]:
+                        self._enter(names, self.slots.slot(names))
+                except Exception as error:
+                    self.failed[names] = error
+                    keys[names] = b""
             if keys[names] != group.request.adapter_key:
                 scheduler.rekey(group, keys[names])
 
@@ -289,11 +344,13 @@ class EngineAdapters:
                 event = torch.cuda.Event()
                 event.record(self._side)
             self._loading[names] = adapter, slot, event
+            self._entered[names] = self._key(names, (), again=False)
         except Exception as error:
             self.failed[names] = error
 
     def _enter(self, names: Names, slot: int) -> None:
         self.table.put(slot, self._on_device(names))
+        self._entered[names] = self._key(names, (), again=False)
 
     def _on_device(self, names: Names) -> Adapter:
         in_model = self.in_model
@@ -331,7 +388,9 @@ class EngineAdapters:
         """The adapters that could not be loaded; a later request tries them again."""
         failed, self.failed = self.failed, {}
         for names in failed:
-            self.slots.release(names)
+            slot = self.slots.release(names)
+            if slot is not None:
+                self.table.clear(slot)
         return failed
 
     # ---- a step
@@ -375,15 +434,11 @@ class EngineAdapters:
         return AdapterBatch(self.table, batch.spread_adapters(), last)
 
 
-def tags_of(adapter: Adapter) -> list[Any]:
+def tags_of(adapter: Adapter) -> tuple[Any, ...]:
     """Which tensors an adapter has, where they lie, how often torch wrote to them, and its scales."""
-    return [
+    tags = [
         (id(tensor), tensor.data_ptr(), tensor._version, part.scale)
         for part in adapter.layers.values()
         for tensor in (part.a, part.b)
     ]
-
-
-def adapters_in(sequences: Collection[TokenSequence]) -> Iterator[str]:
-    """The adapters that any of these have."""
-    yield from dict.fromkeys(name for sequence in sequences for name in sequence.group.request.adapter)
+    return tuple(tags)

@@ -226,6 +226,7 @@ class Engine:
             self._require_vectors(params.media)
         job = Job(params, None, self.tokenizer)
         job.adapter = self._adapters.resolve(adapter)
+        job.why_not = self._adapters.why_not
         extra = extra_key(None if salt is None else check_salt(salt))
         request = Request(
             next(self._numbers),
@@ -639,7 +640,10 @@ class Engine:
             self._require_eval()
         with self.pools.memory.lock:  # no other forward is in progress then
             self._look()
-            return self._changing(self._loop.step)
+            ended = self._changing(self._loop.step)
+        if self._adapters.leaving:
+            self._remove_idle_adapters()
+        return ended
 
     def _changing(self, act: Callable[[], T]) -> T:
         """The answer of `act`, which changes the books. Whatever breaks it off, they are whole before
@@ -741,13 +745,14 @@ class Engine:
         """
         running = len(self.scheduler.running)
         due = self.checks.due or not running
+        admits = self.scheduler.may_admit
         if not running:
             self._adapters.refresh()
             if self._model_check.changed():
                 self.pools.forget()
                 self._loop.forget()
                 self.runner.look()
-        elif self.checks.due or self.scheduler.may_admit:
+        elif self.checks.due or admits:
             look = partial(self._model_check.require_untouched, running)
             if self.checks.unseen:
                 self._changing(look)
@@ -757,7 +762,8 @@ class Engine:
                 self._aside += self._changing(self._loop.end_changed_adapters)
         else:
             self.checks.skip(self._model_check.memory)
-        if self._adapters.layers and (due or self._adapters.fresh):
+        if not running or (self._adapters.layers and (due or admits or self._adapters.fresh)):
+            self._aside += self._changing(self._loop.end_lost)
             self._changing(partial(self._adapters.renew, self.scheduler))
 
     @in_turn

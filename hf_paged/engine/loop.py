@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from ..scheduling import ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan
-from .adapters import EngineAdapters, adapters_in
+from .adapters import EngineAdapters
 from .check_policy import WeightsChanged
 from .forward_batch import ForwardBatch, LastTokens, RowInputs
 from .in_flight import InFlightStep, SamplingState
@@ -80,7 +80,7 @@ class StepLoop:
         self.pools.prepare(plan)
         ended = self._end_unloadable() if self.adapters.failed else []
         if not plan.batch.sequences:
-            return ended + self._idle()
+            return ended + (self.finish_in_flight() if ended else self._idle())
         previous = self.in_flight
         step = self.in_flight = self._launch(plan)
         step.sample()
@@ -164,11 +164,14 @@ class StepLoop:
         trouble: dict[Job, Exception] = {}
         jobs: list[Job] = []
         if tokens is not None:
+            changed: set[str] = set()
             if tokens.wait():
+                changed = self._changed_adapters() if self.runner.eager.checks.unseen else changed
                 self.check_model()
                 self.runner.eager.checks.mark_dirty()
             trouble = tokens.apply(self.scheduler)
             jobs = tokens.jobs
+            trouble |= {job: _mixed(job, changed) for job in jobs if changed.intersection(job.adapter)}
         if isinstance(tokens, InFlightStep):
             self.preemption.measure(tokens.plan, tokens.begin)
         for group, error in (failed or {}).items():
@@ -184,22 +187,33 @@ class StepLoop:
         jobs = [job for job in self.jobs.values() if job.adapter in failed]
         return [self.end(job, "error", failed[job.adapter]) for job in jobs]
 
+    def end_lost(self) -> list[Output]:
+        """End requests that wait for adapters which are gone, or are the model's in another way by now."""
+        ended = []
+        for group in [*self.scheduler.preempted, *self.scheduler.waiting]:
+            job = self.jobs[group]
+            why_lost = self.adapters.why_lost(job.adapter, job.why_not)
+            if why_lost is not None:
+                ended.append(self.end(job, "error", RuntimeError(why_lost)))
+        return ended
+
+    def _changed_adapters(self) -> set[str]:
+        """The adapters of running and preempted requests that were written to meanwhile."""
+        if not self.adapters.layers:
+            return set()
+        groups = [*self.scheduler.running, *self.scheduler.preempted]
+        return self.adapters.changed({name for group in groups for name in group.request.adapter})
+
     def end_changed_adapters(self) -> list[Output]:
-        """End running requests whose adapters were written to meanwhile: their latest tokens may mix old and
-        new weights. Other requests go on.
+        """End requests whose adapters were written to after they had begun: their latest tokens may mix old
+        and new weights. Other requests go on.
         """
-        sequences = [sequence for group in self.scheduler.running for sequence in group.sequences]
-        changed = self.adapters.changed(adapters_in(sequences))
+        changed = self._changed_adapters()
         ended = []
         for job in list(self.jobs.values()) if changed else ():
-            names = changed.intersection(job.adapter)
-            if names and job.group is not None and job.group.status is Status.RUNNING:
-                error = WeightsChanged(
-                    f"the weights of adapter {min(names)!r} have changed while its requests were running; "
-                    "their latest tokens may mix old and new weights, so they were ended. Call "
-                    "engine.pause() before a change and engine.resume() after it"
-                )
-                ended.append(self.end(job, "error", error))
+            begun = job.group is not None and job.group.status in (Status.RUNNING, Status.PREEMPTED)
+            if begun and changed.intersection(job.adapter):
+                ended.append(self.end(job, "error", _mixed(job, changed)))
         return ended
 
     def check_model(self) -> None:
@@ -324,3 +338,12 @@ class StepLoop:
             for table in sequence.tables:
                 for block in table.blocks:
                     table.pool.uncache(block)
+
+
+def _mixed(job: Job, changed: set[str]) -> WeightsChanged:
+    """What a request ends with whose adapters have changed."""
+    return WeightsChanged(
+        f"the weights of adapter {min(changed.intersection(job.adapter))!r} have changed while its requests "
+        "were running; their latest tokens may mix old and new weights, so they were ended. Call "
+        "engine.pause() before a change and engine.resume() after it"
+    )

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .lora import Adapter, LowRank
 
-KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.([^.]+))?\.weight")
 MORE_THAN_PRODUCTS = {
     "use_dora": "DoRA",
     "lora_bias": "biases",
@@ -42,25 +42,31 @@ class HostAdapter:
     when a request needs them. They never change.
     """
 
-    def __init__(self, adapter: Adapter, pinned: bool) -> None:
-        """pinned: whether the host's memory is locked, so that a copy delays nothing else."""
-        parts = {module: _padded(part) for module, part in adapter.layers.items()}
+    def __init__(self, model: nn.Module, layers: Mapping[str, LowRank], pinned: bool) -> None:
+        """layers: by their names in the model. pinned: whether the host's memory is locked, so that a copy
+        delays nothing else.
+        """
+        self.rank = max(part.a.shape[0] for part in layers.values())
+        parts = {path: _padded(part) for path, part in layers.items()}
         sizes = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for part in parts.values() for each in part[:2]]
         self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        self._parts = parts
-        self.rank = adapter.rank
-        self.host = self._laid_over(self._memory)
-        for module, part in parts.items():
+        self._parts = {
+            path: LowRank(part.a.to("meta"), part.b.to("meta"), part.scale) for path, part in parts.items()
+        }
+        self.follow(model)
+        for module, part in zip(self._modules, parts.values(), strict=True):
             self.host.layers[module].a.copy_(part.a)
             self.host.layers[module].b.copy_(part.b)
-        self._parts = {
-            module: LowRank(part.a.to("meta"), part.b.to("meta"), part.scale)
-            for module, part in parts.items()
-        }
         digest = blake2b(self._memory.numpy().data, digest_size=32)
-        digest.update(repr([part.scale for part in parts.values()]).encode())
+        facts = [(path, part.scale, part.a.dtype, part.a.shape, part.b.shape) for path, part in parts.items()]
+        digest.update(repr(facts).encode())
         self.key = digest.digest()
-        """Its content."""
+        """Its content, and where it belongs."""
+
+    def follow(self, model: nn.Module) -> None:
+        """Find its layers in the model: peft puts others in their places and takes them away again."""
+        self._modules = [_layer(model, path) for path in self._parts]
+        self.host = self._laid_over(self._memory)
 
     @property
     def bytes(self) -> int:
@@ -75,7 +81,7 @@ class HostAdapter:
         """The adapter whose weights lie in `memory`."""
         begin = 0
         layers: dict[nn.Module, LowRank] = {}
-        for module, part in self._parts.items():
+        for module, part in zip(self._modules, self._parts.values(), strict=True):
             found = []
             for each in part[:2]:
                 found.append(memory[begin : begin + each.nbytes].view(each.dtype).view(each.shape))
@@ -96,16 +102,22 @@ def _padded(part: LowRank) -> LowRank:
     )
 
 
-def load_adapter(model: nn.Module, source: Any, config: Any, name: str) -> Adapter:
+def load_adapter(model: nn.Module, source: Any, config: Any, name: str) -> dict[str, LowRank]:
     """An adapter from a folder as peft saves it, from a state dict with its LoraConfig, or from another peft
-    model that has an adapter of that name.
+    model that has an adapter of that name: what it adds to layers, by their names.
     """
     state, config = _read(source, config, name)
     _check(config)
     halves: dict[str, dict[str, torch.Tensor]] = {}
     others = []
+    matches = {key: KEY.fullmatch(key) for key in state}
+    names = {match[3] for match in matches.values() if match is not None}
+    if len(names) > 1 and name not in names:
+        raise ValueError(f"the state dict has the adapters {sorted(map(str, names))}, and none is {name!r}")
     for key, tensor in state.items():
-        match = KEY.fullmatch(key)
+        match = matches[key]
+        if match is not None and len(names) > 1 and match[3] != name:
+            continue
         if match is None and _is_of_model(model, key, tensor):
             continue  # peft saves embeddings and heads along with their adapters
         if match is None:
@@ -127,8 +139,16 @@ def load_adapter(model: nn.Module, source: Any, config: Any, name: str) -> Adapt
             )
         part = LowRank(found["A"], found["B"], _scale(config, path, found["A"].shape[0]))
         _check_shapes(path, module, part)
-        layers[module] = part
-    return Adapter(layers)
+        layers[path] = _as_precise(module, part)
+    return layers
+
+
+def _as_precise(module: nn.Module, part: LowRank) -> LowRank:
+    """Weights of no fewer digits than the layer's own, as peft loads them."""
+    base: Any = getattr(module, "base_layer", module)
+    own = base.weight.dtype
+    wide = torch.promote_types(part.a.dtype, own) if own.is_floating_point else part.a.dtype
+    return LowRank(part.a.to(wide), part.b.to(wide), part.scale)
 
 
 def _is_of_model(model: nn.Module, key: str, tensor: torch.Tensor) -> bool:

@@ -57,6 +57,7 @@ class LoraLayers:
         tuner_classes = _tuner_classes()
         tuners = [module for module in modules if isinstance(module, tuner_classes)] if tuner_classes else []
         self.layers: list[Any] = [module for module in tuners if isinstance(module, layer_class)]
+        self._merged = bool(self.layers) and bool(self.layers[0].merged_adapters)
         self.why_not = _why_not(tuners, self.layers) if tuners else None
 
     def __bool__(self) -> bool:
@@ -72,12 +73,20 @@ class LoraLayers:
         """The names of all adapters."""
         return list(dict.fromkeys(name for layer in self.layers for name in layer.lora_A))
 
+    def has(self, name: str) -> bool:
+        """Whether there is an adapter of this name."""
+        return any(name in layer.lora_A for layer in self.layers)
+
     @property
     def active(self) -> tuple[str, ...]:
         """The names of the adapters that the model computes with now."""
         if not self.layers or self.layers[0].disable_adapters:
             return ()
         return tuple(self.layers[0].active_adapters)
+
+    def merged_since(self) -> bool:
+        """Whether adapters were merged or unmerged since this was made; the first layer stands for all."""
+        return bool(self.layers) and bool(self.layers[0].merged_adapters) != self._merged
 
     def why_not_now(self) -> str | None:
         """`why_not` of layers that were apart, as they are now."""

@@ -1,0 +1,316 @@
+"""Adapters that change while requests wait or run: right tokens, or an error by name (C24)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from adapters import adapted, lora
+from families import BY_NAME, build
+from test_engine_adapters import NEW, alone, ask, first, prompt, tokens
+
+from hf_paged import Engine
+from hf_paged.engine.check_policy import WeightsChanged
+from hf_paged.model.adapters.loading import HostAdapter
+
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+
+
+@pytest.fixture
+def model() -> Any:
+    return adapted(lora(), lora(r=3, use_rslora=True), lora(r=24, target_modules=["q_proj", "down_proj"]))
+
+
+def plain() -> Any:
+    torch.manual_seed(0)
+    return build(BY_NAME["llama"]).eval()
+
+
+def each_layer(model: Any, name: str, act: Callable[[Any], object]) -> None:
+    for module in model.modules():
+        if hasattr(module, "lora_B") and name in module.lora_B:
+            act(module)
+
+
+def error_of(handle: Any) -> str:
+    error = handle.result().error
+    assert error is not None
+    return str(error)
+
+
+# ---- between submit and the first step
+
+
+def test_what_is_active_is_read_anew(model: Any) -> None:
+    """Merged and unmerged, wrapped and unwrapped between steps: the next request has what is there."""
+    one = alone(model, prompt(1), "one")
+    with Engine(model, block_size=4) as engine:
+        model.merge_adapter()
+        assert ask(engine, prompt(1)) == one
+        with pytest.raises(ValueError, match="merged into the model"):
+            engine.submit(prompt(1), adapter="two")
+        model.unmerge_adapter()
+        assert ask(engine, prompt(1), adapter="two") == alone(model, prompt(1), "two")
+        assert ask(engine, prompt(1)) == alone(model, prompt(1), "one")
+    base = plain()
+    with Engine(base, block_size=4) as engine:
+        before = ask(engine, prompt(1))
+        wrapped = peft.get_peft_model(base, lora(), adapter_name="one").eval()
+        assert ask(engine, prompt(1)) == alone(wrapped, prompt(1), "one") != before
+        wrapped.unload()
+        assert ask(engine, prompt(1)) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda model: model.merge_adapter(["one"]), "'one' is merged"),
+        (lambda model: model.add_adapter("d", lora(use_dora=True)), "'d' is more than"),
+    ],
+    ids=["merge", "dora"],
+)
+def test_a_request_that_waits_is_not_computed_with_others(model: Any, change: Any, why: str) -> None:
+    """What cannot be chosen any more ends the requests that chose it, the base's too; later ones are right."""
+    one = alone(model, prompt(1), "one")
+    with Engine(model, block_size=4) as engine:
+        handles = [engine.submit(prompt(1), **GREEDY, adapter=each) for each in ("two", None, "active")]
+        change(model)
+        for handle in handles:
+            assert why in error_of(handle)
+            assert "submit it again" in error_of(handle)
+        assert ask(engine, prompt(1)) == one
+
+
+def test_a_deleted_adapter_ends_its_requests(model: Any) -> None:
+    """None of its requests goes on as the base, whether it waited or ran; others go on."""
+    with Engine(model, block_size=4, max_batch_sequences=2) as engine:
+        handles = [engine.submit(prompt(i), **GREEDY, adapter=each) for i, each in enumerate(("two", "one"))]
+        waits = engine.submit(prompt(3), max_new_tokens=1, do_sample=False, adapter="two")
+        engine.step()
+        engine.step()
+        model.delete_adapter("two")
+        assert "'two' have changed" in error_of(handles[0])
+        assert "'two' was deleted while a request waited" in error_of(waits)
+        assert tokens(handles[1]) == alone(model, prompt(1), "one")
+        assert ask(engine, prompt(3), adapter=None) == alone(model, prompt(3), None)
+
+
+# ---- while requests wait in the middle
+
+
+@pytest.mark.parametrize("change", ["scale", "replace", "in place"])
+def test_a_pause_lets_adapters_change(model: Any, change: str) -> None:
+    """What lies in a slot is brought up to date: a scale, other tensors, a sum of several adapters."""
+
+    def act(layer: Any) -> None:
+        linear = layer.lora_B["two"]
+        if change == "scale":
+            layer.scaling["two"] *= -3
+        elif change == "replace":
+            layer.lora_B["two"] = torch.nn.Linear(linear.in_features, linear.out_features, bias=False)
+        else:
+            linear.weight.data.mul_(-3)
+
+    wanted: list[Any] = ["two", ["one", "two"]]
+    with Engine(model, block_size=4) as engine:
+        handles = [engine.submit(prompt(3, 13), **GREEDY, adapter=each) for each in wanted]
+        for _ in range(3):
+            engine.step()
+        engine.pause()
+        known = [list(group.leader.tokens) for group in engine.scheduler.preempted]
+        each_layer(model, "two", act)
+        engine.resume()
+        for handle, each, ids in zip(handles, wanted, known, strict=True):
+            rest = alone(model, ids, each, max_new_tokens=13 + NEW - len(ids))
+            assert [*prompt(3, 13), *tokens(handle)] == ids + rest
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_a_preempted_request_mixes_no_weights(model: Any, mode: Any) -> None:
+    with Engine(model, block_size=4, preemption=mode) as engine:
+        handle = engine.submit(prompt(1), **GREEDY, adapter="two")
+        other = engine.submit(prompt(2), **GREEDY, adapter="one")
+        for _ in range(3):
+            engine.step()
+        running = engine.scheduler.running
+        engine.scheduler.preempt(next(group for group in running if group.request.adapter == ("two",)))
+        with torch.no_grad():
+            each_layer(model, "two", lambda layer: layer.lora_B["two"].weight.mul_(-3))
+        assert "'two' have changed" in error_of(handle)
+        assert tokens(other) == alone(model, prompt(2), "one")
+
+
+def test_fused_optimizers_are_noticed(model: Any) -> None:
+    """Torch counts none of their writes."""
+    with Engine(model, block_size=4) as engine:
+        handles = [engine.submit(prompt(1), **GREEDY, adapter=each) for each in ("one", "two")]
+        engine.step()
+        engine.step()
+        weights = [weight for name, weight in model.named_parameters() if ".two." in name]
+        for weight in weights:
+            weight.requires_grad_(True)
+            weight.grad = torch.ones_like(weight)
+        torch.optim.AdamW(weights, lr=0.3, fused=True).step()
+        assert "'two' have changed" in error_of(handles[1])
+        assert tokens(handles[0]) == alone(model, prompt(1), "one")
+        assert ask(engine, prompt(1), adapter="two") == alone(model, prompt(1), "two")
+
+
+def test_a_request_that_ends_unseen_is_looked_at(model: Any) -> None:
+    """Another thread writes between two checks, and the request ends before the next one."""
+    with Engine(model, block_size=4) as engine:
+        engine.checks.clock = lambda: 0.0
+        handle = engine.submit(prompt(1), **GREEDY, adapter="two")
+        steps = 0
+
+        def write(*_: object) -> None:
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                with torch.no_grad():
+                    each_layer(model, "two", lambda layer: layer.lora_B["two"].weight.mul_(-3))
+
+        hook = model.get_base_model().model.norm.register_forward_hook(write)
+        engine.checks.mark_forward = lambda: None  # as if it were the thread's doing
+        error = handle.result().error
+        hook.remove()
+        assert isinstance(error, WeightsChanged)
+
+
+# ---- failed loads
+
+
+def test_a_failed_load_ends_its_request_only(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slot, and another adapter's request behind it."""
+    kept = HostAdapter.copy_to
+    fails = True
+
+    def once_out_of_memory(adapter: HostAdapter, device: torch.device) -> Any:
+        nonlocal fails
+        if fails:
+            fails = False
+            raise torch.OutOfMemoryError("on purpose")
+        return kept(adapter, device)
+
+    monkeypatch.setattr(HostAdapter, "copy_to", once_out_of_memory)
+    with Engine(plain(), block_size=4, max_adapters=1) as engine:
+        for name in ("one", "two"):
+            engine.add_adapter(name, model)
+        handles = [engine.submit(prompt(1), **GREEDY, adapter=each) for each in ("one", "two")]
+        assert error_of(handles[0]) == "on purpose"
+        assert tokens(handles[1]) == alone(model, prompt(1), "two")
+        assert ask(engine, prompt(1), adapter="one") == alone(model, prompt(1), "one")
+        engine.check()
+
+
+def test_a_sum_that_cannot_be_made_anew(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter in a slot has changed, and there is no memory to follow it."""
+    with Engine(model, block_size=4) as engine:
+        ask(engine, prompt(1), adapter=["one", "two"])
+        each_layer(model, "two", lambda layer: layer.lora_B["two"].weight.data.mul_(-3))
+
+        def out_of_memory(adapters: Any) -> Any:
+            raise torch.OutOfMemoryError("on purpose")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("hf_paged.engine.adapters.combine", out_of_memory)
+            fails = engine.submit(prompt(1), **GREEDY, adapter=["one", "two"])
+            base = engine.submit(prompt(1), **GREEDY, adapter=None)
+            assert error_of(fails) == "on purpose"
+            assert tokens(base) == alone(model, prompt(1), None)
+        assert ask(engine, prompt(1), adapter=["one", "two"]) == alone(model, prompt(1), ["one", "two"])
+
+
+# ---- adapters of the engine's own
+
+
+def test_equal_weights_in_other_layers_are_another_adapter() -> None:
+    """No block of the one is found by the other."""
+    a, b = torch.randn(8, 32), torch.randn(32, 8)
+    path = "base_model.model.model.layers.0.self_attn"
+    with Engine(plain(), block_size=4) as engine:
+        for name in ("q_proj", "o_proj"):
+            state = {f"{path}.{name}.lora_A.weight": a, f"{path}.{name}.lora_B.weight": b}
+            engine.add_adapter(name, state, lora(target_modules=[name]))
+            output = engine.generate([prompt(2, 21)], **GREEDY, adapter=name)[0]
+            assert output.cached_tokens == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_half_precision_are_computed_as_peft_does(model: Any, dtype: torch.dtype) -> None:
+    """On a float32 model peft widens them when it loads them."""
+    state = {
+        key: value.to(dtype)
+        for key, value in peft.get_peft_model_state_dict(model, adapter_name="one").items()
+    }
+    wrapped = peft.get_peft_model(plain(), model.peft_config["one"], adapter_name="one").eval()
+    peft.set_peft_model_state_dict(wrapped, state, adapter_name="one")
+    with Engine(plain(), block_size=4) as engine:
+        engine.add_adapter("x", state, model.peft_config["one"])
+        found = engine.generate(
+            [prompt(i) for i in range(12)], max_new_tokens=24, do_sample=False, adapter="x"
+        )
+    assert [first(output) for output in found] == [
+        alone(wrapped, prompt(i), "one", max_new_tokens=24) for i in range(12)
+    ]
+
+
+def test_a_state_dict_of_several_adapters(model: Any) -> None:
+    """The one of that name is taken; the last one is no answer."""
+    with Engine(plain(), block_size=4) as engine:
+        engine.add_adapter("one", model.state_dict(), model.peft_config["one"])
+        assert ask(engine, prompt(1), adapter="one") == alone(model, prompt(1), "one")
+        with pytest.raises(ValueError, match=r"has the adapters \['one', 'three', 'two'\], and none is 'x'"):
+            engine.add_adapter("x", model.state_dict(), model.peft_config["one"])
+
+
+def test_they_follow_the_model(model: Any) -> None:
+    """peft wraps its layers, unwraps them, or the user has replaced a layer's forward."""
+    expected = alone(model, prompt(1), "two")
+    state = peft.get_peft_model_state_dict(model, adapter_name="two")
+    config = model.peft_config["two"]
+    with Engine(model, block_size=4) as engine:
+        engine.add_adapter("x", state, config)
+        assert ask(engine, prompt(1), adapter="x") == expected
+        model.unload()
+        assert ask(engine, prompt(1), adapter="x") == expected
+        wrapped = peft.get_peft_model(engine.model, lora(), adapter_name="w").eval()
+        assert ask(engine, prompt(1), adapter="x") == expected
+        assert ask(engine, prompt(1)) == alone(wrapped, prompt(1), "w")
+    base = plain()
+    layer = base.model.layers[0].self_attn.q_proj
+    own = layer.forward
+    layer.forward = lambda x: own(x)
+    replaced = layer.forward
+    with Engine(base, block_size=4) as engine:
+        engine.add_adapter("x", state, config)
+        assert ask(engine, prompt(1), adapter="x") == expected
+    assert layer.forward is replaced
+
+
+def test_one_that_leaves_goes_with_its_last_request(model: Any) -> None:
+    """Whoever drives, and without a further step."""
+    with Engine(plain(), block_size=4) as engine:
+        engine.add_adapter("one", model)
+        engine.start()
+        handle = engine.submit(prompt(1), max_new_tokens=60, do_sample=False, adapter="one")
+        engine.remove_adapter("one", when="idle")
+        handle.result()
+        end = time.monotonic() + 10
+        while engine.adapters() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert engine.adapters() == {}
+
+
+def test_what_is_no_name_is_refused(model: Any) -> None:
+    with Engine(model, block_size=4) as engine:
+        for wrong in (5, True, b"one", ["one", None], {"one": 1}):
+            with pytest.raises(TypeError, match="expected the name of an adapter, a list of names or None"):
+                engine.submit(prompt(1), adapter=wrong)  # type: ignore[arg-type]
+        for name in ("active", "__base__", "", 5):
+            with pytest.raises(ValueError, match="a name of its own"):
+                engine.add_adapter(name, model)  # type: ignore[arg-type]
