@@ -12,8 +12,10 @@ from itertools import accumulate
 
 from hf_paged.blocks import BlockPool
 from hf_paged.scheduling import (
+    AdapterSlots,
     KVCacheGroup,
     Limits,
+    Names,
     Request,
     Scheduler,
     SequenceGroup,
@@ -92,6 +94,10 @@ class Simulated:
     swap: Callable[[Victim], bool] = lambda victim: True
     fails: Callable[[SequenceGroup], bool] = lambda group: False
     salt: int = 0
+    slots: int | None = None
+    """Slots of adapters; without them no request has one."""
+    delay: Callable[[], int] = lambda: 0
+    """How many times it is asked for an adapter before that is there."""
     checks: bool = True
     """Whether every step is followed by an audit of the books."""
     groups: list[SequenceGroup] = field(default_factory=list)
@@ -112,7 +118,15 @@ class Simulated:
         ]
         if self.encoders is not None:
             kv_groups.append(KVCacheGroup(self.encoders, host=self.hosts[-1], cross=True))
-        options = {"admission": self.admission, "prefix_caching": self.prefix_caching, "verify": self.verify}
+        self.held: dict[int, Names] = {}
+        self.loading: dict[Names, int] = {}
+        adapters = None if self.slots is None else AdapterSlots(self.slots, self.load, self.is_there)
+        options = {
+            "admission": self.admission,
+            "prefix_caching": self.prefix_caching,
+            "verify": self.verify,
+            "adapters": adapters,
+        }
         self.scheduler = Scheduler(
             kv_groups, self.limits, self.policy, swap=lambda victim: self.swap(victim), **options
         )
@@ -179,11 +193,22 @@ class Simulated:
         plans = []
         while self.scheduler.unfinished:
             plans.append(self.step())
-            assert plans[-1].rows, "nobody can run and somebody is unfinished"
+            loads = any(left >= 0 for left in self.loading.values())
+            assert plans[-1].rows or loads, "nobody can run and somebody is unfinished"
             assert len(plans) < most
         return plans
 
     # ---- the model
+
+    def load(self, names: Names, slot: int) -> None:
+        """What was in the slot is no running group's."""
+        assert self.held.get(slot) not in {group.request.adapter for group in self.scheduler.running}
+        self.held[slot] = names
+        self.loading[names] = self.delay()
+
+    def is_there(self, names: Names) -> bool:
+        self.loading[names] -= 1
+        return self.loading[names] < 0
 
     def carry(self, swaps: Swaps) -> None:
         """All that goes to the host, then all that comes back; every block goes to one place once."""
@@ -216,6 +241,11 @@ class Simulated:
         """Write what the row computes in every pool, after reading all that it looks at: the answer is its
         last value.
         """
+        names = sequence.group.request.adapter
+        if names:
+            assert self.scheduler.adapters is not None
+            assert self.held[self.scheduler.adapters.slot(names)] == names
+            assert self.loading[names] < 0
         self.computed += count
         right = values_of(sequence.tokens[: start + count], self.salt_of(sequence.group.request))
         if self.encoders is not None:
@@ -232,7 +262,8 @@ class Simulated:
 
     def salt_of(self, request: Request) -> int:
         """Tokens that attend across to other content are other values."""
-        return self.salt + int.from_bytes(request.source_key, "big")
+        key = request.source_key + request.adapter_key
+        return self.salt + int.from_bytes(key, "big")
 
     def attend_across(self, sequence: TokenSequence) -> None:
         """What it attends to is written in its first forward, behind a hit too, and is there in later ones."""
