@@ -13,6 +13,9 @@ from adapters import adapted, lora
 from families import BY_NAME, build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pictures import with_pictures
+from tiny import build as tiny
+from tiny import config_class
 
 from hf_paged import Engine
 from hf_paged.engine.check_policy import WeightsChanged
@@ -52,8 +55,9 @@ def engine(model: Any) -> Iterator[Engine]:
     made.close()
 
 
-def ask(engine: Engine, ids: list[int], **options: Any) -> list[int]:
-    return first(engine.generate([ids], max_new_tokens=NEW, do_sample=False, **options)[0])
+def ask(engine: Engine, ids: list[int] | None = None, **options: Any) -> list[int]:
+    call = {"max_new_tokens": NEW, "do_sample": False, **options}
+    return first(engine.submit(ids, **call).result())
 
 
 def first(output: Any) -> list[int]:
@@ -342,6 +346,33 @@ def test_families(family: str) -> None:
             assert found[i] == out[0, 1:].tolist()
         else:
             assert found[i] == alone(model, prompt(i), each)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "mllama"])
+def test_pictures(family: str) -> None:
+    """Adapters of a tower change what it makes of a picture: each request's own, and the base's (C24)."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        tiny("image", config_class("image", family)), lora(target_modules="all-linear"), adapter_name="one"
+    )
+    model.add_adapter("two", lora(r=3, target_modules="all-linear"))
+    model.eval()
+    shown = with_pictures(model.get_base_model(), rows=1)
+    call = {**shown, "max_new_tokens": NEW, "do_sample": False}
+    length = shown["input_ids"].shape[1]
+    expected = {}
+    for name in ("one", "two"):
+        model.set_adapter(name)
+        expected[name] = model.generate(**call)[0, length:].tolist()
+    with model.disable_adapter():
+        expected[None] = model.generate(**call)[0, length:].tolist()
+    assert len(set(map(tuple, expected.values()))) == 3
+    with Engine(model, block_size=4) as engine:
+        assert ask(engine, **call) == expected["two"]
+        handles = [(each, engine.submit(**call, adapter=each)) for each in (None, "one", "two", "one")]
+        for each, handle in handles:
+            assert tokens(handle) == expected[each]
+        engine.check()
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -23,7 +23,7 @@ from ..model.adapters.warmup import compiling
 from ..model.identity import identity_of
 from ..model.snapshot import StateKey
 from ..model.switch import modules_of
-from ..scheduling import AdapterSlots, Names, Scheduler, TokenSequence
+from ..scheduling import AdapterSlots, Names, Scheduler, SequenceGroup, TokenSequence
 from .forward_batch import ForwardBatch
 from .model_check import when_stepped
 
@@ -305,9 +305,10 @@ class EngineAdapters:
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._stepped |= {name for name, known in list(self._known.items()) if ids & known.ids}
 
-    def renew(self, scheduler: Scheduler) -> None:
+    def renew(self, scheduler: Scheduler) -> list[SequenceGroup]:
         """Look at the adapters of groups that wait: those of another content than their group's key begin
         anew, and so does what lies in their slots. An adapter that a running group has is as that knows it.
+        The answer is the groups that begin anew.
         """
         self.fresh = False
         sets = {group.request.adapter for group in scheduler.running}
@@ -316,6 +317,7 @@ class EngineAdapters:
         new = {group.request.adapter for group in waiting if not group.request.adapter_key}
         touched = self.changed({name for group in waiting for name in group.request.adapter} - running)
         keys: dict[Names, bytes] = {}
+        rekeyed = []
         for group in waiting:
             names = group.request.adapter
             if names not in keys:
@@ -329,6 +331,8 @@ class EngineAdapters:
                     keys[names] = b""
             if keys[names] != group.request.adapter_key:
                 scheduler.rekey(group, keys[names])
+                rekeyed.append(group)
+        return rekeyed
 
     # ---- slots
 
@@ -418,6 +422,11 @@ class EngineAdapters:
             last = self._last = last[0], last[1], upload(slots, self.device, torch.int32)
         assert last[2] is not None
         return last[2]
+
+    def of_request(self, names: Names) -> AdapterBatch | None:
+        """The adapters of a running request, for a forward of its own."""
+        adapter = self.table.slots[self.slots.slot(names)] if names else None
+        return None if adapter is None else AdapterBatch.of_one(self.table, adapter)
 
     def applied(self, batch: AdapterBatch | None) -> AbstractContextManager[None]:
         """Let a forward add the adapters of a batch, or none, whatever is active on the peft model."""

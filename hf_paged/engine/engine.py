@@ -764,7 +764,7 @@ class Engine:
             self.checks.skip(self._model_check.memory)
         if not running or (self._adapters.layers and (due or admits or self._adapters.fresh)):
             self._aside += self._changing(self._loop.end_lost)
-            self._changing(partial(self._adapters.renew, self.scheduler))
+            self._changing(self._loop.renew_adapters)
 
     @in_turn
     def _let_go(self) -> None:

@@ -187,6 +187,13 @@ class StepLoop:
         jobs = [job for job in self.jobs.values() if job.adapter in failed]
         return [self.end(job, "error", failed[job.adapter]) for job in jobs]
 
+    def renew_adapters(self) -> None:
+        """Look at the adapters of groups that wait. What was made of their pictures by others is made again."""
+        for group in self.adapters.renew(self.scheduler):
+            params = self._given.get(group)
+            if params is not None and params.media is not None:
+                params.media.forget()
+
     def end_lost(self) -> list[Output]:
         """End requests that wait for adapters which are gone, or are the model's in another way by now."""
         ended = []
@@ -271,7 +278,7 @@ class StepLoop:
             if media.shift is None:
                 self.runner.merger.recall(media)  # another request may have encoded the same media by now
             if media.due(start, count, sequence.begun):
-                self.runner.show(media)
+                self.runner.show(media, sequence.group.request.adapter)
             if media.shift:
                 sequence.group.leave_decode_batch()
             if media.spent(start, count):

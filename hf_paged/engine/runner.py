@@ -21,7 +21,7 @@ from ..model.lazy import NotFlat
 from ..model.offloaded import input_device
 from ..model.routers import routers_of
 from ..model.slots import CROSS
-from ..scheduling import Request, ScheduledBatch, ScheduledRow, SequenceGroup, TokenSequence
+from ..scheduling import Names, Request, ScheduledBatch, ScheduledRow, SequenceGroup, TokenSequence
 from .decoding import Decoding
 from .eager import EagerModel, Form
 from .forward_batch import ForwardBatch, LastTokens, RowInputs
@@ -161,12 +161,14 @@ class Runner:
             decoding.learn(batch, logits)
         return Answer(logits)
 
-    def show(self, media: Media) -> None:
-        """Encode a prompt's pictures or recordings. The model's attention is its own here."""
+    def show(self, media: Media, names: Names = ()) -> None:
+        """Encode a prompt's pictures or recordings, with the adapters of its request. The model's attention
+        is its own here.
+        """
         self.eager.device = input_device(self.eager.model)
         self.eager.checks.mark_dirty()
         adapters = self.eager.adapters
-        with nullcontext() if adapters is None else adapters.applied(None):
+        with nullcontext() if adapters is None else adapters.applied(adapters.of_request(names)):
             self.merger.run(media)
         if media.shift and self.decoding is not None and not self.decoding.moves:
             self.decoding.moves = True
