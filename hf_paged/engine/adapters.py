@@ -24,6 +24,7 @@ from ..model.identity import identity_of
 from ..model.switch import modules_of
 from ..scheduling import AdapterSlots, Names, Scheduler, TokenSequence
 from .forward_batch import ForwardBatch
+from .model_check import note_steps
 
 ACTIVE: Literal["active"] = "active"
 """The adapters that are active on the model, as generate() has them."""
@@ -69,6 +70,8 @@ class EngineAdapters:
         """Those that go when their last request has ended."""
         self._own: dict[str, HostAdapter] = {}
         self._known: dict[str, _Known] = {}
+        self._stepped: set[str] = set()
+        """Those that an optimizer has written to since: fused ones write without torch's counting."""
         self._loading: dict[Names, tuple[Adapter, int, torch.cuda.Event]] = {}
         self.fresh = False
         """Whether requests have come whose adapters have not been looked at."""
@@ -86,6 +89,7 @@ class EngineAdapters:
         self._expect(
             [in_model.read(name) for name in in_model.names] if (in_model := self.in_model).apart else []
         )
+        note_steps(self)
 
     def _expect(self, adapters: Iterable[Adapter]) -> None:
         """Adapters that requests may come to name: make room in the tables, and compile the kernels."""
@@ -111,6 +115,7 @@ class EngineAdapters:
         """No request runs, and anything may have happened to the peft model: look at it again."""
         self._in_model = None
         self._known.clear()
+        self._stepped.clear()
         self._note_layers()
 
     def _note_layers(self) -> None:
@@ -240,6 +245,7 @@ class EngineAdapters:
             adapter = self.in_model.read(name)
             number = identity_of(self.model).of_adapter(name).prefix_key(AdapterSnapshot(adapter))
             self._known[name] = _Known(number, tags_of(adapter))
+            self._stepped.discard(name)
         return name, self._known[name].number
 
     def changed(self, names: Iterable[str]) -> set[str]:
@@ -251,9 +257,18 @@ class EngineAdapters:
             if known is None or name in self._own:
                 continue
             in_model = self.in_model if in_model is None else in_model
-            if name not in in_model.names or tags_of(in_model.read(name)) != known.tags:
+            there = name in in_model.names and name not in self._stepped
+            if not there or tags_of(in_model.read(name)) != known.tags:
                 found.add(name)
         return found
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has taken a step, on an adapter or on something else."""
+        groups = optimizer.param_groups
+        written = {id(each) for group in groups for each in group["params"] if each.grad is not None}
+        for name, known in list(self._known.items()):
+            if any(tag[0] in written for tag in known.tags):
+                self._stepped.add(name)
 
     def renew(self, scheduler: Scheduler) -> None:
         """Look at the adapters of groups that wait: those of another content than their group's key begin

@@ -6,7 +6,7 @@ import logging
 import weakref
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,8 +29,7 @@ class ModelCheck:
         self._unreadable = False
         self._stepped = False
         """Whether an optimizer has taken a step on the weights: fused ones write without torch's counting."""
-        hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
-        weakref.finalize(self, hook.remove).atexit = False
+        note_steps(self)
         self._snapshot = ModelSnapshot(model, watch=True)
         self._check()
 
@@ -117,7 +116,20 @@ class ModelCheck:
             self._unreadable = True
 
 
-def _note_step(whose: weakref.ref[ModelCheck], optimizer: torch.optim.Optimizer, *_: object) -> None:
-    check = whose()
-    if check is not None:
-        check.note_step(optimizer)
+class NotesSteps(Protocol):
+    """Something that is to know of every optimizer's steps."""
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has taken a step, on this model or another."""
+
+
+def note_steps(noter: NotesSteps) -> None:
+    """Let an object know of optimizers' steps as long as it lives."""
+    hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(noter)))
+    weakref.finalize(noter, hook.remove).atexit = False
+
+
+def _note_step(noter: weakref.ref[NotesSteps], optimizer: torch.optim.Optimizer, *_: object) -> None:
+    found = noter()
+    if found is not None:
+        found.note_step(optimizer)
