@@ -111,6 +111,10 @@ class EngineAdapters:
         in_model = self.in_model
         return in_model.why_not_now() if in_model.apart else in_model.why_not
 
+    def look_again(self) -> None:
+        """No request runs: modules with adapters may have come or gone."""
+        self._in_model = None
+
     def refresh(self) -> None:
         """No request runs, and anything may have happened to the peft model: look at it again."""
         self._in_model = None
@@ -201,7 +205,14 @@ class EngineAdapters:
         """The adapters of a request, from what its caller wrote; raises ValueError for what is not there."""
         in_model = self.in_model
         if wanted is ACTIVE or (isinstance(wanted, str) and wanted == ACTIVE):
-            return in_model.active if in_model.apart and self.why_not is None else ()
+            if in_model.apart and self.why_not is None:
+                return in_model.active
+            if in_model.reads_prompts is not None:
+                raise ValueError(
+                    f"the active adapter {in_model.reads_prompts!r} is an aLoRA, which begins at its "
+                    "invocation tokens; the engine does not look for them, use generate()"
+                )
+            return ()
         if wanted is None or wanted == BASE:
             wanted = []
         names = [wanted] if isinstance(wanted, str) else list(wanted)
