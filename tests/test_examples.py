@@ -29,6 +29,13 @@ def test_example(example: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     if example.stem in ("beams", "batch"):
         assert re.search(r"^seconds on (cpu|cuda).*: stock \d+\.\d+, paged \d+\.\d+$", out, re.M)
         assert "the same tokens\n" in out
+    if example.stem == "finetune_then_serve":
+        assert "generate() has the same tokens" in out
+        stories = re.findall(r"^(the model|loud|moonlit) *: (.*)$", out, re.M)
+        styles = [[mark in story for mark in ("!", "moon shone", "Nobody")] for _, story in stories]
+        assert styles[:3] == [[False, False, False], [True, False, False], [False, True, False]]
+        assert stories[3] == stories[1]  # served while the other one was trained
+        assert styles[4] == [False, False, True]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

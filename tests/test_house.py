@@ -45,7 +45,7 @@ BUDGETS = {
     "hf_paged/engine/sampling": 1350,
     "hf_paged/generate": 2050,
     "hf_paged/kv": 3900,
-    "hf_paged/model": 3460,
+    "hf_paged/model": 3500,
     "hf_paged/model/adapters": 1400,
     "hf_paged/model/capture": 2300,
     "hf_paged/scheduling": 2420,

@@ -122,3 +122,25 @@ def test_training_between_calls(model: Any, ids: torch.Tensor) -> None:
     optimizer.step()
     model.eval()
     assert not torch.equal(_same(model, ids), before)
+
+
+def test_layers_that_take_the_mean_of_all_tokens(ids: torch.Tensor) -> None:
+    """Lily's experts are mixed by the mean of a forward's tokens: no row stands for another, no prefix is
+    shared, also where the adapter comes after the first paged call.
+    """
+    base = build(BY_NAME["llama"])
+    _same(base, ids)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(base, peft.LilyConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if "lily" in name:
+                each.add_(torch.randn_like(each) * 0.3)
+    model.eval()
+    for mode in ({}, {"num_beams": 3}):
+        call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8, **mode}
+        for _ in range(2):
+            paged = model.generate(
+                **call, cache_implementation="paged", cache_config={"block_size": 4, "prefix_caching": True}
+            )
+            assert torch.equal(paged, model.generate(**call))

@@ -126,6 +126,10 @@ class EngineAdapters:
         """Why requests cannot choose among the peft model's adapters."""
         return self.in_model.why_not
 
+    def look_again(self) -> None:
+        """No request runs: modules with adapters may have come or gone."""
+        self._in_model = None
+
     def refresh(self) -> None:
         """No request runs, and anything may have happened to the peft model: look at it again."""
         self._in_model = None
@@ -135,6 +139,7 @@ class EngineAdapters:
             for name, own in self._own.items():
                 own.follow(self.model)
                 self._release(name)
+        self._stepped.clear()
         self._note_layers()
 
     def _note_layers(self) -> None:
@@ -227,7 +232,14 @@ class EngineAdapters:
             self._in_model = None  # nothing has run since
         in_model = self.in_model
         if isinstance(wanted, str) and wanted == ACTIVE:
-            return in_model.active if in_model.apart else ()
+            if in_model.apart:
+                return in_model.active
+            if in_model.reads_prompts is not None:
+                raise ValueError(
+                    f"the active adapter {in_model.reads_prompts!r} is an aLoRA, which begins at its "
+                    "invocation tokens; the engine does not look for them, use generate()"
+                )
+            return ()
         if wanted is None or wanted == BASE:
             wanted = []
         names = [wanted] if isinstance(wanted, str) else wanted
@@ -302,8 +314,9 @@ class EngineAdapters:
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has taken a step, on this model or another."""
-        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._stepped |= {name for name, known in list(self._known.items()) if ids & known.ids}
+        groups = optimizer.param_groups
+        written = {id(each) for group in groups for each in group["params"] if each.grad is not None}
+        self._stepped |= {name for name, known in list(self._known.items()) if written & known.ids}
 
     def renew(self, scheduler: Scheduler) -> list[SequenceGroup]:
         """Look at the adapters of groups that wait: those of another content than their group's key begin

@@ -48,7 +48,7 @@ from .requests.options import Options
 from .requests.params import RequestParams, check_model, check_transformers, read
 from .requests.prompts import words_of
 from .runner import Runner
-from .support import check_servable, longest, longest_source
+from .support import check_servable, check_writes, longest, longest_source, versions
 
 T = TypeVar("T")
 LONG_WORK = 3.0
@@ -100,7 +100,9 @@ class Engine:
         self._require_eval()
         with self.pools.memory.lock:
             before = ModelSnapshot(self.model)
+            written = versions(self.model)
         self.runner.try_out()
+        check_writes(self.model, written)
         self.pools.settle(self._longest, longest_across, self.runner.capture_bytes)
         self.preemption = Preemption(self.pools, self.config.preemption)
         self._adapters = EngineAdapters(
@@ -225,6 +227,8 @@ class Engine:
         if params.embeds is not None or params.media is not None:
             self._require_vectors(params.media)
         job = Job(params, None, self.tokenizer)
+        if not self.scheduler.running:
+            self._adapters.look_again()
         job.adapter = self._adapters.resolve(adapter)
         job.why_not = self._adapters.why_not
         extra = extra_key(None if salt is None else check_salt(salt))

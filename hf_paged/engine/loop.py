@@ -188,7 +188,7 @@ class StepLoop:
         return [self.end(job, "error", failed[job.adapter]) for job in jobs]
 
     def renew_adapters(self) -> None:
-        """Look at the adapters of groups that wait. What was made of their pictures by others is made again."""
+        """Look at the adapters of groups that wait. Pictures that others encoded are encoded again."""
         for group in self.adapters.renew(self.scheduler):
             params = self._given.get(group)
             if params is not None and params.media is not None:

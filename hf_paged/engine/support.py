@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import GenerationMixin
 
 from ..model.offloaded import unloaded
@@ -72,6 +73,23 @@ def check_architecture(model: Any) -> None:
         raise Unservable(f"{name} does not describe its layers ({error}); use generate()") from error
     if reason is not None:
         raise Unservable(f"{reason}; use generate()")
+
+
+def versions(model: nn.Module) -> list[int]:
+    """How often torch wrote to each of the model's parameters, offloaded ones aside."""
+    return [0 if each.is_inference() or each.is_meta else each._version for each in model.parameters()]
+
+
+def check_writes(model: nn.Module, before: list[int]) -> None:
+    """Raise if the forwards of a trial have written to the model's weights, as peft's do to experts with
+    adapters: the engine could not tell that from a change. before: the versions when the trial began.
+    """
+    if versions(model) != before:
+        raise Unservable(
+            f"a forward of {type(model).__name__} writes to its own weights, as with LoRA on experts "
+            "(target_parameters), which the engine would take for a change of them; use generate(), or merge "
+            "the adapter"
+        )
 
 
 def check_routers(model: Any, tokens: int) -> None:

@@ -171,7 +171,7 @@ def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache
     keeps_rows = model.training or getattr(model, "_is_stateful", False) or keeps_another_cache(kind)
     if not in_prompt or keeps_rows or rows % copies or not adapters_agree(model, rows, copies):
         return False
-    routers = routers_of(model)
+    routers = routers_of(model, again=True)
     return routers.known and routers.keep_rows_apart(rows // copies, copies, _new(arguments))
 
 

@@ -144,7 +144,7 @@ def why_never(complete: bool, model: Any) -> str | None:
         return "the model is in training mode, and prompts are reused after model.eval() only"
     if getattr(model, "_is_stateful", False) or not complete:
         return "a layer keeps more than keys and values"
-    if routers_of(model).modules:
+    if routers_of(model, again=True).modules:
         return WHY
     if hooks_everywhere():
         return "hooks run in all modules of the process"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,9 @@ _lock = fork_safe_lock()
 def base_model(model: nn.Module) -> nn.Module:
     """The transformers model inside a peft wrapper; any other model as it is."""
     unwrap = getattr(model, "get_base_model", None)
-    base = unwrap() if callable(unwrap) else model
+    base: Any = unwrap() if callable(unwrap) else model
+    if type(model).__module__ == "peft.mixed_model":
+        base = cast(Any, model).base_model.model
     if not isinstance(base, nn.Module):
         raise TypeError(f"expected a model, got {type(model).__name__}")
     return base

@@ -1,5 +1,5 @@
-"""Routers that drop tokens beyond an expert's capacity: a token's result may depend on the rest of
-its batch.
+"""Routers that drop tokens beyond an expert's capacity, or take the mean of all tokens: a token's result may
+depend on the rest of its batch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .outputs import Unlike, layout_of
+from .switch import modules_of
 
 WHY = "a router counts the tokens that are computed together"
 
@@ -53,14 +54,10 @@ class RouterInputs(NamedTuple):
 
 
 class Routers:
-    """The modules of a model's decoder that know a capacity, and what they were last called with."""
+    """The modules of a model's decoder that know a capacity or take a mean, and their last calls."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = [
-            module
-            for module in _decoder(model).modules()
-            if _has_capacity(cast(Any, type(module))) and _weighs(module)
-        ]
+        self.modules = _found_in(model)
         self.seen: dict[nn.Module, RouterInputs] = {}
 
     @contextmanager
@@ -108,11 +105,20 @@ class Routers:
 _routers: weakref.WeakKeyDictionary[nn.Module, Routers] = weakref.WeakKeyDictionary()
 
 
-def routers_of(model: nn.Module) -> Routers:
-    """The model's routers with a capacity."""
-    if model not in _routers:
-        _routers[model] = Routers(model)
-    return _routers[model]
+def routers_of(model: nn.Module, again: bool = False) -> Routers:
+    """The model's routers. again: whether its modules may be others by now, as adapters come and go."""
+    known = _routers.get(model)
+    if known is None or (again and known.modules != _found_in(model)):
+        known = _routers[model] = Routers(model)
+    return known
+
+
+def _found_in(model: nn.Module) -> list[nn.Module]:
+    return [
+        module
+        for module in modules_of(_decoder(model))
+        if _looks_around(cast(Any, type(module))) and _weighs(module)
+    ]
 
 
 def _decoder(model: Any) -> nn.Module:
@@ -125,12 +131,16 @@ def _decoder(model: Any) -> nn.Module:
 
 
 @cache
-def _has_capacity(kind: Any) -> bool:
-    """Whether a class names a capacity in its code; comments and strings do not count."""
+def _looks_around(kind: Any) -> bool:
+    """Whether a class names a capacity in its code, or is peft's and takes the mean of all tokens (Lily);
+    comments and strings do not count.
+    """
     if kind.__module__.startswith("torch."):
         return False
     try:
         source = inspect.getsource(kind)
+        if kind.__module__.startswith("peft.tuners.") and ".mean(dim=0)" in source:
+            return True
         if "capacity" not in source.lower():
             return False
         tree = ast.parse(textwrap.dedent(source))

@@ -88,6 +88,17 @@ class LoraLayers:
         """Whether adapters were merged or unmerged since this was made; the first layer stands for all."""
         return bool(self.layers) and bool(self.layers[0].merged_adapters) != self._merged
 
+    @property
+    def reads_prompts(self) -> str | None:
+        """An active adapter that looks for tokens in the prompt, as aLoRA does: peft's generate() tells its
+        layers where they are.
+        """
+        for layer in self.layers:
+            for name in () if layer.disable_adapters else layer.active_adapters:
+                if type(layer.lora_variant.get(name)).__name__.startswith("ALora"):
+                    return str(name)
+        return None
+
     def why_not_now(self) -> str | None:
         """`why_not` of layers that were apart, as they are now."""
         return _why_not(self.layers, self.layers)
@@ -112,8 +123,10 @@ def _tuner_classes() -> tuple[type, ...]:
     """peft's classes of modules that may compute with an adapter, as far as peft has been loaded."""
     utils: Any = sys.modules.get("peft.tuners.tuners_utils")
     wrappers: Any = sys.modules.get("peft.utils.other")
+    prompts: Any = sys.modules.get("peft.tuners.adaption_prompt.layer")
     found = [
         getattr(utils, "BaseTunerLayer", None),
+        getattr(prompts, "_BaseAdaptedAttention", None),
         getattr(wrappers, "AuxiliaryTrainingWrapper", None)
         or getattr(wrappers, "ModulesToSaveWrapper", None),
     ]
@@ -122,10 +135,10 @@ def _tuner_classes() -> tuple[type, ...]:
 
 def _why_not(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
     """Why only peft's own code can compute these modules."""
-    others = [type(module).__name__ for module in tuners if type(module).__name__ not in LINEAR]
-    others += [] if len(layers) == len(tuners) else [type(tuners[0]).__name__]
-    if others or not layers:
-        return f"an adapter has parts of the kind {others[0]}"
+    own = set(map(id, layers))
+    others = [each for each in tuners if type(each).__name__ not in LINEAR or id(each) not in own]
+    if others:
+        return f"an adapter has parts of the kind {_kind_of(others[0])}"
     first = layers[0]
     state = first.active_adapters, first.disable_adapters
     for layer in layers:
@@ -145,6 +158,13 @@ def _why_not(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
         if "forward" in layer.__dict__ and own_forward(layer) is not None:
             return "a layer's forward was replaced"
     return None
+
+
+def _kind_of(module: object) -> str:
+    """A class of peft by the name of its method and its own."""
+    parts = type(module).__module__.split(".")
+    method = f"{parts[2]}." if parts[:2] == ["peft", "tuners"] else ""
+    return method + type(module).__name__
 
 
 def adapter_names_of(hook: object) -> list[str] | None:
