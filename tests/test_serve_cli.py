@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_paged import demo
-from hf_paged.serve.cli import ABSENT, engine_options, main, parser, server_options
+from hf_paged.serve.cli import ABSENT, adapter_sources, engine_options, main, parser, server_options
 
 SERVE = Path(__file__).parent.parent / "hf_paged" / "serve"
 WITHOUT_EXTRA = ("__init__", "cli", "generate", "info", "loading", "options")
@@ -62,7 +62,9 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         (["serve", "demo", "--prot", "5"], "did you mean --port?"),
         (["serve", "demo", "--max-model-length", "5"], "did you mean --max-model-len?"),
-        (["serve", "demo", "--enable-lora"], "adapters are not there yet"),
+        (["serve", "demo", "--max-lora-rank", "64"], "any rank"),
+        (["serve", "demo", "--lora-modules", "poet"], "name=path"),
+        (["serve", "demo", "--lora-modules", "a=b", "--lora-modules", "a=c"], "different names"),
         (["serve", "demo", "--tensor-parallel-size=2"], "tp_plan"),
         (["serve", "demo", "--por", "5"], "did you mean --port?"),
         (["serve"], "MODEL"),
@@ -98,7 +100,8 @@ def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     given = flags(
         "--api-key", "first-key", "--api-key-file", str(keys), "--max-num-seqs", "7", "--limit-body-bytes", "99", "--limit-drain-seconds",
         "1.5", "--served-model-name", "a", "b", "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching",
-        "--gpu-memory-utilization", "0.5", "--scheduling-policy", "priority", "--host", "0.0.0.0",
+        "--gpu-memory-utilization", "0.5", "--scheduling-policy", "priority", "--host", "0.0.0.0", "--enable-lora", "--max-loras", "3",
+        "--lora-modules", "poet=a/b=c", '{"name": "pirate", "path": "d"}', "--allow-runtime-lora-updating",
     )  # fmt: skip
     options = server_options(given, "demo")
     assert options.api_keys == ("first-key", "two", "three", "four")
@@ -108,6 +111,10 @@ def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "first-key" not in repr(options)
     engine = engine_options(given)
     assert engine["max_batch_sequences"] == 7
+    assert engine["max_adapters"] == 3
+    assert "max_adapters" not in engine_options(flags())
+    assert adapter_sources(given.lora_modules) == {"poet": "a/b=c", "pirate": "d"}
+    assert options.allow_runtime_lora_updating
     assert engine["memory_fraction"] == 0.5
     assert (engine["graphs"], engine["prefix_caching"], engine["policy"]) == (False, False, "priority")
     assert server_options(flags(), "demo").loopback
@@ -168,14 +175,18 @@ def test_the_page_names_every_flag_field_and_metric() -> None:
         ChatRequest,
         CompletionRequest,
         DetokenizeRequest,
+        LoadAdapterRequest,
         TokenizeChat,
         TokenizeText,
+        UnloadAdapterRequest,
     )
 
     page = (SERVE.parent.parent / "docs" / "serving.md").read_text()
     flags = {flag for flag in parser()[1]["serve"]._option_string_actions if flag.startswith("--")}
     flags -= {"--help", "--enable-prefix-caching"}
-    kinds = (ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeChat, TokenizeText)
+    kinds = (
+        ChatRequest, CompletionRequest, DetokenizeRequest, LoadAdapterRequest, TokenizeChat, TokenizeText, UnloadAdapterRequest,
+    )  # fmt: skip
     fields = {name for kind in kinds for name in kind.model_fields}
     families = [each for each in vars(Metrics("m")).values() if hasattr(each, "samples")]
     metrics = {f"{each.name}_total" if isinstance(each, CounterFamily) else each.name for each in families}

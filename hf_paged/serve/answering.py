@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -107,14 +107,20 @@ async def _answered(
     service = call.service
     request = call.request
     with ExitStack() as stack:
+        adapter = stack.enter_context(service.adapters.used(call.model))
         stack.enter_context(service.admission.place(count))
         prompts = await ids()
-        submissions = _submissions(call, prompts, asked, default)
+        submissions = _submissions(call, prompts, asked, default, adapter)
         form = form_of(f"{kind}-{call.context.request_id}", prompts)
         form.with_logprobs = request.alternatives is not None
         form.with_ids = bool(request.return_token_ids)
         generation = Generation(
-            service.engine, service.mailbox, service.metrics, bool(request.stream), partial(_own, call)
+            service.engine,
+            service.mailbox,
+            service.metrics,
+            call.model if adapter else service.options.names[0],
+            bool(request.stream),
+            partial(_own, call),
         )
         stack.callback(_disown, call, generation)
         stack.callback(generation.close)
@@ -149,7 +155,7 @@ def _disown(call: EndpointCall, generation: Generation) -> None:
 
 
 def _submissions(
-    call: EndpointCall, prompts: Ids, asked: int | None, default: int | None
+    call: EndpointCall, prompts: Ids, asked: int | None, default: int | None, adapter: dict[str, Any]
 ) -> list[Submission]:
     """What the engine is given; nothing for a prompt that is only to be shown."""
     service = call.service
@@ -160,7 +166,7 @@ def _submissions(
     made = []
     for ids in prompts:
         new = service.new_tokens(asked, default, len(ids))
-        keywords = service.keywords(request, tenant, len(ids), new)
+        keywords = {**service.keywords(request, tenant, len(ids), new), **adapter}
         made.append(Submission(ids, keywords, service.texts(request, request.stop or ())))
     return made
 

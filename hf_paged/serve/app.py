@@ -29,8 +29,10 @@ from .protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
     TokenizeChat,
     TokenizeText,
+    UnloadAdapterRequest,
     fields_of,
     parsed,
 )
@@ -143,7 +145,8 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service, name) for name in service.options.names]}
+        names = [*service.options.names, *(each.name for each in service.adapters)]
+        return {"object": "list", "data": [_model(service, name) for name in names]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -153,18 +156,21 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         # A step may run: the books are asked in another thread.
         stats = await asyncio.to_thread(service.engine.stats)
-        text = service.metrics.exposition(stats, service.admission.in_flight)
+        infos = service.adapters.shown(await asyncio.to_thread(service.engine.adapters))
+        text = service.metrics.exposition(stats, service.admission.in_flight, infos)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    adapter = service.adapters.get(name)
+    base = service.options.names[0]
     return {
         "id": name,
         "object": "model",
-        "created": int(service.created),
+        "created": int(service.created if adapter is None else adapter.created),
         "owned_by": "hf_paged",
-        "root": service.options.names[0],
-        "parent": None,
+        "root": base if adapter is None else name,
+        "parent": None if adapter is None else base,
         "max_model_len": service.longest,
     }
 
@@ -214,6 +220,8 @@ def _add_posts(app: FastAPI, service: Service) -> None:
         ("/v1/chat/completions", chat, (ChatRequest,)),
         ("/tokenize", tokenize, (TokenizeText, TokenizeChat)),
         ("/detokenize", detokenize, (DetokenizeRequest,)),
+        ("/v1/load_lora_adapter", load_adapter, (LoadAdapterRequest,)),
+        ("/v1/unload_lora_adapter", unload_adapter, (UnloadAdapterRequest,)),
     ]
     for path, answer, kinds in routes:
         _add_post(app, service, path, answer, kinds)
@@ -291,6 +299,37 @@ async def detokenize(service: Service, http: Request, body: bytes) -> Response:
     request = parsed(DetokenizeRequest, fields_of(body))
     service.model(request.model)
     return JSONResponse({"prompt": service.tokenizer.text(request.tokens, bool(request.skip_special_tokens))})
+
+
+# ---- adapters
+
+
+async def load_adapter(service: Service, http: Request, body: bytes) -> Response:
+    """POST /v1/load_lora_adapter: serve an adapter from a folder of this machine."""
+    _require_may_change_adapters(service, http)
+    request = parsed(LoadAdapterRequest, fields_of(body))
+    service.admission.require_ready()
+    await service.adapters.load(request.lora_name, request.lora_path, bool(request.load_inplace))
+    log.info("adapter loaded", extra={"adapter": request.lora_name})
+    return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+
+
+async def unload_adapter(service: Service, http: Request, body: bytes) -> Response:
+    """POST /v1/unload_lora_adapter: serve it no more. Requests that have it go on."""
+    _require_may_change_adapters(service, http)
+    request = parsed(UnloadAdapterRequest, fields_of(body))
+    service.adapters.unload(request.lora_name)
+    log.info("adapter unloaded", extra={"adapter": request.lora_name})
+    return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
+
+
+def _require_may_change_adapters(service: Service, http: Request) -> None:
+    if not (service.options.allow_runtime_lora_updating or Context.of(http.scope).tenant.admin):
+        raise ApiError(
+            403,
+            "adapters are loaded by an admin key here; start the server with --admin-api-key, or with "
+            "--allow-runtime-lora-updating",
+        )
 
 
 # ---- errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import sys
 import tempfile
@@ -27,8 +28,7 @@ ABSENT = {
     "--chat-template-content-format": "the template gets texts",
     "--data-parallel-size": "start one server per device",
     "--enable-auto-tool-choice": "tool calls are not there yet",
-    "--enable-lora": "adapters are not there yet; merge them, or serve the adapter's own folder as MODEL",
-    "--lora-modules": "adapters are not there yet; merge them, or serve the adapter's own folder as MODEL",
+    "--max-lora-rank": "the engine takes adapters of any rank",
     "--pipeline-parallel-size": "give --device-map auto",
     "--quantization": "the checkpoint's config decides",
     "--reasoning-parser": "reasoning is not parsed yet",
@@ -116,6 +116,7 @@ def _add_serve(to: Parser) -> None:
     who.add_argument(
         "--allowed-origin", action="append", default=[], help="whose pages may call: https://a.b"
     )
+    _add_adapters(to.add_argument_group("adapters"))
     _add_engine(to.add_argument_group("engine"))
     _add_limits(to)
     other = to.add_argument_group("other")
@@ -123,6 +124,24 @@ def _add_serve(to: Parser) -> None:
     other.add_argument("--vllm-metric-names", action="store_true", help="serve the metrics as vllm:..., too")
     other.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     other.add_argument("--log-format", default="auto", choices=["auto", "json", "text"])
+
+
+def _add_adapters(group: Any) -> None:
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=PATH",
+        help="LoRA adapters that requests choose as their model",
+    )
+    group.add_argument("--max-loras", type=int, help="adapters on the device at once (16)")
+    group.add_argument("--enable-lora", action="store_true", help="the default")
+    group.add_argument(
+        "--allow-runtime-lora-updating",
+        action="store_true",
+        help="let every key load adapters from folders; an admin key always may",
+    )
 
 
 def _add_engine(group: Any) -> None:
@@ -271,10 +290,29 @@ def serve(given: argparse.Namespace) -> int:
 
         torch.manual_seed(given.seed)
     tokenizer = source.load_tokenizer()
+    modules = adapter_sources(given.lora_modules)
     engine = Engine(source.load(), **engine_options(given))
+    for name, path in modules.items():
+        engine.add_adapter(name, path)
     service = Service.of(engine, tokenizer, options, _template(given.chat_template))
     _warn_if_open(options)
     return run(service)
+
+
+def adapter_sources(given: Sequence[str]) -> dict[str, str]:
+    """Where adapters lie, by name: of name=path, or of JSON with both as vLLM takes it."""
+    found: dict[str, str] = {}
+    for each in given:
+        if each.startswith("{"):
+            module = json.loads(each)
+            name = str(module.get("name", ""))
+            path = str(module.get("path", ""))
+        else:
+            name, _, path = each.partition("=")
+        if not name or not path or name in found:
+            raise ValueError(f"--lora-modules takes name=path with different names, got {each!r}")
+        found[name] = path
+    return found
 
 
 def engine_options(given: argparse.Namespace) -> dict[str, Any]:
@@ -285,7 +323,9 @@ def engine_options(given: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             "--compile is for captured steps and --enforce-eager has none; leave one of them out"
         )
+    adapters = {} if given.max_loras is None else {"max_adapters": given.max_loras}
     return {
+        **adapters,
         "max_batch_sequences": given.max_num_seqs,
         "max_batch_tokens": given.max_num_batched_tokens,
         "block_size": given.block_size,
@@ -306,7 +346,10 @@ def server_options(given: argparse.Namespace, name: str) -> Any:
     from .options import ServerLimits, ServerOptions
 
     limits = {each.name: getattr(given, f"limit_{each.name}") for each in fields(ServerLimits)}
-    plain = ("host", "port", "uds", "root_path", "max_model_len", "vllm_metric_names", "share_prefixes")
+    plain = (
+        "host", "port", "uds", "root_path", "max_model_len", "vllm_metric_names", "share_prefixes",
+        "allow_runtime_lora_updating",
+    )  # fmt: skip
     tls = ("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs")
     return ServerOptions(
         names=tuple(given.served_model_name or [name]),

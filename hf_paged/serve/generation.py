@@ -130,14 +130,16 @@ class Generation:
         engine: Engine,
         mailbox: Mailbox,
         metrics: Metrics,
+        model: str,
         each: bool,
         own: Callable[[Handle, tuple[int, ...]], None],
     ) -> None:
-        """each: whether every token is news; else the end alone is. own: called with each request and its
-        prompt as soon as the engine has it.
+        """model: as the metrics call it. each: whether every token is news; else the end alone is. own:
+        called with each request and its prompt as soon as the engine has it.
         """
         self._engine = engine
         self._metrics = metrics
+        self._model = model
         self._each = each
         self._own = own
         self._news = asyncio.Event()
@@ -220,12 +222,14 @@ class Generation:
 
     def _time(self, answers: TextAnswers, increments: list[Increment]) -> None:
         tokens = sum(len(each.token_ids) for each in increments)
-        self._metrics.generation_tokens.add(tokens)
+        self._metrics.generation_tokens.add(tokens, model_name=self._model)
         if not self._each:
             return
         now = time.monotonic()
         if answers.last_news is not None and tokens:
-            self._metrics.between_tokens.observe((now - answers.last_news) / tokens, tokens)
+            self._metrics.between_tokens.observe(
+                (now - answers.last_news) / tokens, tokens, model_name=self._model
+            )
         answers.last_news = now if tokens else answers.last_news
 
     def _note_end(self, answers: TextAnswers) -> None:
@@ -234,16 +238,17 @@ class Generation:
         output = answers.handle.output
         assert output is not None
         metrics = self._metrics
-        metrics.prompt_tokens.add(len(answers.ids))
-        metrics.queries.add(len(answers.ids))
-        metrics.hits.add(output.cached_tokens)
-        metrics.end_to_end.observe(time.monotonic() - self._begun)
+        name = self._model
+        metrics.prompt_tokens.add(len(answers.ids), model_name=name)
+        metrics.queries.add(len(answers.ids), model_name=name)
+        metrics.hits.add(output.cached_tokens, model_name=name)
+        metrics.end_to_end.observe(time.monotonic() - self._begun, model_name=name)
         if output.timing.started is not None:
-            metrics.queued.observe(output.timing.started - self._begun)
+            metrics.queued.observe(output.timing.started - self._begun, model_name=name)
         if output.timing.first_token is not None:
-            metrics.first_token.observe(output.timing.first_token - self._begun)
+            metrics.first_token.observe(output.timing.first_token - self._begun, model_name=name)
         for reason in answers.reasons:
-            metrics.success.add(finished_reason=str(reason))
+            metrics.success.add(finished_reason=str(reason), model_name=name)
         if output.error is not None:
             raise _failure(output)
 
@@ -265,7 +270,7 @@ class Generation:
                 continue
             each.noted = True
             each.handle.unwatch(self._wake)
-            self._metrics.success.add(finished_reason="abort")
+            self._metrics.success.add(finished_reason="abort", model_name=self._model)
             with suppress(RuntimeError):  # the engine is closed
                 each.cancel()
 

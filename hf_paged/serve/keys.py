@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 class Tenant(NamedTuple):
     """Whose request it is. name: for logs, never the key. salt: of the prefixes of this tenant, None if all
-    share theirs. sees_all: whether the map shows it the requests of all.
+    share theirs. sees_all: whether the map shows it the requests of all. admin: whether its key is one of the
+    operator's own.
     """
 
     name: str
     salt: str | None
     sees_all: bool = False
+    admin: bool = False
 
     def salted(self, cache_salt: str | None) -> str | None:
         """The salt of a request that brings one of its own."""
@@ -35,8 +37,11 @@ class Keys:
     ) -> None:
         self._secret = os.urandom(32)
         self._tenants = [
-            (self._digest(key), Tenant(f"{kind}-{i}", None if share_prefixes else self._salt(key), sees_all))
-            for kind, some, sees_all in (("key", keys, False), ("admin", admin_keys, True))
+            (
+                self._digest(key),
+                Tenant(f"{kind}-{i}", None if share_prefixes else self._salt(key), admin, admin),
+            )
+            for kind, some, admin in (("key", keys, False), ("admin", admin_keys, True))
             for i, key in enumerate(dict.fromkeys(some))
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,7 +58,7 @@ class CounterFamily:
 
 
 class Histogram:
-    """How often a time was how long."""
+    """How often a time was how long, for each set of labels."""
 
     kind = "histogram"
 
@@ -65,13 +66,17 @@ class Histogram:
         self.name = name
         self.help = help
         self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self._counts: dict[Labels, list[int]] = {(): [0] * (len(bounds) + 1)}
+        self._sums: Counter[Labels] = Counter()
 
-    def observe(self, value: float, times: int = 1) -> None:
+    def observe(self, value: float, times: int = 1, **labels: str) -> None:
         """Count a value, so many times."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+        key = tuple(labels.items())
+        if labels:
+            self._counts.pop((), None)
+        counts = self._counts.setdefault(key, [0] * (len(self._bounds) + 1))
+        counts[bisect_left(self._bounds, value)] += times
+        self._sums[key] += value * times  # type: ignore[assignment]
 
     @property
     def mean(self) -> float:
@@ -82,18 +87,22 @@ class Histogram:
     @property
     def totals(self) -> tuple[float, int]:
         """The sum of all values, and their number."""
-        return self._sum, sum(self._counts)
+        return sum(self._sums.values()), sum(map(sum, self._counts.values()))
 
     def samples(self) -> Iterator[tuple[str, Labels, float]]:
         """Cumulative buckets, their number and their sum."""
-        for bound, count in zip([*self._bounds, "+Inf"], accumulate(self._counts), strict=True):
-            yield f"{self.name}_bucket", (("le", str(bound)),), count
-        yield f"{self.name}_count", (), sum(self._counts)
-        yield f"{self.name}_sum", (), self._sum
+        for labels, counts in list(self._counts.items()):
+            for bound, count in zip([*self._bounds, "+Inf"], accumulate(counts), strict=True):
+                yield f"{self.name}_bucket", (*labels, ("le", str(bound))), count
+            yield f"{self.name}_count", labels, sum(counts)
+            yield f"{self.name}_sum", labels, self._sums[labels]
 
 
 class Metrics:
-    """What a server counts by itself; what its engine counts comes with each exposition."""
+    """What a server counts by itself; what its engine counts comes with each exposition.
+
+    Requests are counted by the name of the model or the adapter that they have.
+    """
 
     def __init__(self, model: str, vllm_names: bool = False) -> None:
         self._model = model
@@ -115,8 +124,10 @@ class Metrics:
             each for each in vars(self).values() if isinstance(each, CounterFamily | Histogram)
         ]
 
-    def exposition(self, stats: Mapping[str, Any], in_flight: int) -> str:
-        """All metrics as text, with the values of `engine.stats()`."""
+    def exposition(
+        self, stats: Mapping[str, Any], in_flight: int, adapters: Mapping[str, Any] | None = None
+    ) -> str:
+        """All metrics as text, with the values of `engine.stats()` and the infos of adapters."""
         lines: list[str] = []
         for prefix in self._prefixes:
             for family in self._families:
@@ -124,6 +135,10 @@ class Metrics:
             for name, (kind, text, value) in engine_values(stats, in_flight).items():
                 shown = f"{name}_total" if kind == "counter" else name
                 lines += self._lines(prefix, name, kind, text, [(shown, (), value)])
+            if adapters:
+                sample = "lora_requests_info", _adapter_labels(stats, adapters), time.time()
+                help = "The adapters that requests have, at this time."
+                lines += self._lines(prefix, sample[0], "gauge", help, [sample])
         return "\n".join(lines) + "\n"
 
     def _lines(self, prefix: str, name: str, kind: str, text: str, samples: Any) -> Iterator[str]:
@@ -131,10 +146,20 @@ class Metrics:
         yield f"# HELP {exposed} {text}"
         yield f"# TYPE {exposed} {kind}"
         for sample, labels, value in samples:
-            pairs = ",".join(
-                f'{key}="{_escaped(each)}"' for key, each in (("model_name", self._model), *labels)
-            )
+            named = {"model_name": self._model, **dict(labels)}
+            pairs = ",".join(f'{key}="{_escaped(each)}"' for key, each in named.items())
             yield f"{prefix}:{sample}{{{pairs}}} {value}"
+
+
+def _adapter_labels(stats: Mapping[str, Any], adapters: Mapping[str, Any]) -> Labels:
+    """Which adapters are on the device for requests, and which are waited for."""
+    running = [name for name, info in adapters.items() if info.requests and info.on_device]
+    waiting = [name for name, info in adapters.items() if info.requests and not info.on_device]
+    return (
+        ("max_lora", str(stats["adapters"]["slots"])),
+        ("running_lora_adapters", ",".join(running)),
+        ("waiting_lora_adapters", ",".join(waiting)),
+    )
 
 
 def engine_values(stats: Mapping[str, Any], in_flight: int) -> dict[str, tuple[str, str, float]]:

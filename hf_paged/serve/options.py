@@ -37,6 +37,7 @@ class ServerLimits:
     write_seconds: float = _limit(60.0, "that a client may leave a full connection unread")
     drain_seconds: float = _limit(30.0, "from SIGTERM to the end of all answers")
     viewers: int = _limit(16, "streams of the map at once")
+    adapters: int = _limit(128, "adapters that are loaded at once, where requests may load them")
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -55,7 +56,8 @@ class ServerOptions:
     cached prefixes; else each key has a salt of its own. allowed_hosts: values of the Host header; empty for
     loopback names on a loopback address, and any elsewhere. allowed_origins: pages of other origins whose
     scripts may call the server. max_model_len: the longest sequence, at most what the engine has room for.
-    vllm_metric_names: serve the metrics under vLLM's names, too.
+    vllm_metric_names: serve the metrics under vLLM's names, too. allow_runtime_lora_updating: let every key
+    load and unload adapters; without it an admin key alone may.
     """
 
     names: tuple[str, ...] = ("model",)
@@ -74,6 +76,7 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
     max_model_len: int | None = None
     vllm_metric_names: bool = False
+    allow_runtime_lora_updating: bool = False
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:

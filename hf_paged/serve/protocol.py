@@ -85,6 +85,10 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
+
+class ForModel(Body):
+    """A body that may name its model."""
+
     model: Names | None = None
 
 
@@ -97,7 +101,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: Literal[False] | None = None
 
 
-class Generating(Body):
+class Generating(ForModel):
     """What requests for completions and for chat have in common."""
 
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -174,7 +178,7 @@ class Message(BaseModel):
     name: Names | None = None
 
 
-class ChatFields(Body):
+class ChatFields(ForModel):
     """What decides the prompt of a chat."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
@@ -196,7 +200,7 @@ class ChatRequest(ChatFields, Generating):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeText(Body):
+class TokenizeText(ForModel):
     """POST /tokenize with a text."""
 
     prompt: str
@@ -210,11 +214,25 @@ class TokenizeChat(ChatFields):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(ForModel):
     """POST /detokenize."""
 
     tokens: Annotated[list[Token], Field(max_length=10_000_000)]
     skip_special_tokens: bool | None = None
+
+
+class LoadAdapterRequest(Body):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: bool | None = None
+
+
+class UnloadAdapterRequest(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: Names
 
 
 B = TypeVar("B", bound=Body)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine import Engine
+from .adapters import Adapters
 from .admission import QueueLimit
 from .errors import ApiError, invalid
 from .keys import Keys, Tenant
@@ -38,6 +39,7 @@ class Service:
     mailbox: Mailbox
     turns: Turns
     live: LiveMap
+    adapters: Adapters
     longest: int
     created: float = field(default_factory=time.time)
 
@@ -70,6 +72,7 @@ class Service:
             mailbox,
             Turns(),
             LiveMap(engine, mailbox, metrics, limits.viewers),
+            Adapters(engine, options.names, limits.adapters),
             longest,
         )
 
@@ -77,10 +80,11 @@ class Service:
         """The name by which an answer calls the model, or 404."""
         if name is None:
             return self.options.names[0]
-        if name not in self.options.names:
+        if name not in self.options.names and self.adapters.get(name) is None:
+            known = [*self.options.names, *(each.name for each in self.adapters)]
             raise ApiError(
                 404,
-                f"the model {name[:80]!r} is not served here; there is {', '.join(self.options.names)}",
+                f"the model {name[:80]!r} is not served here; there is {', '.join(known)[:500]}",
                 "model",
                 "model_not_found",
             )

@@ -69,14 +69,21 @@ def events(text: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def serving(
-    engine: dict[str, Any] | None = None, limits: dict[str, Any] | None = None, **options: Any
+    engine: dict[str, Any] | None = None,
+    limits: dict[str, Any] | None = None,
+    model: Any = None,
+    adapters: dict[str, Any] | None = None,
+    tokenizer: Any = None,
+    **options: Any,
 ) -> Iterator[Served]:
-    """A server of the demo model until the block ends."""
-    made = Engine(demo.model(), **{**ENGINE, **(engine or {})})
+    """A server of the demo model, or another, until the block ends. adapters: folders by name."""
+    made = Engine(model or demo.model(), **{**ENGINE, **(engine or {})})
+    for name, folder in (adapters or {}).items():
+        made.add_adapter(name, folder)
     chosen = ServerOptions(
         **{"names": ("demo",), "port": 0, "limits": ServerLimits(**(limits or {})), **options}
     )
-    service = Service.of(made, demo.tokenizer(), chosen)
+    service = Service.of(made, tokenizer or demo.tokenizer(), chosen)
     server = Server(service)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
