@@ -23,6 +23,7 @@ from shapes import SHAPES, Report, build, common_parser, report_of
 from traces import trace
 
 from hf_paged import Engine
+from hf_paged.model.capture.replay import captures_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
@@ -151,9 +152,14 @@ def generate(bench: Bench) -> None:
     for i in range(1, count):
         model.add_adapter(f"a{i}", bench.config, autocast_adapter_dtype=False)
     model.to(bench.model.dtype).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
+    steps = captures_of(bench.model).pool
     bench.report.table(
         "adapters generate", f"A decoding step of generate(), prompts of {CONTEXT}, ms",
         what=("rows have", ""), rows=("rows", "d"), paged=("paged", ".2f"), stock=("stock", ".2f"),
+        replayed=("steps replayed", "d"),
     )  # fmt: skip
     for what, rows in (("one", 1), ("one", 8), ("one", 64), ("mixed", 8), ("mixed", 64), ("base", 8)):
         ids = torch.tensor(bench.prompts(rows), device=bench.options.device)
@@ -174,7 +180,9 @@ def generate(bench: Bench) -> None:
                     bench.wait()
                     seconds[new] = time.perf_counter() - begin
                 found[name] = (seconds[longest] - seconds[8]) / (longest - 8) * 1e3
-        bench.report.row(what=what, rows=rows, **found)
+        bench.report.row(what=what, rows=rows, replayed=steps.counts["replayed"], **found)
+    for reason in dict.fromkeys(steps.reasons.values()):
+        print(f"a step is not captured: {reason}", flush=True)
     bench.__dict__["model"] = model.unload()
 
 
