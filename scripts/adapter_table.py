@@ -550,10 +550,11 @@ def why_untried(case: Case) -> str:
         model = made(case)
         found = [alone(model, row, case) for row in range(3)]
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"peft raises {type(error).__name__}: {error}"
     plain = dataclasses.replace(case, extra={})
     base = base_of(case.family)
-    return "" if found != [alone(base, row, plain) for row in range(3)] else "its weights change no token"
+    same = found == [alone(base, row, plain) for row in range(3)]
+    return "its weights change no token" if same else ""
 
 
 # ---- the page
@@ -571,7 +572,7 @@ Made by `python scripts/adapter_table.py --write docs/adapters.md` on {date} wit
 | stock's cache | the same tokens, on stock's cache, with the `FallbackWarning` of the note |
 | ignored by peft | peft takes `adapter_names` and computes what is active; the paged call does the same |
 | raises | peft or transformers raises the note; the paged call raises the same |
-| refused | the engine refuses with the words of the note, at once |
+| refused | the engine refuses at once, with the words of the note; `...` is the name of the method or option |
 
 `generate()` and `engine` are for what is active. `adapter=` gives each request its own or the base. `add_adapter` gives a saved folder
 to an engine on the plain model.
@@ -598,12 +599,24 @@ def row_of(case: Case) -> Row:
     return Row(case, "kernels" if apart else "peft", [tried(way, case) for way in WAYS.values()])
 
 
+VARYING = (
+    (r"adapter='one'", "adapter=..."),
+    (r"'base_model\S+ and \d+ more are", "'base_model...' and others are"),
+    (r"\(by [\d.e+-]+ of", "(by a part of"),
+    (r"of the kind \S+?;", "of the kind ...;"),
+    (r"product \(\w+\)", "product (...)"),
+    (r"got one of \w+;", "got one of ...;"),
+    (r"this adapter has [^;]+;", "this adapter has ...;"),
+)
+"""What of a message differs from case to case, and what the page has there."""
+
+
 def _words(text: str) -> str:
     """A message on one line, without what differs from case to case."""
     text = " ".join(text.split()).replace("|", "/")
-    text = re.sub(r"adapter='one'", "adapter='NAME'", text)
-    text = re.sub(r"'base_model\S+ and \d+ more are", "'base_model...' and others are", text)
-    return re.sub(r"\((by [\d.e+-]+) of", "(by a part of", text)
+    for pattern, instead in VARYING:
+        text = re.sub(pattern, instead, text)
+    return text
 
 
 def page(rows: list[Row]) -> str:
