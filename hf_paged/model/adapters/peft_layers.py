@@ -40,7 +40,7 @@ OWN_SETTINGS = frozenset(
     }
 )
 """Its settings that do."""
-MODEL_SETTINGS = frozenset({"peft_config", "_hf_peft_config_loaded", "active_adapter"})
+MODEL_SETTINGS = frozenset({"peft_config", "_hf_peft_config_loaded", "active_adapter", "_weight_conversions"})
 """What peft and transformers note on the model itself."""
 
 
