@@ -109,7 +109,7 @@ def test_several_answers(served: Served) -> None:
     "body",
     [
         {"messages": []},
-        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "function", "content": "x"}]},
         {
             "messages": [
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}

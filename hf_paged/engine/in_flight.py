@@ -121,7 +121,8 @@ class InFlightStep:
                     on_host.setdefault(jobs[sequence.group], []).append(row)
             row += bool(samples)
         if on_host:
-            self.host = HostSampler([SamplingRows(*each) for each in on_host.items()], logits)
+            on_host_rows = [SamplingRows(*each) for each in on_host.items()]
+            self.host = HostSampler(on_host_rows, logits, self._sampling.penalties)
         self.sequences = tuple(on_device)
         row_ids = array("i", [sequence.row for sequence in on_device])
         if rows == list(range(len(logits))):

@@ -52,7 +52,9 @@ class Job:
         """Whether it has a repetition penalty, computed for the rows of all requests at once."""
         self.trouble_with_scores: Exception | None = None
         """What one of these processors raised."""
-        self.plain = params.recipe is not None
+        self.grammar_states = [] if params.grammar is None else [params.grammar.begin() for _ in self.streams]
+        """Where in its grammar each of its answers is."""
+        self.plain = params.recipe is not None and params.grammar is None
         """Whether its tokens are chosen on the device, with those of others: the host gets them later."""
 
     # ---- a step

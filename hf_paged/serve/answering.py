@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..engine import Handle
+from ..engine.sampling.grammar import Grammar
 from .context import Context
 from .errors import ApiError, invalid
 from .forms import ChatForm, CompletionForm, Form, joined
@@ -77,12 +78,15 @@ async def chat(service: Service, http: Request, body: bytes) -> Response:
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if asked == 0:
         raise invalid("max_tokens=0 leaves nothing to answer; give 1 or more", "max_tokens")
+    service.replies.check(request, service.options.limits.tools)
 
     async def ids() -> Ids:
         return [await service.tokenizer.chat_ids(request)]
 
     def form(number: str, found: Ids) -> Form:
-        return ChatForm(number, call.model, service.tokenizer, found, request.answers)
+        made = ChatForm(number, call.model, service.tokenizer, found, request.answers)
+        made.replies = service.replies.of(request, lambda: service.tokenizer.text(list(found[0])))
+        return made
 
     default = service.engine.model.generation_config.max_new_tokens
     return await _answered(call, 1, ids, form, asked, default, "chatcmpl")
@@ -110,7 +114,8 @@ async def _answered(
         adapter = stack.enter_context(service.adapters.used(call.model))
         stack.enter_context(service.admission.place(count))
         prompts = await ids()
-        submissions = _submissions(call, prompts, asked, default, adapter)
+        grammar = await service.structured.grammar(request)
+        submissions = _submissions(call, prompts, asked, default, adapter, grammar)
         form = form_of(f"{kind}-{call.context.request_id}", prompts)
         form.with_logprobs = request.alternatives is not None
         form.with_ids = bool(request.return_token_ids)
@@ -155,7 +160,12 @@ def _disown(call: EndpointCall, generation: Generation) -> None:
 
 
 def _submissions(
-    call: EndpointCall, prompts: Ids, asked: int | None, default: int | None, adapter: dict[str, Any]
+    call: EndpointCall,
+    prompts: Ids,
+    asked: int | None,
+    default: int | None,
+    adapter: dict[str, Any],
+    grammar: Grammar | None,
 ) -> list[Submission]:
     """What the engine is given; nothing for a prompt that is only to be shown."""
     service = call.service
@@ -167,6 +177,9 @@ def _submissions(
     for ids in prompts:
         new = service.new_tokens(asked, default, len(ids))
         keywords = {**service.keywords(request, tenant, len(ids), new), **adapter}
+        if grammar is not None:
+            processors = [*keywords.get("logits_processor", ()), grammar.processor(len(ids))]
+            keywords["logits_processor"] = processors
         made.append(Submission(ids, keywords, service.texts(request, request.stop or ())))
     return made
 

@@ -85,6 +85,7 @@ async def _life(service: Service) -> AsyncIterator[None]:
             await warm_up
         await service.live.stop()
         service.tokenizer.close()
+        service.structured.close()
         await asyncio.to_thread(service.engine.close)
 
 

@@ -27,13 +27,14 @@ The first request to a server:
 ABSENT = {
     "--chat-template-content-format": "the template gets texts",
     "--data-parallel-size": "start one server per device",
-    "--enable-auto-tool-choice": "tool calls are not there yet",
+    "--enable-auto-tool-choice": "tools need no flag",
+    "--guided-decoding-backend": "structured output is by llguidance: pip install 'hf_paged[structured]'",
     "--max-lora-rank": "the engine takes adapters of any rank",
     "--pipeline-parallel-size": "give --device-map auto",
     "--quantization": "the checkpoint's config decides",
-    "--reasoning-parser": "reasoning is not parsed yet",
+    "--reasoning-parser": "the tokenizer's response template decides; --response-template gives one",
     "--tensor-parallel-size": "load the model with transformers' tp_plan and use hf_paged.serve from Python",
-    "--tool-call-parser": "tool calls are not there yet",
+    "--tool-call-parser": "the tokenizer's response template decides; --response-template gives one",
     "--tp": "load the model with transformers' tp_plan and use hf_paged.serve from Python",
 }
 """Flags of other servers, and what to do here."""
@@ -121,6 +122,10 @@ def _add_serve(to: Parser) -> None:
     _add_limits(to)
     other = to.add_argument_group("other")
     other.add_argument("--chat-template", help="a Jinja file, or the template itself")
+    other.add_argument(
+        "--response-template",
+        help="a JSON file, or the template itself: how tool calls and reasoning are read",
+    )
     other.add_argument("--vllm-metric-names", action="store_true", help="serve the metrics as vllm:..., too")
     other.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     other.add_argument("--log-format", default="auto", choices=["auto", "json", "text"])
@@ -294,7 +299,9 @@ def serve(given: argparse.Namespace) -> int:
     engine = Engine(source.load(), **engine_options(given))
     for name, path in modules.items():
         engine.add_adapter(name, path)
-    service = Service.of(engine, tokenizer, options, _template(given.chat_template))
+    service = Service.of(
+        engine, tokenizer, options, _template(given.chat_template), _response_template(given)
+    )
     _warn_if_open(options)
     return run(service)
 
@@ -380,6 +387,16 @@ def _template(given: str | None) -> str | None:
     if given is None or "{" in given:
         return given
     return Path(given).read_text(encoding="utf-8")
+
+
+def _response_template(given: argparse.Namespace) -> dict[str, Any] | None:
+    text = _template(given.response_template)
+    if text is None:
+        return None
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("--response-template is a JSON object, as transformers documents it")
+    return found
 
 
 def _warn_if_open(options: Any) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from ..engine import TokenLogprob
 from .generation import Piece, Usage
+from .replies import Reply, call_bodies
 from .streams import event
 from .tokens import Tokenizer
 
@@ -162,6 +164,48 @@ class ChatForm(Form):
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+
+    def __init__(self, *args: Any) -> None:
+        self.replies: list[Reply] = []
+        """What reads each answer, if it may be more than content."""
+        self._calls: Counter[int] = Counter()
+        """The calls of each answer so far."""
+        super().__init__(*args)
+
+    def chunk(self, piece: Piece) -> bytes:
+        if not self.replies:
+            return super().chunk(piece)
+        reply = self.replies[piece.choice]
+        delta = reply.add(piece.text, piece.finish_reason is not None)
+        body: dict[str, Any] = {}
+        if delta.reasoning:
+            body["reasoning_content"] = delta.reasoning
+        if delta.content:
+            body["content"] = delta.content
+        if delta.calls:
+            body["tool_calls"] = call_bodies(delta.calls, self._calls[piece.choice])
+            self._calls[piece.choice] += len(delta.calls)
+        if not (body or piece.finish_reason or self.with_logprobs or self.with_ids):
+            return b""
+        piece = piece._replace(finish_reason=reply.reason(piece.finish_reason))
+        return self._chunk([self._choice(piece, {"delta": body})])
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+        if not self.replies:
+            return super().whole(pieces, usage)
+        choices = []
+        for piece in pieces:
+            reply = self.replies[piece.choice]
+            delta = reply.add(piece.text, last=True)
+            content = delta.content if delta.content or not delta.calls else None
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            if delta.reasoning:
+                message["reasoning_content"] = delta.reasoning
+            if delta.calls:
+                message["tool_calls"] = call_bodies(delta.calls)
+            piece = piece._replace(finish_reason=reply.reason(piece.finish_reason))
+            choices.append(self._choice(piece, {"message": message}))
+        return {**self._head(self.whole_object), "choices": choices, "usage": usage.body}
 
     def opening(self) -> Iterable[bytes]:
         for i in range(self._answers):

@@ -27,6 +27,8 @@ class ServerLimits:
     stop_chars: int = _limit(256, "characters of a stop string")
     logprobs: int = _limit(20, "alternatives beside a token")
     logit_bias: int = _limit(1024, "tokens with a bias, and stop token ids")
+    grammar_chars: int = _limit(65536, "characters of a JSON schema, a pattern or a grammar")
+    tools: int = _limit(128, "tools of a chat")
     chars_per_token: int = _limit(
         32, "a text of more characters than this times the longest sequence is not tokenized"
     )

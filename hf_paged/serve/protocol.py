@@ -5,7 +5,15 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from .errors import ApiError, invalid
@@ -13,24 +21,16 @@ from .errors import ApiError, invalid
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "this server answers in text"),
     "best_of": ((1,), "this server does not rank samples; ask for n answers, or use_beam_search"),
-    "function_call": (("none", "auto"), "this server does not parse tool calls yet"),
-    "functions": (([],), "this server does not parse tool calls yet"),
-    "guided_json": ((), "structured output is not there yet"),
-    "guided_regex": ((), "structured output is not there yet"),
+    "function_call": (("none", "auto"), "give tool_choice"),
+    "functions": (([],), "give tools"),
     "images": ((), "this server takes text"),
     "modalities": ((["text"],), "this server answers in text"),
-    "parallel_tool_calls": ((True, False), "this server does not parse tool calls yet"),
     "prediction": ((), "predicted outputs are not there"),
     "prompt_embeds": ((), "a prompt is a text or token ids"),
     "prompt_logprobs": ((), "log-likelihoods of prompts are not there yet"),
-    "reasoning_effort": ((), "this server does not parse reasoning yet; see chat_template_kwargs"),
-    "response_format": (({"type": "text"},), "structured output is not there yet"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "store": ((False,), "nothing is stored"),
-    "structured_outputs": ((), "structured output is not there yet"),
     "suffix": (("",), "insertion is not there"),
-    "tool_choice": (("none", "auto"), "this server does not parse tool calls yet"),
-    "tools": (([],), "this server does not parse tool calls yet"),
     "truncate_prompt_tokens": ((), "prompts are not cut; shorten it"),
     "chat_template": ((), "a template is code; the operator gives it with --chat-template"),
     "documents": ((), "give them in the messages, or in chat_template_kwargs"),
@@ -92,13 +92,49 @@ class ForModel(Body):
     model: Names | None = None
 
 
-class StreamOptions(BaseModel):
-    """What a stream has beside the answer."""
+class Part(BaseModel):
+    """An object within a body."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
+
+class StreamOptions(Part):
+    """What a stream has beside the answer."""
+
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
+
+
+Schema = dict[str, Any] | bool
+
+
+class JsonSchema(Part):
+    """A JSON schema in OpenAI's form; `strict` is always meant."""
+
+    name: Names | None = None
+    description: str | None = None
+    fits: Annotated[Schema, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Part):
+    """What form an answer has."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+
+
+class StructuredOutputs(Part):
+    """What form an answer has, by vLLM's names."""
+
+    fits: Annotated[Schema | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class Generating(ForModel):
@@ -129,6 +165,12 @@ class Generating(ForModel):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
 
     @property
     def answers(self) -> int:
@@ -159,23 +201,78 @@ class CompletionRequest(Generating):
         return self.logprobs
 
 
-class TextPart(BaseModel):
+class TextPart(Part):
     """A part of a message's content."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
-    """A message of a chat."""
+class CalledFunction(Part):
+    """The function of a call, and its arguments in JSON."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+    name: Names
+    arguments: str
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+
+class ToolCall(Part):
+    """A call of a tool in a message of the assistant."""
+
+    id: Names | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Part):
+    """A message of a chat. What a client sends back of an answer is taken as it is."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: Names | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Names | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _require_content(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"a message of the role {self.role} has content; give a text")
+        if self.role != "assistant" and (self.tool_calls, self.reasoning_content) != (None, None):
+            raise ValueError("tool_calls and reasoning_content belong to messages of the assistant")
+        return self
+
+
+class ToolFunction(Part):
+    """A function that the model may call. parameters: a JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """A tool."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(Part):
+    """The name of a function."""
+
+    name: Names
+
+
+class NamedTool(Part):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatFields(ForModel):
@@ -186,6 +283,14 @@ class ChatFields(ForModel):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is shown."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
 
 class ChatRequest(ChatFields, Generating):
@@ -194,6 +299,7 @@ class ChatRequest(ChatFields, Generating):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def alternatives(self) -> int | None:

@@ -76,7 +76,7 @@ class Sampling:
         self._priorities = priorities
         self._stops = StopLists()
         eos = defaults.eos_token_id
-        self._ends = [] if eos is None else list(eos) if isinstance(eos, list) else [int(eos)]
+        self.ends = [] if eos is None else list(eos) if isinstance(eos, list) else [int(eos)]
 
     def prepare(self) -> None:
         """Make once what requests with stop strings need of the vocabulary."""
@@ -155,7 +155,7 @@ class Sampling:
         if request.stop:
             found["stopping_criteria"] = [AnswerStops(prompt, self._strings(request.stop))]
         if request.ignore_eos or request.stop_token_ids:
-            ends = [*([] if request.ignore_eos else self._ends), *(request.stop_token_ids or ())]
+            ends = [*([] if request.ignore_eos else self.ends), *(request.stop_token_ids or ())]
             found["eos_token_id"] = ends or NO_END
         if request.alternatives is not None:
             found["logprobs"] = request.alternatives or True

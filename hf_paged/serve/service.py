@@ -16,8 +16,10 @@ from .live import LiveMap
 from .mailbox import Mailbox, Turns
 from .metrics import Metrics
 from .options import ServerOptions
-from .protocol import Generating
+from .protocol import ChatRequest, Generating
+from .replies import Replies, template_of
 from .sampling import Sampling
+from .structured import StructuredOutput
 from .text import AnswerText
 from .tokens import Tokenizer
 
@@ -40,14 +42,25 @@ class Service:
     turns: Turns
     live: LiveMap
     adapters: Adapters
+    structured: StructuredOutput
+    replies: Replies
     longest: int
     created: float = field(default_factory=time.time)
 
     @classmethod
     def of(
-        cls, engine: Engine, tokenizer: Any, options: ServerOptions, template: str | None = None
+        cls,
+        engine: Engine,
+        tokenizer: Any,
+        options: ServerOptions,
+        template: str | None = None,
+        response_template: dict[str, Any] | None = None,
     ) -> Service:
-        """The service of an engine that was made without a tokenizer: texts are the server's."""
+        """The service of an engine that was made without a tokenizer: texts are the server's.
+
+        template: how chats are written, instead of the tokenizer's chat template. response_template: how
+        answers are read, instead of its response template.
+        """
         if engine.model.config.is_encoder_decoder:
             raise ValueError(
                 f"{type(engine.model).__name__} is an encoder-decoder, which is not served yet; use "
@@ -61,11 +74,12 @@ class Service:
         embeddings = engine.model.get_input_embeddings()
         vocabulary = int(getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0])
         defaults = engine.model.generation_config
+        sampling = Sampling(defaults, tokenizer, limits, budget, engine.config.policy == "priority")
         return cls(
             engine,
             Tokenizer(tokenizer, vocabulary, longest * limits.chars_per_token, template),
             options,
-            Sampling(defaults, tokenizer, limits, budget, engine.config.policy == "priority"),
+            sampling,
             QueueLimit(budget + limits.waiting, lambda: not engine.driven, lambda: metrics.end_to_end.mean),
             metrics,
             Keys(options.api_keys, options.share_prefixes, options.admin_api_keys),
@@ -73,6 +87,8 @@ class Service:
             Turns(),
             LiveMap(engine, mailbox, metrics, limits.viewers),
             Adapters(engine, options.names, limits.adapters),
+            StructuredOutput(tokenizer, scores_of(engine.model), sampling.ends, limits.grammar_chars),
+            Replies(response_template or template_of(tokenizer, engine.model)),
             longest,
         )
 
@@ -117,7 +133,21 @@ class Service:
 
     def texts(self, request: Generating, stops: Sequence[str]) -> list[AnswerText]:
         """The texts of the answers to one prompt."""
-        decoder = self.tokenizer.whole if request.skip_special_tokens is False else self.tokenizer.shown
+        read = isinstance(request, ChatRequest) and self.replies.reads(request)
+        whole = read or request.skip_special_tokens is False
+        decoder = self.tokenizer.whole if whole else self.tokenizer.shown
         keep = bool(request.include_stop_str_in_output)
         hidden = frozenset(() if keep else request.stop_token_ids or ())
+        if read:
+            hidden |= frozenset(self.sampling.ends)
         return [AnswerText(decoder, stops, keep, hidden) for _ in range(request.answers)]
+
+
+def scores_of(model: Any) -> int:
+    """How many tokens a model has scores for."""
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    return int(
+        getattr(head, "out_features", None)
+        or (weight.shape[0] if weight is not None else model.config.get_text_config(decoder=True).vocab_size)
+    )

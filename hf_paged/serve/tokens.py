@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -10,7 +11,8 @@ from typing import Any, TypeVar
 from jinja2 import TemplateError
 
 from .errors import invalid, too_large
-from .protocol import ChatFields
+from .protocol import ChatFields, Message
+from .replies import shown_tools
 from .text import Decoder
 
 T = TypeVar("T")
@@ -57,17 +59,19 @@ class Tokenizer:
 
     async def chat_ids(self, request: ChatFields) -> tuple[int, ...]:
         """The ids of a chat, through its template."""
-        messages = [each.model_dump(exclude_none=True) for each in request.messages]
-        for each in messages:
-            if isinstance(each["content"], list):
-                each["content"] = "".join(part["text"] for part in each["content"])
-        self._require_short(sum(len(each["content"]) for each in messages), "messages")
-        extra = request.chat_template_kwargs or {}
+        messages = [_shown(each) for each in request.messages]
+        self._require_short(sum(len(each.get("content", "")) for each in messages), "messages")
+        extra = dict(request.chat_template_kwargs or {})
         taken = sorted(RESERVED & extra.keys())
         if taken:
             raise invalid(
                 f"chat_template_kwargs must not have {taken}; leave them out", "chat_template_kwargs"
             )
+        if request.offered:
+            extra["tools"] = shown_tools(request.offered)
+        if request.reasoning_effort is not None:
+            self._require_effort()
+            extra["reasoning_effort"] = request.reasoning_effort
         options = {
             "add_generation_prompt": request.add_generation_prompt is not False
             and not request.continue_final_message,
@@ -112,6 +116,14 @@ class Tokenizer:
         self._require_short(len(text), "messages")
         return self._encode(text, special)
 
+    def _require_effort(self) -> None:
+        template = self._template or getattr(self.hf, "chat_template", None) or ""
+        if "reasoning_effort" not in str(template):
+            raise invalid(
+                "the chat template knows no reasoning_effort; leave it out, or see chat_template_kwargs",
+                "reasoning_effort",
+            )
+
     async def _aside(self, act: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, act)
 
@@ -132,3 +144,18 @@ class Tokenizer:
                 name,
             )
         return ids
+
+
+def _shown(message: Message) -> dict[str, Any]:
+    """A message as chat templates take it: content as one text, arguments of calls as objects."""
+    found = message.model_dump(exclude_none=True)
+    if isinstance(found.get("content"), list):
+        found["content"] = "".join(part["text"] for part in found["content"])
+    if not found.get("tool_calls"):
+        found.pop("tool_calls", None)
+    for call in found.get("tool_calls", ()):
+        try:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            raise invalid("the arguments of a tool call are not JSON; give an object", "messages") from None
+    return found

@@ -21,6 +21,7 @@ from ..multimodal.cross import CrossMedia, cross_length
 from ..multimodal.embed import checked, names_of
 from ..multimodal.encoder import EncoderInput
 from ..multimodal.media import Media, marks_of, taken
+from ..sampling.grammar import GrammarProcessor
 from ..sampling.rules import Recipe, recipe_of
 from ..sampling.warp import Warp
 from .options import Options, ends_of
@@ -71,7 +72,8 @@ class RequestParams:
     max_length: of a sequence, as the scheduler counts it.
     processors and criteria: those that do not run for the whole batch at once; criteria without those about
     length and end-of-sequence tokens.
-    recipe: what the processors do to scores, if they run for the whole batch at once.
+    recipe: what the processors do to scores, if they run for the whole batch at once, and beside it the
+    grammar that the answers follow.
     slow: the names of the processors that run for this request alone.
     """
 
@@ -88,6 +90,7 @@ class RequestParams:
     seed: int
     favourites: int | None
     recipe: Recipe | None
+    grammar: GrammarProcessor | None
     slow: tuple[str, ...]
 
     @property
@@ -121,7 +124,8 @@ class RequestParams:
         be the last one by its length or an end-of-sequence token.
         """
         moved = self.media is not None and self.media.shift
-        return self.recipe is not None and not self.criteria and self.favourites is None and not moved
+        on_device = self.recipe is not None and self.grammar is None
+        return on_device and not self.criteria and self.favourites is None and not moved
 
     @property
     def source_key(self) -> bytes:
@@ -257,7 +261,7 @@ def read(
     others = StoppingCriteriaList(
         each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria)
     )
-    recipe, slow = _recipe(config, processors)
+    grammar, recipe, slow = _recipe(config, processors)
     return RequestParams(
         names,
         tokens,
@@ -272,6 +276,7 @@ def read(
         _seed(seed, drawn=bool(config.do_sample)),
         _favourites(logprobs, model),
         recipe,
+        grammar,
         slow,
     )
 
@@ -316,14 +321,19 @@ def _criteria(model: Any, config: Any, tokenizer: Any, given: Any, options: Opti
     return criteria
 
 
-def _recipe(config: Any, processors: LogitsProcessorList) -> tuple[Recipe | None, tuple[str, ...]]:
-    """The processors as a recipe, or the names of those that run for the request alone: all of a beam
-    search.
+def _recipe(
+    config: Any, processors: LogitsProcessorList
+) -> tuple[GrammarProcessor | None, Recipe | None, tuple[str, ...]]:
+    """The processors as a grammar and a recipe, or the names of those that run for the request alone: all of
+    a beam search.
     """
     if (config.num_beams or 1) > 1:
-        return None, tuple([type(each).__name__ for each in processors])
-    recipe, slow = recipe_of(processors, sampled=bool(config.do_sample))
-    return recipe, tuple(slow)
+        return None, None, tuple([type(each).__name__ for each in processors])
+    grammars = [each for each in processors if isinstance(each, GrammarProcessor)]
+    # What a grammar forbids stays forbidden, wherever its mask stands before the cuts.
+    others = [each for each in processors if len(grammars) != 1 or each is not grammars[0]]
+    recipe, slow = recipe_of(others, sampled=bool(config.do_sample))
+    return grammars[0] if recipe is not None and grammars else None, recipe, tuple(slow)
 
 
 def _beside(keywords: dict[str, Any], shown: dict[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kv.upload import Download, upload
-from ...scheduling import Scheduler
+from ...scheduling import UNKNOWN, Scheduler, SequenceGroup
 from ..job import Job
 from ..outputs.output import TokenLogprob
 from ..requests.callables import require_known
 from .beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
 from .candidates import BeamScorer, apart
+from .grammar import filled, masked, unfollowed
+from .input_batch import InputBatch
+from .penalties import PenaltyState
 from .warp import draw
 
 
@@ -47,21 +50,31 @@ def no_token(job: Job) -> Exception:
 
 
 class HostSampler:
-    """The next tokens of requests that need the host: custom processors, and beam search.
+    """The next tokens of the requests that need the host for them: grammars, processors of their own, and
+    beams. logits [rows, vocabulary] in fp32.
 
-    logits [rows, vocabulary] in fp32. Beams without processors are scored together on the device, launched at
-    once. Processors and criteria run in `apply`, on their own rows only; an exception in them ends their
-    request.
+    The continuations of beams without processors are compared together on the device: that is launched at
+    once. The tokens of requests with grammars are chosen together, under masks that are filled while the
+    device computes. Processors and criteria run in `apply`, only for their own rows; what they raise ends
+    their request.
     """
 
-    def __init__(self, requests: Sequence[SamplingRows], logits: torch.Tensor) -> None:
+    def __init__(
+        self, requests: Sequence[SamplingRows], logits: torch.Tensor, penalties: PenaltyState
+    ) -> None:
         self.jobs = [request.job for request in requests]
         self._requests = requests
         self._logits = logits
         self._failed: dict[Job, Exception] = {}
         self._scorers = _scorers(requests, logits)
         compared = {request.job for others, _ in self._scorers for request in others}
-        self._own = [request for request in requests if request.job not in compared]
+        self._guided = [request for request in requests if request.job.params.grammar is not None]
+        self._own = [
+            request
+            for request in requests
+            if request.job not in compared and request.job.params.grammar is None
+        ]
+        self._penalties = penalties
         tensors = []
         if self._own:
             rows = [row for request in self._own for row in request.rows]
@@ -75,8 +88,10 @@ class HostSampler:
         return True
 
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
-        """Wait for the device, and give every job its tokens: the jobs that failed, and why."""
+        """Wait for what was launched, and give every job its tokens: the jobs that failed, and why."""
+        guided = self._guide()
         arrived = iter(self._download.wait())
+        self._take_guided(scheduler, guided)
         broken = _dealt(self._own, next(arrived).tolist() if self._own else [])
         self._reject(job for job, found in broken.items() if any(found) and not job.params.mends)
         self._each(
@@ -100,6 +115,42 @@ class HostSampler:
                     Exception
                 ) as error:  # a processor, a criterion or a tokenizer of this request failed; others continue
                     self._failed[request.job] = error
+
+    # ---- grammars
+
+    def _guide(self) -> Download | None:
+        """Launch the choice of the tokens that follow grammars."""
+        logits = self._logits
+        followed: list[SamplingRows] = []
+        matchers: list[Any] = []
+        for request in self._guided:
+            try:
+                matchers += _matchers(request.job, logits.shape[1])
+                followed.append(request)
+            except Exception as error:
+                self._failed[request.job] = error
+        self._guided = followed
+        if not followed:
+            return None
+        bits = filled(matchers, logits.shape[1], logits.device)
+        rows = [row for request in followed for row in request.rows]
+        sequences = tuple([sequence for request in followed for sequence in _group(request.job).sequences])
+        jobs = {_group(request.job): request.job for request in followed}
+        columns = InputBatch(sequences, jobs, self._penalties)
+        scores = masked(logits[upload(rows, logits.device)], bits)
+        positions = [len(sequence.tokens) for sequence in sequences]
+        for job, own in _dealt(followed, matchers).items():
+            trouble = next((each for each in own if each.is_error()), None)
+            if trouble is not None:
+                job.trouble_with_scores = unfollowed(trouble)
+        return Download([columns.choose(scores, positions)[1]])
+
+    def _take_guided(self, scheduler: Scheduler, chosen: Download | None) -> None:
+        if chosen is None:
+            return
+        tokens = _dealt(self._guided, chosen.wait()[0].tolist())
+        self._reject(job for job, own in tokens.items() if UNKNOWN in own or job.trouble_with_scores)
+        self._each(self._guided, lambda request: self._take(scheduler, request, tokens[request.job]))
 
     # ---- samples
 
@@ -162,6 +213,22 @@ class HostSampler:
             else _notes(self._logits[[request.rows[beam] for beam in beams]], tokens, favourites)
         )
         return Continuations(values.tolist(), beams, tokens, notes)
+
+
+def _group(job: Job) -> SequenceGroup:
+    assert job.group is not None
+    return job.group
+
+
+def _matchers(job: Job, vocabulary: int) -> list[Any]:
+    """Where the running sequences of a job are in its grammar."""
+    assert job.params.grammar is not None
+    job.params.grammar.require_scores(vocabulary)
+    begin = len(job.params.prompt)
+    return [
+        job.grammar_states[sequence.index].behind(sequence.tokens[begin:])
+        for sequence in _group(job).sequences
+    ]
 
 
 def _scorers(

@@ -1,0 +1,177 @@
+"""Answers in a form: the grammar that a request asks for, compiled beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from ..engine.sampling.grammar import (
+    Grammar,
+    GrammarError,
+    Grammars,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+from .errors import invalid, too_large
+from .protocol import ChatRequest, Generating, NamedTool, StructuredOutputs
+
+WHITESPACE = r"[ \n\r\t]{0,32}"
+"""Between the words of JSON. Without a bound a model may write blanks to the end of its answer."""
+MOST_CALLS = 16
+"""Calls of tools in one answer, where calls are required."""
+Making = Callable[[], str]
+
+
+class StructuredOutput:
+    """Compiles the grammars of requests, one after another, in a thread of its own."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: list[int], most_chars: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._ends = ends
+        self._most_chars = most_chars
+        self._grammars: Grammars | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_paged grammars")
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def grammar(self, request: Generating) -> Grammar | None:
+        """The grammar that a request's answers follow, or 400 for one that is impossible."""
+        asked = self._asked(request)
+        if not asked:
+            return None
+        if len(asked) > 1:
+            first, second, *_ = asked
+            raise invalid(f"{first} and {second} both give the answer a form; give one of them", second)
+        [(name, make)] = asked.items()
+        if request.ignore_eos or request.min_tokens:
+            raise invalid(f"{name} decides where the answer ends; leave ignore_eos and min_tokens out", name)
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, partial(self._compiled, make))
+        except (GrammarError, ValueError, TypeError) as error:
+            raise invalid(f"{name}: {error!s:.500}", name) from error
+        except ImportError as error:
+            raise invalid(f"{name} is not served here: {error}", name, "unsupported_parameter") from error
+
+    def _compiled(self, make: Making) -> Grammar:
+        grammar = make()
+        if self._grammars is None:
+            self._grammars = Grammars(self._tokenizer, self._vocabulary, self._ends)
+        return self._grammars.compiled(grammar)
+
+    def _asked(self, request: Generating) -> dict[str, Making]:
+        """What gives the answer a form, by the field that asks for it."""
+        found: dict[str, Making] = {}
+        form = request.response_format
+        if form is not None and form.type != "text":
+            needs = {"json_schema": form.json_schema, "regex": form.regex}.get(form.type, True)
+            if needs is None:
+                raise invalid(
+                    f"response_format of type {form.type} needs {form.type}; give it", "response_format"
+                )
+        if form is not None and form.type == "json_object":
+            found["response_format"] = self._json("response_format", {"type": "object"})
+        elif form is not None and form.type == "json_schema" and form.json_schema is not None:
+            found["response_format"] = self._json("response_format", form.json_schema.fits)
+        elif form is not None and form.type == "regex":
+            found["response_format"] = self._text("response_format", regex_grammar, form.regex)
+        if request.structured_outputs is not None:
+            found |= self._structured(request.structured_outputs)
+        for name, make in (("guided_regex", regex_grammar), ("guided_grammar", lark_grammar)):
+            if getattr(request, name) is not None:
+                found[name] = self._text(name, make, getattr(request, name))
+        if request.guided_json is not None:
+            found["guided_json"] = self._json("guided_json", request.guided_json)
+        if request.guided_choice is not None:
+            found["guided_choice"] = self._choice("guided_choice", request.guided_choice)
+        if isinstance(request, ChatRequest) and forced(request):
+            found["tool_choice"] = self._json("tool_choice", _schema_of_calls(request))
+        return found
+
+    def _structured(self, given: StructuredOutputs) -> dict[str, Making]:
+        name = "structured_outputs"
+        options: dict[str, Any] = {}
+        if given.disable_any_whitespace:
+            options = {"whitespace_flexible": False}
+        elif given.whitespace_pattern is not None:
+            options = {"whitespace_pattern": given.whitespace_pattern}
+        found: dict[str, Making] = {}
+        if given.fits is not None:
+            found[f"{name}.json"] = self._json(name, given.fits, options)
+        if given.json_object:
+            found[f"{name}.json_object"] = self._json(name, {"type": "object"}, options)
+        if given.regex is not None:
+            found[f"{name}.regex"] = self._text(name, regex_grammar, given.regex)
+        if given.choice is not None:
+            found[f"{name}.choice"] = self._choice(name, given.choice)
+        if given.grammar is not None:
+            found[f"{name}.grammar"] = self._text(name, lark_grammar, given.grammar)
+        if not found:
+            raise invalid(f"{name} needs one of json, json_object, regex, choice and grammar; give it", name)
+        return found
+
+    def _json(self, name: str, schema: Any, options: dict[str, Any] | None = None) -> Making:
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError):
+                raise invalid(f"{name}: the schema is not JSON; give an object", name) from None
+        if not isinstance(schema, dict | bool):
+            raise invalid(f"{name}: a JSON schema is an object, got {type(schema).__name__}", name)
+        self._require_short(name, len(json.dumps(schema)))
+        return partial(json_grammar, schema, **(options or {"whitespace_pattern": WHITESPACE}))
+
+    def _text(self, name: str, make: Callable[[str], str], text: Any) -> Making:
+        self._require_short(name, len(text))
+        return partial(make, text)
+
+    def _choice(self, name: str, choices: list[str]) -> Making:
+        self._require_short(name, sum(map(len, choices)) + 3 * len(choices))
+        return partial(choice_grammar, choices)
+
+    def _require_short(self, name: str, length: int) -> None:
+        if length > self._most_chars:
+            raise too_large(
+                f"{name} has {length} characters of grammar and the limit is {self._most_chars}; shorten it",
+                name,
+            )
+
+
+def forced(request: ChatRequest) -> bool:
+    """Whether the answer must be calls of tools."""
+    return request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
+
+
+def _schema_of_calls(request: ChatRequest) -> dict[str, Any]:
+    """The form of an answer that must be calls: the arguments of the named function, or a list of calls."""
+    anything: dict[str, Any] = {"type": "object"}
+    schemas = {each.function.name: each.function.parameters or anything for each in request.offered}
+    if isinstance(request.tool_choice, NamedTool):
+        return schemas[request.tool_choice.function.name]
+    definitions: dict[str, Any] = {}
+    for name, schema in schemas.items():
+        if "$defs" in schema:  # they are looked for at the root
+            moved = json.loads(json.dumps(schema).replace('"#/$defs/', f'"#/$defs/{name}/'))
+            definitions[name] = moved.pop("$defs")
+            schemas[name] = moved
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": schema},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, schema in schemas.items()
+    ]
+    most = 1 if request.parallel_tool_calls is False else MOST_CALLS
+    found = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": calls}}
+    return {"$defs": definitions, **found} if definitions else found
