@@ -223,7 +223,8 @@ def _paged(
         outer = running.get()
         try:
             running.set(Forward(parts[0], dense and not captured))
-            answer = original(**given) if captured else _with_adapters(model, original, given, parts)
+            plain = captured or "peft" not in sys.modules
+            answer = original(**given) if plain else _with_adapters(model, original, given, parts)
         finally:
             running.set(outer)
         if not captured:
@@ -246,7 +247,8 @@ def _with_adapters(
     model: nn.Module, original: Callable[..., Any], given: dict[str, Any], parts: list[PagedCache]
 ) -> Any:
     """The forward, in which kernels add the adapters that peft names for each row, if they can."""
-    if "peft" not in sys.modules or not can_record([device := input_device(model)]):
+    device = input_device(model)
+    if not can_record([device]):
         return original(**given)
     before = [part.mark() for part in parts]
     try:

@@ -7,7 +7,7 @@ left in the model, and a caller is given ordinary ones.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -75,7 +75,7 @@ def as_ordinary(answer: Any) -> Any:
     """A model's answer with tensors that can be changed, and trained on."""
     if isinstance(answer, torch.Tensor):
         return answer.clone() if answer.is_inference() else answer
-    if isinstance(answer, MutableMapping):
+    if isinstance(answer, dict):
         for name, value in answer.items():
             if isinstance(value, (torch.Tensor, tuple)):
                 answer[name] = as_ordinary(value)
