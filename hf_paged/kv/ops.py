@@ -259,6 +259,9 @@ class NativeOps(Ops):
         self.library = library
 
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if pages.batch.new_lane is not None:  # views, made for all layers together
+            super().write(pages, keys, values)
+            return
         if isinstance(pages.batch, FlatBatch):
             if not pages.batch.decodes:
                 super().write(pages, keys, values)

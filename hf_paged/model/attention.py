@@ -57,7 +57,6 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
     setting makes.
     """
     implementation = _dense_implementation(original_implementation(arguments["config"]))
-    stock = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     forward = running.get()
     if forward is not None and forward.flat:
         return _flat_mask(arguments, forward.cache)
@@ -70,13 +69,13 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
     if forward is not None and not plain:
         _keep_to_yourself(forward.cache)
     if forward is None or forward.dense or not plain:
-        mask: torch.Tensor | None = stock(**arguments)
+        mask: torch.Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[implementation](**arguments)
         return mask
 
     def as_stock() -> torch.Tensor | None:
         if captured:
             raise NotCapturable("the model computes with its attention mask, which grows from step to step")
-        given: torch.Tensor | None = stock(**arguments)
+        given: torch.Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[implementation](**arguments)
         return given
 
     def build() -> torch.Tensor:

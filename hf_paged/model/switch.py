@@ -46,7 +46,8 @@ def switch(configs: list[Any], name: str, owner: object) -> None:
         for config in configs:
             entry = _switched.get(id(config))
             if entry is None:
-                entry = _switched[id(config)] = _Switched(config, vars(config).get(SETTING) or "eager", set())
+                original = vars(config).get(SETTING) or getattr(config, SETTING, None) or "eager"
+                entry = _switched[id(config)] = _Switched(config, original, set())
             entry.owners.add(id(owner))
             vars(config)[SETTING] = name
 
