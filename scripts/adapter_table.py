@@ -640,8 +640,8 @@ def page(rows: list[Row]) -> str:
                 found.append(SHORT.get(cell.mark, cell.mark) + note)
             lines.append(f"| {row.case.name} | {row.by} | " + " | ".join(found) + " |")
         lines.append("")
-    lines += ["### The notes", ""]
-    lines += [f"{number}. {text}" for text, number in notes.items()]
+    lines += ["### The notes", "", "| note | words |", "|---|---|"]
+    lines += [f"| {number} | {text} |" for text, number in notes.items()]
     lines += ["", "### Not tried", "", "| what | why |", "|---|---|"]
     lines += [f"| {row.case.name} | {_words(row.untried)} |" for row in rows if row.untried]
     lines += [f"| `{option}` | {why} |" for option, why in NOT_TRIED.items()]
