@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from hf_paged import demo
 from hf_paged.serve.cli import ABSENT, adapter_sources, engine_options, main, parser, server_options
 
 SERVE = Path(__file__).parent.parent / "hf_paged" / "serve"
-WITHOUT_EXTRA = ("__init__", "cli", "generate", "info", "loading", "options")
+WITHOUT_EXTRA = ("__init__", "bench", "chat", "cli", "generate", "info", "loading", "options")
 """Modules that need nothing but hf_paged's own dependencies."""
 
 
@@ -140,6 +142,23 @@ def test_generate_prints_the_answer(capsys: pytest.CaptureFixture[str], tmp_path
         (p, wanted(p)) for p in ("The fox", "The owl")
     ]
     assert "empty" in failing(capsys, "generate", "demo", "--prompt", " ")
+
+
+def test_completion_knows_commands_and_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash")
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "complete"
+    script.write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        line = f'source {script}; COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; _hf_paged; echo "${{COMPREPLY[@]}}"'
+        return subprocess.run([bash, "-c", line], capture_output=True, text=True, check=True).stdout.split()
+
+    assert completed("hf-paged", "tr") == ["trace"]
+    assert completed("hf-paged", "serve", "--lora") == ["--lora-modules"]
+    assert "--system" in completed("hf-paged", "chat", "demo", "--s")
 
 
 def test_info_says_what_runs_on_pages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -64,6 +64,55 @@ def test_random_bodies(served: Served) -> None:
     assert {200, 400} <= statuses
 
 
+FORMS: dict[str, Any] = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "required": ["a"], "items": {"type": "null"}}}},
+    "structured_outputs": {"json": {"anyOf": [{"type": "string", "pattern": "a+", "maxLength": 3}, {"$ref": "#"}]}, "whitespace_pattern": " ?"},
+    "guided_choice": ["a", "b"],
+    "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}, {"role": "tool", "content": [{"type": "text", "text": "a"}], "tool_call_id": "1"}],
+}  # fmt: skip
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """A value with something odd somewhere within it."""
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        name = rng.choice(list(value))
+        act = rng.random()
+        if act < 0.1:
+            return {key: each for key, each in value.items() if key != name}
+        if act < 0.2:
+            return {**value, rng.choice(["zzz", "", "not", "$ref", "pattern", "allOf"]): rng.choice(ODD)}
+        return {**value, name: mutated(value[name], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        place = rng.randrange(len(value))
+        return [*value[:place], mutated(value[place], rng), *value[place + 1 :]]
+    return rng.choice(ODD)
+
+
+def test_odd_forms_and_tools(served: Served) -> None:
+    """Something odd deep in a schema, a tool or a message: answered or refused, and never a failure."""
+    pytest.importorskip("llguidance")
+    rng = random.Random(11)
+    statuses = set()
+    for _ in range(300):
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 3,
+            "temperature": 1.0,
+        }
+        for name in rng.sample(list(FORMS), rng.randint(1, 2)):
+            body[name] = mutated(FORMS[name], rng) if rng.random() < 0.8 else FORMS[name]
+        if "tools" in body and "tool_choice" not in body:
+            body["tool_choice"] = "required"
+        response = served.client.post("/v1/chat/completions", content=json.dumps(body), headers=JSON)
+        statuses.add(response.status_code)
+        assert response.status_code in (200, 400, 413), (body, response.text)
+        if response.status_code != 200:
+            assert response.json()["error"]["message"]
+    assert {200, 400} <= statuses
+
+
 def test_broken_bytes_in_bodies(served: Served) -> None:
     rng = random.Random(6)
     whole = json.dumps(

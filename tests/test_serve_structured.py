@@ -96,6 +96,7 @@ def test_chats_in_json(client: openai.OpenAI) -> None:
         ({"guided_regex": PATTERN}, PATTERN),
         ({"structured_outputs": {"choice": ["yes", "no", 'it "depends"']}}, 'yes|no|it "depends"'),
         ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_choice": ["\U0001f98a!", "\u0000", "\\n/"]}, "\U0001f98a!|\u0000|\\\\n/"),
         ({"structured_outputs": {"grammar": 'start: ("fox" | "owl")+ "!"'}}, "(fox|owl)+!"),
         ({"guided_grammar": 'start: "a" "b"?'}, "ab?"),
         ({"structured_outputs": {"json": {"enum": [1, "x"]}}}, '1|"x"'),

@@ -1,4 +1,4 @@
-"""The command line: hf-paged serve, generate, info, trace."""
+"""The command line: hf-paged serve, generate, chat, bench, info, trace, completion."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 EPILOG = """\
 hf-paged serve demo                      serve the model that comes with hf_paged
 hf-paged generate demo --prompt "The fox"
+hf-paged chat demo                       a conversation in the terminal
+hf-paged bench demo --out bench.svg      its speed on this machine, beside stock generate()
 hf-paged info Qwen/Qwen3-8B              what of a model would run on pages
 hf-paged trace steps.jsonl               the map of the blocks, of a file that engine.trace() wrote
 
@@ -66,12 +68,20 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     made = {
         "serve": commands.add_parser("serve", help="serve a model over HTTP in OpenAI's form"),
         "generate": commands.add_parser("generate", help="answer a prompt in the terminal"),
+        "chat": commands.add_parser("chat", help="talk with a model in the terminal"),
+        "bench": commands.add_parser("bench", help="a model's speed here, beside stock generate()"),
+        "completion": commands.add_parser(
+            "completion", help="print a script that completes commands in a shell"
+        ),
         "info": commands.add_parser("info", help="versions, devices, kernels; what of a model runs on pages"),
         "trace": commands.add_parser("trace", help="show the map of the blocks of a trace file"),
     }
     _add_serve(made["serve"])
     _add_trace(made["trace"])
     _add_generate(made["generate"])
+    _add_chat(made["chat"])
+    _add_bench(made["bench"])
+    made["completion"].add_argument("shell", choices=["bash", "zsh"])
     _add_source(made["info"], optional=True)
     return top, made
 
@@ -190,13 +200,38 @@ def _add_generate(to: Parser) -> None:
     asked.add_argument("--chat", action="store_true", help="each prompt is a user's message")
     asked.add_argument("--json", action="store_true", help="print JSON instead of streaming")
     how = to.add_argument_group("options")
-    how.add_argument("--max-tokens", type=int, default=128, help="of an answer (128)")
-    how.add_argument("--temperature", type=float, default=0.0, help="0 (the default) draws nothing")
-    how.add_argument("--top-p", type=float)
-    how.add_argument("--top-k", type=int)
+    _add_sampling(how, 128)
     how.add_argument("--num-beams", type=int)
-    how.add_argument("--seed", type=int)
     how.add_argument("--stop", action="append", help="a text at which the answer ends; may be repeated")
+
+
+def _add_sampling(group: Any, tokens: int) -> None:
+    group.add_argument("--max-tokens", type=int, default=tokens, help=f"of an answer ({tokens})")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 (the default) draws nothing")
+    group.add_argument("--top-p", type=float)
+    group.add_argument("--top-k", type=int)
+    group.add_argument("--seed", type=int)
+
+
+def _add_chat(to: Parser) -> None:
+    _add_source(to)
+    how = to.add_argument_group("options")
+    how.add_argument("--system", help="the message before the first one")
+    _add_sampling(how, 512)
+
+
+def _add_bench(to: Parser) -> None:
+    _add_source(to)
+    load = to.add_argument_group("load")
+    load.add_argument("--num-prompts", type=int, default=64, help="that come at once (64)")
+    load.add_argument("--input-len", type=int, default=128, help="tokens of a prompt (128)")
+    load.add_argument("--output-len", type=int, default=128, help="tokens of an answer in the mean (128)")
+    load.add_argument("--batch-size", type=int, default=16, help="prompts in a call of generate() (16)")
+    load.add_argument("--max-num-seqs", type=int, help="sequences that the engine runs at once (256)")
+    load.add_argument("--seed", type=int, default=0)
+    shown = to.add_argument_group("answer")
+    shown.add_argument("--out", metavar="FILE.svg", help="draw a picture")
+    shown.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_trace(to: Parser) -> None:
@@ -213,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         command.refuse(unknown)
     try:
-        return {"serve": serve, "generate": generate, "trace": trace}.get(given.command, info)(given)
+        return COMMANDS.get(given.command, info)(given)
     except (ValueError, OSError, TypeError, ImportError) as error:
         print(f"{command.prog}: {error}", file=sys.stderr)
         return 1
@@ -248,16 +283,61 @@ def generate(given: argparse.Namespace) -> int:
 
     if given.prompt is not None and given.file is not None:
         raise ValueError("--prompt and --file are both the prompt; give one of them")
-    options: dict[str, Any] = {"max_new_tokens": given.max_tokens, "do_sample": given.temperature > 0}
-    if given.temperature > 0:
-        options["temperature"] = given.temperature
-    for name in ("top_p", "top_k", "num_beams", "seed"):
-        if getattr(given, name) is not None:
-            options[name] = getattr(given, name)
+    options = {"max_new_tokens": given.max_tokens, **_sampling(given)}
+    if given.num_beams is not None:
+        options["num_beams"] = given.num_beams
     if given.stop:
         options["stop_strings"] = given.stop
     prompts = prompts_of(given.prompt, given.file, given.lines)
     return run(_source(given), prompts, given.chat, given.json or given.lines, options)
+
+
+def _sampling(given: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {"do_sample": given.temperature > 0}
+    if given.temperature > 0:
+        options["temperature"] = given.temperature
+    for name in ("top_p", "top_k", "seed"):
+        if getattr(given, name) is not None:
+            options[name] = getattr(given, name)
+    return options
+
+
+def chat(given: argparse.Namespace) -> int:
+    """hf-paged chat."""
+    from .chat import run
+
+    return run(_source(given), given.system, given.max_tokens, _sampling(given))
+
+
+def bench(given: argparse.Namespace) -> int:
+    """hf-paged bench."""
+    from .bench import Load, run
+
+    load = Load(given.num_prompts, given.input_len, given.output_len, given.batch_size, given.seed)
+    options = {} if given.max_num_seqs is None else {"max_batch_sequences": given.max_num_seqs}
+    return run(_source(given), load, options, given.out, given.json)
+
+
+def completion(given: argparse.Namespace) -> int:
+    """hf-paged completion: a script for `eval "$(hf-paged completion bash)"`."""
+    _, commands = parser()
+    cases = [
+        f"    {name}) words='{' '.join(flag for flag in each._option_string_actions if flag[:2] == '--')}';;"
+        for name, each in commands.items()
+    ]
+    lines = [
+        "autoload -U +X bashcompinit && bashcompinit" if given.shell == "zsh" else "",
+        "_hf_paged() {",
+        f"  local words='{' '.join(commands)}'",
+        '  if [ "$COMP_CWORD" -gt 1 ]; then case "${COMP_WORDS[1]}" in',
+        *cases,
+        "  esac; fi",
+        '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))',
+        "}",
+        "complete -o default -F _hf_paged hf-paged",
+    ]
+    print("\n".join(line for line in lines if line))
+    return 0
 
 
 def trace(given: argparse.Namespace) -> int:
@@ -320,6 +400,16 @@ def adapter_sources(given: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--lora-modules takes name=path with different names, got {each!r}")
         found[name] = path
     return found
+
+
+COMMANDS = {
+    "serve": serve,
+    "generate": generate,
+    "chat": chat,
+    "bench": bench,
+    "trace": trace,
+    "completion": completion,
+}
 
 
 def engine_options(given: argparse.Namespace) -> dict[str, Any]:
