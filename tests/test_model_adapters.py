@@ -11,6 +11,7 @@ from adapters import adapted, lora
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE, load
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
@@ -236,6 +237,18 @@ def test_a_table_follows_what_lies_elsewhere() -> None:
         found = layers[0](x)
     expected = layers[0](x, adapter_names=["__base__", "two", "__base__"])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_memory_that_kernels_read_stays() -> None:
+    """A parameter is given other memory: until the table is made anew, kernels read the old."""
+    model = adapted(lora(r=8)).to(DEVICE)
+    table, layers = table_of(model, ["one"], True)
+    weight = layers[0].lora_A["one"].weight
+    memory = StorageWeakRef(weight.untyped_storage())
+    weight.data = torch.zeros_like(weight)
+    assert not memory.expired()
+    table.clear(0)
+    assert memory.expired()
 
 
 # ---- prefixes of generate()

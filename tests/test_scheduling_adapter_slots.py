@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupting import Interrupted
 from scheduling_requests import one_request
 from simulated import Simulated
 
@@ -45,6 +46,20 @@ def test_a_load_that_breaks_off_takes_no_slot() -> None:
         with pytest.raises(KeyboardInterrupt):
             slots.acquire(("a",), set())
         slots.check(set())
+
+
+def test_an_interrupt_loses_no_slot() -> None:
+    """Ctrl-C at every place of an eviction: the slot is an adapter's or free, and the next one finds it."""
+    places = 0
+    while True:
+        slots = AdapterSlots(1, lambda names, slot: None, lambda names: True)
+        slots.acquire(("a",), set())
+        if Interrupted(places + 1, ("/adapter_slots.py",))(lambda slots=slots: slots.acquire(("b",), set())):
+            break
+        slots.check(set())
+        assert slots.acquire(("c",), set())
+        places += 1
+    assert places > 5
 
 
 # ---- any mix

@@ -387,12 +387,15 @@ class EngineAdapters:
         adapter, slot, event = self._loading[names]
         if not event.query():
             return False
-        del self._loading[names]
         torch.cuda.current_stream(self.device).wait_event(event)
         for tensor in adapter.tensors:
             tensor.record_stream(torch.cuda.current_stream(self.device))
-        self.table.put(slot, adapter)
-        return True
+        try:
+            self.table.put(slot, adapter)
+        except Exception as error:
+            self.failed[names] = error
+        del self._loading[names]  # behind the put, which an interrupt may have to do again
+        return names not in self.failed
 
     def wait(self) -> bool:
         """Wait for an adapter that is being loaded; False if there is none."""

@@ -26,8 +26,7 @@ class AdapterSlots:
         self._load = load
         self._ready = ready
         self._slots: OrderedDict[Names, int] = OrderedDict()
-        """The least recently used first."""
-        self._free = list(range(count))[::-1]
+        """The least recently used first. Slots that are not here are free: an interrupt can lose none."""
 
     def __contains__(self, adapter: Names) -> bool:
         return adapter in self._slots
@@ -57,22 +56,19 @@ class AdapterSlots:
         return self._ready(adapter)
 
     def _take(self, pinned: Collection[Names]) -> int | None:
-        if self._free:
-            return self._free.pop()
+        taken = set(self._slots.values())
+        if len(taken) < self.count:
+            return next(slot for slot in range(self.count) if slot not in taken)
         oldest = next((adapter for adapter in self._slots if adapter not in pinned), None)
         return None if oldest is None else self._slots.pop(oldest)
 
     def release(self, adapter: Names) -> int | None:
         """Give a slot back: which it was, None if the adapter had none."""
-        slot = self._slots.pop(adapter, None)
-        if slot is not None:
-            self._free.append(slot)
-        return slot
+        return self._slots.pop(adapter, None)
 
     def check(self, running: Collection[Names]) -> None:
-        """Recount: every slot is an adapter's or free, and every running adapter has one."""
-        expect(
-            sorted([*self._slots.values(), *self._free]) == list(range(self.count)),
-            "a slot belongs to two adapters, or is lost",
-        )
+        """Recount: no slot is two adapters', and every running adapter has one."""
+        slots = set(self._slots.values())
+        expect(len(slots) == len(self._slots), "a slot belongs to two adapters")
+        expect(slots <= set(range(self.count)), "an adapter has a slot that there is not")
         expect(set(running) <= self._slots.keys(), "a request runs whose adapter has no slot")

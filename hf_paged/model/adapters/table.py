@@ -44,6 +44,8 @@ class AdapterTable:
         """For a layer the last one of those whose outputs are read together with its own."""
         self._served: list[Adapter | None] = [None] * slots
         """The weights as kernels read them: the tables name their memory."""
+        self._memory: list[list[torch.UntypedStorage]] = [[] for _ in range(slots)]
+        """That memory: a parameter may be given other memory while kernels still read this."""
 
     def lay_out(self, layers: Iterable[nn.Module], expected: Iterable[Adapter] = ()) -> None:
         """Number layers in this order, before any adapter is there. expected: those that may come, for which
@@ -76,6 +78,7 @@ class AdapterTable:
         """Let a slot hold nothing."""
         self.slots[slot] = None
         self._served[slot] = None
+        self._memory[slot] = []
         if self.weights is not None:
             self.weights.clear(slot)
             self.weights.upload()
@@ -124,6 +127,7 @@ class AdapterTable:
         self.weights.clear(slot)
         for module, part in served.layers.items():
             self.weights.put(self.layers[module], slot, part.a, part.b, part.scale)
+        self._memory[slot] = [tensor.untyped_storage() for tensor in served.tensors]
 
     def _readable(self, part: LowRank) -> LowRank:
         """A layer's weights as kernels can read them: the same memory if possible."""
