@@ -85,6 +85,22 @@ def test_a_request_that_waits_is_not_computed_with_others(model: Any, change: An
         assert ask(engine, prompt(1)) == one
 
 
+def test_what_is_active_changes_before_the_first_step() -> None:
+    """Where a request cannot choose, it is computed with what was active when it came, or not at all."""
+    model = adapted(lora(use_dora=True), lora(use_dora=True))
+    with Engine(model, block_size=4) as engine:
+        one = ask(engine, prompt(1))
+        handle = engine.submit(prompt(1), **GREEDY)
+        model.set_adapter("two")
+        assert "adapters were changed while a request waited" in error_of(handle)
+        with model.disable_adapter():
+            handle = engine.submit(prompt(1), **GREEDY)
+        assert "adapters were changed while a request waited" in error_of(handle)
+        two = engine.submit(prompt(1), **GREEDY)
+        assert one == alone(model, prompt(1), "one") != tokens(two)
+        assert tokens(two) == alone(model, prompt(1), "two")
+
+
 def test_a_deleted_adapter_ends_its_requests(model: Any) -> None:
     """None of its requests goes on as the base, whether it waited or ran; others go on."""
     with Engine(model, block_size=4, max_batch_sequences=2) as engine:

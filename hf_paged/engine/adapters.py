@@ -126,6 +126,11 @@ class EngineAdapters:
         """Why requests cannot choose among the peft model's adapters."""
         return self.in_model.why_not
 
+    @property
+    def active(self) -> Names | None:
+        """What all requests have where none can choose; None where each has its own."""
+        return None if self.why_not is None else self.in_model.active
+
     def look_again(self) -> None:
         """No request runs: modules with adapters may have come or gone."""
         self._in_model = None
@@ -261,11 +266,10 @@ class EngineAdapters:
     def _has(self, name: str) -> bool:
         return name in self._own or self.in_model.has(name)
 
-    def why_lost(self, names: Names, why_not: str | None) -> str | None:
-        """Why a request that waits cannot run any more with what it was given. why_not: as it was then."""
-        now = self.why_not
-        if (now is None) != (why_not is None):
-            reason = f": {now}" if now is not None else ""
+    def why_lost(self, names: Names, active: Names | None) -> str | None:
+        """Why a request that waits cannot run any more with what it was given. active: as it was then."""
+        if self.active != active:
+            reason = f": {self.why_not}" if self.why_not is not None else ""
             return f"the model's adapters were changed while a request waited{reason}; submit it again"
         gone = [name for name in names if not self._has(name)]
         if gone:
@@ -307,8 +311,11 @@ class EngineAdapters:
             if known is None or name in self._own:
                 continue
             in_model = self.in_model if in_model is None else in_model
-            stepped = name in self._stepped or not in_model.has(name)
-            if stepped or not known.tags.fits(tags_of(in_model.read(name))):
+            try:
+                stepped = name in self._stepped or not in_model.has(name)
+                if stepped or not known.tags.fits(tags_of(in_model.read(name))):
+                    found.add(name)
+            except (KeyError, RuntimeError):  # another thread takes it away at this moment
                 found.add(name)
         return found
 

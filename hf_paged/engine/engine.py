@@ -230,7 +230,7 @@ class Engine:
         if not self.scheduler.running:
             self._adapters.look_again()
         job.adapter = self._adapters.resolve(adapter)
-        job.why_not = self._adapters.why_not
+        job.active = self._adapters.active
         extra = extra_key(None if salt is None else check_salt(salt))
         request = Request(
             next(self._numbers),

@@ -33,8 +33,8 @@ class Job:
         self.group = group
         self.adapter: tuple[str, ...] = ()
         """The names of its adapters."""
-        self.why_not: str | None = None
-        """Why these could not be chosen among the model's, when it came."""
+        self.active: tuple[str, ...] | None = None
+        """What was active on the model when it came, if none of the model's adapters can be chosen."""
         self.tokenizer = tokenizer
         self.beams = BeamSearch(params) if params.beams > 1 else None
         self.streams = [Stream(i, tokenizer, whole=self.beams is not None) for i in range(params.answers)]

@@ -199,7 +199,7 @@ class StepLoop:
         ended = []
         for group in [*self.scheduler.preempted, *self.scheduler.waiting]:
             job = self.jobs[group]
-            why_lost = self.adapters.why_lost(job.adapter, job.why_not)
+            why_lost = self.adapters.why_lost(job.adapter, job.active)
             if why_lost is not None:
                 ended.append(self.end(job, "error", RuntimeError(why_lost)))
         return ended

@@ -57,6 +57,7 @@ class LoraLayers:
         tuner_classes = _tuner_classes()
         tuners = [module for module in modules if isinstance(module, tuner_classes)] if tuner_classes else []
         self.layers: list[Any] = [module for module in tuners if isinstance(module, layer_class)]
+        self._first: Any = tuners[0] if tuners else None
         self._merged = bool(self.layers) and bool(self.layers[0].merged_adapters)
         self.why_not = _why_not(tuners, self.layers) if tuners else None
 
@@ -80,9 +81,9 @@ class LoraLayers:
     @property
     def active(self) -> tuple[str, ...]:
         """The names of the adapters that the model computes with now."""
-        if not self.layers or self.layers[0].disable_adapters:
+        if getattr(self._first, "disable_adapters", False):
             return ()
-        return tuple(self.layers[0].active_adapters)
+        return tuple(getattr(self._first, "active_adapters", ()))
 
     def merged_since(self) -> bool:
         """Whether adapters were merged or unmerged since this was made; the first layer stands for all."""
