@@ -246,7 +246,7 @@ def test_equal_beginnings_are_computed_once(served: Served) -> None:
 
 def test_what_asks_for_nothing_is_taken(served: Served) -> None:
     served.complete(
-        max_tokens=2, best_of=1, suffix=None, user="me", service_tier="auto", tools=[], logit_bias=None, stop=None, n=1,
+        max_tokens=2, best_of=1, suffix=None, user="me", service_tier="auto", tools=[], tool_choice="auto", logit_bias=None, stop=None, n=1,
         top_p=1, presence_penalty=0, frequency_penalty=0.0, stream=False, priority=0, length_penalty=1.0,
         response_format={"type": "text"}, metadata={"a": "b"}, store=False, model="demo",
     )  # fmt: skip

@@ -18,7 +18,7 @@ from .context import Context
 from .errors import ApiError, invalid
 from .forms import ChatForm, CompletionForm, Form, joined
 from .generation import Generation, Piece, Submission, Usage
-from .protocol import ChatRequest, CompletionRequest, Generating, fields_of, parsed
+from .protocol import NEUTRAL, OF_CHATS, ChatRequest, CompletionRequest, Generating, fields_of, parsed
 from .service import Service
 from .sight import Owner
 from .streams import ALIVE, DONE, EventStream, error_event, noticing
@@ -41,7 +41,7 @@ class EndpointCall(NamedTuple):
 
 async def complete(service: Service, http: Request, body: bytes) -> Response:
     """POST /v1/completions."""
-    request = parsed(CompletionRequest, fields_of(body))
+    request = parsed(CompletionRequest, fields_of(body, {**NEUTRAL, **OF_CHATS}))
     call = _call(service, http, request)
     prompts = request.prompt
     most = service.options.limits.prompts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -38,6 +39,13 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "this server reaches no other"),
 }
 """Known fields that change nothing with these values or null, and why others are refused."""
+OF_CHATS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "parallel_tool_calls": ((True, False), "tools belong to /v1/chat/completions"),
+    "reasoning_effort": ((), "it belongs to /v1/chat/completions"),
+    "tool_choice": (("none", "auto"), "tools belong to /v1/chat/completions"),
+    "tools": (([],), "tools belong to /v1/chat/completions"),
+}
+"""The same of completions: fields that chats have."""
 WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 """Fields that ask nothing of an answer."""
 
@@ -344,7 +352,7 @@ class UnloadAdapterRequest(Body):
 B = TypeVar("B", bound=Body)
 
 
-def fields_of(body: bytes) -> dict[str, Any]:
+def fields_of(body: bytes, neutral: Mapping[str, tuple[tuple[Any, ...], str]] = NEUTRAL) -> dict[str, Any]:
     """The fields of a JSON body that ask for something. NaN, lone surrogates and deep nesting are no JSON."""
     try:
         found = from_json(body, allow_inf_nan=False)
@@ -357,15 +365,15 @@ def fields_of(body: bytes) -> dict[str, Any]:
     return {
         name: value
         for name, value in found.items()
-        if value is not None and name not in WITHOUT_EFFECT and not _neutral(name, value)
+        if value is not None and name not in WITHOUT_EFFECT and not _neutral(name, value, neutral)
     }
 
 
-def _neutral(name: str, value: Any) -> bool:
+def _neutral(name: str, value: Any, neutral: Mapping[str, tuple[tuple[Any, ...], str]]) -> bool:
     """Whether a known field asks for nothing; one that asks for what is not there is refused."""
-    if name not in NEUTRAL:
+    if name not in neutral:
         return False
-    harmless, why = NEUTRAL[name]
+    harmless, why = neutral[name]
     if any(type(value) is type(each) and value == each for each in harmless):
         return True
     raise invalid(f"{name} is not taken with this value: {why}", name, "unsupported_parameter")
