@@ -38,7 +38,7 @@ BUDGETS = {
     "hf_paged/blocks": 1380,
     "hf_paged/checking": 1000,
     "hf_paged/demo": 250,
-    "hf_paged/engine": 5850,
+    "hf_paged/engine": 5900,
     "hf_paged/engine/multimodal": 1000,
     "hf_paged/engine/outputs": 540,
     "hf_paged/engine/requests": 1350,
