@@ -32,8 +32,6 @@ class CheckPolicy:
         """Steps begun since the last check; 0 in a step that checks."""
         self.foreign_forward = True
         """Whether the model's forward runs code of the user's, as of the last check."""
-        self.inference_mode = False
-        """Whether forwards may run in torch's inference mode, as of the last check."""
         self.clock = clock
         self._dirty = True
         self._until = 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
@@ -15,7 +14,6 @@ from torch import nn
 from ..kv import Batch, FlatBatch, LayerKind
 from ..kv.upload import upload
 from ..model.attention import NAME, Forward, running
-from ..model.inference import as_ordinary, in_inference_mode
 from ..model.mla import defer_expansion, expanding_classes
 from ..model.offloaded import input_device
 from ..model.slots import CROSS
@@ -191,8 +189,7 @@ class EagerModel:
         try:
             running.set(Forward(self.cache, flat=flat))
             with given(self.model, extras), self._with_adapters(batch, places if self.keeps_some else None):
-                forward = partial(self.model, **arguments, use_cache=True, return_dict=True)
-                answer = in_inference_mode(self.model, forward) if flat and self._infers else forward()
+                answer = self.model(**arguments, use_cache=True, return_dict=True)
         finally:
             running.set(outer)
         if answer.past_key_values is not arguments["past_key_values"]:
@@ -202,14 +199,8 @@ class EagerModel:
         logits = answer.logits[0]
         if not self.keeps_some and places is not None:
             logits = logits.index_select(0, places)
-        kept: torch.Tensor = as_ordinary(logits[: len(last)].to(torch.float32))
+        kept: torch.Tensor = logits[: len(last)].to(torch.float32)
         return kept
-
-    @property
-    def _infers(self) -> bool:
-        """Whether forwards run in inference mode. Adapters keep tensors of a forward."""
-        plain = self.adapters is None or not self.adapters.layers
-        return plain and self.checks.inference_mode
 
     def _extras(self, batch: ForwardBatch) -> dict[str, Any]:
         """What the decoder is given beside its inputs."""

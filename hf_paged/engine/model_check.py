@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..model.identity import identity_of
-from ..model.inference import has_foreign_code, suits_inference_mode
 from ..model.patches import only_observes, restless_of
 from ..model.snapshot import HOOKS, ModelSnapshot
 from ..model.weights_digest import PLAIN_TENSORS, Unreadable
@@ -50,12 +49,8 @@ class ModelCheck:
         if differ or now.modules != self._snapshot.modules:
             return True
         self._snapshot = now  # equal values in other objects
-        self._note_code()
+        self._policy.foreign_forward = now.foreign
         return False
-
-    def _note_code(self) -> None:
-        self._policy.foreign_forward = has_foreign_code(self._snapshot.modules)
-        self._policy.inference_mode = suits_inference_mode(self._snapshot.model)
 
     def require_untouched(self, running: int) -> None:
         """Raise if they were, under so many requests: WeightsChanged if steps were taken, else nothing is
@@ -103,7 +98,7 @@ class ModelCheck:
 
     def _check(self) -> None:
         self._snapshot = snapshot = self._snapshot.current()
-        self._note_code()
+        self._policy.foreign_forward = snapshot.foreign
         self._parameters = snapshot.parameters()
         self._stepped = False
         # Torch numbers hooks, and gives no number twice. Transformers' own, which collect hidden states,

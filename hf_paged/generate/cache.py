@@ -105,8 +105,6 @@ class PagedCache(DynamicCache):
         self.paged_layers = [layer for layer in layers if isinstance(layer, PagedLayer)]
         self.own_layers = [layer for layer in self.paged_layers if layer.sequences is sequences]
         """The paged layers that hold the tokens of `sequences`: all but those that attend across."""
-        self.complete = all(getattr(layer, "complete", type(layer) in NO_CONTENT) for layer in layers)
-        """Whether pages hold everything the cache keeps: no layer has another state."""
         self.sequences = sequences
         self.config = config
         self.cross = cross
@@ -124,6 +122,11 @@ class PagedCache(DynamicCache):
     def model(self) -> nn.Module | None:
         """The model whose pools hold the blocks."""
         return self._model()
+
+    @property
+    def complete(self) -> bool:
+        """Whether pages hold everything the cache keeps: no layer has another state."""
+        return all(getattr(layer, "complete", type(layer) in NO_CONTENT) for layer in self.layers)
 
     @property
     def paths(self) -> list[Path | str]:

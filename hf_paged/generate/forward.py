@@ -17,12 +17,10 @@ from ..model.attention import Forward, running
 from ..model.capture.graph import ReplayableStep
 from ..model.capture.rehearsal import can_record
 from ..model.capture.replay import captures_of
-from ..model.inference import as_ordinary, in_inference_mode
 from ..model.offloaded import input_device
 from ..model.outputs import asked_fields, layouts_of
 from ..model.patches import mark_wrapper
 from ..model.routers import routers_of
-from ..model.snapshot import watching
 from .cache import Mark, PagedCache, paged_parts
 from .dedupe import (
     Draws,
@@ -40,15 +38,12 @@ MOST_NEW = 64
 INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 
 
-def wrap(
-    model: nn.Module, original: Callable[..., Any], masks_known: bool = True, infers: bool = False
-) -> Callable[..., Any]:
+def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = True) -> Callable[..., Any]:
     """`original` with the pages known to attention and masks; forwards on any other cache pass through.
 
     masks_known: whether the model's masks are made by our function. A model that makes its own may show what
-    is padding to others, so its padding is stored. infers: whether decoding may run in inference mode.
+    is padding to others, so its padding is stored.
     """
-    compute = _inferring(model, original) if infers else original
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +60,7 @@ def wrap(
             memory.queue()
             before = [part.mark() for part in parts]
             try:
-                return _run(model, compute, arguments, parts, masks_known)
+                return _run(model, original, arguments, parts, masks_known)
             except BaseException:
                 try:
                     _roll_back(parts, before, cache)
@@ -76,30 +71,6 @@ def wrap(
 
     mark_wrapper(forward)
     return forward
-
-
-def _inferring(model: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same forward, in inference mode where it decodes."""
-
-    @functools.wraps(original)
-    def compute(**arguments: Any) -> Any:
-        if not _decodes(arguments):
-            return original(**arguments)
-        return as_ordinary(in_inference_mode(model, functools.partial(original, **arguments)))
-
-    return compute
-
-
-def _decodes(arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward adds one token to each row of a cache of nothing but pages, without foreign code
-    beside it.
-    """
-    ids = arguments.get("input_ids")
-    cache = arguments.get("past_key_values")
-    if ids is None or ids.shape[1] != 1 or not isinstance(cache, PagedCache) or not cache.complete:
-        return False
-    watch = watching.get()
-    return watch is not None and not watch.foreign and not torch.is_grad_enabled()
 
 
 def _by_name(original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +219,7 @@ def _with_adapters(
 ) -> Any:
     """The forward, in which kernels add the adapters that peft names for each row, if they can."""
     device = input_device(model)
-    if not can_record([device]):
+    if "peft" not in sys.modules or not can_record([device]):
         return original(**given)
     before = [part.mark() for part in parts]
     try:
