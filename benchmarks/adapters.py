@@ -9,7 +9,6 @@ beside a plain model, generate() in a peft model. Rows get them in turn.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -19,7 +18,8 @@ from typing import Any
 
 import peft
 import torch
-from shapes import SHAPES, Report, build, common_parser, report_of
+from engine import CONTEXT, Bench, decode_steps
+from shapes import SHAPES, common_parser, report_of
 from traces import trace
 
 from hf_paged import Engine
@@ -28,7 +28,6 @@ from hf_paged.model.capture.replay import captures_of
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
 RANK = 16
-CONTEXT = 384
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 HIDDEN = 4096
 INNER = 14336
@@ -45,27 +44,22 @@ WIDE_CASES = [(1, 1, 1), (64, 8, 8), (256, 8, 8)]
 """Those of adapters in float32, beside a model in bfloat16."""
 
 
-class Bench:
-    """A model, and adapters for it."""
-
-    def __init__(self, options: argparse.Namespace, report: Report) -> None:
-        self.options = options
-        self.report = report
-
-    @cached_property
-    def model(self) -> Any:
-        """A plain model, whose answers are as long as they are asked to be."""
-        model = build(self.options.shape, self.options.device, getattr(torch, self.options.dtype))
-        model.generation_config.pad_token_id = 0
-        model.generation_config.eos_token_id = None
-        return model
+class AdapterBench(Bench):
+    """A plain model, and adapters for it."""
 
     @cached_property
     def config(self) -> Any:
         return peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, init_lora_weights=False)
 
+    @cached_property
+    def states(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The adapters made so far."""
+        return {}
+
     def state(self, seed: int) -> dict[str, torch.Tensor]:
         """A random adapter, as peft saves it."""
+        if seed in self.states:
+            return self.states[seed]
         random = torch.Generator(self.options.device).manual_seed(seed)
         found = {}
         for name, module in self.model.named_modules():
@@ -74,79 +68,57 @@ class Bench:
                     weight = torch.randn(shape, generator=random, device=self.options.device) * 0.01
                     key = f"base_model.model.{name}.lora_{half}.weight"
                     found[key] = weight.to(self.model.dtype).cpu()
+        self.states[seed] = found
         return found
 
-    def engine(self, adapters: int, rows: int, **more: Any) -> Engine:
+    def engine_with(self, adapters: int, rows: int, **more: Any) -> Engine:
         """An engine with so many adapters, all of which the device can hold."""
-        options = {"max_batch_sequences": rows, "max_batch_tokens": max(2048, 16 * rows)}
-        made = Engine(self.model, **{**options, "max_adapters": max(adapters, 1), **more})
+        options = {"max_batch_tokens": max(2048, 16 * rows), "max_adapters": max(adapters, 1), **more}
+        made = self.engine(rows, **options)
         for i in range(adapters):
             made.add_adapter(f"a{i}", self.state(i), self.config)
         return made
 
-    def prompts(self, rows: int, context: int = CONTEXT) -> list[list[int]]:
-        random = torch.Generator().manual_seed(1)
-        high = SHAPES[self.options.shape]["vocab_size"] - 10
-        return torch.randint(10, high, (rows, context), generator=random).tolist()
 
-    def wait(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize()
+def adapter_of(row: int, adapters: int) -> str | None:
+    """Rows have adapters in turn."""
+    return f"a{row % adapters}" if adapters else None
 
 
-def step_time(bench: Bench, engine: Engine, rows: int, adapters: int, steps: int = 32) -> float:
-    """Milliseconds of a step in which nothing but decoding happens, the median; row i has adapter
-    i % adapters.
-    """
-    handles = [
-        engine.submit(
-            prompt,
-            max_new_tokens=64 * steps,
-            do_sample=False,
-            adapter=f"a{i % adapters}" if adapters else None,
-        )
-        for i, prompt in enumerate(bench.prompts(rows))
-    ]
-    seen = -1
-    while engine.stats()["waiting"] or engine.stats()["tokens"] - seen != rows:
-        seen = engine.stats()["tokens"]
-        engine.step()
-    for _ in range(8):
-        engine.step()
-    seconds = []
-    for _ in range(steps):
-        begin = time.perf_counter()
-        engine.step()
-        seconds.append(time.perf_counter() - begin)
-    for handle in handles:
-        handle.cancel()
-    engine.step()
-    return statistics.median(seconds) * 1e3
+def step_time(bench: AdapterBench, engine: Engine, rows: int, adapters: int) -> float:
+    """Milliseconds of a step in which nothing but decoding happens, the median."""
+    others = [{"adapter": adapter_of(row, adapters)} for row in range(rows)]
+    return statistics.median(decode_steps(bench, engine, rows, 32, others=others)) * 1e3
 
 
-def steps(bench: Bench) -> None:
-    rows = bench.options.rows
+def steps(bench: AdapterBench) -> None:
+    rows = sorted(bench.options.rows)
     bench.report.table(
         "adapters steps", f"A decoding step of the engine, prompts of {CONTEXT}, ms, median",
         adapters=("adapters in the batch", "d"), there=("adapters added", "d"),
         **{f"r{each}": (f"{each} rows", ".2f") for each in rows}, memory=("an adapter on the device, MB", ".0f"),
+        peak=("peak memory, GB", ".1f"),
     )  # fmt: skip
     for there in sorted({0, *bench.options.counts}):
-        for count in sorted({0, there}):
-            found = {}
-            stats: dict[str, Any] = {}
-            with bench.report.surviving(f"steps, {count} of {there} adapters"):
-                for each in rows:
-                    if count > each:
-                        continue
-                    with bench.engine(there, each) as engine:
-                        found[f"r{each}"] = step_time(bench, engine, each, count)
-                        stats = engine.stats()["adapters"]
-            size = stats["bytes"] / stats["on_device"] / 1e6 if stats.get("on_device") else None
-            bench.report.row(adapters=count, there=there, memory=size, **found)
+        with bench.report.surviving(f"steps, {there} adapters"), bench.engine_with(there, rows[-1]) as engine:
+            for count in sorted({0, there}):
+                found = {f"r{each}": step_time(bench, engine, each, count) for each in rows if count <= each}
+                stats = engine.stats()["adapters"]
+                size = stats["bytes"] / stats["on_device"] / 1e6 if stats["on_device"] else None
+                peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None
+                bench.report.row(adapters=count, there=there, memory=size, peak=peak, **found)
 
 
-def generate(bench: Bench) -> None:
+def call_time(bench: AdapterBench, model: Any, new: int, **call: Any) -> float:
+    """Seconds of a call of generate() for so many tokens."""
+    bench.wait()
+    begin = time.perf_counter()
+    model.generate(**call, min_new_tokens=new, max_new_tokens=new)
+    bench.wait()
+    return time.perf_counter() - begin
+
+
+def generate(bench: AdapterBench) -> None:
     count = 8
     model = peft.get_peft_model(bench.model, bench.config, adapter_name="a0", autocast_adapter_dtype=False)
     for i in range(1, count):
@@ -162,7 +134,7 @@ def generate(bench: Bench) -> None:
         replayed=("steps replayed", "d"),
     )  # fmt: skip
     for what, rows in (("one", 1), ("one", 8), ("one", 64), ("mixed", 8), ("mixed", 64), ("base", 8)):
-        ids = torch.tensor(bench.prompts(rows), device=bench.options.device)
+        ids = torch.tensor(bench.prompts(rows, CONTEXT), device=bench.options.device)
         call: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False}
         if what == "mixed":
             call["adapter_names"] = [f"a{i % count}" for i in range(rows)]
@@ -171,39 +143,43 @@ def generate(bench: Bench) -> None:
         found = {}
         with bench.report.surviving(f"generate, {what}, {rows} rows"):
             for name, more in (("paged", {"cache_implementation": "paged"}), ("stock", {})):
-                longest = 72 if name == "paged" else 16
-                seconds = {}
-                for new in (8, longest, 8, longest):
-                    bench.wait()
-                    begin = time.perf_counter()
-                    model.generate(**call, **more, min_new_tokens=new, max_new_tokens=new)
-                    bench.wait()
-                    seconds[new] = time.perf_counter() - begin
-                found[name] = (seconds[longest] - seconds[8]) / (longest - 8) * 1e3
+                longest, rounds = (72, 4) if name == "paged" else (16, 2)
+                each = [
+                    (
+                        call_time(bench, model, longest, **call, **more)
+                        - call_time(bench, model, 8, **call, **more)
+                    )
+                    for _ in range(rounds)
+                ]
+                found[name] = statistics.median(each[1:]) / (longest - 8) * 1e3
         bench.report.row(what=what, rows=rows, replayed=steps.counts["replayed"], **found)
     for reason in dict.fromkeys(steps.reasons.values()):
         print(f"a step is not captured: {reason}", flush=True)
     bench.__dict__["model"] = model.unload()
 
 
-def run_trace(bench: Bench) -> None:
+def run_trace(bench: AdapterBench) -> None:
     count, requests, at_once = 32, bench.options.requests, 256
     bench.report.table(
         "adapters trace", f"{requests} requests of the sharegpt trace, {at_once} at once, output tokens a second",
         adapters=("adapters", "d"), speed=("tok/s, second run", ".0f"), first=("tok/s, first run", ".0f"),
         share=("of the base's", ".2f"),
     )  # fmt: skip
-    asks = trace("sharegpt", requests, SHAPES[bench.options.shape]["vocab_size"])
+    vocabulary = SHAPES[bench.options.shape]["vocab_size"]
+    traces = [trace("sharegpt", requests, vocabulary, seed=seed) for seed in (1, 0)]
     base = None
     for adapters in (0, count):
         speeds = []
-        with bench.report.surviving(f"trace, {adapters} adapters"), bench.engine(adapters, at_once) as engine:
-            for _ in range(2):
+        with (
+            bench.report.surviving(f"trace, {adapters} adapters"),
+            bench.engine_with(adapters, at_once) as engine,
+        ):
+            for asks in traces:
                 begin = time.perf_counter()
                 handles = [
                     engine.submit(
                         ask.prompt, max_new_tokens=ask.new, do_sample=False,
-                        adapter=f"a{i % adapters}" if adapters else None,
+                        adapter=adapter_of(i, adapters),
                     )
                     for i, ask in enumerate(asks)
                 ]  # fmt: skip
@@ -213,13 +189,13 @@ def run_trace(bench: Bench) -> None:
             bench.report.row(adapters=adapters, speed=speeds[1], first=speeds[0], share=speeds[1] / base)
 
 
-def first_token(bench: Bench) -> None:
+def first_token(bench: AdapterBench) -> None:
     bench.report.table(
         "adapters first token", "A request whose adapter is on the host, prompts of 64, ms to its first token, median of 5",
         what=("", ""), ms=("ms", ".1f"),
     )  # fmt: skip
     prompts = bench.prompts(40, 64)
-    with bench.engine(16, 8, max_adapters=1) as engine:
+    with bench.engine_with(16, 8, max_adapters=1) as engine:
         for what in ("the base's", "adapter on the device", "adapter on the host"):
             found = []
             for i in range(8):
@@ -284,7 +260,7 @@ def kernel_step(rows: int, adapters: int, slots: int, rank: int, dtype: torch.dt
     return statistics.median(times[3:])
 
 
-def kernel_steps(bench: Bench) -> None:
+def kernel_steps(bench: AdapterBench) -> None:
     bench.report.table(
         "adapters kernels", "The kernels of a step alone, in one CUDA graph",
         rows=("rows", "d"), adapters=("adapters", "d"), slots=("slots", "d"), type=("type", ""), ms=("ms", ".2f"),
@@ -303,13 +279,13 @@ SECTIONS = {
 
 
 def main() -> None:
-    parser = common_parser(__doc__, SECTIONS)
+    parser = common_parser(__doc__, SECTIONS, engine=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--counts", type=int, nargs="+", default=[0, 1, 8, 64])
     parser.add_argument("--requests", type=int, default=512)
     options = parser.parse_args()
     report = report_of(options)
-    report.run(SECTIONS, options.sections, Bench(options, report))
+    report.run(SECTIONS, options.sections, AdapterBench(options, report))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Where the time goes: of a trace by kinds of steps, and of one decoding step on the device by kernels. What
 the host does is in `engine.py --sections host`.
 
-    python benchmarks/anatomy.py --rows 256 --requests 512 --at-once 256                            # on a
-    GPU: the 8B shape OMP_NUM_THREADS=1 python benchmarks/anatomy.py --shape tiny --rows 8 --requests 12
-    --at-once 4  # on any CPU
+    # on a GPU: the 8B shape
+    python benchmarks/anatomy.py --rows 256 --requests 512 --at-once 256 [--adapters 32]
+    # on any CPU
+    OMP_NUM_THREADS=1 python benchmarks/anatomy.py --shape tiny --rows 8 --requests 12 --at-once 4
 
 kinds    steps of a trace that were replayed and that were not, with and without prompts in them
 device   one decoding step of the engine: what each kind of kernel costs the device
@@ -16,39 +17,38 @@ import gc
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from engine import Bench, decode_steps
+from adapters import AdapterBench, adapter_of
+from engine import decode_steps
 from peers import waits
 from shapes import SHAPES, common_parser, report_of
-from traces import TRACES, trace
+from traces import TRACES, Ask, trace
 
 from hf_paged import Engine
 
 KINDS = {
     "attention": ("_decode", "_merge", "_plan", "_prefill", "flash", "fmha"), "writing keys and values": ("write",), "rotary": ("rotary",),
     "norms": ("norm", "rsqrt"), "gate": ("swiglu", "silu"),
+    "adapters": ("_shrink", "_expand", "_sort"),
     "products": ("gemm", "nvjet", "cutlass", "gemv", "splitkreduce", "matmul", "cublas"),
     "choosing": ("argmax", "reduce", "topk", "sort"), "copies": ("memcpy", "copy"),
 }  # fmt: skip
 
 
-def kinds(bench: Bench) -> None:
+def kinds(bench: AdapterBench) -> None:
     options = bench.options
     asks = trace(options.trace, options.requests, SHAPES[options.shape]["vocab_size"])
-    with bench.engine(options.at_once) as engine:
-        for ask in trace(
-            options.trace, options.warm_up or len(asks), SHAPES[options.shape]["vocab_size"], seed=1
-        ):
-            engine.submit(ask.prompt, max_new_tokens=ask.new, do_sample=False)
+    with bench.engine_with(options.adapters, options.at_once) as engine:
+        warm_up = options.warm_up or len(asks)
+        submit(engine, trace(options.trace, warm_up, SHAPES[options.shape]["vocab_size"], seed=1), options)
         while engine._jobs:
             engine.step()
         bench.wait()
         begin = time.perf_counter()
-        for ask in asks:
-            engine.submit(ask.prompt, max_new_tokens=ask.new, do_sample=False)
+        submit(engine, asks, options)
         asked = time.perf_counter() - begin
         collections: list[float] = []
         gc.callbacks.append(clock := collector_clock(collections))
@@ -73,6 +73,12 @@ def kinds(bench: Bench) -> None:
             kind=kind, count=len(times), seconds=sum(times), median=statistics.median(times) * 1e3, worst=max(times) * 1e3,
             tokens=sum(tokens for _, _, tokens in of_kind) / len(times), waited=sum(waited for _, waited, _ in of_kind) / sum(times),
         )  # fmt: skip
+
+
+def submit(engine: Engine, asks: Sequence[Ask], options: argparse.Namespace) -> None:
+    for i, ask in enumerate(asks):
+        adapter = adapter_of(i, options.adapters)
+        engine.submit(ask.prompt, max_new_tokens=ask.new, do_sample=False, adapter=adapter)
 
 
 def collector_clock(seconds: list[float]) -> Callable[[str, dict[str, int]], None]:
@@ -126,16 +132,17 @@ def watched(engine: Engine) -> list[tuple[float, float, int, int, bool]]:
     return steps
 
 
-def device(bench: Bench) -> None:
+def device(bench: AdapterBench) -> None:
     if bench.model.device.type != "cuda":
         print("\nthe section device needs a CUDA device")
         return
     for rows in bench.options.rows:
-        with bench.engine(rows) as engine:
-            decode_steps(bench, engine, rows, 8)
+        with bench.engine_with(bench.options.adapters, rows) as engine:
+            others = [{"adapter": adapter_of(row, bench.options.adapters)} for row in range(rows)]
+            decode_steps(bench, engine, rows, 8, others=others)
             count = 8
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-                seconds = decode_steps(bench, engine, rows, count)
+                seconds = decode_steps(bench, engine, rows, count, others=others)
                 bench.wait()
         events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         events = last_of(events, sum(seconds) * 1e6)
@@ -169,12 +176,13 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {"kinds": kinds, "device": device}
+SECTIONS: dict[str, Callable[[AdapterBench], None]] = {"kinds": kinds, "device": device}
 
 
 def parse() -> argparse.Namespace:
     parser = common_parser(__doc__, SECTIONS, engine=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[256], help="of the steps")
+    parser.add_argument("--adapters", type=int, default=0, help="that requests have in turn")
     parser.add_argument("--trace", choices=TRACES, default="sharegpt")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, default=256)
@@ -190,7 +198,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     report = report_of(options)
-    report.run(SECTIONS, options.sections, Bench(options, report))
+    report.run(SECTIONS, options.sections, AdapterBench(options, report))
 
 
 if __name__ == "__main__":
