@@ -189,9 +189,7 @@ def lora_expand(
     rank = weights.rank
     widths = [out.shape[1] for out in outs]
     blocks = sum(triton.cdiv(width, WIDE) for width in widths)
-    loop = 1
-    while loop < 16 and plan.tiles * blocks > PROGRAMS * loop:
-        loop *= 2
+    loop = triton.cdiv(plan.tiles * blocks, PROGRAMS)
     grid = plan.tiles, sum(triton.cdiv(width, WIDE * loop) for width in widths)
     more = [outs[min(i, len(outs) - 1)] for i in range(MOST_OUTPUTS)]
     launch(
@@ -200,7 +198,7 @@ def lora_expand(
         plan.slot, plan.token, tokens, weights.slots, *[out.stride(0) for out in more],
         *[out.shape[1] for out in more], first * rank, weights.layers * rank, loop,
         LAYERS=len(outs), PARTS=parts, RANK=rank, TILE=plan.tile, WIDE=WIDE,
-        BLOCK=min(64, rank & -rank), TYPE=TYPES[weights.dtype],
+        BLOCK=min(64, rank & -rank), TYPE=TYPES[weights.dtype], STAGES=2 if plan.tile == 16 else 3,
         PRECISION=_precision(outs[0].dtype, weights.dtype), UP=outs[0].device.type == "cpu", num_warps=4,
     )  # fmt: skip
 
@@ -302,7 +300,7 @@ def _expand(
     OUT0, OUT1, OUT2, SHRUNK, B, RANKS, SCALES, SLOT, TOKEN, tokens, slots, stride0, stride1, stride2,
     n0, n1, n2, offset, stacked, loop,
     LAYERS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
+    BLOCK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """OUT[token] += SCALES[slot] * H[token] B^T for `loop` * WIDE columns of one of the layers, H the sum of
     the parts of SHRUNK.
@@ -321,19 +319,19 @@ def _expand(
         _expand_layer(
             OUT0, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride0, n0, offset, stacked, loop, 0,
             part,
-            PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP,
+            PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP, STAGES,
         )  # fmt: skip
     elif LAYERS == 2 or part < second:
         _expand_layer(
             OUT1, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride1, n1, offset, stacked, loop, 1,
             part - first,
-            PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP,
+            PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP, STAGES,
         )  # fmt: skip
     else:
         _expand_layer(
             OUT2, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride2, n2, offset, stacked, loop, 2,
             part - second,
-            PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP,
+            PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP, STAGES,
         )  # fmt: skip
 
 
@@ -342,7 +340,7 @@ def _expand_layer(
     OUT, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, out_token, n, offset, stacked, loop, layer,
     part,
     PARTS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
+    TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same for one layer."""
     ranks = tl.multiple_of(tl.load(RANKS + layer * slots + slot), 8)
@@ -353,26 +351,35 @@ def _expand_layer(
     stacked = tl.multiple_of(stacked, 16)
     shrunk = SHRUNK + token[:, None] * stacked + tl.multiple_of(offset, 16) + layer * RANK
     if RANK == BLOCK:
+        # What a shrink has not written may be anything, and must not meet the zeros of b.
+        first = tl.arange(0, BLOCK)
         h = _sum_parts(shrunk, 0, there, tokens, stacked, PARTS, TILE, BLOCK)
-    for i in range(loop):
+        h = tl.where(first[None, :] < ranks, h, 0.0)
+    for i in tl.range(0, loop, num_stages=STAGES):
         column = (part * loop + i) * WIDE + tl.arange(0, WIDE)
-        sums = tl.zeros([TILE, WIDE], tl.float32)
-        for start in range(0, ranks, BLOCK):
-            rank = start + tl.arange(0, BLOCK)
-            if RANK != BLOCK:
-                h = _sum_parts(shrunk, start, there, tokens, stacked, PARTS, TILE, BLOCK)
-            inside = (column[None, :] < n) & (rank[:, None] < ranks)
-            b = tl.load(weights + column[None, :] * ranks + rank[:, None], mask=inside, other=0.0)
-            if UP:
-                b = b.to(tl.float32)
-            # What a shrink has not written may be anything, and must not meet the zeros of b.
-            sums = tl.dot(
-                tl.where(rank[None, :] < ranks, h, 0.0).to(b.dtype), b, sums, input_precision=PRECISION
-            )
         at = OUT + token[:, None] * out_token + column[None, :]
         inside = there[:, None] & (column[None, :] < n) & (ranks > 0)
-        y = tl.load(at, mask=inside, other=0.0).to(tl.float32) + scale * sums
-        tl.store(at, y.to(OUT.dtype.element_ty), mask=inside)
+        y = tl.load(at, mask=inside, other=0.0)  # under way while the product is computed
+        if RANK == BLOCK:
+            b = _load_b(weights, column, first, n, ranks, UP)
+            sums = tl.dot(h.to(b.dtype), b, input_precision=PRECISION)
+        else:
+            sums = tl.zeros([TILE, WIDE], tl.float32)
+            for start in range(0, ranks, BLOCK):
+                rank = start + tl.arange(0, BLOCK)
+                h = _sum_parts(shrunk, start, there, tokens, stacked, PARTS, TILE, BLOCK)
+                h = tl.where(rank[None, :] < ranks, h, 0.0)
+                b = _load_b(weights, column, rank, n, ranks, UP)
+                sums = tl.dot(h.to(b.dtype), b, sums, input_precision=PRECISION)
+        tl.store(at, (y.to(tl.float32) + scale * sums).to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_b(weights, column, rank, n, ranks, UP: tl.constexpr):
+    """[BLOCK, WIDE]: some rows of B^T, 0 beyond the adapter's own rank."""
+    inside = (column[None, :] < n) & (rank[:, None] < ranks)
+    b = tl.load(weights + column[None, :] * ranks + rank[:, None], mask=inside, other=0.0)
+    return b.to(tl.float32) if UP else b
 
 
 @triton.jit
