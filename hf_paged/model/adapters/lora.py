@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class Adapter:
         """Its largest rank."""
         return max((each.a.shape[0] for each in self.layers.values()), default=0)
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """The memory of its weights."""
         return sum(tensor.nbytes for tensor in self.tensors)

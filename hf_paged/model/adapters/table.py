@@ -42,10 +42,10 @@ class AdapterTable:
         """How many layers with the same input begin with a layer, as far as a forward has shown it."""
         self.joint: dict[int, int] = {}
         """For a layer the last one of those whose outputs are read together with its own."""
-        self._served: list[Adapter | None] = [None] * slots
-        """The weights as kernels read them: the tables name their memory."""
         self._memory: list[list[torch.UntypedStorage]] = [[] for _ in range(slots)]
-        """That memory: a parameter may be given other memory while kernels still read this."""
+        """What the tables name: a parameter may be given other memory while kernels still read this."""
+        self._copied = [0] * slots
+        """Bytes of each slot's weights that kernels read copies of."""
 
     def lay_out(self, layers: Iterable[nn.Module], expected: Iterable[Adapter] = ()) -> None:
         """Number layers in this order, before any adapter is there. expected: those that may come, for which
@@ -71,14 +71,13 @@ class AdapterTable:
 
     def has_copies(self, slot: int) -> bool:
         """Whether kernels read copies of an adapter's weights, which `put` makes anew."""
-        held, served = self.slots[slot], self._served[slot]
-        return held is not None and served is not None and bool(set(served.tensors) - set(held.tensors))
+        return self._copied[slot] > 0
 
     def clear(self, slot: int) -> None:
         """Let a slot hold nothing."""
         self.slots[slot] = None
-        self._served[slot] = None
         self._memory[slot] = []
+        self._copied[slot] = 0
         if self.weights is not None:
             self.weights.clear(slot)
             self.weights.upload()
@@ -88,14 +87,8 @@ class AdapterTable:
         """Memory of the tables and of copied weights."""
         if self.weights is None:
             return 0
-        copies = {
-            id(tensor): tensor.nbytes
-            for held, served in zip(self.slots, self._served, strict=True)
-            if held is not None and served is not None
-            for tensor in set(served.tensors) - set(held.tensors)
-        }
         tables: list[torch.Tensor] = self.weights.tensors
-        return sum(tensor.nbytes for tensor in tables) + sum(copies.values())
+        return sum(tensor.nbytes for tensor in tables) + sum(self._copied)
 
     def _make_room(self, adapter: Adapter) -> None:
         """Make larger tables if an adapter changes other layers, or has a larger rank or type."""
@@ -123,11 +116,12 @@ class AdapterTable:
         held = self.slots[slot]
         assert held is not None
         served = Adapter({module: self._readable(part) for module, part in held.layers.items()})
-        self._served[slot] = served
         self.weights.clear(slot)
         for module, part in served.layers.items():
             self.weights.put(self.layers[module], slot, part.a, part.b, part.scale)
         self._memory[slot] = [tensor.untyped_storage() for tensor in served.tensors]
+        copies = [part for module, part in served.layers.items() if part is not held.layers[module]]
+        self._copied[slot] = sum(part.a.nbytes + part.b.nbytes for part in copies)
 
     def _readable(self, part: LowRank) -> LowRank:
         """A layer's weights as kernels can read them: the same memory if possible."""
