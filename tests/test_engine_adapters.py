@@ -13,9 +13,11 @@ from adapters import adapted, lora
 from families import BY_NAME, build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_cases import load
 from pictures import with_pictures
 from tiny import build as tiny
 from tiny import config_class
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_paged import Engine
 from hf_paged.engine import Unservable
@@ -499,3 +501,27 @@ def test_a_mixed_model_is_unwrapped() -> None:
     ]
     with Engine(made, block_size=4) as engine:
         assert ask(engine, ids) == expected.tolist()
+
+
+@pytest.mark.parametrize("wanted", [["one"], ["one", None, "two"]], ids=["one adapter", "mixed"])
+def test_kernels_leave_layers_that_are_given_something_else(
+    monkeypatch: pytest.MonkeyPatch, wanted: list[str | None]
+) -> None:
+    """A layer that is given each token twice: each adapter's rows run by themselves from then on."""
+    monkeypatch.setattr("hf_paged.engine.adapters.lora_kernels", lambda *_: load())
+
+    def twice(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        inner = self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)
+        return self.down_proj(torch.cat([inner, -inner], dim=1))[:, : hidden.shape[1]]
+
+    monkeypatch.setattr(LlamaMLP, "forward", twice)
+    model = adapted(lora(), lora(r=3))
+    with Engine(model, block_size=4, num_blocks=60) as engine:
+        handles = [
+            engine.submit(prompt(i), max_new_tokens=NEW, do_sample=False, adapter=name)
+            for i, name in enumerate(wanted)
+        ]
+        assert [tokens(handle) for handle in handles] == [
+            alone(model, prompt(i), name) for i, name in enumerate(wanted)
+        ]
+        engine.check()

@@ -322,3 +322,18 @@ def test_nothing_stays_after_an_interrupt() -> None:
             raise KeyboardInterrupt
         assert all("forward" not in layer.__dict__ for layer in layers)
         assert base.forward is own
+
+
+def test_active_dropout_is_left_to_peft() -> None:
+    """An adapter added after eval() drops inputs at random, on stock's cache and on pages alike."""
+    model = adapted(lora())
+    model.add_adapter("random", lora(lora_dropout=0.5))
+    assert snapshot(model).lora.apart
+    model.set_adapter("random")
+    assert "dropout" in (snapshot(model).lora.why_not or "")
+    answers = []
+    for more in ({}, {"cache_implementation": "paged"}):
+        torch.manual_seed(3)
+        ids = torch.arange(10, 22)[None]
+        answers.append(model.generate(input_ids=ids, do_sample=False, max_new_tokens=12, **more).tolist())
+    assert answers[0] == answers[1]

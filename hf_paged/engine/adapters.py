@@ -159,8 +159,7 @@ class EngineAdapters:
         """
         there = list(self.slots)
         held = [self.table.slots[self.slots.slot(names)] for names in there if self._own.keys() & set(names)]
-        tensors = {id(tensor): tensor.nbytes for each in held if each is not None for tensor in each.tensors}
-        total = sum(tensors.values()) + self.table.bytes
+        total = sum(adapter.bytes for adapter in held if adapter is not None) + self.table.bytes
         return {"on_device": len(there), "slots": self.slots.count, "bytes": total}
 
     def close(self) -> None:
@@ -459,7 +458,8 @@ class EngineAdapters:
         """The adapters of a forward's tokens. last: the places of those that the head is given."""
         if batch.adapters is None:
             return None
-        if len(set(batch.adapters)) == 1:
+        in_torch = self.table.kernels is None or self.table.why_not is not None
+        if in_torch and len(set(batch.adapters)) == 1:
             adapter = self.table.slots[batch.adapters[0]]
             assert adapter is not None
             return AdapterBatch.of_one(self.table, adapter)

@@ -115,8 +115,8 @@ class Runner:
                 if replayed is not None:
                     return replayed
                 return self.eager.plugged(lambda: self._compute(batch, decoding))
-        except Inapplicable:  # a layer cannot tell whose tokens it is given, as is noted now
-            return self._join(batch, self._parts(batch))
+        except Inapplicable:  # the table notes it: from now on each adapter's tokens run by themselves
+            return self.run(batch)
 
     def _parts(self, batch: ForwardBatch) -> list[tuple[list[int], Callable[[ForwardBatch], Answer]]]:
         """Rows that must be run apart from each other, and how; none if all go together."""

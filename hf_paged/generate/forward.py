@@ -217,9 +217,9 @@ def _paged(
 def _with_adapters(
     model: nn.Module, original: Callable[..., Any], given: dict[str, Any], parts: list[PagedCache]
 ) -> Any:
-    """The forward, in which kernels add the adapters that peft names for each row, if they can."""
+    """The forward, in which kernels add the adapters of each row, if they can. They have no gradients."""
     device = input_device(model)
-    if "peft" not in sys.modules or not can_record([device]):
+    if torch.is_grad_enabled() or not can_record([device]):
         return original(**given)
     before = [part.mark() for part in parts]
     try:

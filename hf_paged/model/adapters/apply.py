@@ -116,7 +116,7 @@ class AdapterBatch:
         """The tokens of each slot, once in a forward for inputs of one form."""
         if form not in self._rows:
             if self._slots is None:
-                raise Inapplicable("adapters in a captured step need the Triton kernels")
+                raise self._inapplicable("adapters in a captured step need the Triton kernels")
             slots = self._spread(form)
             self._rows[form] = [(slot, self._places(slots, slot)) for slot in sorted(set(slots) - {-1})]
         return self._rows[form]
@@ -208,10 +208,14 @@ class AdapterBatch:
                 return "rows", 1
             if self.last is not None and tokens == len(self.last):
                 return "last", tokens
-        self.table.why_not = (
+        raise self._inapplicable(
             f"a layer with adapters was given {list(x.shape)} in a forward of {self._count} rows or tokens"
         )
-        raise Inapplicable(self.table.why_not)
+
+    def _inapplicable(self, why_not: str) -> Inapplicable:
+        """The error of a layer that cannot tell the adapters of its tokens; the table notes why."""
+        self.table.why_not = why_not
+        return Inapplicable(why_not)
 
 
 def product(part: LowRank, x: torch.Tensor) -> torch.Tensor:

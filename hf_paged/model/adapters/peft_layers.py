@@ -152,6 +152,8 @@ def _why_not(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
         for part in layer.lora_A.children():
             if type(part) is not nn.Linear or part.weight.device.type == "meta":
                 return "an adapter's weights are loaded for each forward"
+        if _drops(layer):
+            return "the dropout of an adapter is active (model.eval() turns it off)"
         if any(layer.lora_bias.values()):
             return "an adapter has biases"
         if (layer.active_adapters, layer.disable_adapters) != state:
@@ -159,6 +161,12 @@ def _why_not(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
         if "forward" in layer.__dict__ and own_forward(layer) is not None:
             return "a layer's forward was replaced"
     return None
+
+
+def _drops(layer: Any) -> bool:
+    """Whether a layer computes with the dropout of an active adapter."""
+    active = [layer.lora_dropout[name] for name in layer.active_adapters if name in layer.lora_dropout]
+    return any(part.training and getattr(part, "p", 0) > 0 for part in active)
 
 
 def _kind_of(module: object) -> str:

@@ -140,11 +140,12 @@ class RowAdapters:
     def forward(
         self, snapshot: ModelSnapshot, rows: int, kernels: Any, device: torch.device
     ) -> Iterator[bool]:
-        """Around a forward outside of captured steps: rows with adapters of their own get them from kernels.
-        The answer is whether they do.
+        """Around a forward outside of captured steps: rows get their adapters from kernels there, too, so
+        that both round alike. The answer is whether they do.
         """
-        named = snapshot.lora.apart and adapters_of_rows(snapshot.hooked, rows) is not None
-        found = self.of_step(snapshot, rows, kernels, device) if named else None
+        named = adapters_of_rows(snapshot.hooked, rows) is not None
+        wanted = snapshot.lora.apart and (named or kernels is not None)
+        found = self.of_step(snapshot, rows, kernels, device) if wanted else None
         if found is None or found.slots is None:
             yield False
             return
