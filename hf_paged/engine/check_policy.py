@@ -32,6 +32,8 @@ class CheckPolicy:
         """Steps begun since the last check; 0 in a step that checks."""
         self.foreign_forward = True
         """Whether the model's forward runs code of the user's, as of the last check."""
+        self.skips_autograd = False
+        """Whether the model's forward needs nothing of autograd, as of the last check."""
         self.clock = clock
         self._dirty = True
         self._until = 0.0

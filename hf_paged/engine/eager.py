@@ -14,6 +14,7 @@ from torch import nn
 from ..kv import Batch, FlatBatch, LayerKind
 from ..kv.upload import upload
 from ..model.attention import NAME, Forward, running
+from ..model.dispatch import below_autograd
 from ..model.mla import defer_expansion, expanding_classes
 from ..model.offloaded import input_device
 from ..model.slots import CROSS
@@ -173,6 +174,7 @@ class EagerModel:
     ) -> torch.Tensor:
         """One forward over the tokens of a batch: the logits [len(last), vocabulary] at the places `last`."""
         arguments: dict[str, Any] = {"past_key_values": self.cache, **inputs}
+        arguments |= {"use_cache": True, "return_dict": True}
         positions = batch.positions
         moved = batch.rope_positions()
         count = len(positions)
@@ -189,7 +191,10 @@ class EagerModel:
         try:
             running.set(Forward(self.cache, flat=flat))
             with given(self.model, extras), self._with_adapters(batch, places if self.keeps_some else None):
-                answer = self.model(**arguments, use_cache=True, return_dict=True)
+                if self.checks.skips_autograd:
+                    answer = below_autograd(self.model, arguments)
+                else:
+                    answer = self.model(**arguments)
         finally:
             running.set(outer)
         if answer.past_key_values is not arguments["past_key_values"]:

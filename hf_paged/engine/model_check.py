@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..model.dispatch import has_foreign_code, may_skip_autograd
 from ..model.identity import identity_of
 from ..model.patches import only_observes, restless_of
 from ..model.snapshot import HOOKS, ModelSnapshot
@@ -49,8 +50,12 @@ class ModelCheck:
         if differ or now.modules != self._snapshot.modules:
             return True
         self._snapshot = now  # equal values in other objects
-        self._policy.foreign_forward = now.foreign
+        self._note_code()
         return False
+
+    def _note_code(self) -> None:
+        self._policy.foreign_forward = has_foreign_code(self._snapshot.modules)
+        self._policy.skips_autograd = may_skip_autograd(self._snapshot.model)
 
     def require_untouched(self, running: int) -> None:
         """Raise if they were, under so many requests: WeightsChanged if steps were taken, else nothing is
@@ -98,7 +103,7 @@ class ModelCheck:
 
     def _check(self) -> None:
         self._snapshot = snapshot = self._snapshot.current()
-        self._policy.foreign_forward = snapshot.foreign
+        self._note_code()
         self._parameters = snapshot.parameters()
         self._stepped = False
         # Torch numbers hooks, and gives no number twice. Transformers' own, which collect hidden states,

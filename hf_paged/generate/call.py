@@ -14,6 +14,7 @@ from torch import nn
 
 from ..kv import fork_safe_lock, in_forked_process
 from ..model.attention import NAME
+from ..model.dispatch import may_skip_autograd
 from ..model.mla import defer_expansion, expanding_classes
 from ..model.registry import memory_of
 from ..model.snapshot import Watch, watching
@@ -33,7 +34,7 @@ class _Plug:
         self.configs = decoder_configs(model)
         self.expanding = expanding_classes(model)
         self.own: Callable[..., Any] | None = model.__dict__.get("forward")
-        self.wrapper = wrap(model, model.forward, masks_known=bool(self.configs))
+        self.wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(model))
 
     def push_in(self, model: nn.Module) -> None:
         defer_expansion(self.expanding)

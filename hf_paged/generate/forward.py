@@ -17,6 +17,7 @@ from ..model.attention import Forward, running
 from ..model.capture.graph import ReplayableStep
 from ..model.capture.rehearsal import can_record
 from ..model.capture.replay import captures_of
+from ..model.dispatch import below_autograd
 from ..model.offloaded import input_device
 from ..model.outputs import asked_fields, layouts_of
 from ..model.patches import mark_wrapper
@@ -38,12 +39,21 @@ MOST_NEW = 64
 INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 
 
-def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = True) -> Callable[..., Any]:
+def wrap(
+    model: nn.Module, original: Callable[..., Any], masks_known: bool = True, skips_autograd: bool = False
+) -> Callable[..., Any]:
     """`original` with the pages known to attention and masks; forwards on any other cache pass through.
 
     masks_known: whether the model's masks are made by our function. A model that makes its own may show what
-    is padding to others, so its padding is stored.
+    is padding to others, so its padding is stored. skips_autograd: whether a forward without gradients needs
+    nothing of autograd.
     """
+    compute = original
+    if skips_autograd:
+
+        @functools.wraps(original)
+        def compute(**arguments: Any) -> Any:
+            return below_autograd(original, arguments)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +70,7 @@ def wrap(model: nn.Module, original: Callable[..., Any], masks_known: bool = Tru
             memory.queue()
             before = [part.mark() for part in parts]
             try:
-                return _run(model, original, arguments, parts, masks_known)
+                return _run(model, compute, arguments, parts, masks_known)
             except BaseException:
                 try:
                     _roll_back(parts, before, cache)

@@ -33,8 +33,6 @@ INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {
     "_output_capturing_hooks_installed",
 }
 """What every module has (tensors, parts and hooks are compared by themselves), and what no forward reads."""
-KNOWN = ("torch.", "transformers.")
-"""Modules whose code does not change a model in its forward."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 TENSORS = ("_parameters", "_buffers")
 CONTAINERS = (list, tuple, set, frozenset, dict)
@@ -108,18 +106,11 @@ class ModelSnapshot:
         self._tensors: list[torch.Tensor] = []
         """Tensors among the settings."""
         self._types = list(map(type, self.modules))
-        self._patched = False
-        """Whether a module has a forward of its own."""
         self._elsewhere = offloaded(self.modules)
         self.steady = not model.training and not hooks_everywhere() and not self._elsewhere
         """Whether a replay computes all that the model computes: no hooks of the user, no training."""
         self.facts = self._walk()
         """What cached keys and values depend on beside tensors."""
-        kinds = dict.fromkeys(self._types)
-        code = [each for kind in kinds for each in (kind, getattr(kind, "forward", None))]
-        known = all(str(getattr(each, "__module__", "")).startswith(KNOWN) for each in code)
-        self.foreign = not self.steady or self._patched or not known
-        """Whether a forward runs the user's code, which may change the model: hooks, methods, classes."""
         self._places = _Places(self) if watch else None
 
     # ---- the walk
@@ -141,7 +132,6 @@ class ModelSnapshot:
                 found.append(self._object(own["config"]))
             if "forward" in own and (forward := patches.own_forward(module)) is not None:
                 found += (len(self._settings), self._object(forward))
-                self._patched = True
             if own["_forward_pre_hooks"] or own["_forward_hooks"]:
                 self._note_hooks(module)
         for config in self._configs.values():

@@ -1,0 +1,67 @@
+"""Forwards below autograd on a CPU. Even under `no_grad` every operation passes through it: a tenth of a
+small model's time.
+
+Unlike in torch's inference mode all tensors are ordinary ones, and in-place writes count as versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import patches
+from .snapshot import HOOKS, hooks_everywhere
+from .switch import modules_of
+from .weights_digest import PLAIN_TENSORS
+
+KNOWN = ("torch.", "transformers.")
+"""Packages whose forwards neither change a model nor compute gradients."""
+BelowAutograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+"""Skips autograd in its thread from when it is made until it is freed."""
+
+
+def below_autograd(forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """The answer of a forward, computed below autograd where gradients are off."""
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return forward(**arguments)
+    # The guard has no name: the interpreter frees it with this expression, also where an interrupt ends it.
+    # A `with` could be interrupted before its end, and a local variable lives as long as a traceback.
+    return (BelowAutograd(), forward(**arguments))[1]
+
+
+def may_skip_autograd(model: nn.Module) -> bool:
+    """Whether a model's forwards need nothing of autograd under `no_grad`: plain tensors on a CPU, no code
+    but torch's and transformers'.
+    """
+    modules = modules_of(model)
+    if BelowAutograd is None or has_foreign_code(modules):
+        return False
+    for module in modules:
+        if module._compiled_call_impl is not None:
+            return False
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and (type(tensor) not in PLAIN_TENSORS or tensor.device.type != "cpu"):
+                return False
+    return True
+
+
+def has_foreign_code(modules: Sequence[nn.Module]) -> bool:
+    """Whether a forward runs the user's code, which may change the model: hooks, methods, classes; or trains.
+
+    modules: all of a model, itself first.
+    """
+    if hooks_everywhere() or modules[0].training:
+        return True
+    for module in modules:
+        own = module.__dict__
+        if "forward" in own and patches.own_forward(module) is not None:
+            return True
+        for kind in HOOKS:
+            if own[kind] and not all(map(patches.only_observes, own[kind].values())):
+                return True
+    kinds = set(map(type, modules))
+    code = [each for kind in kinds for each in (kind, getattr(kind, "forward", None))]
+    return not all(str(getattr(each, "__module__", "")).startswith(KNOWN) for each in code)
