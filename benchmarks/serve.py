@@ -1,0 +1,261 @@
+"""What a server costs beside the engine alone: the same requests, on the same engine of the same process.
+
+    python benchmarks/serve.py --json results.jsonl          # on a GPU: 8B Llama shape, random weights, bfloat16
+    OMP_NUM_THREADS=1 python benchmarks/serve.py --shape tiny --requests 24 --at-once 8 --rates 2 --seconds 4 --rounds 1
+
+throughput    output tokens a second of a trace whose requests all come at once: the engine alone, streams of
+              events, and whole answers; each over the same engine, in turns
+load          times to the first token and between tokens where requests come one by one, for the engine alone
+              and for clients of the server
+
+Clients are a process of their own (serve_client.py), which sends texts. The tokenizer is made here, of as many
+entries as the model has scores. Every run has a salt of its own, so none finds prefixes of another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from shapes import SHAPES, Report, build, common_parser, report_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from traces import TRACES, trace
+from transformers import PreTrainedTokenizerFast
+
+from hf_paged import Engine
+from hf_paged.serve.options import ServerLimits, ServerOptions
+from hf_paged.serve.server import Server
+from hf_paged.serve.service import Service
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+BLANK = "Ġ"
+"""How byte-level tokenizers write a blank."""
+CLIENT = Path(__file__).with_name("serve_client.py")
+
+
+def tokenizer_of(size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `size` entries: words of one to four letters, and the same with a blank
+    before them, which are one token each.
+    """
+    chance = random.Random(0)
+    pairs = [first + last for first, last in product(LETTERS, LETTERS)]
+    longer = [*product(pairs, LETTERS), *chance.sample(list(product(pairs, pairs)), k=size // 2)]
+    merges = [
+        *((BLANK, letter) for letter in LETTERS),
+        *((BLANK + pair[0], pair[1]) for pair in pairs),
+        *((pair[0], pair[1]) for pair in pairs),
+        *((blank + first, last) for first, last in longer for blank in (BLANK, "")),
+    ]
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = merges[: size - len(symbols)]
+    tokens = [*symbols, *(first + last for first, last in merges)]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
+
+class Ask(NamedTuple):
+    """A request: its prompt as a text and as ids, and the length of its answer."""
+
+    text: str
+    ids: list[int]
+    new: int
+
+
+class Run(NamedTuple):
+    """What became of a run: seconds from its begin to its last token, tokens, and each request's time to the
+    first token and gaps between tokens, in seconds.
+    """
+
+    seconds: float
+    tokens: int
+    first: list[float]
+    gaps: list[float]
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+class Bench:
+    """One engine, its server, and the requests."""
+
+    def __init__(self, options: argparse.Namespace, report: Report) -> None:
+        self.options = options
+        self.report = report
+        self.vocabulary = SHAPES[options.shape]["vocab_size"]
+        self.tokenizer = tokenizer_of(self.vocabulary)
+        words = [token for token in self.tokenizer.get_vocab() if token[0] == BLANK and token[1:].isalpha()]
+        self._words = [" " + token[1:] for token in sorted(words)]
+        model = build(options.shape, options.device, getattr(torch, options.dtype))
+        model.generation_config.pad_token_id = 0
+        model.generation_config.eos_token_id = None  # answers are as long as the trace says
+        at_once = options.at_once
+        limits = {"max_batch_sequences": at_once, "max_batch_tokens": max(2048, at_once)}
+        self.engine = Engine(model, **{**limits, **options.engine})
+        self.server: Any = None
+        self._salts = itertools.count()
+
+    def asks(self, count: int, seed: int = 0) -> list[Ask]:
+        """Requests of the trace, as texts."""
+        made = []
+        for ask in trace(self.options.trace, count, self.vocabulary, seed):
+            text = "".join(self._words[token % len(self._words)] for token in ask.prompt)
+            made.append(Ask(text, self.tokenizer(text)["input_ids"], ask.new))
+        return made
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Have the server run in a thread, on the engine that is measured alone, too."""
+        waiting = max(1024, 4 * self.options.requests)
+        limits = ServerLimits(waiting=waiting, request_seconds=3600.0)
+        service = Service.of(self.engine, self.tokenizer, ServerOptions(port=0, limits=limits))
+        gc.collect()
+        gc.freeze()  # as hf_paged.serve.server.run() does
+        self.server = Server(service)
+        thread = threading.Thread(target=self.server.run)
+        thread.start()
+        try:
+            while service.admission.state == "starting":
+                time.sleep(0.05)
+            yield
+        finally:
+            self.server.should_exit = True
+            thread.join()
+
+    # ---- runs
+
+    def alone(self, asks: Sequence[Ask], arrivals: Sequence[float] | None = None) -> Run:
+        """The engine, driven by its own thread as in the server."""
+        salt = f"run {next(self._salts)}"
+        begin = time.monotonic()
+        handles = []
+        times: list[list[float]] = []
+        for i, ask in enumerate(asks):
+            if arrivals is not None:
+                time.sleep(max(0.0, begin + arrivals[i] - time.monotonic()))
+            handle = self.engine.submit(ask.ids, max_new_tokens=ask.new, do_sample=False, salt=salt)
+            if arrivals is not None:  # in a throughput run nothing but the engine works
+                times.append([])
+                handle.watch(lambda own=times[-1]: own.append(time.monotonic()))
+            handles.append(handle)
+        outputs = [handle.result() for handle in handles]
+        seconds = max(output.timing.finished for output in outputs) - begin
+        due = [begin] * len(asks) if arrivals is None else [begin + each for each in arrivals]
+        first = [output.timing.first_token - at for output, at in zip(outputs, due, strict=True)]
+        gaps = [b - a for own in times for a, b in pairwise(own[:-1])]  # the last one is the end's
+        return Run(seconds, sum(len(each.sequences[0].token_ids) for each in outputs), first, gaps)
+
+    def served(
+        self, asks: Sequence[Ask], arrivals: Sequence[float] | None = None, stream: bool = True
+    ) -> Run:
+        """Clients of the server."""
+        salt = f"run {next(self._salts)}"
+        usage = {"stream_options": {"include_usage": True}} if stream else {}
+        bodies = [
+            {"prompt": ask.text, "max_tokens": ask.new, "temperature": 0, "ignore_eos": True, "stream": stream, "cache_salt": salt, **usage}
+            for ask in asks
+        ]  # fmt: skip
+        port = int(self.server.url.rpartition(":")[2])
+        job = {"port": port, "bodies": bodies, "arrivals": arrivals or [0.0] * len(asks)}
+        done = subprocess.run([sys.executable, str(CLIENT)], input=json.dumps(job), capture_output=True, text=True, check=False)  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"the client failed: {done.stderr[-2000:]}")
+        run = Run(**json.loads(done.stdout))
+        wanted = sum(ask.new for ask in asks)
+        if run.tokens != wanted:
+            raise RuntimeError(f"the server answered with {run.tokens} tokens, expected {wanted}")
+        return run
+
+
+def quantiles(values: Sequence[float], scale: float = 1.0) -> str:
+    """The median and the 99th percentile."""
+    if not values:
+        return ""
+    ranked = sorted(values)
+    return f"{ranked[len(ranked) // 2] * scale:.2f} / {ranked[min(len(ranked) - 1, int(len(ranked) * 0.99))] * scale:.2f}"
+
+
+def throughput(bench: Bench) -> None:
+    options = bench.options
+    asks = bench.asks(options.requests)
+    bench.report.table(
+        "serve throughput", f"{len(asks)} requests of the {options.trace} trace, all there from the beginning, up to "
+        f"{options.at_once} at once, a tokenizer of {bench.vocabulary} entries", who=("", ""), speed=("tok/s, median", ".0f"),
+        cost=("cost", ".1%"), runs=("tok/s of each run", ""),
+    )  # fmt: skip
+    kinds = {
+        "the engine alone": lambda: bench.alone(asks),
+        "server, streams": lambda: bench.served(asks),
+        "server, whole answers": lambda: bench.served(asks, stream=False),
+    }
+    speeds: dict[str, list[float]] = {who: [] for who in kinds}
+    for _ in range(options.rounds):
+        for who, run in kinds.items():
+            speeds[who].append(run().speed)
+    alone = statistics.median(speeds["the engine alone"])
+    for who, own in speeds.items():
+        speed = statistics.median(own)
+        bench.report.row(
+            who=who, speed=speed, cost=1 - speed / alone, runs=", ".join(f"{each:.0f}" for each in own)
+        )
+
+
+def load(bench: Bench) -> None:
+    options = bench.options
+    bench.report.table(
+        "serve load", f"Requests of the {options.trace} trace for {options.seconds:.0f} s, Poisson arrivals; p50 / p99",
+        rate=("requests a second", ".1f"), who=("", ""), requests=("requests", "d"), first=("first token, ms", ""),
+        gaps=("between tokens, ms", ""), speed=("tok/s", ".0f"),
+    )  # fmt: skip
+    for rate in options.rates:
+        asks = bench.asks(max(2, round(rate * options.seconds)), seed=3)
+        chance = random.Random(2)
+        arrivals = list(accumulate(chance.expovariate(rate) for _ in asks))
+        for who, kind in (("the engine alone", bench.alone), ("server, streams", bench.served)):
+            with bench.report.surviving(f"load, {who}, {rate} a second"):
+                run = kind(asks, arrivals)
+                bench.report.row(
+                    rate=rate, who=who, requests=len(asks), first=quantiles(run.first, 1e3), gaps=quantiles(run.gaps, 1e3),
+                    speed=run.speed,
+                )  # fmt: skip
+
+
+SECTIONS = {"throughput": throughput, "load": load}
+
+
+def main() -> None:
+    parser = common_parser(__doc__, SECTIONS, engine=True)
+    parser.add_argument("--trace", choices=TRACES, default="sharegpt")
+    parser.add_argument("--requests", type=int, default=512, help="of the section throughput")
+    parser.add_argument("--at-once", type=int, default=256, help="sequences in a batch")
+    parser.add_argument("--rounds", type=int, default=3, help="of the section throughput")
+    parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 8.0, 16.0, 24.0, 32.0, 40.0])
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, for each rate")
+    options = parser.parse_args()
+    report = report_of(options)
+    bench = Bench(options, report)
+    with bench.serving():
+        bench.alone(bench.asks(options.requests, seed=1))  # warm-up: captures steps of these sizes
+        bench.served(bench.asks(min(options.requests, 2 * options.at_once), seed=4))
+        report.run(SECTIONS, options.sections, bench)
+
+
+if __name__ == "__main__":
+    main()
