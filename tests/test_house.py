@@ -35,21 +35,21 @@ BELOW = {
 
 BUDGETS = {
     "hf_paged": 750,
-    "hf_paged/blocks": 1380,
+    "hf_paged/blocks": 1470,
     "hf_paged/checking": 1000,
     "hf_paged/demo": 250,
-    "hf_paged/engine": 5900,
+    "hf_paged/engine": 5950,
     "hf_paged/engine/multimodal": 1000,
     "hf_paged/engine/outputs": 540,
     "hf_paged/engine/requests": 1350,
-    "hf_paged/engine/sampling": 1660,
+    "hf_paged/engine/sampling": 1750,
     "hf_paged/generate": 2100,
     "hf_paged/kv": 3925,
     "hf_paged/model": 3600,
     "hf_paged/model/adapters": 1400,
     "hf_paged/model/capture": 2300,
     "hf_paged/scheduling": 2420,
-    "hf_paged/serve": 5450,
+    "hf_paged/serve": 5800,
 }
 """The most lines of each folder."""
 

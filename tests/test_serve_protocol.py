@@ -96,7 +96,7 @@ def test_bodies_that_are_no_requests(body: bytes) -> None:
         {"logit_bias": {"900000": 1}}, {"stop_token_ids": [900000]}, {"n": 2, "temperature": 0}, {"priority": 1},
         {"length_penalty": 2.0}, {"early_stopping": True}, {"stream_options": {"include_usage": True}},
         {"use_beam_search": True, "temperature": 0.5}, {"use_beam_search": True, "top_p": 0.5},
-        {"use_beam_search": True, "n": 2, "top_k": 5}, {"max_tokens": 0}, {"echo": True, "logprobs": 1},
+        {"use_beam_search": True, "n": 2, "top_k": 5}, {"max_tokens": 0}, {"prompt_logprobs": 5},
         {"min_tokens": 5, "max_tokens": 4}, {"max_tokens": 2000}, {"n": 200, "temperature": 1},
         {"use_beam_search": True, "n": 33},
     ],

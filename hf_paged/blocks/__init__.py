@@ -11,6 +11,7 @@ from .partial_index import PartialBlockIndex
 from .pool import BlockPool, OutOfBlocks
 from .prefix import Match, Partial, adopt, commit
 from .prefix_lookup import PrefixLookup, Prompt, commit_tail, detach, reach_in_all
+from .prompt_scores import PromptScores
 from .table import BlockTable, Copy, append, blocks_needed, check_sources, reorder
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "PartialBlockIndex",
     "PrefixLookup",
     "Prompt",
+    "PromptScores",
     "adopt",
     "append",
     "blocks_needed",

@@ -313,6 +313,10 @@ class BlockPool:
         """The block that holds what `digest` names, held or cached."""
         return self._block_of.get(digest)
 
+    def naming(self, digest: bytes) -> object | None:
+        """An object that stays the same as long as a block bears this digest without a break."""
+        return self._names.get(self._block_of.get(digest, NOWHERE))
+
     def name(self, block: int) -> bytes:
         """The digest that `block` was published under."""
         return self._names[block].digest

@@ -91,7 +91,8 @@ class _CapturedStep(CapturedStep):
 
     @property
     def shared(self) -> Sequence[torch.Tensor]:
-        return [*self._tables, *(each for each in self.answer if each is not None)]
+        answer = [each for each in (self.answer.logits, self.answer.best) if each is not None]
+        return [*self._tables, *answer]
 
 
 class Decoding:

@@ -23,16 +23,35 @@ from ..scheduling import TokenSequence
 from .adapters import EngineAdapters
 from .cache import StepCache
 from .check_policy import CheckPolicy
-from .forward_batch import PLAIN, ForwardBatch
+from .forward_batch import PLAIN, ForwardBatch, Scored
 from .multimodal.encoder import Encoder, EncoderInput
 from .multimodal.extras import given, joined
 from .pools import Pools
+from .sampling.answers import Answer
+from .sampling.scores import scores_of
 from .support import Unservable
 
 T = TypeVar("T")
 Form = Literal["flat", "rows"]
 MOST_PLANS = 256
 """Plans of kernels that are kept for a kind of layer."""
+
+
+def _answered(
+    logits: torch.Tensor,
+    index: Mapping[int, int],
+    last: list[int],
+    scored: list[tuple[TokenSequence, int, Scored]],
+) -> Answer:
+    """The logits at the places `last` in fp32, and the numbers of what is scored; index: where in the logits
+    each place is.
+    """
+    scores = {}
+    for sequence, begin, (tokens, favourites) in scored:
+        first = index[begin]
+        scores[sequence] = scores_of(logits[first : first + len(tokens)], tokens, favourites)
+    own = upload([index[place] for place in last], logits.device)
+    return Answer(logits[own].to(torch.float32), scores=scores)
 
 
 class EagerModel:
@@ -70,12 +89,12 @@ class EagerModel:
 
     # ---- over pages
 
-    def run(self, batch: ForwardBatch, form: Form) -> torch.Tensor:
-        """The logits [wanted rows, vocabulary] behind a batch."""
+    def run(self, batch: ForwardBatch, form: Form) -> Answer:
+        """The logits [wanted rows, vocabulary] behind a batch, and what is scored of its prompts."""
         self.device = input_device(self.model)
         return self.flat(batch) if form == "flat" else self.one_by_one(batch)
 
-    def flat(self, batch: ForwardBatch) -> torch.Tensor:
+    def flat(self, batch: ForwardBatch) -> Answer:
         """The step as one flat row, operation by operation."""
         self.checks.mark_forward()
         rows = batch.rows
@@ -97,14 +116,16 @@ class EagerModel:
             plans.clear()
         return plans
 
-    def one_by_one(self, batch: ForwardBatch) -> torch.Tensor:
+    def one_by_one(self, batch: ForwardBatch) -> Answer:
         self.checks.mark_forward()
         found = [self._row(batch.select([i])) for i in range(len(batch.rows))]
-        wanted = [found[i] for i in batch.wanted]
-        return torch.cat(wanted or [torch.empty(0, 0, dtype=torch.float32, device=self.device)])
+        wanted = [found[i].logits for i in batch.wanted]
+        scores = {sequence: numbers for each in found for sequence, numbers in each.scores.items()}
+        empty = torch.empty(0, 0, dtype=torch.float32, device=self.device)
+        return Answer(torch.cat(wanted or [empty]), scores=scores)
 
-    def _row(self, batch: ForwardBatch) -> torch.Tensor:
-        """The logits behind the one row of a batch, if they are wanted."""
+    def _row(self, batch: ForwardBatch) -> Answer:
+        """The logits behind the one row of a batch, if they are wanted, and what is scored of it."""
         ((sequence, start, count, _),) = batch.rows.rows
         batches = {
             kind: Batch([sequence.tables[i]], None, start + count, count, None, lambda: True)
@@ -169,21 +190,25 @@ class EagerModel:
             begin += count
         return {"inputs_embeds": embeds}
 
-    def _forward(
-        self, batch: ForwardBatch, inputs: Mapping[str, Any], last: list[int], flat: bool
-    ) -> torch.Tensor:
-        """One forward over the tokens of a batch: the logits [len(last), vocabulary] at the places `last`."""
+    def _forward(self, batch: ForwardBatch, inputs: Mapping[str, Any], last: list[int], flat: bool) -> Answer:
+        """One forward over the tokens of a batch: the logits [len(last), vocabulary] at the places `last`,
+        and what is scored behind others.
+        """
         arguments: dict[str, Any] = {"past_key_values": self.cache, **inputs}
         arguments |= {"use_cache": True, "return_dict": True}
         positions = batch.positions
         moved = batch.rope_positions()
         count = len(positions)
+        scored = batch.scored
+        kept = last
+        if scored:  # in the order of all tokens, which adapters of the head go by
+            kept = sorted({*last, *(begin + i for _, begin, each in scored for i in range(len(each.tokens)))})
         numbers = upload(
-            [*positions, *(last or [count - 1])], self.device
+            [*positions, *(kept or [count - 1])], self.device
         )  # together: a transfer costs more than what it carries
         if self.takes_positions:
             arguments["position_ids"] = numbers[None, :count] if moved is None else moved.to(self.device)
-        places = numbers[count:] if len(last) < count else None
+        places = numbers[count:] if len(kept) < count else None
         if self.keeps_some and places is not None:
             arguments["logits_to_keep"] = places
         extras = self._extras(batch) if batch.inputs else {}
@@ -204,8 +229,9 @@ class EagerModel:
         logits = answer.logits[0]
         if not self.keeps_some and places is not None:
             logits = logits.index_select(0, places)
-        kept: torch.Tensor = logits[: len(last)].to(torch.float32)
-        return kept
+        if not scored:
+            return Answer(logits[: len(last)].to(torch.float32))
+        return _answered(logits, {place: i for i, place in enumerate(kept)}, last, scored)
 
     def _extras(self, batch: ForwardBatch) -> dict[str, Any]:
         """What the decoder is given beside its inputs."""

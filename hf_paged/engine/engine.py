@@ -199,6 +199,7 @@ class Engine:
         inputs_embeds: torch.Tensor | None = None,
         seed: int | None = None,
         logprobs: int | bool | None = None,
+        prompt_logprobs: int | bool | None = None,
         priority: int = 0,
         salt: str | None = None,
         adapter: str | Sequence[str] | None = ACTIVE,
@@ -212,16 +213,25 @@ class Engine:
         input_features=... is, and decoder_input_ids=... what its decoder begins with. generation_config and
         keywords: as generate() takes them, logits_processor, stopping_criteria and prefix_allowed_tokens_fn
         among them. seed: of its draws. logprobs: True, or how many of the model's favourites are reported
-        beside each token's own. priority: higher is sooner, under policy="priority". salt: requests share
-        their prefixes only with requests of the same salt. adapter: the name of a LoRA adapter, or of several
-        that are added up; None for the model alone. Not given, it is what is active on the peft model now.
+        beside each token's own; prompt_logprobs: the same of the prompt's tokens. priority: higher is sooner,
+        under policy="priority". salt: requests share their prefixes only with requests of the same salt.
+        adapter: the name of a LoRA adapter, or of several that are added up; None for the model alone. Not
+        given, it is what is active on the peft model now.
 
         An option that the engine does not honour raises ValueError here. A request that could never fit comes
         back at once with finish_reason "refused" and the numbers in its error.
         """
         keywords = {**generate_keywords, "inputs_embeds": inputs_embeds}
         params = read(
-            self.model, self.processor, prompt, generation_config, keywords, seed, logprobs, self._options
+            self.model,
+            self.processor,
+            prompt,
+            generation_config,
+            keywords,
+            seed,
+            logprobs,
+            prompt_logprobs,
+            self._options,
         )
         self._require_open()
         if params.embeds is not None or params.media is not None:
@@ -243,6 +253,7 @@ class Engine:
             params.steady,
             params.source_key,
             job.adapter,
+            scored=0 if job.prompt_scores is None else job.prompt_scores.width,
         )
         reason = self._why_never(request)
         if reason is not None:

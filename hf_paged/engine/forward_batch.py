@@ -52,6 +52,15 @@ class LastTokens:
         return index
 
 
+class Scored(NamedTuple):
+    """Tokens whose logprobs are wanted, each behind the token before it: those behind the first tokens of a
+    row. favourites: of the model, beside each.
+    """
+
+    tokens: Sequence[int]
+    favourites: int
+
+
 class RowInputs(NamedTuple):
     """The inputs of a row other than ids at consecutive positions."""
 
@@ -69,12 +78,14 @@ class RowInputs(NamedTuple):
     """What its decoder attends to across, and under which masks."""
     ids: list[int] | None = None
     """The ids of its tokens that the host has, if the sequence has other names for them."""
+    scored: Scored | None = None
+    """What of its prompt is to be scored."""
 
     @property
     def of_ids(self) -> bool:
         """Whether a captured step can take it: ids only, and at most one delta."""
         plain = self.embeds is None and self.source is None and self.across is None
-        return plain and self.rope_delta is not None
+        return plain and self.scored is None and self.rope_delta is not None
 
 
 PLAIN = RowInputs()
@@ -144,6 +155,18 @@ class ForwardBatch(NamedTuple):
             *range(rows.decodes),
             *(i for i in range(rows.decodes, len(rows)) if rows.samples[i]),
         ]
+
+    @property
+    def scored(self) -> list[tuple[TokenSequence, int, Scored]]:
+        """What is to be scored: the sequence, where among all tokens its row begins, and what."""
+        found = []
+        begin = 0
+        for i, count in enumerate(self.rows.counts if self.inputs else ()):
+            scored = self.inputs.get(i, PLAIN).scored
+            if scored is not None:
+                found.append((self.rows.sequences[i], begin, scored))
+            begin += count
+        return found
 
     @property
     def positions(self) -> list[int]:

@@ -21,7 +21,8 @@ from .job import Job
 from .sampling.answers import Answer
 from .sampling.input_batch import InputBatch
 from .sampling.penalties import PenaltyState
-from .sampling.sampler import HostSampler, SamplingRows, no_token, note_of, numbers_of
+from .sampling.sampler import HostSampler, SamplingRows, no_token
+from .sampling.scores import note_of, numbers_of
 
 
 class SamplingState:
@@ -67,6 +68,7 @@ class InFlightStep:
         self._sampling = sampling
         self._input_batch: InputBatch | None = None
         self._download: Download | None = None
+        self._scores: Download | None = None
         self._tokens: list[int] = []
         self._logprobs: list[list[float]] = []
         self._ending: list[int] = []
@@ -79,8 +81,10 @@ class InFlightStep:
         """The jobs that may have ended with their tokens."""
 
     def sample(self) -> None:
-        """Launch the choice of the next tokens."""
+        """Launch the choice of the next tokens, and bring what was scored of prompts to the host."""
         batch = self.batch
+        if self.answer.scores:
+            self._scores = Download(list(self.answer.scores.values()))
         answer = self.answer
         self.sequences = batch.sequences[: batch.decodes]
         row_ids = batch.row_ids[: batch.decodes]
@@ -152,6 +156,7 @@ class InFlightStep:
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
         """Give the tokens to the requests that still want them: those that failed, and why."""
         scheduler.confirm(self.plan, self.failed)
+        self.note_prompts(scheduler)
         columns = self._input_batch
         if columns is None:
             return {}
@@ -173,6 +178,19 @@ class InFlightStep:
             if job.queue.readers:
                 job.queue.put()
         return self._apply_one_by_one(scheduler, columns, sorted(one_by_one)) if one_by_one else {}
+
+    def note_prompts(self, scheduler: Scheduler) -> None:
+        """Give requests what was scored of their prompts, and others that begin alike where it is cached by
+        now.
+        """
+        if self._scores is None:
+            return
+        found = dict(zip(self.answer.scores, self._scores.wait(), strict=True))
+        for sequence, start, count, _ in self.batch.rows_behind:
+            job = self._sampling.jobs.get(sequence.group) if sequence in found else None
+            if job is not None and job.prompt_scores is not None:
+                job.prompt_scores.enter(start + 1, found[sequence].tolist())
+                job.prompt_scores.share(scheduler.prompt_scores, sequence.group.prompt, start, count)
 
     def _apply_one_by_one(
         self, scheduler: Scheduler, columns: InputBatch, places: Sequence[int]

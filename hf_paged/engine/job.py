@@ -16,6 +16,7 @@ from .own_code import own_code, reaches_driver
 from .requests.callables import scores_of, stops
 from .requests.params import RequestParams, is_about_time
 from .sampling.beams import BeamSearch, BeamStep
+from .sampling.scores import PromptLogprobs
 
 CPU = torch.device("cpu")
 OWN = ("transformers.", "hf_paged.")
@@ -54,6 +55,8 @@ class Job:
         """What one of these processors raised."""
         self.grammar_states = [] if params.grammar is None else [params.grammar.begin() for _ in self.streams]
         """Where in its grammar each of its answers is."""
+        self.prompt_scores = None if params.scored is None else PromptLogprobs(params.prompt, params.scored)
+        """What is known of the tokens of its prompt, if that is wanted."""
         self.plain = params.recipe is not None and params.grammar is None
         """Whether its tokens are chosen on the device, with those of others: the host gets them later."""
 
@@ -195,6 +198,8 @@ class Job:
 
     def go_back(self) -> None:
         """A step broke off: its sequences keep the tokens of their streams, and no others."""
+        if self.prompt_scores is not None:
+            self.prompt_scores.forget()
         if self.group is None or self.beams is not None:
             return
         for stream in self.streams:
@@ -263,6 +268,7 @@ class Job:
             preemptions=group.preemptions if group else 0,
             timing=self.timing,
             error=error or self.trouble,
+            prompt_logprobs=None if self.prompt_scores is None else self.prompt_scores.notes,
         )
         self.group = None
         if self.params.media is not None:

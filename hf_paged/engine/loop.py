@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..scheduling import ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan
+from ..scheduling import ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan, TokenSequence
 from .adapters import EngineAdapters
 from .check_policy import WeightsChanged
 from .forward_batch import ForwardBatch, LastTokens, RowInputs
@@ -61,12 +61,12 @@ class StepLoop:
         """Those that write a trace, or report to a map of the blocks."""
         self._sampling = SamplingState(jobs, LastTokens(scheduler.limits.sequences, runner.eager.device))
         self._given: dict[SequenceGroup, RequestParams] = {}
-        """Requests whose rows are more than token ids."""
+        """Requests whose rows are more than token ids, or are scored."""
 
     def enter(self, job: Job) -> None:
         """A request is in the scheduler's books."""
         assert job.group is not None
-        if not job.params.of_ids:
+        if not job.params.of_ids or job.prompt_scores is not None:
             self._given[job.group] = job.params
         self.jobs[job.group] = job
 
@@ -86,6 +86,7 @@ class StepLoop:
         step.sample()
         ended += self._apply(previous) if self.ahead else self.finish_in_flight()
         if step.host is not None or step.failed:
+            step.note_prompts(self.scheduler)  # a request may end with its token
             ended += self._apply(step.host, step.failed)
         return ended
 
@@ -107,8 +108,11 @@ class StepLoop:
         for recorder in self.recorders:
             recorder.planned(plan)
         for group in plan.admitted:
-            timing = self.jobs[group].timing
-            timing.started = timing.started or time.monotonic()
+            job = self.jobs[group]
+            job.timing.started = job.timing.started or time.monotonic()
+            if job.prompt_scores is not None:
+                begun = group.leader.computed
+                job.prompt_scores.recall(self.scheduler.prompt_scores, group.prompt, begun)
         begin = time.perf_counter()
         batch = plan.batch
         failed = dict[SequenceGroup, Exception]()
@@ -125,6 +129,7 @@ class StepLoop:
         """Each request by itself: the rows that were computed, their logits, and the requests that failed."""
         done: list[int] = []
         logits: list[torch.Tensor] = []
+        scores: dict[TokenSequence, torch.Tensor] = {}
         failed: dict[SequenceGroup, Exception] = {}
         if len(plan.groups) == 1:
             failed[plan.groups[0]] = error
@@ -133,12 +138,13 @@ class StepLoop:
             try:
                 answer = self._run(plan.batch.select(own))
                 logits.append(answer.logits.clone())  # the next run may overwrite it
+                scores |= answer.scores
                 done += own
             except Exception as trouble:
                 failed[group] = trouble
         rows = [each for each in logits if len(each)]
         empty = torch.empty(0, 0, dtype=torch.float32, device="cpu")
-        return plan.batch.select(done), Answer(torch.cat(rows) if rows else empty), failed
+        return plan.batch.select(done), Answer(torch.cat(rows) if rows else empty, scores=scores), failed
 
     def _run(self, batch: ScheduledBatch) -> Answer:
         """The logits behind the rows that are sampled from."""
@@ -299,6 +305,9 @@ class StepLoop:
             if params is None:
                 continue
             row = RowInputs(params.vectors(start, count), params.source)
+            scores = self.jobs[sequence.group].prompt_scores
+            if scores is not None:
+                row = RowInputs(scored=scores.wanted(start, count))
             media = params.media
             if isinstance(media, CrossMedia):
                 assert media.across is not None

@@ -136,7 +136,7 @@ class Runner:
 
     def _one_by_one(self, batch: ForwardBatch) -> Answer:
         with self.eager.pools.memory.lock, torch.no_grad():
-            return Answer(self.eager.plugged(lambda: self.eager.run(batch, "rows")))
+            return self.eager.plugged(lambda: self.eager.run(batch, "rows"))
 
     def _join(
         self, batch: ForwardBatch, parts: list[tuple[list[int], Callable[[ForwardBatch], Answer]]]
@@ -145,21 +145,24 @@ class Runner:
         wanted = batch.wanted
         order: list[int] = []
         found: list[torch.Tensor] = []
+        scores: dict[TokenSequence, torch.Tensor] = {}
         for rows, run in parts:
             if rows:
-                logits = run(batch.select(rows)).logits
+                answer = run(batch.select(rows))
+                logits = answer.logits
+                scores |= answer.scores
                 found += [logits.clone()] if len(logits) else []  # the next run may overwrite it
                 order += [i for i in rows if i in wanted]
         if not found:
-            return Answer(torch.empty(0, 0, dtype=torch.float32, device=self.eager.device))
+            return Answer(torch.empty(0, 0, dtype=torch.float32, device=self.eager.device), scores=scores)
         places = upload([order.index(i) for i in wanted], found[0].device)
-        return Answer(torch.cat(found)[places])
+        return Answer(torch.cat(found)[places], scores=scores)
 
     def _compute(self, batch: ForwardBatch, decoding: Decoding | None) -> Answer:
-        logits = self.eager.run(batch, self.form)
+        answer = self.eager.run(batch, self.form)
         if decoding is not None:
-            decoding.learn(batch, logits)
-        return Answer(logits)
+            decoding.learn(batch, answer.logits)
+        return answer
 
     def show(self, media: Media, names: Names = ()) -> None:
         """Encode a prompt's pictures or recordings, with the adapters of its request. The model's attention
@@ -365,7 +368,7 @@ class Runner:
                 inputs = {i: self._trial_inputs(row, across) for i, row in enumerate(made)}
                 batch = ForwardBatch(ScheduledBatch().followed_by(made), last_tokens, inputs)
                 with self.eager.pools.memory.lock, torch.no_grad():
-                    logits = self.eager.plugged(partial(self.eager.run, batch, form))
+                    logits = self.eager.plugged(partial(self.eager.run, batch, form)).logits
                 for row in made:
                     row.sequence.computed += row.count
         finally:

@@ -35,7 +35,8 @@ class Request:
     higher is sooner, if the policy uses it. extra: what changes keys and values for the same tokens (C24).
     source: how many tokens it attends to across, of its encoder or its pictures. source_key: their content; a
     source without a key shares no prefix. steady: whether its sequence, if it is one, may be in the decode
-    batch. adapter: the names of its adapters, adapter_key: their content, or nothing.
+    batch. adapter: the names of its adapters, adapter_key: their content, or nothing. scored: how many
+    numbers are wanted about each token of its prompt.
     """
 
     number: int
@@ -49,6 +50,7 @@ class Request:
     source_key: bytes = b""
     adapter: Names = ()
     adapter_key: bytes = b""
+    scored: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):  # whatever cannot be put in order would break the order of all

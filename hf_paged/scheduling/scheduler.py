@@ -12,6 +12,7 @@ from ..blocks import (
     BlockTable,
     Match,
     PrefixLookup,
+    PromptScores,
     adopt,
     append,
     commit,
@@ -103,6 +104,8 @@ class Scheduler:
         self.adapters = adapters
         """Where the adapters of requests are."""
         self._promised = InFlightPrefixes()
+        self.prompt_scores = PromptScores(self.kv_groups[0].pool)
+        """What is known about the tokens of cached blocks."""
         self.swapping = Swapping(self.kv_groups, swap, verify)
         self.counts: Counter[Count] = Counter()
 
@@ -449,10 +452,17 @@ class Scheduler:
         lookups = [
             PrefixLookup(kv_group.pool, prompt, kv_group.window, self.verify) for kv_group in self._growing
         ]
-        reached = reach_in_all(lookups, group.common - 1)
+        most = group.common - 1
+        ahead = 0
+        if group.request.scored:
+            # What a token is scored with comes of the token before it, which must be computed.
+            ahead = 1
+            known = self.prompt_scores.known(prompt.digests, group.request.scored)
+            most = max(0, min(most, known * prompt.size - ahead))
+        reached = reach_in_all(lookups, most)
         while whole and reached % prompt.size:
             reached = reach_in_all(lookups, reached - reached % prompt.size)
-        full = reached // prompt.size
+        full = (reached + ahead) // prompt.size
         if full < len(names) and self._promised[names[full]]:
             return None
         # What it attends to across is made anew.

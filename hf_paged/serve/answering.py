@@ -47,10 +47,11 @@ async def complete(service: Service, http: Request, body: bytes) -> Response:
     most = service.options.limits.prompts
     if len(prompts) > most:
         raise invalid(f"{len(prompts)} prompts are given and the limit is {most}; send them apart", "prompt")
-    if request.echo and request.logprobs is not None:
-        raise invalid("log-likelihoods of prompts are not there yet; leave echo or logprobs out", "logprobs")
-    if request.max_tokens == 0 and not request.echo:
-        raise invalid("max_tokens=0 leaves nothing to answer; give 1 or more, or echo=true", "max_tokens")
+    if request.silent and not request.echo and request.scored is None:
+        raise invalid(
+            "max_tokens=0 leaves nothing to answer; give 1 or more, or echo=true, or prompt_logprobs",
+            "max_tokens",
+        )
 
     async def ids() -> Ids:
         special = request.add_special_tokens is not False
@@ -58,6 +59,8 @@ async def complete(service: Service, http: Request, body: bytes) -> Response:
 
     def form(number: str, found: Ids) -> Form:
         made = CompletionForm(number, call.model, service.tokenizer, found, request.answers)
+        made.texts = [isinstance(each, str) for each in prompts]
+        made.favourites = request.logprobs or 0
         if request.echo:
             pairs = zip(prompts, found, strict=True)
             made.echoes = [
@@ -118,6 +121,7 @@ async def _answered(
         submissions = _submissions(call, prompts, asked, default, adapter, grammar)
         form = form_of(f"{kind}-{call.context.request_id}", prompts)
         form.with_logprobs = request.alternatives is not None
+        form.scored = request.prompt_logprobs
         form.with_ids = bool(request.return_token_ids)
         generation = Generation(
             service.engine,
@@ -127,6 +131,7 @@ async def _answered(
             bool(request.stream),
             partial(_own, call),
         )
+        form.prompt_notes = generation.prompt_notes
         stack.callback(_disown, call, generation)
         stack.callback(generation.close)
         stack.enter_context(service.admission.under_way(generation))
@@ -171,12 +176,16 @@ def _submissions(
     service = call.service
     request = call.request
     tenant = call.context.tenant
-    if asked == 0:
+    scored = request.scored
+    if asked == 0 and scored is None:
         return []
     made = []
     for ids in prompts:
-        new = service.new_tokens(asked, default, len(ids))
+        # The engine answers with one token at least; nobody sees it where none is asked for.
+        new = service.new_tokens(asked or (1 if asked == 0 else None), default, len(ids))
         keywords = {**service.keywords(request, tenant, len(ids), new), **adapter}
+        if scored is not None:
+            keywords["prompt_logprobs"] = scored or True
         if grammar is not None:
             processors = [*keywords.get("logits_processor", ()), grammar.processor(len(ids))]
             keywords["logits_processor"] = processors
@@ -186,11 +195,28 @@ def _submissions(
 
 def _nothing_new(call: EndpointCall, prompts: Ids) -> list[Piece]:
     """The answers where no token is asked for."""
-    return [Piece(i, "", [], [], [], "length") for i in range(len(prompts) * call.request.answers)]
+    return [_without_tokens(i, "length") for i in range(len(prompts) * call.request.answers)]
+
+
+def _without_tokens(choice: int, reason: str | None) -> Piece:
+    return Piece(choice, "", [], [], [], reason)
+
+
+def _shown(call: EndpointCall, pieces: list[Piece]) -> list[Piece]:
+    """Pieces as the client sees them: nothing of their tokens if it asked for none."""
+    if not call.request.silent:
+        return pieces
+    reasons = {"stop": "length"}
+    return [
+        _without_tokens(each.choice, reasons.get(each.finish_reason or "", each.finish_reason))
+        for each in pieces
+    ]
 
 
 def _usage(call: EndpointCall, generation: Generation, prompts: Ids) -> Usage:
     usage = generation.usage._replace(prompt_tokens=sum(map(len, prompts)))
+    if call.request.silent:
+        usage = usage._replace(completion_tokens=0)
     call.context.note(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -203,14 +229,21 @@ async def _whole(call: EndpointCall, generation: Generation, form: Form, prompts
     """The answer as one body."""
     pieces = [piece async for some in generation.pieces() for piece in some]
     usage = _usage(call, generation, prompts)
-    answers = joined(pieces) if generation.answers else _nothing_new(call, prompts)
+    answers = joined(_shown(call, pieces)) if generation.answers else _nothing_new(call, prompts)
     reasons = {piece.finish_reason for piece in answers}
     if reasons == {"abort"} and not usage.completion_tokens:
         call.service.admission.require_ready()  # a drain is 503
         raise ApiError(
             504, "the request was broken off before its first token; send it again", code="timeout"
         )
-    return JSONResponse(form.whole(answers, usage))
+    if call.request.scored is None:
+        return JSONResponse(form.whole(answers, usage))
+    # Of every token of the prompts there is something to write.
+    return await asyncio.to_thread(lambda: JSONResponse(form.whole(answers, usage)))
+
+
+def _written(form: Form, pieces: list[Piece]) -> bytes:
+    return b"".join(map(form.chunk, joined(pieces)))
 
 
 async def _chunks(
@@ -222,7 +255,10 @@ async def _chunks(
         if not generation.answers:
             yield b"".join(map(form.chunk, _nothing_new(call, prompts)))
         async for pieces in generation.pieces():
-            chunk = b"".join(map(form.chunk, joined(pieces))) if pieces else ALIVE
+            if pieces and call.request.scored is not None:
+                chunk = await asyncio.to_thread(_written, form, _shown(call, pieces))
+            else:
+                chunk = _written(form, pieces) if pieces else ALIVE
             if chunk:
                 yield chunk
         usage = _usage(call, generation, prompts)

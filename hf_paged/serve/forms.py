@@ -6,7 +6,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..engine import TokenLogprob
@@ -60,6 +60,10 @@ class Form(ABC):
         self.with_logprobs = False
         self.with_ids = False
         self.with_usage = False
+        self.scored: int | None = None
+        """How many alternatives beside each token of the prompt, in vLLM's form; None for no such form."""
+        self.prompt_notes: Callable[[int], list[TokenLogprob | None]] = lambda prompt: []
+        """What the model finds of the tokens of a prompt, where that is asked for."""
         before, behind = self._chunk([self._choice_with(self._delta("\0"))]).split(b'"\\u0000"')
         self._template = before.split(b'"index":0'), behind
 
@@ -108,6 +112,24 @@ class Form(ABC):
     ) -> dict[str, Any]:
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
+    def _prompt_logprobs(self, prompt: int) -> list[dict[str, Any] | None]:
+        """Of the tokens of a prompt, as vLLM writes them. A rank is known of the alternatives alone."""
+        return [
+            None if note is None else self._ranked(note._replace(favourites=note.favourites[: self.scored]))
+            for note in self.prompt_notes(prompt)
+        ]
+
+    def _ranked(self, note: TokenLogprob) -> dict[str, Any]:
+        ranks = {token: rank for rank, (token, _) in enumerate(note.favourites, 1)}
+        return {
+            str(token): {
+                "logprob": _finite(value),
+                "rank": ranks.get(token),
+                "decoded_token": self._tokenizer.token(token),
+            }
+            for token, value in _candidates(note)
+        }
+
     @abstractmethod
     def _delta(self, text: str) -> dict[str, Any]:
         """New text in a chunk's choice."""
@@ -129,18 +151,72 @@ class CompletionForm(Form):
     def __init__(self, *args: Any) -> None:
         self.echoes: list[str] = []
         """The texts of the prompts, if they are shown before the answers."""
+        self.texts: list[bool] = []
+        """Whether a prompt was a text, not ids."""
+        self.favourites = 0
+        """How many alternatives beside each token."""
+        self._opened: set[int] = set()
+        """The answers before which the prompt was shown with its logprobs."""
         super().__init__(*args)
 
     def opening(self) -> Iterable[bytes]:
+        if self.with_logprobs:
+            return  # it comes with its logprobs, before the first token
         for i in range(len(self.echoes) * self._answers):
             yield self._chunk([self._choice_with(self._delta(self.echoes[i // self._answers]), i)])
 
+    def chunk(self, piece: Piece) -> bytes:
+        if not (self.echoes and self.with_logprobs):
+            return super().chunk(piece)
+        echo = self._echo(piece.choice)
+        shown = super().chunk(self._behind(echo, piece))
+        if piece.choice in self._opened:
+            return shown
+        self._opened.add(piece.choice)
+        notes = self._echoed(piece.choice // self._answers)
+        return self._chunk([self._choice_with(self._delta(echo), piece.choice, notes)]) + shown
+
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
         if self.echoes:
+            echoes = [self._echo(each.choice) for each in pieces]
             pieces = [
-                each._replace(text=self.echoes[each.choice // self._answers] + each.text) for each in pieces
+                self._behind(echo, each)._replace(text=echo + each.text)
+                for echo, each in zip(echoes, pieces, strict=True)
             ]
-        return super().whole(pieces, usage)
+        body = super().whole(pieces, usage)
+        for choice in body["choices"]:
+            prompt = choice["index"] // self._answers
+            if self.echoes and self.with_logprobs:
+                own = choice["logprobs"]
+                choice["logprobs"] = {key: value + own[key] for key, value in self._echoed(prompt).items()}
+            if self.scored is not None:
+                choice["prompt_logprobs"] = self._prompt_logprobs(prompt)
+        return body
+
+    def _echo(self, choice: int) -> str:
+        return self.echoes[choice // self._answers]
+
+    def _behind(self, echo: str, piece: Piece) -> Piece:
+        return piece._replace(offsets=[len(echo) + offset for offset in piece.offsets])
+
+    def _echoed(self, prompt: int) -> dict[str, list[Any]]:
+        """The logprobs of a prompt's tokens. The first one follows nothing and has none."""
+        name = self._tokenizer.token
+        ids = self._prompts[prompt]
+        notes = self.prompt_notes(prompt)
+        return {
+            "tokens": [name(token) for token in ids],
+            "token_logprobs": [None if each is None else _finite(each.logprob) for each in notes],
+            "top_logprobs": [None if each is None else self._top(each) for each in notes],
+            "text_offset": self._tokenizer.offsets(ids, self.texts[prompt]),
+        }
+
+    def _top(self, note: TokenLogprob) -> dict[str, float]:
+        """The alternatives to a token by their texts, and itself; the likeliest of those that read alike."""
+        found: dict[str, float] = {}
+        for token, value in _candidates(note._replace(favourites=note.favourites[: self.favourites])):
+            found.setdefault(self._tokenizer.token(token), _finite(value))
+        return found
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -152,9 +228,7 @@ class CompletionForm(Form):
         return {
             "tokens": [name(each.token_id) for each in piece.logprobs],
             "token_logprobs": [_finite(each.logprob) for each in piece.logprobs],
-            "top_logprobs": [
-                {name(token): _finite(value) for token, value in _candidates(each)} for each in piece.logprobs
-            ],
+            "top_logprobs": [self._top(each) for each in piece.logprobs],
             "text_offset": piece.offsets,
         }
 
@@ -191,8 +265,13 @@ class ChatForm(Form):
         return self._chunk([self._choice(piece, {"delta": body})])
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
-        if not self.replies:
-            return super().whole(pieces, usage)
+        body = self._read(pieces, usage) if self.replies else super().whole(pieces, usage)
+        if self.scored is not None:
+            body["prompt_logprobs"] = self._prompt_logprobs(0)
+        return body
+
+    def _read(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+        """The answers as they are read, in one body."""
         choices = []
         for piece in pieces:
             reply = self.replies[piece.choice]

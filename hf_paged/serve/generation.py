@@ -274,6 +274,13 @@ class Generation:
             with suppress(RuntimeError):  # the engine is closed
                 each.cancel()
 
+    def prompt_notes(self, prompt: int) -> list[TokenLogprob | None]:
+        """What the model finds of the tokens of a prompt, once it has answered."""
+        notes = self.answers[prompt].handle.prompt_logprobs
+        if notes is None:
+            raise ApiError(504, "the request was broken off before its prompt was computed", code="timeout")
+        return notes
+
     @property
     def usage(self) -> Usage:
         """What it has cost so far; cached tokens are known at the end."""

@@ -28,7 +28,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "this server answers in text"),
     "prediction": ((), "predicted outputs are not there"),
     "prompt_embeds": ((), "a prompt is a text or token ids"),
-    "prompt_logprobs": ((), "log-likelihoods of prompts are not there yet"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "store": ((False,), "nothing is stored"),
     "suffix": (("",), "insertion is not there"),
@@ -173,6 +172,7 @@ class Generating(ForModel):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | str | None = None
@@ -191,6 +191,16 @@ class Generating(ForModel):
         raise NotImplementedError
 
     @property
+    def scored(self) -> int | None:
+        """How many alternatives beside the logprob of each token of the prompt; None if none is asked for."""
+        return self.prompt_logprobs
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing but the prompt is asked about."""
+        return False
+
+    @property
     def with_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -207,6 +217,15 @@ class CompletionRequest(Generating):
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def scored(self) -> int | None:
+        own = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in own if each is not None), default=None)
+
+    @property
+    def silent(self) -> bool:
+        return self.max_tokens == 0
 
 
 class TextPart(Part):

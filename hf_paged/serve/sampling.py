@@ -88,6 +88,13 @@ class Sampling:
         limits = self._limits
         self._require_at_most("n", request.answers, min(limits.n, self._widest))
         self._require_at_most("logprobs", request.alternatives or 0, limits.logprobs)
+        self._require_at_most("prompt_logprobs", request.prompt_logprobs or 0, limits.logprobs)
+        if request.prompt_logprobs is not None and request.stream:
+            raise invalid(
+                "prompt_logprobs come with whole answers; leave stream out, or use echo and logprobs of "
+                "/v1/completions",
+                "prompt_logprobs",
+            )
         self._require_at_most("stop", len(request.stop or ()), limits.stop)
         self._require_at_most(
             "stop", max(map(len, request.stop or ()), default=0), limits.stop_chars, " characters"

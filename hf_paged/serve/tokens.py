@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
+from ..engine.outputs.text import Detokeniser
 from .errors import invalid, too_large
 from .protocol import ChatFields, Message
 from .replies import shown_tools
@@ -42,6 +43,8 @@ class Tokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_paged tokenizer")
         self.shown = Decoder(tokenizer)
         self.whole = Decoder(tokenizer, skip_special_tokens=False)
+        self._names: dict[int, str] = {}
+        """How tokens read that were asked for: at most one text for each entry of the vocabulary."""
 
     def close(self) -> None:
         """End the thread."""
@@ -92,7 +95,19 @@ class Tokenizer:
 
     def token(self, token: int) -> str:
         """How one token reads by itself."""
-        return self.whole.decode([token])
+        if token not in self._names:
+            self._names[token] = self.whole.decode([token])
+        return self._names[token]
+
+    def offsets(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
+        """Where in the text of ids each of them begins."""
+        text = Detokeniser(self.shown if skip_special_tokens else self.whole)
+        found = []
+        length = 0
+        for token in ids:
+            found.append(length)
+            length += len(text.add([token], False))
+        return found
 
     def _encode(self, text: str, special: bool) -> tuple[int, ...]:
         return tuple(self.hf(text, add_special_tokens=special)["input_ids"])

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any, Protocol
 
 from ..job import Job
-from .output import Increment, Output
+from .output import Increment, Output, TokenLogprob
 from .queue import Wake
 
 
@@ -105,6 +105,11 @@ class Handle:
     def unwatch(self, wake: Wake) -> None:
         """Call `wake` no more."""
         self._desk._unwatch(self._job, wake)
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """Those of the output, as soon as the prompt is computed: before the first increment."""
+        return None if self._job.prompt_scores is None else self._job.prompt_scores.notes
 
     @property
     def output(self) -> Output | None:

@@ -58,7 +58,8 @@ class Output:
 
     cached_tokens: how many of the prompt's tokens were there already. preemptions: how often it had to go and
     come back. error: what went wrong, if something did; no Exception where the request's own code raised none
-    (asyncio.CancelledError, SystemExit).
+    (asyncio.CancelledError, SystemExit). prompt_logprobs: if they were requested, and the prompt was
+    computed: one for each of its tokens, None for the first one, which follows nothing.
     """
 
     prompt_token_ids: list[int]
@@ -67,6 +68,7 @@ class Output:
     preemptions: int = 0
     timing: Timing = field(default_factory=lambda: Timing(0.0))
     error: BaseException | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @property
     def text(self) -> str | None:

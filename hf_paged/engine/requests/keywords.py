@@ -134,6 +134,7 @@ class RequestKeywords(GenerateKeywords, total=False):
     inputs_embeds: torch.Tensor | None
     seed: int | None
     logprobs: int | bool | None
+    prompt_logprobs: int | bool | None
     priority: int
     salt: str | None
     adapter: str | Sequence[str] | None

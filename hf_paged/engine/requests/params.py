@@ -72,6 +72,8 @@ class RequestParams:
     max_length: of a sequence, as the scheduler counts it.
     processors and criteria: those that do not run for the whole batch at once; criteria without those about
     length and end-of-sequence tokens.
+    favourites: how many are reported beside each token, scored: beside each token of the prompt; None for no
+        logprobs.
     recipe: what the processors do to scores, if they run for the whole batch at once, and beside it the
     grammar that the answers follow.
     slow: the names of the processors that run for this request alone.
@@ -89,6 +91,7 @@ class RequestParams:
     max_length: int
     seed: int
     favourites: int | None
+    scored: int | None
     recipe: Recipe | None
     grammar: GrammarProcessor | None
     slow: tuple[str, ...]
@@ -229,6 +232,7 @@ def read(
     keywords: dict[str, Any],
     seed: int | None,
     logprobs: int | bool | None,
+    prompt_logprobs: int | bool | None,
     options: Options,
 ) -> RequestParams:
     """Read a request as generate() would on that prompt alone; what the engine does not do is refused by
@@ -274,7 +278,8 @@ def read(
         own_ends.union(*(ends_of(tensor) for tensor in at_tokens if tensor is not config._eos_token_tensor)),
         min(lengths) - len(tokens) + len(names),
         _seed(seed, drawn=bool(config.do_sample)),
-        _favourites(logprobs, model),
+        _favourites("logprobs", logprobs, model),
+        _scored(prompt_logprobs, model, given),
         recipe,
         grammar,
         slow,
@@ -442,7 +447,19 @@ def _seed(seed: int | None, drawn: bool) -> int:
     return int(seed)
 
 
-def _favourites(logprobs: int | bool | None, model: Any) -> int | None:
+def _scored(prompt_logprobs: int | bool | None, model: Any, given: ParsedPrompt) -> int | None:
+    """The same of the prompt's tokens."""
+    found = _favourites("prompt_logprobs", prompt_logprobs, model)
+    of_ids = given.embeds is None and given.media is None and given.source is None
+    if found is not None and not of_ids:
+        raise ValueError(
+            f"prompt_logprobs={prompt_logprobs!r} are of prompts of token ids, and this one has embeddings, "
+            "media or an encoder; leave prompt_logprobs out"
+        )
+    return found
+
+
+def _favourites(name: str, logprobs: int | bool | None, model: Any) -> int | None:
     """How many of the most likely tokens are reported with each token's logprob; None if logprobs were not
     requested.
     """
@@ -451,9 +468,7 @@ def _favourites(logprobs: int | bool | None, model: Any) -> int | None:
     count = 0 if logprobs is True else logprobs
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     if not isinstance(count, Integral) or not 0 <= count <= vocabulary:
-        raise ValueError(
-            f"logprobs={logprobs!r} is not True or a number of favourites from 0 to {vocabulary}"
-        )
+        raise ValueError(f"{name}={logprobs!r} is not True or a number of favourites from 0 to {vocabulary}")
     return int(count)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
+from ...scheduling import TokenSequence
 from .warp import best
 
 
@@ -20,6 +23,8 @@ class Answer(NamedTuple):
     """[sequences, vocabulary] in fp32"""
     best: torch.Tensor | None = None
     """[2, sequences], as `best` makes it of the logits."""
+    scores: Mapping[TokenSequence, torch.Tensor] = MappingProxyType({})
+    """Of sequences whose prompts are scored, the numbers of the tokens behind the first of their rows."""
 
     def first(self, count: int) -> Answer:
         """The answer for the first `count` sequences."""

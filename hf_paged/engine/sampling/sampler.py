@@ -18,6 +18,7 @@ from .candidates import BeamScorer, apart
 from .grammar import filled, masked, unfollowed
 from .input_batch import InputBatch
 from .penalties import PenaltyState
+from .scores import note_of, numbers_of
 from .warp import draw
 
 
@@ -287,22 +288,3 @@ def _notes(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> list
     """The logprob of each token of logits [tokens, vocabulary], and its top logprobs."""
     numbers = numbers_of(logits.log_softmax(-1), upload(tokens, logits.device), favourites).tolist()
     return [note_of(own, token, favourites) for own, token in zip(numbers, tokens, strict=True)]
-
-
-def numbers_of(logprobs: torch.Tensor, tokens: torch.Tensor, favourites: int) -> torch.Tensor:
-    """The logprobs of tokens [rows] and of the top tokens, from logprobs [rows, vocabulary]: [rows, 1 + 2 *
-    favourites] in fp64.
-
-    The token's own, then the top logprobs, the best first, then their ids.
-    """
-    best = logprobs.topk(favourites)
-    return torch.cat(
-        [logprobs.gather(1, tokens[:, None]).double(), best.values.double(), best.indices.double()], 1
-    )
-
-
-def note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:
-    """A row of `numbers_of`, perhaps with more favourites than are wanted."""
-    most = len(numbers) // 2
-    pairs = zip(map(int, numbers[1 + most : 1 + most + favourites]), numbers[1 : 1 + favourites], strict=True)
-    return TokenLogprob(token, numbers[0], tuple(pairs))

@@ -1,0 +1,101 @@
+"""How likely the model finds the tokens of prompts."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from ...blocks import Prompt, PromptScores
+from ...kv.upload import upload
+from ..forward_batch import Scored
+from ..outputs.output import TokenLogprob
+
+SLICE = 256
+"""Tokens whose logits are in fp32 at once: of 2,048 tokens and a vocabulary of 128k they would take a GiB."""
+
+
+def numbers_of(logprobs: torch.Tensor, tokens: torch.Tensor, favourites: int) -> torch.Tensor:
+    """The logprobs of tokens [rows] and of the top tokens, from logprobs [rows, vocabulary]: [rows, 1 + 2 *
+    favourites] in fp64.
+
+    The token's own, then the top logprobs, the best first, then their ids.
+    """
+    best = logprobs.topk(favourites)
+    return torch.cat(
+        [logprobs.gather(1, tokens[:, None]).double(), best.values.double(), best.indices.double()], 1
+    )
+
+
+def note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:
+    """A row of `numbers_of`, perhaps with more favourites than are wanted."""
+    most = len(numbers) // 2
+    pairs = zip(map(int, numbers[1 + most : 1 + most + favourites]), numbers[1 : 1 + favourites], strict=True)
+    return TokenLogprob(token, numbers[0], tuple(pairs))
+
+
+def scores_of(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> torch.Tensor:
+    """The numbers [tokens, 1 + 2 * favourites] of tokens, as `numbers_of` makes them of the logits [tokens,
+    vocabulary] that they follow.
+    """
+    ids = upload(list(tokens), logits.device)
+    found = [
+        numbers_of(part.to(torch.float32).log_softmax(-1), own, favourites)
+        for part, own in zip(logits.split(SLICE), ids.split(SLICE), strict=True)
+    ]
+    return torch.cat(found)
+
+
+class PromptLogprobs:
+    """What is known so far of the tokens of one prompt. The first one follows nothing and has no numbers."""
+
+    def __init__(self, prompt: Sequence[int], favourites: int) -> None:
+        self._prompt = prompt
+        self._favourites = favourites
+        self._rows: list[Sequence[float] | None] = []
+        self.width = 1 + 2 * favourites
+        """How many numbers there are of a token."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known."""
+        self._rows = [None] * len(self._prompt)
+        self._rows[0] = array("d", bytes(8 * self.width))
+
+    def wanted(self, start: int, count: int) -> Scored | None:
+        """What a row of so many tokens from `start` on scores."""
+        tokens = self._prompt[start + 1 : start + count + 1]
+        return Scored(tokens, self._favourites) if tokens else None
+
+    def enter(self, start: int, rows: Sequence[Sequence[float]]) -> None:
+        """The numbers of the tokens from `start` on."""
+        own = rows[: max(0, len(self._rows) - start)]
+        self._rows[start : start + len(own)] = own
+
+    def recall(self, scores: PromptScores, prompt: Prompt, start: int) -> None:
+        """Take over the numbers of the tokens up to `start`, whose blocks were found."""
+        first = next((i for i, row in enumerate(self._rows) if row is None), start + 1)
+        for index in range(first // prompt.size, start // prompt.size + 1 if first <= start else 0):
+            self.enter(index * prompt.size, scores.rows(prompt.digests[index]))
+
+    def share(self, scores: PromptScores, prompt: Prompt, start: int, count: int) -> None:
+        """Let others find the numbers of the blocks that a row has filled."""
+        size = prompt.size
+        for index in range(start // size, min(start + count, len(self._rows)) // size):
+            rows = [row for row in self._rows[index * size : (index + 1) * size] if row is not None]
+            if len(rows) == size and len({len(row) for row in rows}) == 1:
+                scores.add(prompt.digests[index], rows)
+
+    @property
+    def notes(self) -> list[TokenLogprob | None] | None:
+        """As a request's output has them; None before all are known."""
+        rows = self._rows
+        if None in rows:
+            return None
+        found = [
+            note_of(row, token, self._favourites)
+            for row, token in zip(rows[1:], self._prompt[1:], strict=True)
+            if row is not None
+        ]
+        return [None, *found]
