@@ -50,7 +50,7 @@ def filled(model: LlamaForCausalLM, kernels: str | None, rows: int, context: int
     config = model.config
     cache = DynamicCache(config=config) if kernels is None else hf_paged.PagedCache(model, kernels=kernels)
     if kernels is not None:
-        cache.sequences.expect(context + new, 1)
+        cache.sequences.expect(context + new)
     heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     random = torch.Generator(model.device).manual_seed(0)
     for layer in range(config.num_hidden_layers):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from dropout import stop_dropout, train_with_dropout
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import Does
 from engine_threads import GREEDY, GUARD, Gate, in_threads, join, meanwhile
@@ -144,11 +145,11 @@ def test_what_a_step_raises_reaches_everybody_who_waits(model: Any, engine: Engi
 
 
 def test_after_trouble_it_is_started_again(model: Any, engine: Engine) -> None:
-    model.train()
+    train_with_dropout(model)
     handle = engine.submit(PROMPTS[0], **GREEDY)
     with pytest.raises(RuntimeError, match="training mode"):
         handle.result(GUARD)
-    model.eval()
+    stop_dropout(model)
     assert answers(engine.start().submit(PROMPTS[1], **GREEDY).result(GUARD)) == alone(
         model, PROMPTS[1], **GREEDY
     )
@@ -427,12 +428,12 @@ def test_a_watcher_is_called_when_the_thread_ends(engine: Engine) -> None:
     ended = threading.Event()
     gate, handle = held(engine)
     handle.watch(ended.set, each=False)
-    engine.model.train()
+    train_with_dropout(engine.model)
     gate.open.set()
     assert ended.wait(GUARD)
     assert not engine.driven
     assert "training mode" in str(engine.thread_error)
-    engine.model.eval()
+    stop_dropout(engine.model)
     handle.cancel()
     engine.start()
     handle.result(GUARD)

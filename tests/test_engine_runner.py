@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from dropout import train_with_dropout
 from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, LONG, SMALL, TOKENS, build
 
@@ -192,9 +193,13 @@ def test_a_generation_config_without_a_cache_is_named() -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_training_mode_is_said_as_it_is(checkpointed: bool) -> None:
     model = build(BY_NAME["llama"]).train()
+    reason = r"training mode, where its LlamaAttention has attention_dropout=0\.2"
     if checkpointed:
         model.gradient_checkpointing_enable()
-    with pytest.raises(RuntimeError, match=r"training mode.*call model\.eval\(\) first"):
+        reason = "trains with gradient checkpointing"
+    else:
+        train_with_dropout(model)
+    with pytest.raises(RuntimeError, match=rf"{reason}.*call model\.eval\(\)"):
         Engine(model)
     Engine(model.eval(), num_blocks=40).close()
 

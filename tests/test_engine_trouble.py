@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from dropout import stop_dropout, train_with_dropout
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import GREEDY, POISON, Does, Fails, assert_neighbours_unharmed, neighbours
 from engine_steps import new_tokens
@@ -293,10 +294,10 @@ def test_the_infeasible_are_refused(engine: Engine) -> None:
 
 def test_a_training_model_is_not_asked(model: Any, engine: Engine) -> None:
     handle = engine.submit(PROMPTS[0], **GREEDY)
-    model.train()
+    train_with_dropout(model)
     with pytest.raises(RuntimeError, match="training mode"):
         handle.result()
-    model.eval()
+    stop_dropout(model)
     assert answers(handle.result()) == alone(model, PROMPTS[0], **GREEDY)
 
 

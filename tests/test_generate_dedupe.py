@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from counted_rows import counted
 from families import BY_NAME, VOCABULARY, build
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_paged import PagedCache
+from hf_paged import FallbackWarning, PagedCache
+from hf_paged.generate import dedupe
 from hf_paged.generate.forward import wrap
 
 PROMPT, NEW = 24, 10
@@ -71,28 +74,135 @@ def test_chunks_of_a_prompt_are_computed_once(llama: Any) -> None:
     assert seen[3:] == [(6, 1)] * (NEW - 1)
 
 
-def test_greedy_rows_are_all_computed(llama: Any) -> None:
-    """Equal prompts of different requests are rows like any other: nothing is folded that was not
-    expanded.
-    """
-    _, seen = _call(llama, 2)
-    assert seen == [(2, PROMPT)] + [(2, 1)] * (NEW - 1)
+REPEATED = {
+    "adjacent": [0, 0, 0, 0, 1, 1, 1, 1],
+    "mixed": [0, 1, 0, 2, 1, 0],
+    "all": [0, 0, 0],
+    "none": [0, 1, 2],
+}
 
 
-def test_training_mode_is_not_shared(llama: Any) -> None:
-    """Trap 10: under dropout equal rows differ."""
+@pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "samples"])
+def test_rows_that_a_caller_repeated_are_computed_once(
+    llama: Any, name: str, padded: bool, options: dict[str, Any]
+) -> None:
+    """A trainer gives each prompt several times as rows of its batch: they are found by content."""
+    order = REPEATED[name]
+    ids = torch.randint(5, VOCABULARY, (3, PROMPT), generator=torch.Generator().manual_seed(1))[order]
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[:, :5] = 0
+        mask[torch.tensor(order) == 1, :11] = 0
+    answer, seen = _call(llama, 1, input_ids=ids * mask, attention_mask=mask, **options)
+    assert seen[0] == (len(set(order)), PROMPT)
+    assert seen[1:] == [(len(order), 1)] * (NEW - 1)
+    tables = answer.past_key_values.tables()
+    stored = [5 if padded and row != 1 else 11 if padded else 0 for row in order]
+    firsts = [tuple(row[: (PROMPT - skipped) // 4]) for row, skipped in zip(tables, stored, strict=True)]
+    assert len(set(firsts)) == len(set(order))
+
+
+def test_rows_of_other_padding_differ(llama: Any) -> None:
+    """The same tokens under another mask are another prompt."""
+    ids = torch.randint(5, VOCABULARY, (1, PROMPT)).repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    _, seen = _call(llama, 1, input_ids=ids, attention_mask=mask)
+    assert seen[0] == (2, PROMPT)
+
+
+def test_repeated_rows_in_chunks_and_beams(llama: Any) -> None:
+    """Every chunk; beams of repeated prompts are one row, too."""
+    ids = torch.randint(5, VOCABULARY, (2, PROMPT))[[0, 1, 0]]
+    mask = torch.ones_like(ids)
+    _, seen = _call(llama, 1, input_ids=ids, attention_mask=mask, num_beams=2, prefill_chunk_size=10)
+    assert seen == [(2, 10), (2, 10), (2, 4)] + [(6, 1)] * (NEW - 1)
+
+
+def test_digests_that_collide_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dedupe, "MIX", 0)  # the digest of a row is the sum of its tokens by their places then
+    rows = torch.tensor([[2, 1], [0, 2], [2, 1], [4, 0]])
+    assert dedupe.equal_by_content([rows]).tolist() == [0, 1, 0, 3]
+
+
+def test_content_is_compared_bit_by_bit() -> None:
+    """All tensors count, in every dtype; what is not a number is equal to itself."""
+    nan = float("nan")
+    floats = torch.tensor([[0.0, nan], [-0.0, nan], [0.0, nan]])
+    assert dedupe.equal_by_content([floats]).tolist() == [0, 1, 0]
+    assert dedupe.equal_by_content([floats.bfloat16(), torch.tensor([1, 1, 2])]).tolist() == [0, 1, 2]
+
+
+class Waits(TorchDispatchMode):
+    """Counts what waits for a device: numbers that Python reads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count = 0
+        read = torch.Tensor.tolist
+        monkeypatch.setattr(torch.Tensor, "tolist", lambda x: (self.note(), read(x))[1])
+
+    def note(self) -> None:
+        self.count += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal rows and the attention mask are read in one transfer."""
+    ids = torch.randint(5, VOCABULARY, (2, PROMPT))[[0, 1, 0]]
+    cache = PagedCache(llama)
+    cache.sequences.copies = 1
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with Waits(monkeypatch) as waits:
+        prompt = dedupe.read_prompt(llama, arguments, cache, 3)
+    assert waits.count == 1
+    assert prompt is not None
+    assert prompt.equal == ([0, 1], [0, 1, 0])
+    assert prompt.padding == ([0, 0, 0], True)
+
+
+def test_a_keyword_without_rows_keeps_rows_apart(llama: Any) -> None:
+    """Of pictures there may be as many as rows, and two of them belong to one."""
+    ids = torch.ones((2, PROMPT), dtype=torch.long)
+    for keywords, together in (({}, True), ({"pixel_values": torch.ones(2, 3, 4, 4)}, False)):
+        cache = PagedCache(llama)
+        cache.sequences.copies = 1
+        prompt = dedupe.read_prompt(llama, {"input_ids": ids, **keywords}, cache, 2)
+        assert prompt is not None
+        assert (prompt.equal is not None) is together
+
+
+def test_training_mode_without_dropout_is_shared(llama: Any) -> None:
+    """Trap 19: trainers generate in training mode. The mode alone changes nothing."""
     llama.train()
-    ids = torch.randint(5, VOCABULARY, (1, PROMPT))
-    with counted(llama) as seen:
-        llama.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            num_beams=3,
-            max_new_tokens=3,
-            min_new_tokens=3,
-            cache_implementation="paged",
-        )
-    assert seen[0] == (3, PROMPT)
+    _, seen = _call(llama, 1, num_beams=3)
+    assert seen[0] == (1, PROMPT)
+    assert llama.training
+
+
+def test_rows_under_dropout_are_not_shared(llama: Any) -> None:
+    """Trap 10: equal rows differ then. Stock's cache is used, and a cache that was passed computes all rows."""
+    llama.train()
+    for layer in llama.model.layers:
+        layer.self_attn.attention_dropout = 0.2
+    ids = torch.randint(5, VOCABULARY, (1, PROMPT)).repeat(3, 1)
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "min_new_tokens": 3}
+    found = []
+    for cache in ({}, {"cache_implementation": "paged"}, {"past_key_values": PagedCache(llama)}):
+        torch.manual_seed(0)
+        with counted(llama) as seen, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", FallbackWarning)
+            found.append(llama.generate(ids, **call, **cache))
+        assert seen[0] == (3, PROMPT)
+        texts = [str(each.message) for each in said if each.category is FallbackWarning]
+        assert ["attention_dropout=0.2" in text for text in texts] == [True] * ("cache_implementation" in cache)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_rows_that_a_user_made_different_are_all_computed(llama: Any) -> None:
@@ -100,7 +210,7 @@ def test_rows_that_a_user_made_different_are_all_computed(llama: Any) -> None:
     embeds = torch.randn(6, PROMPT, 32)
     with counted(llama) as seen, torch.no_grad():
         cache = PagedCache(llama)
-        cache.sequences.unforked = 3
+        cache.sequences.copies = 3
         wrap(llama, llama.forward)(inputs_embeds=embeds, past_key_values=cache)
     assert seen == [(6, PROMPT)]
     assert cache.sequences.count == 6

@@ -12,6 +12,7 @@ import pytest
 import torch
 from captures import counts, drop, policy, reasons
 from compare import assert_clean, assert_equal
+from dropout import train_with_dropout
 from families import BY_NAME, FAMILIES, VOCABULARY, build
 from modes import MODES
 from prefix_reuse import NEW, ask, continued, counted, words
@@ -334,11 +335,11 @@ def test_the_log_says_once_why_nothing_is_shared(llama: Any, caplog: pytest.LogC
     first = words(1, 24)
     ask(llama, first, 4)
     assert caplog.messages == []
-    llama.train()
+    train_with_dropout(llama)
     for _ in range(2):
-        ask(llama, first, 4)
+        llama.generate(first, past_key_values=hf_paged.PagedCache(llama, prefix_caching=True), max_new_tokens=2)
     assert len(caplog.messages) == 1
-    assert "prefix_caching does not share this prompt: the model is in training mode" in caplog.messages[0]
+    assert "does not share this prompt: LlamaForCausalLM is in training mode" in caplog.messages[0]
     assert "model.eval()" in caplog.messages[0]
     assert sum(hf_paged.stats(llama).reasons.values()) == 2
 

@@ -43,7 +43,7 @@ BUDGETS = {
     "hf_paged/engine/outputs": 540,
     "hf_paged/engine/requests": 1350,
     "hf_paged/engine/sampling": 1750,
-    "hf_paged/generate": 2100,
+    "hf_paged/generate": 2300,
     "hf_paged/kv": 3925,
     "hf_paged/model": 3600,
     "hf_paged/model/adapters": 1400,

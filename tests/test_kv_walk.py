@@ -210,7 +210,7 @@ class Walk(RuleBasedStateMachine):
     @rule(steps=st.integers(0, 2))
     def spread(self, steps: int) -> None:
         for cache in self.cache.both:
-            cache.unforked = 2
+            cache.sources = [row for row in range(cache.count) for _ in range(2)]
             cache.spread()
         self.cache.last = None
         self.steps(steps, 1)

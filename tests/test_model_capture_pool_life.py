@@ -15,6 +15,7 @@ import pytest
 import torch
 from captures import counts, drop, kept, policy, reasons
 from compare import assert_clean, assert_same, both
+from dropout import stop_dropout, train_with_dropout
 from families import BY_NAME, VOCABULARY, build
 from peft import LoraConfig, get_peft_model
 from tape import record
@@ -290,19 +291,31 @@ def test_a_processor_that_only_looks_costs_no_replay(llama: Any, ids: torch.Tens
     assert replayed(llama) >= 18
 
 
-def test_hooks_and_training_pass_through(llama: Any, ids: torch.Tensor) -> None:
+def test_hooks_and_dropout_pass_through(llama: Any, ids: torch.Tensor) -> None:
     assert_same(llama, input_ids=ids, **NEW)
     before, called = replayed(llama), []
     handle = llama.model.layers[0].register_forward_hook(lambda *_: called.append(1))
     assert_same(llama, input_ids=ids, **NEW)
     assert len(called) == 2 * NEW["max_new_tokens"]
     handle.remove()
-    llama.train()
-    assert_same(llama, input_ids=ids, **NEW)
-    llama.eval()
+    train_with_dropout(llama)
+    torch.manual_seed(0)
+    llama.generate(ids, past_key_values=hf_paged.PagedCache(llama), **NEW)
+    stop_dropout(llama)
     assert replayed(llama) == before
     assert_same(llama, input_ids=ids, **NEW)
     assert replayed(llama) > before
+
+
+def test_training_mode_without_dropout_is_replayed(llama: Any, ids: torch.Tensor) -> None:
+    """Trap 19: a trainer generates in training mode; a forward that keeps gradients is never a replay."""
+    llama.train()
+    for _ in range(2):
+        assert_same(llama, input_ids=ids, **NEW)
+        llama(ids, labels=ids).loss.backward()
+        torch.optim.SGD(llama.parameters(), 0.5).step()
+    assert replayed(llama) > 0
+    assert llama.training
 
 
 def test_adapters_switched_disabled_and_scaled(llama: Any, ids: torch.Tensor) -> None:

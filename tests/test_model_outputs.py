@@ -103,7 +103,7 @@ def test_router_logits() -> None:
         for rows in (6, 2):
             del seen[:]
             cache = PagedCache(model)
-            cache.sequences.unforked = 3
+            cache.sequences.copies = 3
             paged = wrap(model, model.forward)(
                 input_ids=ids, past_key_values=cache, output_router_logits=True
             )
@@ -126,13 +126,14 @@ def _answer(rows: int) -> CausalLMOutputWithPast:
 
 
 def test_rows_are_found_where_they_are() -> None:
-    few, many = _answer(3), repeat_fields(_answer(3), LAYOUT, 3, 2)
+    few, many = _answer(3), repeat_fields(_answer(3), LAYOUT, 3, TWICE)
     assert many.hidden_states[0].shape == (3, 6, 2)
     assert many.hidden_states[0][0, :, 0].tolist() == [1, 1, 2, 2, 3, 3]
     assert many.attentions[0][:, 0].tolist() == [row for row in (1, 1, 2, 2, 3, 3) for _ in range(5)]
-    assert layout_of(few, many, 3, 2) == LAYOUT
+    assert layout_of(few, many, 3, TWICE) == LAYOUT
 
 
+TWICE = torch.tensor([0, 0, 1, 1, 2, 2])
 LAYOUT = {"loss": None, "logits": 0, "hidden_states": [1, None], "attentions": [0]}
 
 
@@ -140,16 +141,16 @@ def test_rows_in_another_order_are_not_repeated() -> None:
     """[layers, rows] flattened into one dimension is as long, and is not rows in order."""
     few, many = torch.arange(6.0), torch.arange(6.0).repeat(2)
     with pytest.raises(Unlike):
-        layout_of(few, many, 3, 2)
+        layout_of(few, many, 3, TWICE)
     layouts = Layouts()
-    layouts.learn("key", few, many, 3, 2)
+    layouts.learn("key", few, many, 3, TWICE)
     assert "key" in layouts
     assert not layouts.can_repeat("key")
 
 
 def test_a_field_that_was_never_there_is_an_error() -> None:
     with pytest.raises(Unlike, match="did not answer"):
-        repeat_fields(_answer(2), {"logits": 0, "hidden_states": [1, None]}, 2, 2)
+        repeat_fields(_answer(2), {"logits": 0, "hidden_states": [1, None]}, 2, TWICE[:4])
 
 
 def test_what_is_asked_for_is_the_key(llama: Any, ids: torch.Tensor) -> None:

@@ -136,7 +136,7 @@ def test_trying_a_router_changes_nothing(name: str, prompts: dict[str, torch.Ten
         for module in routers.modules
     ]
     state = torch.get_rng_state()
-    assert not routers.keep_rows_apart(2, 4, 6)
+    assert not routers.keep_rows_apart(2, torch.arange(8) // 4, 6)
     assert [
         {name: value for name, value in vars(module).items() if not name.startswith("_")}
         for module in routers.modules
@@ -149,8 +149,8 @@ def test_few_tokens_fit_anyway(prompts: dict[str, torch.Tensor]) -> None:
     model = nllb(moe_eval_capacity_token_fraction=0.0, expert_capacity=40)
     model.generate(**prompts, **MODES["beams"], max_new_tokens=2, cache_implementation="paged")
     routers = routers_of(model)
-    assert routers.keep_rows_apart(2, 3, 6)
-    assert not routers.keep_rows_apart(2, 4, 6)
+    assert routers.keep_rows_apart(2, torch.arange(6) // 3, 6)
+    assert not routers.keep_rows_apart(2, torch.arange(8) // 4, 6)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe", "gpt-oss", "opt", "bart"])

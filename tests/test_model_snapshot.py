@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from dropout import train_with_dropout
 from families import BY_NAME, FAMILIES, build
 from model_changes import CHANGES, layer
 from model_checks import checker, graph_key, is_steady, prefix_key
@@ -104,7 +105,8 @@ def test_global_hooks_and_training_are_not_steady(
     assert not is_steady(llama)
     assert not unchanged()
     monkeypatch.undo()
-    assert not is_steady(llama.train())
+    assert is_steady(llama.train())
+    assert not is_steady(train_with_dropout(llama))
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES])

@@ -12,7 +12,7 @@ from families import BY_NAME, VOCABULARY, build
 
 import hf_paged_native
 from hf_paged.blocks import table
-from hf_paged.generate import forward
+from hf_paged.generate import dedupe, padding
 from hf_paged.kv import rows, sequences, store
 
 NEW = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
@@ -37,10 +37,9 @@ def _no_crop(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_padding(patch: pytest.MonkeyPatch) -> None:
-    original = forward._read_mask
-    patch.setattr(
-        forward, "_read_mask", lambda mask, cache, dense: original(torch.ones_like(mask), cache, dense)
-    )
+    original = padding.look
+    for user in (padding, dedupe):
+        patch.setattr(user, "look", lambda mask: original(torch.ones_like(mask)))
 
 
 def _no_window(patch: pytest.MonkeyPatch) -> None:

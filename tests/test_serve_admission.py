@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from dropout import train_with_dropout
 from serving import serving, until
 
 from hf_paged.serve.admission import QueueLimit
@@ -119,7 +120,7 @@ def test_an_engine_that_dies_is_503_everywhere() -> None:
         for thread in threads:
             thread.start()
         until(lambda: engine.stats()["running"] == 2)
-        engine.model.train()
+        train_with_dropout(engine.model)
         for thread in threads:
             thread.join(60)
         # Whether the change is seen at a check of the model first, which ends its requests, is a matter of time.

@@ -25,6 +25,8 @@ from ..model.offloaded import input_device
 from ..model.patches import note_restless
 from ..model.registry import base_model
 from ..model.snapshot import ModelSnapshot
+from ..model.support import why_dropped
+from ..model.training import why_random
 from ..scheduling import Count, Infeasible, Request, Scheduler, SequenceGroup, why_infeasible
 from ..trace import Step, Trace, Writer
 from .adapters import ACTIVE, AdapterInfo, EngineAdapters
@@ -76,7 +78,9 @@ class Engine:
         config: EngineConfig | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        """Make an engine on a model in eval mode, with its tokenizer or processor if prompts are texts.
+        """Make an engine on a model, with its tokenizer or processor if prompts are texts.
+
+        In training mode the model's dropouts must be zero; the engine leaves the mode as it is.
 
         The options come by name or as `config`; help(hf_paged.EngineConfig) explains each.
         """
@@ -97,7 +101,8 @@ class Engine:
         # Finalizers run in the middle of anything, so this one only notes that the pools have no owner.
         weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
         self.runner = Runner(self.model, self.pools)
-        self._require_eval()
+        self._require_no_dropout()
+        self._training = inner.training
         with self.pools.memory.lock:
             before = ModelSnapshot(self.model)
             written = versions(self.model)
@@ -651,8 +656,9 @@ class Engine:
         if not self._jobs:
             self._loop.in_flight = None  # it has only tokens too many
             return []
-        if self.model.training:
-            self._require_eval()
+        if self.model.training and not (self._training and self.scheduler.running):
+            self._require_no_dropout()
+        self._training = self.model.training
         with self.pools.memory.lock:  # no other forward is in progress then
             self._look()
             ended = self._changing(self._loop.step)
@@ -794,12 +800,11 @@ class Engine:
             for recorder in self._loop.recorders:
                 recorder.rest()
 
-    def _require_eval(self) -> None:
-        if self.model.training:
-            raise RuntimeError(
-                f"{type(self.model).__name__} is in training mode, where answers are random; call "
-                "model.eval() first"
-            )
+    def _require_no_dropout(self) -> None:
+        """Raise if training mode makes answers random, or drops the cache."""
+        reason = why_random(self.model) or why_dropped(self.model)
+        if reason is not None:
+            raise RuntimeError(reason)
 
     # ---- adapters
 

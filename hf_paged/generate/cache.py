@@ -198,11 +198,12 @@ class PagedCache(DynamicCache):
 
     def spread(self) -> None:
         """Fork the rows that represent several equal ones, in every layer."""
-        repeats = self.sequences.unforked
-        if repeats > 1:
-            index = torch.arange(self.sequences.count, device="cpu").repeat_interleave(repeats)
+        sources = self.sequences.sources
+        if sources is not None:
+            held = self.sequences.count
             self.sequences.spread()
-            self._reorder_others(index)
+            if held:
+                self._reorder_others(torch.tensor(sources, device="cpu"))
         if self.cross is not None:
             self.cross.spread()
 

@@ -1,4 +1,8 @@
-"""Compute each prompt once: beams and samples of one prompt are equal rows until they differ."""
+"""Compute each prompt once: rows of a batch that are equal stay one row until they differ.
+
+Beams and samples are such rows, and so are prompts that a trainer repeats. They are found by content, on the
+device, with one transfer to the host.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,60 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
+from ..model.offloaded import input_device
 from ..model.outputs import ROWS_FIRST, repeat_fields
+from ..model.training import why_random
 from .cache import PagedCache
+from .padding import Padding, look, mask_name
 
 SCALARS = (bool, int, float, str, torch.dtype, type(None), Cache)
+BY_ROW = frozenset(
+    {
+        "input_ids",
+        "inputs_embeds",
+        "attention_mask",
+        "position_ids",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "encoder_outputs",
+        "decoder_input_ids",
+        "decoder_inputs_embeds",
+        "decoder_attention_mask",
+        "decoder_position_ids",
+    }
+)
+"""Arguments whose first dimension is the rows of the batch. That of others (pictures) may be as long and mean
+something else.
+"""
+AT_ONCE = 1 << 24
+"""Elements that are compared at once."""
+MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+"""An odd number with many bits: the golden ratio in 64 of them."""
+
+
+class EqualRows(NamedTuple):
+    """The rows of a batch by what they are equal to."""
+
+    first: list[int]
+    """The rows that equal no row before them."""
+    sources: list[int]
+    """Of every row which of `first` it equals."""
+
+    @classmethod
+    def of(cls, representatives: Sequence[int]) -> EqualRows | None:
+        """From the row that each row equals; None if all rows differ."""
+        first = sorted(set(representatives))
+        if len(first) == len(representatives):
+            return None
+        place = {row: i for i, row in enumerate(first)}
+        return cls(first, [place[row] for row in representatives])
 
 
 @cache
@@ -30,22 +77,184 @@ def keeps_another_cache(cls: Any) -> bool:
     )
 
 
-def unique_rows(arguments: Mapping[str, Any], rows: int, copies: int) -> dict[str, Any] | None:
-    """The forward's arguments for every `copies`-th row; None if the rows in between are not, or may not be,
-    the same.
+class Prompt(NamedTuple):
+    """What the host knows of a prompt's rows after one look at them."""
+
+    equal: EqualRows | None
+    """Which rows are equal; None if all differ, or may differ in what they become."""
+    padding: Padding | None
+    """What its attention mask says, if that was read."""
+    device: torch.device
+
+    def padding_of(self, rows: Sequence[int]) -> Padding | None:
+        """The same for some rows."""
+        if self.padding is None:
+            return None
+        return Padding([self.padding.starts[row] for row in rows], self.padding.plain)
+
+
+def read_prompt(
+    model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, rows: int
+) -> Prompt | None:
+    """Look for equal rows, and read the mask with them: the host waits for the device once. None for what is
+    no prompt of a generate().
     """
-    kept = {}
+    sequences = cache.sequences
+    known = sequences.sources
+    if not sequences.copies or (sequences.columns and (known is None or not cache.prompt_in_chunks)):
+        return None
+    device = input_device(model)
+    tensors = _comparable(model, arguments, rows)
+    if tensors is None or rows < 2:
+        return Prompt(None, None, device)
+    if known is not None:
+        first = [known.index(i) for i in range(max(known) + 1)]
+        others = torch.tensor([first[source] for source in known], device=device)
+    elif has_rows_only(arguments):
+        others = None
+    elif rows % sequences.copies or sequences.copies == 1:
+        return Prompt(None, None, device)
+    else:
+        others = torch.arange(rows, device=device) // sequences.copies * sequences.copies
+    mask = arguments.get(mask_name(model))
+    told = torch.empty(0, dtype=torch.long, device=device)
+    if known is None and isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        told = look(mask).to(device)
+    row = torch.arange(rows, device=device)
+    found = (
+        equal_by_content(tensors) if others is None else others.where(equal_to(tensors, others).all(), row)
+    )
+    host = torch.cat([found.to(device), told]).tolist()
+    return Prompt(EqualRows.of(host[:rows]), Padding.of(host[rows:]) if len(told) else None, device)
+
+
+def _comparable(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> list[torch.Tensor] | None:
+    """What the rows of a prompt are compared by; None if equal rows may become different ones: by dropout, in
+    a recurrent state of the modules, or because an argument has no rows.
+    """
+    kind: Any = type(model)
+    if getattr(model, "_is_stateful", False) or keeps_another_cache(kind) or why_random(model) is not None:
+        return None
+    tensors = rows_to_compare(arguments, rows)
+    adapters = adapters_by_row(model, rows)
+    if not tensors or adapters is None:
+        return tensors or None
+    return [*tensors, torch.tensor(adapters, device=tensors[0].device)]
+
+
+# ---- which rows are equal
+
+
+def rows_to_compare(arguments: Mapping[str, Any], rows: int) -> list[torch.Tensor] | None:
+    """The tensors of a forward's arguments, each with `rows` rows; None if one has no rows."""
+    found: list[torch.Tensor] = []
     for name, value in arguments.items():
-        if isinstance(value, SCALARS):
-            kept[name] = value
-            continue
         # Positions of three axes come as [3, rows, tokens]: three of them could be taken for rows.
         if name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim != 2:
             return None
-        if not _equal(value, rows, copies):
+        if isinstance(value, SCALARS):
+            continue
+        leaves = _leaves(value)
+        if leaves is None or any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in leaves):
             return None
-        kept[name] = _each(value, lambda x: x[::copies].contiguous())
-    return kept
+        found += leaves
+    return found
+
+
+def has_rows_only(arguments: Mapping[str, Any]) -> bool:
+    """Whether the first dimension of all tensors among the arguments surely is the rows of the batch."""
+    return all(name in BY_ROW or isinstance(value, SCALARS) for name, value in arguments.items())
+
+
+def equal_by_content(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """For each row of tensors [rows, ...] the first row that is equal to it in all of them, [rows], on the
+    device. Rows whose digests collide are compared and stay apart.
+    """
+    digests = torch.zeros(tensors[0].shape[0], dtype=torch.long, device=tensors[0].device)
+    for tensor in tensors:
+        for part in _words(tensor):
+            place = torch.arange(part.shape[1], device=part.device) + 1
+            weights = place * MIX ^ place << 31
+            digests = digests * MIX + (part.long() * weights).sum(1).to(digests.device)
+    ordered, order = digests.sort(stable=True)
+    row = torch.arange(len(order), device=order.device)
+    begins = torch.ones_like(row, dtype=torch.bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    # A stable sort: the first of equal digests is the first of the rows.
+    first = torch.empty_like(order)
+    first[order] = order[row.where(begins, 0).cummax(0).values]
+    return first.where(equal_to(tensors, first), row)
+
+
+def equal_to(tensors: Sequence[torch.Tensor], others: torch.Tensor) -> torch.Tensor:
+    """Whether each row i of tensors [rows, ...] is equal to row others[i] in all of them, bit by bit."""
+    same = torch.ones_like(others, dtype=torch.bool)
+    for tensor in tensors:
+        for part in _words(tensor):
+            same &= (part == part[others.to(part.device)]).all(1).to(same.device)
+    return same
+
+
+def _words(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The content of x [rows, ...] as whole numbers [rows, some], a part of it at a time."""
+    flat = x.detach().flatten(1) if x.ndim > 1 else x.detach()[:, None]
+    if flat.is_floating_point():
+        flat = flat.contiguous().view(
+            {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(x.itemsize, torch.long)
+        )
+    yield from flat.split(max(1, AT_ONCE // max(1, len(flat))), 1)
+
+
+def _leaves(value: Any) -> list[torch.Tensor] | None:
+    """The tensors of an argument; None if there is anything else in it."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if not isinstance(value, (ModelOutput, tuple, list)):
+        return None
+    parts = value.values() if isinstance(value, ModelOutput) else value
+    found = [_leaves(part) for part in parts if part is not None]
+    return (
+        None
+        if any(leaves is None for leaves in found)
+        else [leaf for leaves in found for leaf in leaves or ()]
+    )
+
+
+def select_rows(arguments: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """The forward's arguments for some rows."""
+    indices: dict[torch.device, torch.Tensor] = {}
+
+    def picked(x: torch.Tensor) -> torch.Tensor:
+        if x.device not in indices:
+            indices[x.device] = torch.tensor(rows, device=x.device)
+        return x.index_select(0, indices[x.device])
+
+    return {name: _each(value, picked) for name, value in arguments.items()}
+
+
+def _each(value: Any, change: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _each(part, change) for name, part in value.items()})
+    if isinstance(value, (tuple, list)):
+        return type(value)(_each(part, change) for part in value)
+    return value
+
+
+def repeat_rows(value: Any, rows: int, index: torch.Tensor, layout: Any = ROWS_FIRST) -> Any:
+    """The answer of a forward over `rows` rows, as if it were one over the rows of `index`.
+
+    A model may have put the cache next to one of its own, for what it sees of a picture: that has as many
+    rows as were computed.
+    """
+    both = value.get("past_key_values") if isinstance(value, ModelOutput) else None
+    if isinstance(both, EncoderDecoderCache) and not isinstance(both.cross_attention_cache, PagedCache):
+        both.cross_attention_cache.reorder_cache(cast(torch.LongTensor, index))
+    return repeat_fields(value, layout, rows, index)
+
+
+# ---- what rows of equal inputs may differ in
 
 
 class Draws:
@@ -72,63 +281,29 @@ class Draws:
             torch.cuda.set_rng_state(self._before[1], self._device)
 
 
-def _equal(value: Any, rows: int, copies: int) -> bool:
-    """Whether every tensor in `value` has `rows` rows, equal in groups of `copies`."""
-    if isinstance(value, torch.Tensor):
-        if value.ndim == 0 or value.shape[0] != rows:
-            return False
-        groups = value.unflatten(0, (-1, copies))
-        return bool((groups == groups[:, :1]).all())
-    if isinstance(value, ModelOutput):
-        return all(_equal(part, rows, copies) for part in value.values())
-    if isinstance(value, (tuple, list)):
-        return all(isinstance(part, torch.Tensor) and _equal(part, rows, copies) for part in value)
-    return value is None
-
-
-def repeat_rows(value: Any, rows: int, copies: int, layout: Any = ROWS_FIRST) -> Any:
-    """The answer of a forward over `rows` rows, as if each were repeated `copies` times.
-
-    A model may have put the cache next to one of its own, for what it sees of a picture: that has as many
-    rows as were computed.
-    """
-    both = value.get("past_key_values") if isinstance(value, ModelOutput) else None
-    if isinstance(both, EncoderDecoderCache) and not isinstance(both.cross_attention_cache, PagedCache):
-        both.cross_attention_cache.batch_repeat_interleave(copies)
-    return repeat_fields(value, layout, rows, copies)
-
-
-def _each(value: Any, change: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: _each(part, change) for name, part in value.items()})
-    if isinstance(value, (tuple, list)):
-        return type(value)(_each(part, change) for part in value)
-    return value
-
-
 @contextmanager
-def adapters_of_unique_rows(model: nn.Module, rows: int, copies: int) -> Iterator[None]:
-    """Let peft's mixed batches see the adapter names of the unique rows only."""
+def adapters_of_rows(model: nn.Module, count: int, rows: Sequence[int]) -> Iterator[None]:
+    """Let peft's mixed batches of `count` rows see the adapter names of some rows only."""
     changed: list[tuple[dict[str, Any], Any]] = []
     try:
-        for keywords in _adapter_keywords(model, rows):
+        for keywords in _adapter_keywords(model, count):
             changed.append((keywords, keywords["adapter_names"]))
-            keywords["adapter_names"] = keywords["adapter_names"][::copies]
+            keywords["adapter_names"] = [keywords["adapter_names"][row] for row in rows]
         yield
     finally:
         for keywords, names in changed:
             keywords["adapter_names"] = names
 
 
-def adapters_agree(model: nn.Module, rows: int, copies: int) -> bool:
-    """Whether equal rows run under equal adapters."""
-    for keywords in _adapter_keywords(model, rows):
-        names = keywords["adapter_names"]
-        if any(names[i] != names[i - i % copies] for i in range(rows)):
-            return False
-    return True
+def adapters_by_row(model: nn.Module, rows: int) -> list[int] | None:
+    """A number for the adapters of each row, the same for the same adapters; None if rows have none of their
+    own.
+    """
+    told = {id(names): names for names in (each["adapter_names"] for each in _adapter_keywords(model, rows))}
+    if not told:
+        return None
+    numbers: dict[tuple[str, ...], int] = {}
+    return [numbers.setdefault(names, len(numbers)) for names in zip(*told.values(), strict=True)]
 
 
 def _adapter_keywords(model: nn.Module, rows: int) -> Iterator[dict[str, Any]]:

@@ -25,18 +25,18 @@ from ..model.routers import routers_of
 from .cache import Mark, PagedCache, paged_parts
 from .dedupe import (
     Draws,
-    adapters_agree,
-    adapters_of_unique_rows,
-    keeps_another_cache,
+    Prompt,
+    adapters_of_rows,
+    read_prompt,
     repeat_rows,
-    unique_rows,
+    select_rows,
 )
+from .padding import INPUTS, Padding, mask_name, new_of, note_padding, rows_of
 
 DENSE_OUTPUTS = ("output_attentions", "output_hidden_states")
 """Outputs that only the model's own attention makes as stock does: at padded columns too."""
 MOST_NEW = 64
 """More new tokens than this in a row are a prompt."""
-INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 
 
 def wrap(
@@ -117,35 +117,67 @@ def _run(
     parts: list[PagedCache],
     masks_known: bool,
 ) -> Any:
-    copies = parts[0].sequences.unforked
-    if copies == 1:
+    sequences = parts[0].sequences
+    if not sequences.columns:
+        for part in parts:
+            part.sequences.sources = None
+    rows = rows_of(arguments)
+    prompt = read_prompt(model, arguments, parts[0], rows)
+    equal = None if prompt is None else prompt.equal
+    padding = None if prompt is None else prompt.padding
+    if equal is not None and prompt is not None:
+        index = torch.tensor(equal.sources, device=prompt.device)
+        routers = routers_of(model, again=True)
+        if routers.known and routers.keep_rows_apart(len(equal.first), index, new_of(arguments)):
+            return _unique(model, original, arguments, parts, masks_known, prompt, index)
+    for part in parts:
+        part.spread()
+    if prompt is None:
         return _paged(model, original, arguments, parts, masks_known)
-    rows = _rows(arguments)
-    kept = unique_rows(arguments, rows, copies) if _may_share(model, arguments, parts[0], rows) else None
+    with routers_of(model).recording():
+        return _paged(model, original, arguments, parts, masks_known, padding)
+
+
+def _unique(
+    model: nn.Module,
+    original: Callable[..., Any],
+    arguments: dict[str, Any],
+    parts: list[PagedCache],
+    masks_known: bool,
+    prompt: Prompt,
+    index: torch.Tensor,
+) -> Any:
+    """Compute the rows of a prompt that differ, and answer for all."""
+    assert prompt.equal is not None
+    first = prompt.equal.first
+    kept = select_rows(arguments, first)
     asked = asked_fields(model, arguments)
     layouts = layouts_of(model)
+    draws = Draws(next(model.parameters()).device)
     few = None
-    if kept is not None:
-        draws = Draws(next(model.parameters()).device)
-        if layouts.can_repeat(asked):
-            before = [part.mark() for part in parts]
-            with adapters_of_unique_rows(model, rows, copies):
-                answer = _paged(model, original, kept, parts, masks_known)
-            if not draws.drawn():
-                return repeat_rows(answer, rows // copies, copies, layouts[asked])
-            _take_back(draws, parts, before, arguments.get("past_key_values"))
-        elif asked not in layouts and parts[0].sequences.columns == 0:
-            with adapters_of_unique_rows(model, rows, copies):
-                few = _without_cache(original, kept)
-            if draws.drawn():
-                draws.take_back()
-                few = None
+    if layouts.can_repeat(asked):
+        before = [part.mark() for part in parts]
+        for part in parts:
+            part.sequences.expect_rows(len(index))
+        with adapters_of_rows(model, len(index), first):
+            answer = _paged(model, original, kept, parts, masks_known, prompt.padding_of(first))
+        if not draws.drawn():
+            for part in parts:
+                part.sequences.sources = prompt.equal.sources
+            return repeat_rows(answer, len(first), index, layouts[asked])
+        _take_back(draws, parts, before, arguments.get("past_key_values"))
+    elif asked not in layouts and parts[0].sequences.columns == 0:
+        with adapters_of_rows(model, len(index), first):
+            few = _without_cache(original, kept)
+        if draws.drawn():
+            draws.take_back()
+            few = None
     for part in parts:
         part.spread()
     with routers_of(model).recording():
-        answer = _paged(model, original, arguments, parts, masks_known)
+        answer = _paged(model, original, arguments, parts, masks_known, prompt.padding)
     if few is not None:
-        layouts.learn(asked, few, answer, rows // copies, copies)
+        layouts.learn(asked, few, answer, len(first), index)
     return answer
 
 
@@ -171,33 +203,18 @@ def _take_back(draws: Draws, parts: list[PagedCache], before: list[Mark], cache:
             part.reuse.disable("the forward draws random numbers")
 
 
-def _may_share(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, rows: int) -> bool:
-    """Whether equal rows may be computed once: not under dropout, and only in the prompt (in chunks: while
-    they are equal).
-    """
-    copies = cache.sequences.unforked
-    in_prompt = cache.sequences.columns == 0 or cache.prompt_in_chunks
-    # A recurrent state may live in the modules, where it cannot be forked.
-    kind: Any = type(model)
-    keeps_rows = model.training or getattr(model, "_is_stateful", False) or keeps_another_cache(kind)
-    if not in_prompt or keeps_rows or rows % copies or not adapters_agree(model, rows, copies):
-        return False
-    routers = routers_of(model, again=True)
-    return routers.known and routers.keep_rows_apart(rows // copies, copies, _new(arguments))
-
-
 def _paged(
     model: nn.Module,
     original: Callable[..., Any],
     arguments: dict[str, Any],
     parts: list[PagedCache],
     masks_known: bool,
+    padding: Padding | None = None,
 ) -> Any:
     dense = _asks_for(model, arguments, DENSE_OUTPUTS)
     # A prompt in one piece has its padded columns at hand; later pieces read what earlier ones stored.
-    _note_padding(
-        model, arguments, parts[0], store_all=(dense and parts[0].prompt_in_chunks) or not masks_known
-    )
+    store_all = (dense and parts[0].prompt_in_chunks) or not masks_known
+    note_padding(model, arguments, parts[0], store_all, padding)
 
     def run(given: dict[str, Any]) -> Any:
         captured = parts[0].sequences.static is not None
@@ -233,7 +250,7 @@ def _with_adapters(
         return original(**given)
     before = [part.mark() for part in parts]
     try:
-        with captures_of(model).with_adapters(model, parts[0], _rows(given), device):
+        with captures_of(model).with_adapters(model, parts[0], rows_of(given), device):
             return original(**given)
     except Inapplicable:  # peft's own layers compute it from now on
         _roll_back(parts, before, given.get("past_key_values"))
@@ -268,7 +285,7 @@ def _step(
         or (cache.prompt_in_chunks and new > 1)
         or (starts is not None and max(starts) > sequences.columns)
     )
-    if prompt or rows != sequences.count or any(part.sequences.unforked > 1 for part in parts):
+    if prompt or rows != sequences.count or any(part.sequences.sources is not None for part in parts):
         return None
     if (
         torch.is_grad_enabled()
@@ -276,7 +293,7 @@ def _step(
         or _asks_for(model, arguments, ("output_attentions",))
     ):
         return None
-    name = _mask_name(model)
+    name = mask_name(model)
     told = "none" if arguments.get(name) is None else "whole" if starts is None else "padded"
     return ReplayableStep(
         arguments,
@@ -287,68 +304,3 @@ def _step(
         new,
         original,
     )
-
-
-def _mask_name(model: nn.Module) -> str:
-    """The argument that marks the padding in the rows of the cache."""
-    return (
-        "decoder_attention_mask" if getattr(model.config, "is_encoder_decoder", False) else "attention_mask"
-    )
-
-
-def _rows(arguments: Mapping[str, Any]) -> int:
-    return next((arguments[name].shape[0] for name in INPUTS[::-1] if arguments.get(name) is not None), 0)
-
-
-def _new(arguments: Mapping[str, Any]) -> int:
-    return next((arguments[name].shape[1] for name in INPUTS[::-1] if arguments.get(name) is not None), 0)
-
-
-def _note_padding(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, store_all: bool) -> None:
-    """Learn from the attention mask where each row begins, or that it is no left padding."""
-    sequences = cache.sequences
-    name = _mask_name(model)
-    mask = arguments.get(name)
-    if mask is None:
-        sequences.padding_known = True
-        return
-    own = INPUTS[:2] if name == "attention_mask" else INPUTS[2:]
-    inputs = next((arguments[name] for name in own if arguments.get(name) is not None), None)
-    new = 0 if inputs is None else inputs.shape[1]
-    fits = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == sequences.columns + new
-    if not fits or inputs is None:
-        sequences.padding_known = False
-    elif mask.device.type == "cpu" or new > 1 or not cache.mask_read:
-        # Reading a device's mask waits for it, so a decoding step trusts what its call has read.
-        _read_mask(mask, cache, store_all)
-        cache.mask_read = True
-
-
-def _read_mask(mask: torch.Tensor, cache: PagedCache, store_all: bool) -> None:
-    """Take mask [rows, columns] apart into where rows begin; with `store_all` padding is stored like anything
-    else.
-    """
-    sequences = cache.sequences
-    sequences.flush()  # the mask's rows are in the order that a reorder owes
-    known = sequences.starts
-    if known is None and sequences.columns:
-        sequences.padding_known = bool(mask.all())
-        return
-    mask = mask.bool()
-    begin = (mask.cumsum(1) == 0).sum(1)
-    column = torch.arange(mask.shape[1], device=mask.device)
-    plain = bool((mask == (column >= begin[:, None])).all())
-    starts = begin.tolist()
-    if sequences.columns == 0:
-        sequences.begin_at(starts if plain and not store_all else None)
-        sequences.padding_known = plain and (not any(starts) or not store_all)
-        return
-    assert known is not None
-    # A row that was all padding so far may begin later than it seemed.
-    grown = [new if old >= sequences.columns else old for new, old in zip(starts, known, strict=True)]
-    sequences.padding_known = plain and grown == starts
-    if (mask & (column < torch.tensor(grown, device=mask.device)[:, None])).any():
-        raise ValueError(
-            "the attention_mask shows tokens that were padding when this cache was begun; use a new cache"
-        )
-    sequences.begin_at(grown)

@@ -20,6 +20,7 @@ from ..model.capture.replay import drop_captures
 from ..model.mla import restore_expansion
 from ..model.snapshot import Watch, runs_foreign_code
 from ..model.support import prepares_none, warn, why_dropped, why_not
+from ..model.training import why_random
 from .cache import PagedCache, paged_parts
 from .call import Call, current, settle_models
 
@@ -229,7 +230,7 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> 
         generation_config.cache_implementation = generation_config.cache_config = None
     if not asked or given is not None:
         return False
-    reason = why_not(model, generation_config) or why_dropped(model)
+    reason = why_not(model, generation_config) or why_dropped(model) or why_random(model)
     if reason is not None:
         warn(reason)
         generation_config.cache_implementation = generation_config.cache_config = None
@@ -287,10 +288,9 @@ def _prepare(cache: Any, parts: list[PagedCache], generation_config: Any, max_ca
     """Prepare the caches for what the call is going to do with them."""
     fork = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     if isinstance(cache, EncoderDecoderCache) and len(parts) < 2:
-        fork = 1  # a half that is not ours cannot be forked late
+        fork = 0  # a half that is not ours cannot be forked late
     begins = all(part.sequences.columns == 0 for part in parts)
     for part in parts:
         part.prompt_in_chunks = generation_config.prefill_chunk_size is not None
-        if begins:
-            part.sequences.unforked = fork
-    parts[0].sequences.expect(max_cache_length, fork)
+        part.sequences.copies = fork if begins else 0
+    parts[0].sequences.expect(max_cache_length)

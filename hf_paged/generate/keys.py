@@ -16,6 +16,7 @@ from ..model.adapters.identity import AdapterStates
 from ..model.hooks import names_of_rows
 from ..model.routers import WHY, routers_of
 from ..model.snapshot import PLAIN, hooks_everywhere
+from ..model.training import why_random
 
 PLACES = ("input_ids", "inputs_embeds", "position_ids")
 """The arguments that grow from token to token."""
@@ -140,8 +141,9 @@ def why_never(complete: bool, model: Any) -> str | None:
     """
     if model.config.is_encoder_decoder:
         return "a decoder's keys and values depend on its encoder's output"
-    if model.training:
-        return "the model is in training mode, and prompts are reused after model.eval() only"
+    random = why_random(model)
+    if random is not None:
+        return random
     if getattr(model, "_is_stateful", False) or not complete:
         return "a layer keeps more than keys and values"
     if routers_of(model, again=True).modules:

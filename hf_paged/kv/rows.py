@@ -40,8 +40,8 @@ class Rows:
         self.columns = 0
         self.expected_columns = 0
         """How long the rows may become; 0 if unknown."""
-        self.expected_fork = 1
-        """Into how many rows each row will be forked after the prompt."""
+        self.expected_rows = 0
+        """How many rows there will be after the prompt, when equal ones are forked; 0 if as many as now."""
         self._keep_past = False
         self._cut = 0
         """The column at which blocks that the window has passed were last freed, while the past is kept."""
@@ -255,10 +255,10 @@ class Rows:
         """
         whole = self._row_blocks(new)
         calls = ROOM_FOR if self.keeps_prefixes and not self.group.pool.total else 1
-        if self.expected_fork == 1:
+        if self.expected_rows <= rows:
             return calls * rows * whole
         prompt = self.group.pool.blocks_for(self.columns + new)
-        return calls * rows * (prompt + self.expected_fork * (max(0, whole - prompt) + 1))
+        return calls * (rows * prompt + self.expected_rows * (max(0, whole - prompt) + 1))
 
     def _lay_out(self) -> None:
         """Request blocks that keep each row contiguous and all rows at one distance."""

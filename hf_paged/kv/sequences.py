@@ -19,16 +19,19 @@ from .static import StaticBatch
 class Sequences:
     """What a cache and its layers share: one `Rows` per kind of layer, all holding the same rows.
 
-    Two operations are deferred. `unforked`: the rows so far stand for that many equal rows each (beams and
-    samples of one prompt) and are forked when they begin to differ. A pending reorder: its indices are being
-    copied from the device and are applied when the next step is planned. A reader of rows settles both first
-    (C16): the cache does, which also informs the layers that are not paged.
+    Two operations are deferred. `sources`: a row stands for all rows that are equal to it (beams, samples, a
+    prompt that was given several times) and is forked when they begin to differ. A pending reorder: its
+    indices are being copied from the device and are applied when the next step is planned. A reader of rows
+    settles both first (C16): the cache does, which also informs the layers that are not paged.
     """
 
     def __init__(self, memory: Memory, groups: Mapping[LayerKind, LayerGroup]) -> None:
         self.memory = memory
         self.rows = {kind: Rows(group) for kind, group in groups.items()}
-        self.unforked = 1
+        self.copies = 0
+        """Into how many rows the running call expanded each prompt; 0 if equal rows are not looked for."""
+        self.sources: list[int] | None = None
+        """Row i of the call is row sources[i] of these, which are not forked yet; None once they are."""
         self.padding_known = True
         """Whether the rows' starts describe the attention mask of this call completely."""
         self.static: Mapping[LayerKind, StaticBatch] | None = None
@@ -64,11 +67,15 @@ class Sequences:
             rows.keeps_prefixes = True
         return self.history
 
-    def expect(self, columns: int, fork: int) -> None:
-        """Set how long the rows may become, and into how many rows each prompt will be forked."""
+    def expect(self, columns: int) -> None:
+        """Set how long the rows may become."""
         for rows in self.rows.values():
             rows.expected_columns = columns
-            rows.expected_fork = fork
+
+    def expect_rows(self, count: int) -> None:
+        """Set how many rows there will be once equal ones are forked."""
+        for rows in self.rows.values():
+            rows.expected_rows = count
 
     @property
     def expected(self) -> int:
@@ -110,10 +117,10 @@ class Sequences:
 
     def spread(self) -> None:
         """Fork every row into the rows that it represents."""
-        copies = self.unforked
-        self.unforked = 1
-        if copies > 1:
-            self.select([row for row in range(self.count) for _ in range(copies)])
+        sources = self.sources
+        self.sources = None
+        if sources is not None and self.count:
+            self.select(sources)
 
     def select(self, sources: list[int]) -> None:
         """Make row i what row sources[i] was, for as many rows as there are sources."""
@@ -169,8 +176,10 @@ class Sequences:
     def free(self) -> None:
         """Give back every block."""
         self._pending = None
-        self.unforked = 1
+        self.sources = None
+        self.copies = 0
         for rows in self.rows.values():
+            rows.expected_rows = 0
             rows.free()
         if self.history is not None:
             self.history.clear()

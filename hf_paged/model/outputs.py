@@ -48,12 +48,10 @@ class Layouts:
         """Whether equal rows can be repeated in answers of this kind, as far as that is known."""
         return self._known.get(key) is not None
 
-    def learn(self, key: Hashable, few: Any, many: Any, rows: int, copies: int) -> None:
-        """Compare the answer over `rows` rows with the one in which each of them is repeated
-        `copies` times.
-        """
+    def learn(self, key: Hashable, few: Any, many: Any, rows: int, index: torch.Tensor) -> None:
+        """Compare the answer over `rows` rows with the one over the rows of `index`."""
         try:
-            self._known[key] = layout_of(few, many, rows, copies)
+            self._known[key] = layout_of(few, many, rows, index)
         except Unlike:
             self._known[key] = None
 
@@ -76,30 +74,32 @@ def asked_fields(model: nn.Module, arguments: Mapping[str, Any]) -> Hashable | N
     return (frozenset(asked), given) if asked else None
 
 
-def layout_of(few: Any, many: Any, rows: int, copies: int) -> Any:
-    """Where two answers have their rows; raises `Unlike` unless one is the other with its rows repeated."""
+def layout_of(few: Any, many: Any, rows: int, index: torch.Tensor) -> Any:
+    """Where two answers have their rows; raises `Unlike` unless one is the other with its rows picked by
+    `index`.
+    """
     if isinstance(many, Cache) or many is None:
         return None
     if isinstance(few, torch.Tensor) and isinstance(many, torch.Tensor):
-        return _dimension(few, many, rows, copies)
+        return _dimension(few, many, rows, index)
     if isinstance(few, ModelOutput) and isinstance(many, ModelOutput):
         names = [name for name, part in many.items() if not isinstance(part, Cache)]
         if any(name not in few for name in names):
             raise Unlike
-        return {name: layout_of(few[name], many[name], rows, copies) for name in names}
+        return {name: layout_of(few[name], many[name], rows, index) for name in names}
     if isinstance(few, (tuple, list)) and isinstance(many, (tuple, list)) and len(few) == len(many):
-        return [layout_of(one, other, rows, copies) for one, other in zip(few, many, strict=True)]
+        return [layout_of(one, other, rows, index) for one, other in zip(few, many, strict=True)]
     raise Unlike
 
 
-def _dimension(few: torch.Tensor, many: torch.Tensor, rows: int, copies: int) -> int | None:
-    """The one dimension in which `many` is `copies` times as long; None if both have the same shape."""
+def _dimension(few: torch.Tensor, many: torch.Tensor, rows: int, index: torch.Tensor) -> int | None:
+    """The one dimension in which `many` has the rows of `index`; None if both have the same shape."""
     if few.shape == many.shape:
         return None
     found = [i for i, (one, other) in enumerate(zip(few.shape, many.shape, strict=False)) if one != other]
     if few.ndim != many.ndim or len(found) != 1 or few.shape[found[0]] % rows:
         raise Unlike
-    expected = repeated(few, found[0], rows, copies)
+    expected = repeated(few, found[0], rows, index)
     if expected.shape != many.shape or not _close(expected, many):
         raise Unlike
     return found[0]
@@ -114,32 +114,26 @@ def _close(expected: torch.Tensor, found: torch.Tensor) -> bool:
     return not one.numel() or bool((one - other).abs().max() <= CLOSE * one.abs().max().clamp(min=1e-6))
 
 
-def repeated(x: torch.Tensor, dimension: int, rows: int, copies: int) -> torch.Tensor:
-    """x with each of the `rows` rows along a dimension `copies` times; routers flatten [rows, tokens] into
-    one.
-    """
+def repeated(x: torch.Tensor, dimension: int, rows: int, index: torch.Tensor) -> torch.Tensor:
+    """x with the rows `index` of its `rows` rows along a dimension, which may hold [rows, tokens] in one."""
     if x.shape[dimension] % rows:
         raise Unlike
     per_row: torch.Tensor = x.unflatten(dimension, (rows, -1))
-    return per_row.repeat_interleave(copies, dimension).flatten(dimension, dimension + 1)
+    return per_row.index_select(dimension, index.to(x.device)).flatten(dimension, dimension + 1)
 
 
-def repeat_fields(answer: Any, layout: Any, rows: int, copies: int) -> Any:
-    """An answer over `rows` rows as if each were repeated `copies` times; raises `Unlike` if it has another
-    layout.
-    """
+def repeat_fields(answer: Any, layout: Any, rows: int, index: torch.Tensor) -> Any:
+    """An answer over `rows` rows as one over the rows `index` of them; raises `Unlike` for another layout."""
     if isinstance(answer, torch.Tensor):
-        return _repeat(answer, layout, rows, copies)
+        return _repeat(answer, layout, rows, index)
     if isinstance(answer, ModelOutput):
-        parts = {
-            name: repeat_fields(part, _part(layout, name), rows, copies) for name, part in answer.items()
-        }
+        parts = {name: repeat_fields(part, _part(layout, name), rows, index) for name, part in answer.items()}
         return type(answer)(**parts)
     if isinstance(answer, (tuple, list)):
         if isinstance(layout, list) and len(layout) != len(answer):
             raise Unlike(f"expected {len(layout)} tensors, got {len(answer)}")
         return type(answer)(
-            repeat_fields(part, _part(layout, i), rows, copies) for i, part in enumerate(answer)
+            repeat_fields(part, _part(layout, i), rows, index) for i, part in enumerate(answer)
         )
     return answer
 
@@ -151,11 +145,11 @@ def _part(layout: Any, name: str | int) -> Any:
     return layout[name] if isinstance(layout, list) and isinstance(name, int) else layout
 
 
-def _repeat(x: torch.Tensor, layout: Any, rows: int, copies: int) -> torch.Tensor:
+def _repeat(x: torch.Tensor, layout: Any, rows: int, index: torch.Tensor) -> torch.Tensor:
     if layout == ROWS_FIRST:
-        return x if x.ndim == 0 or x.shape[0] % rows else repeated(x, 0, rows, copies)
+        return x if x.ndim == 0 or x.shape[0] % rows else repeated(x, 0, rows, index)
     if layout is None or isinstance(layout, int):
-        return x if layout is None else repeated(x, layout, rows, copies)
+        return x if layout is None else repeated(x, layout, rows, index)
     raise Unlike(
         f"a model answered a tensor {list(x.shape)} that it did not answer when its outputs were examined; "
         "please report it"

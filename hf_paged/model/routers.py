@@ -80,15 +80,15 @@ class Routers:
         """Whether it is known how each of them is called."""
         return all(module in self.seen for module in self.modules)
 
-    def keep_rows_apart(self, rows: int, copies: int, tokens: int) -> bool:
-        """Whether `tokens` tokens of `rows` rows, and the step after them, come out the same if each row is
-        repeated `copies` times.
+    def keep_rows_apart(self, rows: int, index: torch.Tensor, tokens: int) -> bool:
+        """Whether `tokens` tokens of `rows` rows, and the step after them, come out the same where the rows
+        `index` of them are computed.
         """
         for module in self.modules:
             for pattern in range(PATTERNS):
                 few = [self.seen[module].content(rows, count, pattern) for count in (tokens, 1)]
-                many = [each.repeat_interleave(copies, 0) for each in few]
-                if not _alike(module, self.seen[module], few, many, rows, copies):
+                many = [each.index_select(0, index.to(each.device)) for each in few]
+                if not _alike(module, self.seen[module], few, many, rows, index):
                     return False
         return True
 
@@ -97,7 +97,8 @@ class Routers:
         for module in self.modules:
             for kind in self.seen[module].kinds:
                 few, many = (kind.expand(1, count, -1) for count in (1, tokens))
-                if not _alike(module, self.seen[module], [few], [many], 1, tokens):
+                copies = torch.zeros(tokens, dtype=torch.long, device="cpu")
+                if not _alike(module, self.seen[module], [few], [many], 1, copies):
                     return False
         return True
 
@@ -171,7 +172,7 @@ def _alike(
     few: list[torch.Tensor],
     many: list[torch.Tensor],
     rows: int,
-    copies: int,
+    index: torch.Tensor,
 ) -> bool:
     """Whether a module answers one series of calls like another in which everything is repeated `copies`
     times.
@@ -182,7 +183,7 @@ def _alike(
     try:
         answers = zip(_answers(module, seen, few), _answers(module, seen, many), strict=True)
         for one, other in answers:
-            layout_of(one, other, rows, copies)
+            layout_of(one, other, rows, index)
     except Unlike:
         return False
     except Exception:  # it wants more than hidden states

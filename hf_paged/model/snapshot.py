@@ -25,6 +25,7 @@ from .adapters.peft_layers import MODEL_SETTINGS, OWN_SETTINGS, LoraLayers, adap
 from .offloaded import offloaded, stored
 from .quantized import looks_around, scales_of
 from .switch import modules_of, original_implementation
+from .training import training_effect
 from .weights_digest import PLAIN_TENSORS, Unreadable
 
 PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
@@ -107,8 +108,8 @@ class ModelSnapshot:
         """Tensors among the settings."""
         self._types = list(map(type, self.modules))
         self._elsewhere = offloaded(self.modules)
-        self.steady = not model.training and not hooks_everywhere() and not self._elsewhere
-        """Whether a replay computes all that the model computes: no hooks of the user, no training."""
+        self.steady = not (hooks_everywhere() or self._elsewhere or training_effect(self.modules))
+        """Whether a replay computes all that the model computes: no hooks of the user, no active dropout."""
         self.facts = self._walk()
         """What cached keys and values depend on beside tensors."""
         self._places = _Places(self) if watch else None

@@ -59,7 +59,7 @@ def make_group(window: int | None = None, **options: int) -> LayerGroup:
 
 def sequences(group: LayerGroup, expected: int = 0, keep_past: bool = False) -> Sequences:
     made = Sequences(group.memory, {group.kind: group})
-    made.expect(expected, 1)
+    made.expect(expected)
     if keep_past:
         made.keep_past()
     return made

@@ -282,7 +282,7 @@ class CapturePool:
         """Capture a step that has its answer already."""
         snapshot = source.snapshot()
         if not snapshot.steady:
-            raise NotCapturable("hooks that are not transformers' own run in the model, or it is training")
+            raise NotCapturable("hooks that are not transformers' own, or active dropout, run in the model")
         model = source.model
         device = source.device
         step: CapturedStep = source.prepare()

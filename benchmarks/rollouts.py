@@ -1,0 +1,336 @@
+"""Rollouts of a trainer, on the model that it trains: 8B Llama shape, random weights, bfloat16, lengths forced.
+
+    python benchmarks/rollouts.py --json results.jsonl         # every section; about six minutes on an H200
+    OMP_NUM_THREADS=1 python benchmarks/rollouts.py --shape tiny   # does it run? on any CPU, in a minute
+
+equal     each prompt as several adjacent rows, as trainers give them: seconds of a sampled call, beside
+          num_return_sequences and stock's cache, in eval and in training mode
+loop      iterations of rollout, loss and optimizer step with LoRA: seconds of every part and bytes, with pools
+          that stay and with pools that training takes
+engine    output tokens a second of the engine with and without log-probabilities, and with repeated rows in
+          generate()
+batch     `model.generate_batch` on transformers' engine and on this one
+weights   seconds and bytes of pause, new weights, sleep and wake_up
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from shapes import Report, build, common_parser, report_of
+
+import hf_paged
+from hf_paged import Engine
+from hf_paged.model.registry import memory_of
+
+EQUAL_BAR = 0.80
+"""Seconds of 16 prompts of 512 tokens as 8 rows each, 64 new tokens, sampled, 8B on an H200."""
+SECOND_BAR = 0.95
+"""The speed of the second rollout, of the tenth's."""
+LOGPROBS_BAR = 0.97
+
+
+class Bench:
+    """One model, and how its rollouts are sampled."""
+
+    def __init__(self, options: argparse.Namespace, report: Report) -> None:
+        self.options, self.report = options, report
+        self.model: Any = build(options.shape, options.device, getattr(torch, options.dtype))
+        self.model.generation_config.pad_token_id = 0
+        self.model.generation_config.eos_token_id = None
+        self.on_gpu = self.model.device.type == "cuda"
+
+    def prompts(self, count: int, tokens: int) -> torch.Tensor:
+        """Random ids [count, tokens], the same at every call."""
+        random = torch.Generator(self.model.device).manual_seed(1)
+        return torch.randint(10, 1000, (count, tokens), device=self.model.device, generator=random)
+
+    def timed(self, call: Callable[..., Any], *args: Any, **keywords: Any) -> tuple[Any, float]:
+        """What a call answers, and how long it takes with the device's work."""
+        self.synchronize()
+        begin = time.perf_counter()
+        answer = call(*args, **keywords)
+        self.synchronize()
+        return answer, time.perf_counter() - begin
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """How long a call takes, with the device's work."""
+        return self.timed(call)[1]
+
+    def sampled(self, model: Any, ids: torch.Tensor, new: int, word: str | None, **arguments: Any) -> Any:
+        """One sampled call, as TRL makes it."""
+        return model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            disable_compile=True,
+            **({"cache_implementation": word} if word else {}),
+            **arguments,
+        )
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of tensors on the device; of the pools alone on a CPU."""
+        return torch.cuda.memory_allocated() if self.on_gpu else memory_of(self.model).bytes
+
+    def rest(self) -> None:
+        """Give back all memory that is idle."""
+        gc.collect()
+        hf_paged.release(self.model)
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def bar(self, met: bool) -> dict[str, str]:
+        """Whether a bar is met, where that means something."""
+        return {"met": "yes" if met else "**no**"} if self.options.shape == "llama8b" else {}
+
+
+# ---- equal rows
+
+
+def equal(bench: Bench) -> None:
+    """16 x 8 rows, four ways."""
+    prompts, copies, tokens, new = bench.options.equal
+    ids = bench.prompts(prompts, tokens)
+    repeated = ids.repeat_interleave(copies, 0)
+    ways: dict[str, Callable[[], Any]] = {
+        "paged, equal rows": lambda: bench.sampled(bench.model, repeated, new, "paged"),
+        "paged, equal rows, shuffled": lambda: bench.sampled(
+            bench.model, repeated[torch.randperm(len(repeated), device=ids.device)], new, "paged"
+        ),
+        "paged, num_return_sequences": lambda: bench.sampled(
+            bench.model, ids, new, "paged", num_return_sequences=copies
+        ),
+        "stock, equal rows": lambda: bench.sampled(bench.model, repeated, new, None),
+    }
+    bench.report.table(
+        "equal",
+        f"{prompts} prompts of {tokens} tokens as {copies} rows each, {new} new, sampled",
+        way=("way", ""), mode=("mode", ""), first=("first s", ".2f"), seconds=("s", ".3f"), met=("met", ""),
+    )  # fmt: skip
+    for mode in ("eval", "training"):
+        bench.model.train(mode == "training")
+        bench.rest()
+        for way, call in ways.items():
+            if mode == "training" and way not in ("paged, equal rows", "stock, equal rows"):
+                continue
+            with bench.report.surviving(f"equal, {way}, {mode}"):
+                first = bench.seconds(call)
+                times = [bench.seconds(call) for _ in range(bench.options.rounds)]
+                seconds = statistics.median(times)
+                met = bench.bar(seconds <= EQUAL_BAR) if way == "paged, equal rows" else {}
+                bench.report.row(way=way, mode=mode, first=first, seconds=seconds, times=times, **met)
+    bench.model.eval()
+
+
+# ---- rollout, loss, step
+
+
+@contextmanager
+def adapted(model: Any) -> Any:
+    """The model with a LoRA adapter that learns, in training mode."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, lora)
+    try:
+        yield adapted.train()
+    finally:
+        adapted.unload()
+        model.requires_grad_(True).eval()
+
+
+def loss_of(model: Any, rows: torch.Tensor, prompt: int, micro: int) -> None:
+    """Gradients of REINFORCE over all rows, in micro-batches."""
+    for part in rows.split(micro):
+        logits = model(input_ids=part, use_cache=False, logits_to_keep=part.shape[1] - prompt + 1).logits
+        chosen = logits[:, :-1].float().log_softmax(-1).gather(-1, part[:, prompt:, None])[..., 0]
+        (-(chosen * torch.randn(len(part), 1, device=part.device)).mean()).backward()
+
+
+def loop(bench: Bench) -> None:
+    """Iterations of rollout, loss and step: the second rollout must be as fast as the tenth."""
+    prompts, copies, tokens, new = bench.options.loop
+    ids = bench.prompts(prompts, tokens).repeat_interleave(copies, 0)
+    bench.report.table(
+        "loop",
+        f"{prompts} x {copies} rows, {tokens} + {new} tokens, LoRA r16, micro-batches of {bench.options.micro}",
+        pools=("keep_pools", ""), iteration=("iteration", "d"), rollout=("rollout s", ".3f"),
+        loss=("loss s", ".3f"), step=("step s", ".3f"), allocated=("bytes", ",d"), pool=("pool bytes", ",d"),
+    )  # fmt: skip
+    for keep in (None, False):
+        bench.rest()
+        with bench.report.surviving(f"loop, keep_pools={keep}"), adapted(bench.model) as model:
+            optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
+            rollouts = []
+            options = {"cache_config": {"keep_pools": keep}}
+            for iteration in range(1, bench.options.iterations + 1):
+                rows, roll = bench.timed(bench.sampled, model, ids, new, "paged", **options)
+                _, loss = bench.timed(loss_of, model, rows, tokens, bench.options.micro)
+                _, step = bench.timed(optimizer.step)
+                optimizer.zero_grad(set_to_none=True)
+                rollouts.append(roll)
+                bench.report.row(
+                    pools=str(keep), iteration=iteration, rollout=roll, loss=loss, step=step,
+                    allocated=bench.allocated, pool=memory_of(bench.model).bytes,
+                )  # fmt: skip
+            speed = statistics.median(rollouts[-3:]) / rollouts[1]
+            print(f"keep_pools={keep}: the second rollout has {speed:.2f} of the last ones' speed", flush=True)
+            if keep is None and bench.options.shape == "llama8b":
+                print("bar met" if speed >= SECOND_BAR else f"BAR MISSED: {SECOND_BAR}", flush=True)
+
+
+# ---- the engine
+
+
+def engine(bench: Bench) -> None:
+    """Tokens a second with and without log-probabilities, and of generate() over the same rows."""
+    prompts, copies, tokens, new = bench.options.engine_rows
+    ids = bench.prompts(prompts, tokens)
+    asked = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0}
+    total = prompts * copies * new
+    bench.report.table(
+        "engine",
+        f"{prompts} prompts of {tokens} x {copies} samples x {new} new, temperature 1",
+        way=("way", ""), seconds=("s", ".2f"), rate=("tok/s", ",.0f"), share=("of the engine", ".2f"),
+        met=("met", ""),
+    )  # fmt: skip
+    bench.rest()
+    rows = prompts * copies
+    own = Engine(bench.model, max_batch_sequences=rows, max_batch_tokens=max(2048, 2 * rows))
+    plain = 0.0
+    with own:
+        for way, options in (("engine", {}), ("engine, logprobs", {"logprobs": True})):
+            with bench.report.surviving(f"engine, {way}"):
+
+                def call(options: dict[str, Any] = options) -> Any:
+                    return own.generate(
+                        ids.tolist(), num_return_sequences=copies, progress=False, strict=True, **asked, **options
+                    )
+
+                call()
+                seconds = statistics.median(bench.seconds(call) for _ in range(bench.options.rounds))
+                plain = plain or seconds
+                met = bench.bar(plain / seconds >= LOGPROBS_BAR) if options else {}
+                bench.report.row(way=way, seconds=seconds, rate=total / seconds, share=plain / seconds, **met)
+    bench.rest()
+    with bench.report.surviving("engine, generate()"):
+        repeated = ids.repeat_interleave(copies, 0)
+        bench.sampled(bench.model, repeated, new, "paged")
+        seconds = bench.seconds(lambda: bench.sampled(bench.model, repeated, new, "paged"))
+        bench.report.row(
+            way="generate(), equal rows", seconds=seconds, rate=total / seconds, share=plain / seconds,
+            **bench.bar(plain / seconds >= 0.85),
+        )  # fmt: skip
+
+
+def batch(bench: Bench) -> None:
+    """transformers' generate_batch, its own and ours."""
+    from transformers import GenerationConfig
+
+    prompts, copies, tokens, new = bench.options.engine_rows
+    ids = bench.prompts(prompts, tokens).repeat_interleave(copies, 0).tolist()
+    config = GenerationConfig(max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
+    bench.report.table(
+        "batch",
+        f"generate_batch: {prompts} x {copies} rows, {tokens} + {new} tokens",
+        way=("way", ""), first=("first s", ".2f"), seconds=("s", ".2f"), rate=("tok/s", ",.0f"),
+    )  # fmt: skip
+    for way, ours in (("ours", True), ("transformers", False)):
+        if not ours and not bench.on_gpu:
+            continue  # its own takes a minute to begin on a CPU
+        bench.rest()
+        with bench.report.surviving(f"batch, {way}"):
+            hf_paged.install(generate_batch=ours)
+
+            def call() -> Any:
+                return bench.model.generate_batch(ids, generation_config=config, progress_bar=False)
+
+            try:
+                first = bench.seconds(call)
+                seconds = bench.seconds(call)
+            finally:
+                hf_paged.install(generate_batch=False)
+            rate = prompts * copies * new / seconds
+            bench.report.row(way=way, first=first, seconds=seconds, rate=rate)
+
+
+# ---- weights that change
+
+
+def weights(bench: Bench) -> None:
+    """What a training loop asks of a running engine."""
+    prompts, _, tokens, new = bench.options.engine_rows
+    asked = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    bench.report.table(
+        "weights", "an engine between rollouts", act=("act", ""), seconds=("s", ".4f"), allocated=("bytes", ",d")
+    )
+    bench.rest()
+    ids = bench.prompts(prompts, tokens).tolist()
+    with Engine(bench.model, max_batch_sequences=prompts) as own:
+        own.generate(ids, progress=False, strict=True, **asked)
+        copied = [(name, each.detach().clone()) for name, each in bench.model.named_parameters()][:8]
+        acts: dict[str, Callable[[], Any]] = {
+            "rollout": lambda: own.generate(ids, progress=False, strict=True, **asked),
+            "pause": own.pause,
+            "weights_changed": own.weights_changed,
+            "resume": own.resume,
+            "rollout again": lambda: own.generate(ids, progress=False, strict=True, **asked),
+            "load_weights": lambda: own.load_weights(copied),
+            "sleep": own.sleep,
+            "wake_up": own.wake_up,
+            "rollout after it": lambda: own.generate(ids, progress=False, strict=True, **asked),
+            "and once more": lambda: own.generate(ids, progress=False, strict=True, **asked),
+        }
+        for act, do in acts.items():
+            bench.report.row(act=act, seconds=bench.seconds(do), allocated=bench.allocated)
+
+
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "equal": equal,
+    "loop": loop,
+    "engine": engine,
+    "batch": batch,
+    "weights": weights,
+}
+
+
+def parse() -> argparse.Namespace:
+    parser = common_parser(__doc__, SECTIONS)
+    shape = {"nargs": 4, "type": int, "metavar": ("PROMPTS", "COPIES", "TOKENS", "NEW")}
+    parser.add_argument("--equal", **shape)
+    parser.add_argument("--loop", **shape)
+    parser.add_argument("--engine-rows", **shape)
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--micro", type=int, default=4, help="rows of a micro-batch of the loss")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    tiny = options.shape == "tiny"
+    options.equal = options.equal or ([4, 4, 64, 16] if tiny else [16, 8, 512, 64])
+    options.loop = options.loop or ([2, 4, 32, 24] if tiny else [16, 8, 512, 128])
+    options.engine_rows = options.engine_rows or ([4, 4, 32, 16] if tiny else [64, 8, 512, 512])
+    return options
+
+
+def main() -> None:
+    options = parse()
+    report = report_of(options)
+    report.run(SECTIONS, options.sections, Bench(options, report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What training mode changes in a model's answers: active dropout, noise, statistics of the batch.
+
+A model in training mode whose dropouts are all zero answers as in eval mode, and trainers generate like that.
+So nothing asks for `model.training` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import chain
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from .switch import modules_of
+
+WORDS = ("drop", "jitter")
+"""What names of probabilities contain: attention_dropout, layerdrop, drop_prob, jitter_noise."""
+
+
+def training_effect(modules: Iterable[nn.Module]) -> str | None:
+    """What makes the answers of modules in training mode random, or dependent on their batch; None if nothing
+    does.
+    """
+    for module in modules:
+        effect = _effect_of(module) if module.training else None
+        if effect is not None:
+            return f"{type(module).__name__} has {effect}"
+    return None
+
+
+def why_random(model: nn.Module) -> str | None:
+    """Why answers of a model in training mode are random, and what to do; None if they are not."""
+    effect = training_effect(modules_of(model))
+    if effect is None:
+        return None
+    return (
+        f"{type(model).__name__} is in training mode, where its {effect}; set that to zero, or call "
+        "model.eval() first"
+    )
+
+
+def _effect_of(module: nn.Module) -> str | None:
+    if isinstance(module, _DropoutNd):
+        return f"p={module.p}" if module.p else None
+    if isinstance(module, _BatchNorm):
+        return "statistics of the batch"
+    own = module.__dict__
+    config = getattr(own.get("config"), "__dict__", {})
+    kind: Any = type(module)
+    named, read = _probabilities(kind, tuple(own))
+    for name, values in chain(((name, own) for name in named), ((name, config) for name in read)):
+        value = values.get(name)
+        if type(value) is float and value > 0:
+            return f"{name}={value}"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _probabilities(kind: Any, attributes: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """The attributes of a kind of modules that are named like probabilities, and the names that its code may
+    read from its config instead.
+    """
+    named = [name for name in attributes if any(word in name for word in WORDS)]
+    own = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in ("torch", "builtins")]
+    functions = [
+        value
+        for base in own
+        if not base.__name__.startswith("PreTrainedModel")
+        for name, value in vars(base).items()
+        if isinstance(value, FunctionType) and name not in ("__init__", "_init_weights")
+    ]
+    read = {name for function in functions for name in function.__code__.co_names}
+    return named, [name for name in read - set(named) if any(word in name for word in WORDS)]
