@@ -29,8 +29,10 @@ class CacheConfig:
         this one.
     salt: calls share blocks only with calls of the same salt: one salt per tenant keeps them apart.
     verify: "tokens" compares a prompt's tokens with those of every block found by its hash.
+    keep_pools: whether the pools, with the steps captured over them, stay when the model trains between
+        calls. None keeps them where they fit beside what training was seen to take.
 
-    The last three describe how a call uses a pool, not the pool: configs that differ only there share one.
+    The last four describe how a call uses a pool, not the pool: configs that differ only there share one.
     """
 
     block_size: int = 16
@@ -41,6 +43,7 @@ class CacheConfig:
     prefix_caching: bool = field(default=False, compare=False)
     salt: str = field(default="", compare=False)
     verify: str | None = field(default=None, compare=False)
+    keep_pools: bool | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
@@ -50,6 +53,7 @@ class CacheConfig:
             raise TypeError(f"graphs must be True or False, got {self.graphs!r}")
         if not isinstance(self.prefix_caching, bool):
             raise TypeError(f"prefix_caching must be True or False, got {self.prefix_caching!r}")
+        check_keep_pools(self.keep_pools)
         check_salt(self.salt)
         if self.verify not in VERIFY:
             raise ValueError(f"verify={self.verify!r} is not one of {VERIFY}")
@@ -90,6 +94,12 @@ class CacheConfig:
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ValueError(f"unknown option {key!r} in cache_config, expected one of {known}{hint}")
         return cls(**options)
+
+
+def check_keep_pools(value: object) -> None:
+    """Raise unless this is a value of keep_pools."""
+    if not isinstance(value, bool) and value is not None:
+        raise TypeError(f"keep_pools must be True, False or None (where they fit), got {value!r}")
 
 
 def _check_number(name: str, value: object, kind: type | tuple[type, ...]) -> None:

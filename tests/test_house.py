@@ -44,7 +44,7 @@ BUDGETS = {
     "hf_paged/engine/requests": 1350,
     "hf_paged/engine/sampling": 1750,
     "hf_paged/generate": 2300,
-    "hf_paged/kv": 3925,
+    "hf_paged/kv": 4020,
     "hf_paged/model": 3600,
     "hf_paged/model/adapters": 1400,
     "hf_paged/model/capture": 2300,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
-from ..config import CacheConfig
+from ..config import CacheConfig, check_keep_pools
 from ..scheduling import ADMISSIONS, POLICIES, Limits
 
 MOST_SEQUENCES = 256
@@ -43,8 +43,9 @@ class EngineConfig:
     admission: "watermark" admits a request that fits now; "future" admits a request that is expected to fit
         to its end, which preempts less often.
     keep_pools: whether the pools, with the steps captured over them, stay when the model trains between
-        requests. Otherwise the first training forward takes their memory and the next request allocates them
-        again. Cached blocks are dropped either way if weights change.
+        requests. None keeps them where they fit beside what training was seen to take. Otherwise the first
+        training forward takes their memory and the next request allocates them again. Cached blocks are
+        dropped either way.
     kernels: "torch", "triton", "native" (the C++ op of CPUs) or "auto": Triton on a CUDA device, on a CPU the
         C++ op if it is built.
     graphs: whether decoding steps are captured in CUDA graphs and replayed.
@@ -70,7 +71,7 @@ class EngineConfig:
     preemption: PreemptionMode = "auto"
     admission: Admission = "watermark"
     host_blocks: int | None = None
-    keep_pools: bool = False
+    keep_pools: bool | None = None
     kernels: Kernels = "auto"
     compile: bool = False
     graphs: bool = True
@@ -87,10 +88,11 @@ class EngineConfig:
         if not isinstance(self.admission, str) or self.admission not in ADMISSIONS:
             raise ValueError(f"admission={self.admission!r} is not one of {sorted(ADMISSIONS)}")
         self._check_host_blocks()
-        for name in ("prefix_caching", "check_hits", "keep_pools", "compile", "graphs", "run_ahead"):
+        for name in ("prefix_caching", "check_hits", "compile", "graphs", "run_ahead"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "run_ahead" and value is None):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
+        check_keep_pools(self.keep_pools)
         most = self.max_adapters
         if isinstance(most, bool) or not isinstance(most, int):
             raise TypeError(f"max_adapters must be an int, got {most!r}")
@@ -184,7 +186,7 @@ class EngineOptions(TypedDict, total=False):
     preemption: PreemptionMode
     admission: Admission
     host_blocks: int | None
-    keep_pools: bool
+    keep_pools: bool | None
     kernels: Kernels
     compile: bool
     graphs: bool

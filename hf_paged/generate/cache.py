@@ -55,9 +55,10 @@ class PagedCache(DynamicCache):
         prefix_caching: bool = False,
         salt: str = "",
         verify: str | None = None,
+        keep_pools: bool | None = None,
     ) -> None:
         config = CacheConfig(
-            block_size, num_blocks, memory_fraction, kernels, graphs, prefix_caching, salt, verify
+            block_size, num_blocks, memory_fraction, kernels, graphs, prefix_caching, salt, verify, keep_pools
         )
         self._open(base_model(model), config, cross=False)
 
@@ -74,6 +75,8 @@ class PagedCache(DynamicCache):
         memory = memory_of(model)
         total = sum(counts.values())
         groups = {kind: memory.group(kind, config, count, count / total) for kind, count in counts.items()}
+        for group in groups.values():
+            group.kept = config.keep_pools
         across = None
         reference = weakref.ref(model)
         if CROSS in groups and not cross:

@@ -19,6 +19,7 @@ from .host import HostBlocks
 from .layout import LayerKind, Layout
 from .ops_torch import Ops
 from .store import Store
+from .training import TrainingMemory
 
 logger = logging.getLogger("hf_paged")
 
@@ -67,8 +68,8 @@ class LayerGroup:
         """Where its blocks may wait outside the device, if blocks are swapped."""
         self.reserved: int | None = None
         """The blocks that have memory, the first ones of the pool; None for all of them."""
-        self.kept = False
-        """Whether it stays where it is when the model trains."""
+        self.kept: bool | None = None
+        """Whether it stays where it is when the model trains; None if it does where it fits beside that."""
 
     # ---- layers and their stores
 
@@ -357,6 +358,10 @@ class Memory:
         """Why prompts were computed whole or not kept for others, and how often."""
         self.paths: list[str] = []
         """How attention read each layer in the last call."""
+        self.training = TrainingMemory()
+        """What training takes beside the pools."""
+        self._told_training = False
+        """Whether the log says why pools make way for training."""
 
     def group(self, kind: LayerKind, config: CacheConfig, layers: int, share: float) -> LayerGroup:
         """The group of `kind` under `config`: other options mean another pool, so no call changes the options
@@ -434,21 +439,41 @@ class Memory:
     def bytes(self) -> int:
         return sum(group.bytes for group in self.groups.values())
 
-    def release(self, training: bool = False) -> int:
-        """Give back the tensors of every idle group and answer with the number of their bytes. If it is for
-        training, some stay.
-        """
+    def release(self) -> int:
+        """Give back the tensors of every idle group and answer with the number of their bytes."""
         with self.lock:
             self.drain()
-            idle = [
-                group
-                for group in self.groups.values()
-                if not group.pool.held and not (training and group.kept)
-            ]
+            idle = [group for group in self.groups.values() if not group.pool.held]
             freed = sum(group.bytes for group in idle)
             for group in idle:
                 group.give_back()
             return freed
+
+    def make_way(self) -> None:
+        """Training begins: idle groups give back their tensors, unless they were asked to stay or fit beside
+        it. What they have cached is forgotten, for the weights are about to change.
+        """
+        with self.lock:
+            self.drain()
+            idle = [group for group in self.groups.values() if group.stores and not group.pool.held]
+            devices = frozenset().union(*(group.devices for group in self.groups.values()))
+            bytes_of: Counter[torch.device] = Counter()
+            for store in (store for group in idle if group.kept is None for store in group.stores.values()):
+                bytes_of[store.layout.device] += store.bytes
+            reason = self.training.why_no_room(bytes_of)
+            if reason is not None and not self._told_training:
+                self._told_training = True
+                logger.warning(
+                    "the pools do not stay while the model trains: %s; keep_pools=True keeps them, with the "
+                    "captured steps",
+                    reason,
+                )
+            for group in idle:
+                if group.kept is False or (group.kept is None and reason is not None):
+                    group.give_back()
+                else:
+                    group.pool.forget()
+            self.training.begin(devices)
 
     def check(self) -> None:
         """Recount the books of every group."""

@@ -13,6 +13,8 @@ SETTINGS = frozenset({"_attn_implementation_internal"})
 """Settings of a config that a running call switches; `switch.original_implementation` has the user's."""
 HOOKS = ("hf_paged.", "transformers.utils.output_capturing")
 """Modules whose hooks change nothing that a layer computes, and may be left out of a replay."""
+MARKS_INPUTS = "enable_input_require_grads.<locals>.make_inputs_require_grads"
+"""The hook that trainers of adapters put on embeddings: without gradients it does nothing."""
 WRAPPER = "hf_paged_wrapper"
 Restless = frozenset[tuple[type, str]]
 """Attributes by kind of module."""
@@ -21,6 +23,8 @@ _restless: weakref.WeakKeyDictionary[nn.Module, Restless] = weakref.WeakKeyDicti
 
 def only_observes(hook: object) -> bool:
     """Whether a hook never changes what a layer computes."""
+    if str(getattr(hook, "__qualname__", "")).endswith(MARKS_INPUTS):
+        return True
     return str(getattr(hook, "__module__", "")).startswith(HOOKS)
 
 

@@ -88,14 +88,18 @@ def invalidate(model: nn.Module) -> None:
 
 
 def before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """A forward that trains wants the memory: idle pools go then. One on a padded cache needs the mask.
+    """A forward that trains wants the memory: idle pools that do not fit go then. One on a padded cache needs
+    the mask.
 
     A hook of every model that has a memory, found by name when the model is pickled.
     """
-    if model.training and torch.is_grad_enabled():
-        memory = _memories.get(model)
-        if memory is not None and memory.bytes:
-            memory.release(training=True)
+    memory = _memories.get(model)
+    trains = model.training and torch.is_grad_enabled()
+    if memory is not None and trains is not memory.training.runs:
+        if trains:
+            memory.make_way()
+        else:
+            memory.training.end()
     sequences = getattr(kwargs.get("past_key_values"), "sequences", None)
     if sequences is not None and sequences.starts is not None and kwargs.get("attention_mask") is None:
         raise ValueError(
