@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from captures import counts, policy
 from counted_rows import counted
 from dropout import train_with_dropout
 from families import BY_NAME, VOCABULARY, build
+from tape import record
 from transformers import GenerationConfig
 
 import hf_paged
+from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
 
-STEPS = 12
+STEPS = 8
 SAMPLES = 4
 PROMPT, NEW = 12, 8
 
@@ -91,11 +95,17 @@ def prepared(model: Any) -> Any:
     return accelerate.Accelerator(cpu=True).prepare(model)
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["", "captured"])
 @pytest.mark.parametrize("kind", [plain, checkpointed, adapted, prepared])
-def test_a_training_loop_samples_what_stock_samples(kind: Any) -> None:
-    """C24: no stale block, graph or adapter in any step; the model stays in training mode and prompts are
-    computed once.
+def test_a_training_loop_samples_what_stock_samples(
+    kind: Any, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C24: no stale block, captured step or adapter in any step; the model stays in training mode and prompts
+    are computed once.
     """
+    if captured:
+        monkeypatch.setitem(RECORDERS, "cpu", record)
+        policy(monkeypatch, least_steps=4)
     torch.manual_seed(0)
     stock = kind(build(BY_NAME["llama"])).train()
     paged = copy.deepcopy(stock)
@@ -109,7 +119,7 @@ def test_a_training_loop_samples_what_stock_samples(kind: Any) -> None:
         for (model, optimizer), word in zip(pairs, (None, "paged"), strict=True):
             if kind is checkpointed:
                 model.gradient_checkpointing_disable()
-            with counted(base) as seen:
+            with nullcontext([(2, PROMPT)]) if captured else counted(base) as seen:
                 found.append(rollout(model, step, word))
             if kind is checkpointed:
                 model.gradient_checkpointing_enable()
@@ -118,6 +128,9 @@ def test_a_training_loop_samples_what_stock_samples(kind: Any) -> None:
         assert torch.equal(*found), f"step {step}"
         assert paged.training
     memory_of(base).check()
+    if captured:
+        assert counts(base)["captured"] == 1
+        assert counts(base)["replayed"] > (STEPS - 1) * (NEW - 1)
 
 
 def test_the_reference_of_an_adapter(ids: torch.Tensor) -> None:

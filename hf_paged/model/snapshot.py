@@ -32,6 +32,8 @@ PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {
     "generation_config",
     "_output_capturing_hooks_installed",
+    "_require_grads_hook",
+    "_require_grads_hooks",
 }
 """What every module has (tensors, parts and hooks are compared by themselves), and what no forward reads."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
