@@ -34,7 +34,7 @@ BELOW = {
 
 
 BUDGETS = {
-    "hf_paged": 750,
+    "hf_paged": 765,
     "hf_paged/blocks": 1470,
     "hf_paged/checking": 1000,
     "hf_paged/demo": 250,
