@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import peft
 import pytest
 import torch
 from adapters import adapted, lora
+from captures import counts, policy, reasons
+from families import BY_NAME, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE, load
+from tape import record
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import GenerationMixin
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
@@ -19,6 +25,7 @@ import hf_paged
 from hf_paged.model.adapters import Adapter, AdapterBatch, AdapterTable, Inapplicable, applied, combine
 from hf_paged.model.adapters.identity import AdapterStates
 from hf_paged.model.adapters.joint import note_places, runs_of
+from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.identity import identity_of
 from hf_paged.model.snapshot import ModelSnapshot
 
@@ -325,15 +332,39 @@ def test_nothing_stays_after_an_interrupt() -> None:
 
 
 def test_active_dropout_is_left_to_peft() -> None:
-    """An adapter added after eval() drops inputs at random, on stock's cache and on pages alike."""
+    """An adapter added after eval() drops inputs at random: stock's cache answers, with a warning."""
     model = adapted(lora())
     model.add_adapter("random", lora(lora_dropout=0.5))
     assert snapshot(model).lora.apart
     model.set_adapter("random")
     assert "dropout" in (snapshot(model).lora.why_not or "")
-    answers = []
-    for more in ({}, {"cache_implementation": "paged"}):
-        torch.manual_seed(3)
-        ids = torch.arange(10, 22)[None]
-        answers.append(model.generate(input_ids=ids, do_sample=False, max_new_tokens=12, **more).tolist())
-    assert answers[0] == answers[1]
+    call = {"input_ids": torch.arange(10, 22)[None], "do_sample": False, "max_new_tokens": 12}
+    torch.manual_seed(3)
+    expected = model.generate(**call)
+    torch.manual_seed(3)
+    with pytest.warns(hf_paged.FallbackWarning, match="Dropout"):
+        assert torch.equal(model.generate(**call, cache_implementation="paged"), expected)
+
+
+def test_experts_that_compute_otherwise_after_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers switches experts to another implementation for decoding on a GPU. Steps are captured with
+    it, although the prompt's forward has looked for adapters before.
+    """
+
+    @contextmanager
+    def switched(model: Any) -> Iterator[None]:
+        model.set_experts_implementation("batched_mm")
+        yield
+        model.set_experts_implementation("eager")
+
+    monkeypatch.setattr(GenerationMixin, "_optimize_model_for_decode", switched)
+    monkeypatch.setattr("hf_paged.model.capture.replay.lora_kernels", lambda *_: kernels)
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    policy(monkeypatch, least_steps=4)
+    model = build(BY_NAME["mixtral"])
+    model.set_experts_implementation("eager")
+    ids = torch.arange(10, 22)[None]
+    call = {"input_ids": ids, "do_sample": False, "min_new_tokens": 16, "max_new_tokens": 16}
+    expected = model.generate(**call)
+    assert torch.equal(model.generate(**call, cache_implementation="paged"), expected)
+    assert counts(model)["replayed"] > 5, reasons(model)

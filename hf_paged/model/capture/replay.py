@@ -90,13 +90,17 @@ class GenerateSteps:
     def with_adapters(
         self, model: Any, cache: CapturedCache, rows: int, device: torch.device
     ) -> AbstractContextManager[bool]:
-        """Around a forward outside of captured steps: rows that have each its own adapter get it from
-        kernels, if there are any. The answer is whether they do.
+        """Around a forward outside of captured steps: rows get their adapters from kernels, if there are any.
+        The answer is whether they do.
         """
         kernels = lora_kernels(cache.config.kernels, device, model.dtype)
         if kernels is None:
             return nullcontext(False)
-        return self.adapters.forward(_look(model, watching.get()), rows, kernels, device)
+        # Nothing is noted in the watch: between prompt and steps transformers may change how experts compute.
+        watch = watching.get()
+        known = None if watch is None else watch.snapshots.get(id(model))
+        snapshot = ModelSnapshot(model) if known is None else known.current()
+        return self.adapters.forward(snapshot, rows, kernels, device)
 
     def _answer(self, state: StateKey, source: _GenerateSource, graph: Graph) -> Any:
         """What a replay has answered. If it stood in for a smaller step, that may be captured now."""
