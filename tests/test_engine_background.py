@@ -335,6 +335,9 @@ def test_a_lock_that_goes_round() -> None:
     """A thread that takes it again and again does not keep others out, and may take it twice."""
 
     class Owner:
+        _torn = True
+        _closing = False
+
         def __init__(self) -> None:
             self.lock, self.taken = FairLock(), 0
 

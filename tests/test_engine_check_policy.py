@@ -186,7 +186,7 @@ def test_forwards_with_code_of_the_user_look_each_time(
     if change is not None:
         change(model)
     with Engine(model, block_size=16, num_blocks=40, graphs=False) as engine:
-        engine.checks._clock = lambda: 0.0
+        engine.checks.clock = lambda: 0.0
         handle = engine.submit(PROMPTS[0], **LONG)
         engine.step()
         seen, before = looks(monkeypatch), engine.stats()["steps"]
@@ -208,7 +208,7 @@ def test_a_hook_that_changes_the_weights_is_seen_in_the_next_step(model: Any) ->
             rewrite(model)
 
     with Engine(model, block_size=16, num_blocks=40, graphs=False) as engine:
-        engine.checks._clock = lambda: 0.0
+        engine.checks.clock = lambda: 0.0
         model.model.layers[0].mlp.register_forward_hook(hook)
         handle = engine.submit(PROMPTS[0], **LONG)
         with pytest.raises(RuntimeError, match=f"{CHANGED} under 1 running") as raised:

@@ -233,7 +233,8 @@ class Decoding:
         if not 0 < len(batch.rows.sequences) <= self._most or not all(group.stores for group in groups):
             return None  # the pools were given back, and come again with this step
         # Latents are read by plain torch, whatever the kernels are.
-        kernels = not self.eager.expanding and all(group.captured_ops.kernels is not None for group in groups)
+        stores = [store for group in groups for store in group.stores.values()]
+        kernels = not self.eager.expanding and all(store.captured.kernels is not None for store in stores)
         decodes = batch.rows.decodes == len(batch.rows.sequences)
         form = "single" if decodes else self._form(batch.rows, kernels)
         if form is None:

@@ -764,16 +764,17 @@ class Engine:
         """Check that cached blocks match the current weights: fully when idle, cheaply after user code has
         run or before admitting.
         """
-        running = len(self.scheduler.running)
+        scheduler = self.scheduler
+        running = len(scheduler.running)
         due = self.checks.due or not running
-        admits = self.scheduler.may_admit
+        admits = bool(scheduler.waiting or scheduler.preempted) and scheduler.may_admit
         if not running:
             self._adapters.refresh()
             if self._model_check.changed():
                 self.pools.forget()
                 self._loop.forget()
                 self.runner.look()
-        elif self.checks.due or admits:
+        elif due or admits:
             look = partial(self._model_check.require_untouched, running)
             if self.checks.unseen:
                 self._changing(look)

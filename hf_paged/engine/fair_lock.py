@@ -55,9 +55,13 @@ class TakesTurns(Protocol):
     """An object whose methods run one at a time."""
 
     lock: FairLock
+    _torn: bool
+    """Whether an interrupt has broken something off."""
+    _closing: bool
+    """Whether a method could not close it at once."""
 
     def _settle(self) -> None:
-        """Finish what an interrupt has broken off, or a method that could not do it at once."""
+        """Finish either."""
 
 
 S = TypeVar("S", bound=TakesTurns)
@@ -76,10 +80,12 @@ def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P
             with turns.lock:
                 turns.waiting.discard(me)
                 try:
-                    self._settle()
+                    if self._torn or self._closing:
+                        self._settle()
                     return method(self, *args, **kwargs)
                 finally:
-                    self._settle()
+                    if self._torn or self._closing:
+                        self._settle()
         finally:
             turns.waiting.discard(me)
 

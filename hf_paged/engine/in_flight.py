@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..kv.upload import Download, upload
@@ -41,6 +42,7 @@ class SamplingState:
         self.penalties.clear()
 
 
+@dataclass(eq=False)
 class InFlightStep:
     """A launched step: `sample` launches the choice of its tokens, `apply` gives them to their requests.
 
@@ -48,37 +50,28 @@ class InFlightStep:
     host. Requests that need the host for their tokens (beams, processors) take the way of `host`.
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        batch: ScheduledBatch,
-        answer: Answer,
-        failed: Mapping[SequenceGroup, Exception],
-        sampling: SamplingState,
-        begin: float,
-    ) -> None:
-        """batch: the rows of the plan without those of `failed` groups. answer: the logits behind the rows
-        that are sampled from. begin: when the host began to launch it.
-        """
-        self.plan = plan
-        self.batch = batch
-        self.answer = answer
-        self.failed = failed
-        self.begin = begin
-        self._sampling = sampling
-        self._input_batch: InputBatch | None = None
-        self._download: Download | None = None
-        self._scores: Download | None = None
-        self._tokens: list[int] = []
-        self._logprobs: list[list[float]] = []
-        self._ending: list[int] = []
-        """Places whose sequence ends with its token."""
-        self.sequences: tuple[TokenSequence, ...] = ()
-        """The sequences that get a token on the device."""
-        self.host: HostSampler | None = None
-        """The tokens of requests that need the host for them."""
-        self.jobs: list[Job] = []
-        """The jobs that may have ended with their tokens."""
+    plan: StepPlan
+    batch: ScheduledBatch
+    """The rows of the plan without those of `failed` groups."""
+    answer: Answer
+    """The logits behind the rows that are sampled from."""
+    failed: Mapping[SequenceGroup, Exception]
+    begin: float
+    """When the host began to launch it."""
+    _sampling: SamplingState
+    _input_batch: InputBatch | None = None
+    _download: Download | None = None
+    _scores: Download | None = None
+    _tokens: list[int] = field(default_factory=list)
+    _logprobs: list[list[float]] = field(default_factory=list)
+    _ending: list[int] = field(default_factory=list)
+    """Places whose sequence ends with its token."""
+    sequences: tuple[TokenSequence, ...] = ()
+    """The sequences that get a token on the device."""
+    host: HostSampler | None = None
+    """The tokens of requests that need the host for them."""
+    jobs: list[Job] = field(default_factory=list)
+    """The jobs that may have ended with their tokens."""
 
     def sample(self) -> None:
         """Launch the choice of the next tokens, and bring what was scored of prompts to the host."""

@@ -121,7 +121,7 @@ class StepLoop:
         except Exception as error:
             batch, answer, failed = self._run_apart(plan, error)
         self.scheduler.launch(plan, failed)
-        return InFlightStep(plan, batch, answer, failed, self._sampling, begin)
+        return InFlightStep(plan, batch, answer, failed, begin, self._sampling)
 
     def _run_apart(
         self, plan: StepPlan, error: Exception

@@ -54,7 +54,7 @@ class DecodeBatch:
         """The members, and how many tokens each had computed before the first step of the batch."""
         self._growing: list[dict[TokenSequence, None]] = [{} for _ in range(self.block_size)]
         """By the number of a step (modulo the block size): members that need a new block in it."""
-        self._ends: dict[int, dict[TokenSequence, None]] = {}
+        self.ends: dict[int, dict[TokenSequence, None]] = {}
         """By the number of a step: members that are complete before it, if nothing happens until then."""
         self.growing = self._growing[0]
         """Members that need a new block in the next step."""
@@ -83,7 +83,7 @@ class DecodeBatch:
         offset = sequence.computed - self.steps
         self._offsets[sequence] = offset
         self._growing[-offset % self.block_size][sequence] = None
-        self._ends.setdefault(self._end_of(sequence), {})[sequence] = None
+        self.ends.setdefault(self._end_of(sequence), {})[sequence] = None
         for kv_group, tables, table in zip(
             self.kv_groups, self.tables, self._tables_of(sequence), strict=True
         ):
@@ -97,9 +97,9 @@ class DecodeBatch:
     def leave(self, sequence: TokenSequence) -> None:
         """Remove a sequence, as it is."""
         end = self._end_of(sequence)
-        del self._ends[end][sequence]
-        if not self._ends[end]:
-            del self._ends[end]
+        del self.ends[end][sequence]
+        if not self.ends[end]:
+            del self.ends[end]
         del self._growing[-self._offsets.pop(sequence) % self.block_size][sequence]
         for table, now in zip(self._tables_of(sequence), self._now, strict=True):
             table.stamp = max(table.stamp, now)
@@ -107,7 +107,7 @@ class DecodeBatch:
 
     def complete(self) -> list[TokenSequence]:
         """Members that are as long as they may become, and take no further step."""
-        return [sequence for sequence in self._ends.get(self.steps, ()) if sequence.group.complete]
+        return [sequence for sequence in self.ends.get(self.steps, ()) if sequence.group.complete]
 
     def _tables_of(self, sequence: TokenSequence) -> tuple[BlockTable, ...]:
         """The tables of a member that take its tokens."""
@@ -142,7 +142,7 @@ class DecodeBatch:
         self.steps += 1
         self.growing = self._growing[self.steps % self.block_size]
         full = [(each, each.tables[0].length) for each in self.growing]
-        last = [columns.sequences.index(each) for each in self._ends.get(self.steps, ())]
+        last = [columns.sequences.index(each) for each in self.ends.get(self.steps, ())]
         return ScheduledBatch(
             columns.sequences,
             columns.row_ids,
@@ -152,6 +152,7 @@ class DecodeBatch:
             self.tables,
             self.steps - 1,
             columns.most + self.steps,
+            len(columns.sequences),
             len(columns.sequences),
             tuple(full),
             tuple(last),
@@ -195,10 +196,10 @@ class DecodeBatch:
                 f"the batch does not know when {sequence!r} needs a block",
             )
             expect(
-                sequence in self._ends.get(self._end_of(sequence), ()),
+                sequence in self.ends.get(self._end_of(sequence), ()),
                 f"the batch does not know when {sequence!r} ends",
             )
             for tables, table in zip(self.tables, self._tables_of(sequence), strict=True):
                 expect(tables.of(sequence.row, table), f"{sequence!r} has other blocks than its row")
-        for what in (self._growing, self._ends.values()):
+        for what in (self._growing, self.ends.values()):
             expect(sum(map(len, what)) == len(self._offsets), "the batch waits for a sequence that left")

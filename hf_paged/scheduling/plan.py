@@ -41,10 +41,10 @@ class ScheduledBatch:
     starts[i] is offsets[i] + step, so that rows which decode need no new column for every step. row_ids: the
     row that each sequence owns while it runs. samples: as of `ScheduledRow`. tables: for every
     KV cache group the block tables of all running sequences, by the row that they own, until the next step
-    is planned. longest: the tokens of the longest sequence with this step's. decodes: how many rows, the
-    first ones, are of the decode batch: one token each, and one sample of their own sequence. full: sequences
-    with a block that this step fills, and their tokens then. last: the decode rows whose sequence gets its
-    last token.
+    is planned. longest: the tokens of the longest sequence with this step's. tokens: of all rows. decodes:
+    how many rows, the first ones, are of the decode batch: one token each, and one sample of their own
+    sequence. full: sequences with a block that this step fills, and their tokens then. last: the decode rows
+    whose sequence gets its last token.
     """
 
     sequences: tuple[TokenSequence, ...] = ()
@@ -55,6 +55,7 @@ class ScheduledBatch:
     tables: tuple[BlockTableArray, ...] = ()
     step: int = 0
     longest: int = 0
+    tokens: int = 0
     decodes: int = 0
     full: tuple[tuple[TokenSequence, int], ...] = ()
     last: tuple[int, ...] = ()
@@ -86,6 +87,7 @@ class ScheduledBatch:
             self.tables,
             self.step,
             max(self.longest, *ends),
+            self.tokens + sum(counts),
             self.decodes,
             (*self.full, *full),
             self.last,
@@ -93,15 +95,17 @@ class ScheduledBatch:
 
     def select(self, rows: Sequence[int]) -> ScheduledBatch:
         """A batch of some of the rows, in this order; all of them count as rows outside the decode batch."""
+        counts = array("i", [self.counts[i] for i in rows])
         return ScheduledBatch(
             tuple([self.sequences[i] for i in rows]),
             array("i", [self.row_ids[i] for i in rows]),
             array("i", [self.offsets[i] for i in rows]),
-            array("i", [self.counts[i] for i in rows]),
+            counts,
             tuple([self.samples[i] for i in rows]),
             self.tables,
             self.step,
             self.longest,
+            sum(counts),
         )
 
     @cached_property
@@ -126,12 +130,6 @@ class ScheduledBatch:
             return self.sequences
         behind = [sequence for samples in self.samples[self.decodes :] for sequence in samples]
         return (*self.sequences[: self.decodes], *behind)
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of all rows."""
-        behind = self.counts[self.decodes :]
-        return self.decodes + sum(behind) if behind else self.decodes
 
 
 NOTHING = ScheduledBatch()

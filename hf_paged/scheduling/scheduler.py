@@ -227,12 +227,24 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. Its blocks are taken in the books; `commit` reports that it has been computed."""
-        draft = Draft(len(self.kv_groups), self.limits.tokens)
+        batch = self.decode_batch
         now = [kv_group.pool.tick() for kv_group in self.kv_groups]
-        for sequence in self.decode_batch.complete():
-            self._leave_batch(sequence.group)
+        if batch.steps in batch.ends:
+            for sequence in batch.complete():
+                self._leave_batch(sequence.group)
         if self._others:
             self._fill_batch()
+        waiting = self.preempted or self.waiting or self.swapping.moves
+        # Most steps take one token of every sequence, for which their blocks have room.
+        planned = self._others or batch.growing or waiting
+        plan = self._plan(now) if planned else StepPlan(batch.step(now))
+        self.counts["steps"] += bool(plan.batch.sequences)
+        self.counts["tokens"] += plan.batch.tokens
+        return plan
+
+    def _plan(self, now: list[int]) -> StepPlan:
+        """A step that takes blocks, or in which groups come and go."""
+        draft = Draft(len(self.kv_groups), self.limits.tokens)
         steps: list[Steps] = []
         if self._others or self.decode_batch.growing:
             steps = self._make_room(draft)
@@ -242,10 +254,7 @@ class Scheduler:
             self._take(draft, of_group)
         if (self.preempted or self.waiting) and not draft.preempted:
             self._admit(draft)
-        plan = draft.plan(self.swapping.plan() if self.swapping.moves else Swaps())
-        self.counts["steps"] += bool(plan.batch.sequences)
-        self.counts["tokens"] += self.limits.tokens - draft.room
-        return plan
+        return draft.plan(self.swapping.plan() if self.swapping.moves else Swaps())
 
     def _make_room(self, draft: Draft) -> list[Steps]:
         """Preempt groups until every pool has the blocks of the step: the steps of those outside the decode
@@ -325,10 +334,8 @@ class Scheduler:
     @property
     def may_admit(self) -> bool:
         """Whether the next step may admit a group, or look its prefix up."""
-        return (
-            bool(self.preempted or self.waiting)
-            and self._taken - len(self.decode_batch.complete()) < self.limits.sequences
-        )
+        waits = bool(self.preempted or self.waiting)
+        return waits and self._taken - len(self.decode_batch.complete()) < self.limits.sequences
 
     # ---- the parts of a step
 

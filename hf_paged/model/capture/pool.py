@@ -20,7 +20,7 @@ from ..snapshot import StateKey
 from .compile import Compilation, CompiledFusion, reason_of
 from .fusion import Fusion, fused
 from .rehearsal import RECORDERS, Rehearsal
-from .step import CapturedStep, Size, StepSource
+from .step import AGREE, CapturedStep, Size, StepSource
 
 logger = logging.getLogger("hf_paged")
 
@@ -137,9 +137,10 @@ class CapturePool:
 
     def find(self, state: StateKey, size: Size, holders: Sequence[Hashable]) -> CapturedStep | None:
         """The trusted step of a size, or the smallest that can hold it; holders: the forms that can."""
-        own = self._steps.get(_Key(state, size))
+        key = _Key(state, size)
+        own = self._steps.get(key)
         if own is not None and own.trusted:
-            self._steps.move_to_end(_Key(state, size))
+            self._steps.move_to_end(key)
             return own
         best = self._smallest(state, size, holders, trusted=True)
         if best is None:
@@ -270,6 +271,7 @@ class CapturePool:
         step.replay()
         if source.agrees(step, answer):
             step.agreed += 1
+            step.trusted = step.agreed >= AGREE
             return
         source.recompute()
         if not step.compiled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -40,6 +41,8 @@ class CapturedStep:
     replay: Callable[[], None] = staticmethod(lambda: None)
     agreed = 0
     """How often a replay has agreed with an answer that was computed without it."""
+    trusted = False
+    """Whether that was often enough."""
     compiled = False
     padded = 0
     """Rows that it has computed in vain since it stands in for smaller sizes."""
@@ -48,10 +51,6 @@ class CapturedStep:
     holds_fewer = True
     """Whether it can answer for fewer rows than it has."""
     size = Size(None, 0)
-
-    @property
-    def trusted(self) -> bool:
-        return self.agreed >= AGREE
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -164,6 +163,7 @@ def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
             yield from walk(part, (*path, place))
 
 
+@lru_cache(4096)
 def bucket_of(rows: int, steps: int = 8) -> int:
     """The rows that a graph for `rows` rows has: so many steps, a power of two, from one power of two to the
     next.
