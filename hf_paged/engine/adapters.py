@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
@@ -132,8 +133,9 @@ class EngineAdapters:
         return None if self.why_not is None else self.in_model.active
 
     def look_again(self) -> None:
-        """No request runs: modules with adapters may have come or gone."""
-        self._in_model = None
+        """No request runs: modules with adapters may have come or gone, if peft is there to make them."""
+        if "peft" in sys.modules:
+            self._in_model = None
 
     def refresh(self) -> None:
         """No request runs, and anything may have happened to the peft model: look at it again."""

@@ -149,7 +149,8 @@ class InFlightStep:
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
         """Give the tokens to the requests that still want them: those that failed, and why."""
         scheduler.confirm(self.plan, self.failed)
-        self.note_prompts(scheduler)
+        if self.answer.scores:
+            self.note_prompts(scheduler)
         columns = self._input_batch
         if columns is None:
             return {}

@@ -54,8 +54,9 @@ class ModelCheck:
         return False
 
     def _note_code(self) -> None:
-        self._policy.foreign_forward = has_foreign_code(self._snapshot.modules)
-        self._policy.skips_autograd = may_skip_autograd(self._snapshot.model)
+        modules = self._snapshot.modules
+        self._policy.skips_autograd = may_skip_autograd(modules)
+        self._policy.foreign_forward = not self._policy.skips_autograd and has_foreign_code(modules)
 
     def require_untouched(self, running: int) -> None:
         """Raise if they were, under so many requests: WeightsChanged if steps were taken, else nothing is

@@ -19,7 +19,7 @@ from ..model.mla import defer_expansion, expanding_classes
 from ..model.registry import memory_of
 from ..model.snapshot import Watch, watching
 from ..model.support import warn, why_left
-from ..model.switch import decoder_configs, restore, switch
+from ..model.switch import decoder_configs, modules_of, restore, switch
 from .cache import PagedCache
 from .forward import wrap
 
@@ -34,7 +34,7 @@ class _Plug:
         self.configs = decoder_configs(model)
         self.expanding = expanding_classes(model)
         self.own: Callable[..., Any] | None = model.__dict__.get("forward")
-        self.wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(model))
+        self.wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(modules_of(model)))
 
     def push_in(self, model: nn.Module) -> None:
         defer_expansion(self.expanding)

@@ -14,7 +14,6 @@ from torch import nn
 
 from . import patches
 from .snapshot import HOOKS, hooks_everywhere
-from .switch import modules_of
 from .weights_digest import PLAIN_TENSORS
 
 KNOWN = ("torch.", "transformers.")
@@ -32,11 +31,12 @@ def below_autograd(forward: Callable[..., Any], arguments: Mapping[str, Any]) ->
     return (BelowAutograd(), forward(**arguments))[1]
 
 
-def may_skip_autograd(model: nn.Module) -> bool:
+def may_skip_autograd(modules: Sequence[nn.Module]) -> bool:
     """Whether a model's forwards need nothing of autograd under `no_grad`: plain tensors on a CPU, no code
     but torch's and transformers'.
+
+    modules: all of it, itself first.
     """
-    modules = modules_of(model)
     if BelowAutograd is None or has_foreign_code(modules):
         return False
     for module in modules:
