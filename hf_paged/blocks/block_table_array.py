@@ -22,20 +22,34 @@ class BlockTableArray:
         self.height = 0
         self.ids = array("i")
         """Replaced by a new array whenever it grows, so that an array in use never changes its size."""
+        self.journal: list[tuple[int, int, int]] | None = None
+        """Row, first entry and number of entries of every write, for a reader that empties it."""
 
     def put(self, row: int, table: BlockTable, first: int = 0) -> None:
         """Write down a table, or what it names from its block `first` on."""
-        self._fit(row, table.end)
         first = max(first, table.released)
-        self.ids[row * self.width + first : row * self.width + table.end] = array(
-            "i", table.blocks[first - table.released :]
-        )
+        self.write(row, first, array("i", table.blocks[first - table.released :]))
+
+    def write(self, row: int, first: int, blocks: array[int]) -> None:
+        """Write down what a table names from its block `first` on."""
+        self._fit(row, first + len(blocks))
+        begin = row * self.width + first
+        self.ids[begin : begin + len(blocks)] = blocks
+        if self.journal is not None:
+            self.journal.append((row, first, len(blocks)))
 
     def add(self, row: int, table: BlockTable) -> None:
         """Write down the last block of a table, which is new."""
         end = table.end
         self._fit(row, end)
         self.ids[row * self.width + end - 1] = table.blocks[-1]
+        if self.journal is not None:
+            self.journal.append((row, end - 1, 1))
+
+    def read(self, row: int, first: int, count: int) -> array[int]:
+        """What a row names from its block `first` on."""
+        begin = row * self.width + first
+        return self.ids[begin : begin + count]
 
     def of(self, row: int, table: BlockTable) -> bool:
         """Whether a row is what its table names."""

@@ -51,6 +51,8 @@ class EngineConfig:
     graphs: whether decoding steps are captured in CUDA graphs and replayed.
     run_ahead: whether a step is launched before the last one's tokens have reached the host, except for
         requests whose next token needs the host (beams, processors). None means on CUDA devices.
+    rank_timeout: where several processes compute the model (tensor parallel), the seconds after which a step
+        that has not ended is given up on all of them, because one of them hangs.
     max_adapters: adapters that the device holds at once; a request whose adapter finds no place waits, and
         those behind it do not.
     compile: whether the decoder layers of captured steps are compiled by torch.compile, into one code for all
@@ -76,6 +78,7 @@ class EngineConfig:
     compile: bool = False
     graphs: bool = True
     run_ahead: bool | None = None
+    rank_timeout: float = 300.0
     max_adapters: int = 16
 
     def __post_init__(self) -> None:
@@ -93,6 +96,11 @@ class EngineConfig:
             if not isinstance(value, bool) and not (name == "run_ahead" and value is None):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
         check_keep_pools(self.keep_pools)
+        seconds = self.rank_timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise TypeError(f"rank_timeout must be a number of seconds, got {seconds!r}")
+        if not seconds > 0:
+            raise ValueError(f"rank_timeout={seconds} leaves a step no time; give more than 0 seconds")
         most = self.max_adapters
         if isinstance(most, bool) or not isinstance(most, int):
             raise TypeError(f"max_adapters must be an int, got {most!r}")
@@ -191,4 +199,5 @@ class EngineOptions(TypedDict, total=False):
     compile: bool
     graphs: bool
     run_ahead: bool | None
+    rank_timeout: float
     max_adapters: int

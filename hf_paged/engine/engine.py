@@ -10,7 +10,7 @@ import weakref
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 from functools import partial
 from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack, get_args
@@ -42,6 +42,7 @@ from .multimodal.media import Media
 from .outputs.handle import Handle
 from .outputs.output import Increment, Output, with_errors_noticed
 from .outputs.queue import Wake
+from .parallel import Follower, Leader, Ranks, ranks_of, tried_alike
 from .pools import Pools
 from .preemption import Preemption
 from .recorder import Recorder, Reporter, Sink
@@ -97,6 +98,7 @@ class Engine:
         if not inner.config.is_encoder_decoder:
             self._longest_source = None
             longest_across = longest_picture(self.model)
+        self._ranks = ranks_of(self.model, self.config)
         self.pools = Pools(self.model, self.config)
         # Finalizers run in the middle of anything, so this one only notes that the pools have no owner.
         weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
@@ -105,10 +107,11 @@ class Engine:
         self._training = inner.training
         with self.pools.memory.lock:
             before = ModelSnapshot(self.model)
+        with nullcontext() if self._ranks is None else tried_alike(self._ranks, self.pools, self.runner):
             written = versions(self.model)
-        self.runner.try_out()
-        check_writes(self.model, written)
-        self.pools.settle(self._longest, longest_across, self.runner.capture_bytes)
+            self.runner.try_out()
+            check_writes(self.model, written)
+            self.pools.settle(self._longest, longest_across, self.runner.capture_bytes)
         self.preemption = Preemption(self.pools, self.config.preemption)
         self._adapters = EngineAdapters(
             self.model, self.config.max_adapters, self.runner.eager.device, self.config.kernels
@@ -123,6 +126,8 @@ class Engine:
         self._loop = StepLoop(
             self.runner, self._model_check, self.scheduler, self._jobs, self.preemption, self._adapters
         )
+        if self._ranks is not None:
+            self._join(self._ranks)
         _engines.add(self)
 
     def _make_scheduler(self) -> Scheduler:
@@ -151,6 +156,9 @@ class Engine:
         self._closed = self._closing = self._paused = False
         self._freed = False
         """Whether it was closed and nothing is left to do about that."""
+        self._leader: Leader | None = None
+        self._follower: Follower | None = None
+        """What this rank is, if several processes compute the model."""
         self._slow: Counter[str] = Counter()
         """How many requests had a processor that runs for their rows alone, by its name."""
         self._aside: list[Output] = []
@@ -167,6 +175,14 @@ class Engine:
         self.background: Background | None = None
         self._starting = fork_safe_lock()
         self._options = Options()
+
+    def _join(self, ranks: Ranks) -> None:
+        """Take part in an engine of several ranks: one leads, the others follow."""
+        if ranks.leads:
+            self._loop.leader = Leader(ranks, self.pools, self.checks, self._loop.last_tokens)
+            self._leader = self._loop.leader
+        else:
+            self._follower = Follower(ranks, self.runner, self._model_check, self.pools.forget)
 
     def __repr__(self) -> str:
         return f"Engine({type(self.model).__name__}, form={self.runner.form!r}, requests={len(self._jobs)})"
@@ -239,6 +255,7 @@ class Engine:
             self._options,
         )
         self._require_open()
+        self._require_lead(params)
         if params.embeds is not None or params.media is not None:
             self._require_vectors(params.media)
         job = Job(params, None, self.tokenizer)
@@ -553,6 +570,36 @@ class Engine:
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
 
+    def _require_lead(self, params: RequestParams | None = None) -> None:
+        """Raise on ranks that follow, and for a request that ranks cannot compute together."""
+        if self._follower is not None:
+            raise RuntimeError(
+                f"this is rank {self._follower.ranks.rank} of a tensor-parallel engine, whose requests go to "
+                "rank 0; call engine.follow() here"
+            )
+        if params is not None and self._leader is not None and not params.of_ids:
+            raise ValueError(
+                "a tensor-parallel engine takes prompts of token ids only; use generate() for embeddings, "
+                "pictures and recordings"
+            )
+
+    # ---- several ranks
+
+    def follow(self) -> bool:
+        """On all ranks but 0 of a tensor-parallel engine: compute what rank 0 schedules.
+
+        Returns False when rank 0 has closed its engine (this one is closed then, too), and True when it has
+        paused: change the model here as there, then call this again. Raises RankError if a rank has failed.
+        While rank 0 is idle this waits, however long.
+        """
+        if self._follower is None:
+            raise RuntimeError("only ranks other than 0 of a tensor-parallel engine follow; this one leads")
+        self._require_open()
+        paused = self._follower.follow()
+        if not paused:
+            self.close()
+        return paused
+
     # ---- requests come in
 
     @property
@@ -621,6 +668,8 @@ class Engine:
 
     @in_turn
     def _advance(self) -> list[Output]:
+        if self._follower is not None:
+            self._require_lead()
         if self._closed or self._paused or self._stepping:
             self._refuse_step()
         if self._inbox:
@@ -733,6 +782,7 @@ class Engine:
         The tokens of requests stay; they are computed again, with the weights of then.
         """
         self._require_open()
+        self._require_lead()
         if self._stepping:
             raise RuntimeError(
                 "a step is running: a processor, criterion or signal handler must not pause the engine"
@@ -741,6 +791,8 @@ class Engine:
             self._let_go()
         with self.pools.memory.lock:
             self._changing(self._put_down)
+        if self._leader is not None and not self._paused:
+            self._leader.pause()
         self._paused = True
         self._pass_on()
 
@@ -770,7 +822,8 @@ class Engine:
         admits = bool(scheduler.waiting or scheduler.preempted) and scheduler.may_admit
         if not running:
             self._adapters.refresh()
-            if self._model_check.changed():
+            changed = self._model_check.changed
+            if changed() if self._leader is None else self._leader.any_changed(changed):
                 self.pools.forget()
                 self._loop.forget()
                 self.runner.look()
@@ -817,6 +870,8 @@ class Engine:
         other requests. Adapters of a peft model are there by their names without this.
         """
         self._require_open()
+        if self._ranks is not None:
+            raise ValueError("a tensor-parallel engine has no adapters; merge them into the model")
         loaded = self._adapters.load(name, source, config)
         self._enter_adapter(name, loaded)
 
@@ -938,9 +993,15 @@ class Engine:
         self._end(list(self._jobs.values()))
         self._loop.in_flight = None
         self.checks.release()
+        if self._leader is not None:
+            self._leader.close()
         self.runner.close()
         self._adapters.close()
+        if self._follower is not None:
+            self._follower.free()
         self.pools.free()
+        if self._ranks is not None:
+            self._ranks.close()
         if self.background is not None:
             self.background.stop(wait=False)
         self._freed = True

@@ -19,6 +19,8 @@ from .multimodal.cross import CrossMedia
 from .multimodal.media import Media
 from .outputs.output import FinishReason, Output
 from .own_code import raised_by, reaches_driver
+from .parallel.leader import Leader
+from .parallel.ranks import RankError
 from .preemption import Preemption
 from .recorder import Recorder
 from .requests.params import RequestParams
@@ -62,6 +64,13 @@ class StepLoop:
         self._sampling = SamplingState(jobs, LastTokens(scheduler.limits.sequences, runner.eager.device))
         self._given: dict[SequenceGroup, RequestParams] = {}
         """Requests whose rows are more than token ids, or are scored."""
+        self.leader: Leader | None = None
+        """What gives each forward to the other ranks, if several processes compute the model."""
+
+    @property
+    def last_tokens(self) -> LastTokens:
+        """The tokens that only the device has."""
+        return self._sampling.last_tokens
 
     def enter(self, job: Job) -> None:
         """A request is in the scheduler's books."""
@@ -77,6 +86,8 @@ class StepLoop:
         if not self.scheduler.running:
             self.pools.expect([*self.scheduler.preempted, *self.scheduler.waiting])
         plan = self.scheduler.schedule()
+        if self.leader is not None:
+            self.leader.prepare(plan)
         self.pools.prepare(plan)
         ended = self._end_unloadable() if self.adapters.failed else []
         if not plan.batch.sequences:
@@ -118,6 +129,8 @@ class StepLoop:
         failed = dict[SequenceGroup, Exception]()
         try:
             answer = self._run(batch)
+        except RankError:  # there is no rank to try requests with
+            raise
         except Exception as error:
             batch, answer, failed = self._run_apart(plan, error)
         self.scheduler.launch(plan, failed)
@@ -140,6 +153,8 @@ class StepLoop:
                 logits.append(answer.logits.clone())  # the next run may overwrite it
                 scores |= answer.scores
                 done += own
+            except RankError:
+                raise
             except Exception as trouble:
                 failed[group] = trouble
         rows = [each for each in logits if len(each)]
@@ -152,7 +167,9 @@ class StepLoop:
         inputs = self._inputs(batch) if self._given else {}
         unseen = () if self.in_flight is None else self.in_flight.sequences
         adapters = self.adapters.of_rows(batch.sequences) if self.adapters.layers else None
-        answer = self.runner.run(ForwardBatch(batch, self._sampling.last_tokens, inputs, unseen, adapters))
+        forward = ForwardBatch(batch, self._sampling.last_tokens, inputs, unseen, adapters)
+        run = self.runner.run
+        answer = run(forward) if self.leader is None else self.leader.run(forward, run)
         for media in shown:
             media.forget_spent()
         return answer
@@ -171,7 +188,7 @@ class StepLoop:
         jobs: list[Job] = []
         if tokens is not None:
             changed: set[str] = set()
-            if tokens.wait():
+            if tokens.wait() if self.leader is None else self.leader.wait(tokens.wait):
                 changed = self._changed_adapters() if self.runner.eager.checks.unseen else changed
                 self.check_model()
                 self.runner.eager.checks.mark_dirty()
@@ -246,6 +263,8 @@ class StepLoop:
         self.in_flight = None
         self.forget()
         self._sampling.clear()
+        if self.leader is not None:
+            self.leader.forget()
         spoiled = isinstance(error, WeightsChanged)
         for job in self.jobs.values():
             job.go_back()

@@ -7,7 +7,7 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +68,8 @@ class Pools:
         counts = Counter(kind for kind in kinds if kind != CROSS)
         counts.update([CROSS] * (cross or kinds.count(CROSS)))  # the last of them
         self.config = config
+        self.agree: Callable[[Sequence[int]], list[int]] = list
+        """Numbers of blocks as all ranks can have them, where several processes have a part of each."""
         self.layers = kinds
         self.cross_layers = cross
         self._model = weakref.ref(model)
@@ -116,10 +118,11 @@ class Pools:
         """
         lengths = [(longest_source if kind == CROSS else longest) or LONGEST for kind in self.groups]
         with self.memory.lock:
-            totals = [
+            affordable = [
                 self._blocks(kind, group, length, captures)
                 for (kind, group), length in zip(self.groups.items(), lengths, strict=True)
             ]
+            totals = self.agree(affordable)
             devices = {group.kind: group.devices for group in self.groups.values()}
             for group in self.groups.values():
                 group.give_back()  # what the trial has left
@@ -169,7 +172,8 @@ class Pools:
             affordable = int(SHARE_OF_HOST * group.share * free) // group.block_bytes
             if wanted is not None and wanted * group.block_bytes > free:
                 raise _no_host(wanted, group)
-            group.host = HostBlocks(group, min(group.pool.total, affordable) if wanted is None else wanted)
+            most = min(group.pool.total, affordable) if wanted is None else wanted
+            group.host = HostBlocks(group, *self.agree([most]))
             if wanted is not None and not group.host.reserve(wanted):
                 raise _no_host(wanted, group)
             logger.info(

@@ -26,7 +26,7 @@ from .offloaded import offloaded, stored
 from .quantized import looks_around, scales_of
 from .switch import modules_of, original_implementation
 from .training import training_effect
-from .weights_digest import PLAIN_TENSORS, Unreadable
+from .weights_digest import PLAIN_TENSORS, Unreadable, memory_of_parts
 
 PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {
@@ -189,7 +189,7 @@ class ModelSnapshot:
         values = [*chain(*map(_values, self._nested.values()), *[source() for source in sources])]
         parts = [value if type(value) in PLAIN else id(value) for value in values]
         own = [module.__dict__[part].values() for module in self.modules for part in TENSORS]
-        where = _addresses(chain(*own, self._tensors))
+        where = _addresses(chain(*own, self._tensors, memory_of_parts(chain(*own))))
         facts = self.facts, tuple(parts), tuple(where), torch_settings(), self.steady
         known = _graph_keys.get(self.model, [])
         for key in known:
@@ -224,7 +224,9 @@ class ModelSnapshot:
 
     def parameters(self) -> Any:
         """Of every parameter which one it is now, where it lies, and how often torch wrote to it."""
-        found = _tags(chain.from_iterable(self._parameters))
+        found: Any = _tags(chain.from_iterable(self._parameters))
+        if self._wrapped:
+            found = found, _tags(memory_of_parts(self._wrapped))
         if not self._elsewhere:
             return found
         try:
@@ -237,6 +239,12 @@ class ModelSnapshot:
     def _parameters(self) -> list[Iterable[torch.Tensor | None]]:
         resident = [module._parameters for module in self.modules if id(module) not in self._elsewhere]
         return [parameters.values() for parameters in resident if parameters]
+
+    @cached_property
+    def _wrapped(self) -> list[torch.Tensor]:
+        """The parameters that consist of other tensors, which torch counts writes to by themselves."""
+        several = [each for each in chain.from_iterable(self._parameters) if each is not None]
+        return [] if PLAIN_TENSORS.issuperset(map(type, several)) else several
 
     def set_since(self, before: ModelSnapshot) -> patches.Restless:
         """The settings that differ from those before, by kind of module. Modules with buffers are left out:
@@ -307,6 +315,7 @@ class _Places:
         self._parts = list(map(_parts_of, self._owns))
         self._empty = [part for part in chain.from_iterable(self._parts) if not part]
         self._tensors = [own[part] for own in self._owns for part in TENSORS if own[part]]
+        self._wrapped = snapshot._wrapped
         self._settings, self._others = self._held(snapshot)
         self._before = self._now()
 
@@ -363,6 +372,7 @@ class _Places:
         return [
             list(map(len, self._tensors)),
             _addresses(chain.from_iterable([part.values() for part in self._tensors])),
+            _addresses(memory_of_parts(self._wrapped)),
             [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in self._attributes],
             list(map(original_implementation, self._configs)),
             [id(patches.own_forward(module)) for module in self._forwards],

@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,9 +38,8 @@ def tensor_facts(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if _wraps(tensor):
-        names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-        return tuple(_facts(getattr(tensor, name)) for name in names)
+    if wraps(tensor):
+        return tuple(_facts(part) for part in tensors_in(tensor))
     version = 0 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -225,18 +224,35 @@ def _by_place(tensors: Sequence[torch.Tensor]) -> dict[Place, list[torch.Tensor]
     return places
 
 
-def _wraps(tensor: torch.Tensor) -> bool:
-    """Whether a tensor consists of others, and has no memory of its own."""
+def wraps(tensor: torch.Tensor) -> bool:
+    """Whether a tensor consists of others, and has no memory of its own: a quantized one, a rank's shard."""
     return type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "__tensor_flatten__")
+
+
+def tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that one consists of. A shard names its mesh of ranks beside its own part."""
+    names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    parts = [getattr(tensor, name) for name in names]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def memory_of_parts(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The tensors with memory inside those of several that consist of others; none of a plain model."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in PLAIN_TENSORS and wraps(tensor):
+            parts = tensors_in(tensor)
+            found += [part for part in parts if not wraps(part)] + memory_of_parts(parts)
+    return found
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
     """The plain tensors that a tensor consists of, in the order of their memory, and whether they had to be
     copied for it.
     """
-    if _wraps(tensor):
-        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            yield from _parts(getattr(tensor, name).detach())
+    if wraps(tensor):
+        for part in tensors_in(tensor):
+            yield from _parts(part.detach())
         return
     if tensor.device.type == "meta" or tensor.layout != torch.strided:
         raise Unreadable(f"a tensor {list(tensor.shape)} on {tensor.device} has no memory to read")

@@ -1,0 +1,117 @@
+"""The other ranks of a tensor-parallel engine: they compute what rank 0 schedules, and decide nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ...blocks import OutOfBlocks
+from ...scheduling import Swaps
+from ..forward_batch import LastTokens
+from ..model_check import ModelCheck
+from ..runner import Runner
+from .leader import Message
+from .message import Received, StepDecoder
+from .ranks import RankError, Ranks
+
+logger = logging.getLogger("hf_paged")
+
+
+class Follower:
+    """Carries out rank 0's messages with the runner and the pools that rank 0 has, too.
+
+    The pools have no books here: one block is held for as long as this follows, so that no layout changes
+    and no memory goes, and blocks are what rank 0 says they are.
+    """
+
+    def __init__(
+        self, ranks: Ranks, runner: Runner, model_check: ModelCheck, forget: Callable[[], None]
+    ) -> None:
+        """forget: drops what was computed with other weights."""
+        self.ranks = ranks
+        self.runner = runner
+        self.pools = runner.eager.pools
+        self._model_check = model_check
+        self._forget = forget
+        self._last_tokens = LastTokens(self.pools.config.limits().sequences, runner.eager.device)
+        self._decoder = StepDecoder(self.pools, self._last_tokens)
+        self._held: list[int] = []
+        self._hold()
+
+    def _hold(self) -> None:
+        self._held = [group.pool.take() for group in self.pools.groups.values()]
+
+    def free(self) -> None:
+        """Hold nothing any more. Twice is once."""
+        for group, block in zip(self.pools.groups.values(), self._held, strict=False):
+            group.pool.drop(block, group.pool.tick())
+        self._held = []
+
+    def follow(self) -> bool:
+        """Follow rank 0 until it pauses (True) or has closed (False). Raises what ended it, if anything."""
+        while True:
+            numbers = self._next()
+            kind = Message(numbers[0]) if numbers else Message.CLOSE
+            if kind is Message.PAUSE:
+                return True
+            if kind is Message.CLOSE:
+                words = self.ranks.ended()
+                if words:
+                    self.ranks.reason = words
+                self.ranks.require_whole()
+                return False
+            try:
+                with self.ranks.together():
+                    if kind is Message.CHECK:
+                        self._check()
+                    else:
+                        self._carry_out(self._decoder.decode(numbers[1:]))
+            except RankError:
+                raise
+            except Exception as error:  # of all ranks, of which rank 0 decides what follows
+                logger.info("a forward failed on all ranks: %s: %s", type(error).__name__, error)
+
+    def _next(self) -> list[int]:
+        """Rank 0's next message, however late; none if it has closed."""
+        self.ranks.require_whole()
+        try:
+            return [] if self.ranks.ended() is not None else self.ranks.receive()
+        except RuntimeError as error:
+            if self.ranks.ended() is not None:
+                return []
+            raise self.ranks.lost(0) from error
+
+    def _check(self) -> None:
+        """No request runs: check the model, and know of the other ranks whether theirs has changed."""
+        changed = self._model_check.changed()
+        if not self.ranks.any(changed):
+            return
+        self.free()
+        self._forget()
+        self._hold()
+        self.runner.look()
+
+    def _carry_out(self, received: Received) -> None:
+        checks = self.runner.eager.checks
+        if received.checks:
+            self._model_check.require_untouched(len(received.batch.rows))
+        else:
+            checks.skip(self._model_check.memory)
+        for group, top in zip(self.pools.groups.values(), received.tops, strict=True):
+            group.reserve(top)
+        for preparation in received.preparations:
+            self._make_room(preparation.swaps)
+            self.pools.prepare(preparation.plan)
+        if received.shares:
+            self.ranks.share(self._last_tokens.tokens)
+        self.runner.run(received.batch)
+
+    def _make_room(self, swaps: Swaps) -> None:
+        """Have memory for blocks that rank 0 puts on the host."""
+        for group, copies in zip(self.pools.groups.values(), swaps.out, strict=True):
+            need = 1 + max((copy.target for copy in copies), default=-1)
+            if group.host is None or not group.host.reserve(need):
+                raise OutOfBlocks(
+                    f"this rank's host has no memory for {need} swapped blocks of the {group.kind.name} "
+                    "layers; lower host_blocks"
+                )

@@ -1,0 +1,70 @@
+"""Ranks become one engine: what they must have alike is found out, or decided, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ...model.tensor_parallel import mesh_of, why_not_divided
+from ..config import EngineConfig
+from ..pools import Pools
+from ..runner import Runner
+from ..support import Unservable
+from .ranks import Ranks
+
+
+def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
+    """The ranks that compute a model together; None if one process has all of it.
+
+    Raises Unservable for models that the engine's ranks cannot compute, on all ranks alike.
+    """
+    mesh = mesh_of(model)
+    if mesh is None:
+        return None
+    reason = _why_not(model, config, mesh.size())
+    if reason is not None:
+        raise Unservable(reason)
+    ranks = Ranks(model, config.rank_timeout)
+    with ranks.together():
+        several = ranks.gather(repr(config))
+    if len(set(several)) > 1:
+        ranks.close()
+        raise ValueError(
+            f"ranks have different options of the engine: {sorted(set(several))}; give all of them the same"
+        )
+    return ranks
+
+
+def _why_not(model: Any, config: EngineConfig, size: int) -> str | None:
+    name = type(model).__name__
+    whole = model._device_mesh.size()
+    if whole != size:
+        return (
+            f"{name} is divided over {whole} ranks, {size} of them by tensor parallelism; the engine takes "
+            "models that are divided by tensor parallelism alone"
+        )
+    if model.config.is_encoder_decoder:
+        return f"{name} is an encoder-decoder on {size} ranks; use generate()"
+    if getattr(model, "peft_config", None):
+        return f"{name} on {size} ranks has adapters; merge them into the model, or use generate()"
+    if config.compile:
+        return f"compile=True is for one process and {name} is on {size} ranks; leave it out"
+    reason = why_not_divided(model)
+    return None if reason is None else f"{reason}; use fewer ranks"
+
+
+@contextmanager
+def tried_alike(ranks: Ranks, pools: Pools, runner: Runner) -> Iterator[None]:
+    """While ranks try a model out and size their pools: the smallest decides, and all take its form."""
+    pools.agree = ranks.smallest
+    try:
+        with ranks.together():
+            yield
+            reasons = ranks.gather((runner.why_rows, runner.why_no_embeddings))
+    except BaseException:
+        ranks.close()
+        raise
+    runner.why_rows = next((rows for rows, _ in reasons if rows is not None), None)

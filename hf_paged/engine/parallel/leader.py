@@ -1,0 +1,79 @@
+"""Rank 0 of a tensor-parallel engine: what its runner and its pools do, all ranks do."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from enum import IntEnum
+
+from ...scheduling import StepPlan
+from ..check_policy import CheckPolicy
+from ..forward_batch import ForwardBatch, LastTokens
+from ..pools import Pools
+from ..sampling.answers import Answer
+from .message import Preparation, StepEncoder
+from .ranks import Ranks
+
+
+class Message(IntEnum):
+    """What the first number of a message says."""
+
+    STEP = 0
+    CHECK = 1
+    PAUSE = 2
+    CLOSE = 3
+
+
+class Leader:
+    """Gives every forward to the other ranks before it is computed here, with what the pools do before it.
+
+    One message a forward: the scheduler, the sampler and the code of requests know nothing of it.
+    """
+
+    def __init__(self, ranks: Ranks, pools: Pools, checks: CheckPolicy, last_tokens: LastTokens) -> None:
+        self.ranks = ranks
+        self._pools = pools
+        self._checks = checks
+        self._last_tokens = last_tokens
+        self._encoder = StepEncoder()
+        self._preparations: list[Preparation] = []
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Note what the pools do for a plan: it goes out with the next forward, in this order."""
+        if plan.swaps or any(plan.copies):
+            self._preparations.append(Preparation(plan.swaps, plan.copies))
+
+    def forget(self) -> None:
+        """A step broke off: no request keeps what was prepared for it."""
+        self._preparations = []
+
+    def run(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Answer]) -> Answer:
+        """Compute a batch on all ranks: rank 0's answer."""
+        with self.ranks.together():
+            tops = [group.pool.top for group in self._pools.groups.values()]
+            numbers, shares = self._encoder.encode(batch, self._preparations, tops, not self._checks.unseen)
+            self.ranks.send(array("i", [Message.STEP]) + numbers)
+            self._preparations = []
+            if shares:
+                self.ranks.share(self._last_tokens.tokens)
+            return run(batch)
+
+    def wait(self, wait: Callable[[], bool]) -> bool:
+        """Wait for the device's answer, which waits for all ranks."""
+        with self.ranks.together(everyone=False):
+            return wait()
+
+    def any_changed(self, look: Callable[[], bool]) -> bool:
+        """Whether the model has changed on any rank."""
+        with self.ranks.together():
+            self.ranks.send(array("i", [Message.CHECK]))
+            return self.ranks.any(look())
+
+    def pause(self) -> None:
+        """Let the other ranks' `follow()` return: their models may change."""
+        with self.ranks.together(everyone=False):
+            self.ranks.send(array("i", [Message.PAUSE]))
+
+    def close(self) -> None:
+        """Let the other ranks' `follow()` return for good, or raise the error that rank 0 ends with."""
+        self.ranks.announce_end(array("i", [Message.CLOSE]))

@@ -1,0 +1,254 @@
+"""A step as one row of numbers: rank 0 writes what its runner takes, the others read it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+from ...blocks import BlockPool, BlockTable, BlockTableArray, Copy
+from ...scheduling import ScheduledBatch, StepPlan, Swaps, TokenSequence
+from ..forward_batch import ForwardBatch, LastTokens, RowInputs
+from ..pools import Pools
+
+UNSEEN = -1
+"""In the place of a token that only rank 0's device has."""
+
+
+class Preparation(NamedTuple):
+    """What the pools do before the rows of a step."""
+
+    swaps: Swaps
+    copies: tuple[tuple[Copy, ...], ...]
+
+    @property
+    def plan(self) -> StepPlan:
+        """A plan of this alone."""
+        return StepPlan(copies=self.copies, swaps=self.swaps)
+
+
+class Received(NamedTuple):
+    """A step as another rank got it."""
+
+    preparations: list[Preparation]
+    tops: list[int]
+    """For every group how many of its first blocks need memory."""
+    checks: bool
+    """Whether rank 0 checks its model in this step."""
+    shares: bool
+    """Whether rank 0's last tokens come along, on the device."""
+    batch: ForwardBatch
+
+
+class StepEncoder:
+    """Writes steps for ranks that know the steps before: of tables what has changed, of rows those that are
+    new.
+    """
+
+    def __init__(self) -> None:
+        self._tables: tuple[BlockTableArray, ...] = ()
+        self._columns: tuple[array[int], ...] = ()
+        self._rows: tuple[TokenSequence, ...] = ()
+
+    def encode(
+        self, batch: ForwardBatch, preparations: Sequence[Preparation], tops: Sequence[int], checks: bool
+    ) -> tuple[array[int], bool]:
+        """The numbers of a step, and whether the last tokens on the device must come along."""
+        rows = batch.rows
+        count = rows.decodes
+        columns = (rows.row_ids, rows.offsets, rows.counts)
+        known = len(columns) == len(self._columns) and all(map(_same, columns, self._columns))
+        unseen = bool(count) and rows.sequences[:count] == batch.unseen[:count]
+        ids = array("i") if unseen else array("i", [_last(each) for each in rows.sequences[:count]])
+        ids.extend(_ids_behind(rows))
+        shares = unseen or UNSEEN in ids
+        out = array("i", [checks, shares, known, unseen, len(rows.sequences), count, rows.step, rows.longest])
+        out.extend(tops)
+        out.append(len(preparations))
+        for each in preparations:
+            _write_preparation(out, each, len(tops))
+        if not known:
+            for column in columns:
+                out.extend(column)
+            self._columns = columns
+        out.extend([bool(samples) for samples in rows.samples[count:]])
+        out.append(len(ids))
+        out.extend(ids)
+        self._write_tables(out, rows)
+        return out, shares
+
+    def _write_tables(self, out: array[int], rows: ScheduledBatch) -> None:
+        """What was written in the tables since the last step; of arrays that are new the rows of the step."""
+        if self._tables is not rows.tables:
+            self._tables = rows.tables
+            for i, tables in enumerate(rows.tables):
+                tables.journal = [(each.row, 0, each.tables[i].end) for each in rows.sequences]
+        for tables in rows.tables:
+            journal = tables.journal or []
+            tables.journal = []
+            out.append(len(journal))
+            for row, first, count in journal:
+                out.extend((row, first, count))
+                out.extend(tables.read(row, first, count))
+
+
+class StepDecoder:
+    """Reads what a StepEncoder has written, and keeps the tables as they are on rank 0."""
+
+    def __init__(self, pools: Pools, last_tokens: LastTokens) -> None:
+        self._pools = pools
+        self._last_tokens = last_tokens
+        self._windows = [kind.window for kind in pools.own]
+        self._tables = tuple(BlockTableArray() for _ in pools.own)
+        self._columns = (array("i"), array("i"), array("i"))
+        self._sequences: dict[int, _Row] = {}
+        self._members: tuple[TokenSequence, ...] = ()
+
+    def decode(self, numbers: Sequence[int]) -> Received:
+        """The step that numbers stand for."""
+        read = iter(numbers)
+        checks, shares, known, unseen, many, decodes, step, longest = _take(read, 8)
+        tops = _take(read, len(self._pools.groups))
+        preparations = [_read_preparation(read, len(tops)) for _ in range(next(read))]
+        if not known:
+            row_ids, offsets, counts = (array("i", _take(read, many)) for _ in range(3))
+            self._columns = (row_ids, offsets, counts)
+            self._members = tuple([self._row(row) for row in row_ids])
+        samples = _take(read, many - decodes)
+        ids = _take(read, next(read))
+        for tables in self._tables:
+            for _ in range(next(read)):
+                row, first, count = _take(read, 3)
+                tables.write(row, first, array("i", _take(read, count)))
+        members = self._members
+        row_ids, offsets, counts = self._columns
+        rows = ScheduledBatch(
+            members,
+            row_ids,
+            offsets,
+            counts,
+            (*[(each,) for each in members[:decodes]],
+             *[(each,) * wanted for each, wanted in zip(members[decodes:], samples, strict=True)]),
+            self._tables,
+            step,
+            longest,
+            decodes,
+        )  # fmt: skip
+        inputs = self._enter(rows, ids, bool(unseen))
+        batch = ForwardBatch(rows, self._last_tokens, inputs, members[:decodes] if unseen else ())
+        return Received(preparations, tops, bool(checks), bool(shares), batch)
+
+    def _row(self, number: int) -> _Row:
+        found = self._sequences.get(number)
+        if found is None:
+            found = self._sequences[number] = _Row(number, self)
+        return found
+
+    def _enter(self, rows: ScheduledBatch, ids: list[int], unseen: bool) -> dict[int, RowInputs]:
+        """Note of every row its place and its ids: those of rows behind the decode batch are inputs."""
+        own = cast(tuple[_Row, ...], rows.sequences)
+        for row, offset, count in zip(own, rows.offsets, rows.counts, strict=True):
+            row.start = offset + rows.step
+            row.end = row.start + count
+        begin = 0
+        if not unseen:
+            begin = rows.decodes
+            for row, token in zip(own[:begin], ids[:begin], strict=True):
+                row.tokens = [token]
+                row.computed = token == UNSEEN
+        inputs = {}
+        for i in range(rows.decodes, len(own)):
+            end = begin + rows.counts[i]
+            known = [token for token in ids[begin:end] if token != UNSEEN]
+            own[i].tokens = []
+            inputs[i] = RowInputs(ids=known)
+            begin = end
+        return inputs
+
+    def table(self, number: int, row: _Row) -> BlockTable:
+        """What a row's table of a group is in this step, as far as its tokens read it."""
+        pool = list(self._pools.own.values())[number].pool
+        window = self._windows[number]
+        released = 0 if window is None else max(0, row.start - window + 1) // pool.block_size
+        blocks = self._tables[number].read(row.row, released, pool.blocks_for(row.end) - released)
+        return _Table(pool, blocks.tolist(), row.end, released)
+
+
+class _Table(BlockTable):
+    """A table of rank 0's, read only: the pool of this rank has no books of it."""
+
+    __slots__ = ()
+
+    def __init__(self, pool: BlockPool, blocks: list[int], length: int, released: int) -> None:
+        self.pool = pool
+        self.blocks = blocks
+        self.length = length
+        self.released = released
+
+
+class _Tables(Sequence[BlockTable]):
+    """The tables of a row, made when they are read: a captured step reads the arrays instead."""
+
+    def __init__(self, row: _Row, decoder: StepDecoder) -> None:
+        self._row = row
+        self._decoder = decoder
+
+    def __len__(self) -> int:
+        return len(self._decoder._tables)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._decoder.table(number, self._row)
+
+
+class _Row(TokenSequence):
+    """A sequence of rank 0's, as far as a forward reads it."""
+
+    __slots__ = ("end", "start")
+
+    def __init__(self, row: int, decoder: StepDecoder) -> None:
+        self.row = row
+        self.start = 0
+        self.end = 0
+        self.tokens = []
+        self.computed = 0
+        self.tables = cast(Any, _Tables(self, decoder))
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other
+
+
+def _last(sequence: TokenSequence) -> int:
+    return sequence.tokens[-1] if len(sequence.tokens) > sequence.computed else UNSEEN
+
+
+def _ids_behind(rows: ScheduledBatch) -> list[int]:
+    """The ids of rows behind the decode batch; a last one may be on its way to the host."""
+    found: list[int] = []
+    for row in rows.rows_behind:
+        known = row.tokens
+        found += known + [UNSEEN] * (row.count - len(known))
+    return found
+
+
+def _take(read: Iterator[int], count: int) -> list[int]:
+    return [next(read) for _ in range(count)]
+
+
+def _write_preparation(out: array[int], preparation: Preparation, groups: int) -> None:
+    swaps = preparation.swaps
+    for several in (swaps.out, swaps.back, preparation.copies):
+        for i in range(groups):
+            copies = several[i] if i < len(several) else ()
+            out.append(len(copies))
+            for copy in copies:
+                out.extend(copy)
+
+
+def _read_preparation(read: Iterator[int], groups: int) -> Preparation:
+    def several() -> tuple[tuple[Copy, ...], ...]:
+        return tuple(tuple(Copy(*_take(read, 2)) for _ in range(next(read))) for _ in range(groups))
+
+    out = several()
+    back = several()
+    return Preparation(Swaps(out, back), several())

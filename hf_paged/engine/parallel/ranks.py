@@ -1,0 +1,285 @@
+"""The processes that compute one model together: how they agree, and how the failure of one ends all."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import sys
+import threading
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...model.tensor_parallel import mesh_of
+
+HEAD = 1024
+"""Numbers of a message that are sent at once; longer ones come in two parts."""
+EVER = timedelta(days=3650)
+"""How long a rank waits for the next message: rank 0 may be idle for as long as it likes."""
+POLL = 0.2
+"""Seconds between two looks of a rank at what became of the others."""
+GRACE = 2.0
+"""Seconds within which an error of all ranks alike reaches all of them."""
+GOODBYE = 5.0
+"""Seconds that rank 0 waits for the others to take its last message."""
+FAULT = "fault"
+CLOSED = "closed"
+_numbers = itertools.count()
+
+
+class RankError(RuntimeError):
+    """A rank has failed, or does not answer: the engine cannot go on, on any rank."""
+
+
+class Ranks:
+    """The ranks of a tensor-parallel engine. Numbers travel over the host (gloo), so that no device waits.
+
+    A rank that fails notes it in the store of the process group. A thread of each rank reads the store, and
+    breaks off whatever its rank waits for; so it does where a step takes more than `timeout` seconds.
+    """
+
+    def __init__(self, model: nn.Module, timeout: float) -> None:
+        mesh = mesh_of(model)
+        assert mesh is not None
+        self.timeout = timeout
+        self.model_group: dist.ProcessGroup = mesh.get_group()
+        members = dist.get_process_group_ranks(self.model_group)
+        self._group = dist.new_group(members, timeout=EVER, backend="gloo", use_local_synchronization=True)
+        self._first = members[0]
+        self.rank = dist.get_rank(self._group)
+        self.size = dist.get_world_size(self._group)
+        base = dist.distributed_c10d._get_default_store()
+        self._store = dist.distributed_c10d.PrefixStore(
+            f"hf_paged/{'-'.join(map(str, members))}/{next(_numbers)}", base
+        )
+        self.reason: str | None = None
+        """Why the engine has ended, if a rank has failed."""
+        self._since: float | None = None
+        self._point = 0
+        """How often the ranks have met: they do so in one order, so equal numbers are one meeting."""
+        self._head = torch.zeros(HEAD, dtype=torch.int32, device="cpu")
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._over), daemon=True)
+        self._watch.start()
+        self._leave_at_exit = _at_exit(weakref.ref(self))
+        atexit.register(self._leave_at_exit)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank schedules and samples."""
+        return self.rank == 0
+
+    # ---- messages
+
+    def send(self, numbers: array[int]) -> None:
+        """Give numbers to all other ranks."""
+        head = self._head
+        whole = torch.frombuffer(numbers, dtype=torch.int32)
+        head[0] = len(numbers)
+        first = min(len(numbers), HEAD - 1)
+        head[1 : 1 + first] = whole[:first]
+        dist.broadcast(head, self._first, group=self._group)
+        if len(numbers) > first:
+            dist.broadcast(whole[first:].contiguous(), self._first, group=self._group)
+
+    def receive(self) -> list[int]:
+        """The next numbers of rank 0, whenever they come."""
+        head = self._head
+        dist.broadcast(head, self._first, group=self._group)
+        count = int(head[0])
+        found: list[int] = head[1 : 1 + min(count, HEAD - 1)].tolist()
+        if count > len(found):
+            rest = torch.zeros(count - len(found), dtype=torch.int32, device="cpu")
+            dist.broadcast(rest, self._first, group=self._group)
+            found += rest.tolist()
+        return found
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Give rank 0's tensor to all, in the order of the device's work."""
+        dist.broadcast(tensor, self._first, group=self.model_group)
+
+    def smallest(self, numbers: Sequence[int]) -> list[int]:
+        """For each number the smallest of all ranks'."""
+        found = torch.tensor(list(numbers), dtype=torch.long, device="cpu")
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
+        smallest: list[int] = found.tolist()
+        return smallest
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any rank."""
+        return self.smallest([not flag]) == [0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks; for what is rare."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    # ---- faults
+
+    @contextmanager
+    def together(self, everyone: bool = True) -> Iterator[None]:
+        """A stretch in which ranks wait for each other. An error that all of them raise is raised as it is;
+        any other ends the engine on all ranks, with one RankError. everyone: whether all ranks come here.
+        """
+        self.require_whole()
+        outer = self._since
+        self._point += everyone and outer is None
+        try:
+            self._since = outer or time.monotonic()
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            if outer is None and not self._alike(error):
+                raise RankError(self.reason) from error
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self._since = outer
+        self.require_whole()
+
+    def require_whole(self) -> None:
+        """Raise if a rank has failed."""
+        if self.reason is not None:
+            raise RankError(self.reason)
+
+    def fail(self, error: BaseException | str) -> None:
+        """End the engine on all ranks. The first reason counts."""
+        what = error if isinstance(error, str) else f"rank {self.rank} raised {_described(error)}"
+        with suppress(RuntimeError):  # the store's process may be gone
+            what = self._store.compare_set(FAULT, "", what).decode() or what
+        self._break_off(what)
+
+    def _alike(self, error: Exception) -> bool:
+        """Whether all ranks have raised at this point. If not, the engine has ended."""
+        try:
+            self._store.set(f"raised/{self._point}/{self.rank}", "1")
+            end = time.monotonic() + GRACE
+            while time.monotonic() < end and self.reason is None:
+                missing = [each for each in range(self.size) if not self._has_raised(each)]
+                if not missing:
+                    return True
+                time.sleep(POLL / 10)
+        except RuntimeError:  # the store's process is gone
+            missing = [0]
+        if self.reason is None:
+            lost = _is_lost_connection(error)
+            self.fail(f"rank {_listed(missing)} has ended or does not answer" if lost else error)
+        return False
+
+    def lost(self, rank: int) -> RankError:
+        """A rank does not answer: why, as soon as that is known."""
+        end = time.monotonic() + GRACE
+        while time.monotonic() < end and self.reason is None:
+            time.sleep(POLL / 10)
+        if self.reason is None:
+            self.fail(f"rank {rank} has ended or does not answer")
+        return RankError(self.reason)
+
+    def _has_raised(self, rank: int) -> bool:
+        return self._store.check([f"raised/{self._point}/{rank}"])
+
+    def look(self) -> None:
+        """See what became of the other ranks, and whether they take too long."""
+        if self.reason is not None:
+            return
+        try:
+            if self._store.check([FAULT]):
+                self._break_off(self._store.get(FAULT).decode())
+        except RuntimeError:
+            self._break_off("the process with the store of the process group has ended")
+        since = self._since
+        if since is not None and time.monotonic() - since > self.timeout:
+            self.fail(f"a step has taken more than rank_timeout={self.timeout:g} seconds: a rank hangs")
+
+    def _break_off(self, reason: str) -> None:
+        """Let no thread of this process wait for another rank any more."""
+        self.reason = self.reason or reason
+        for group in (self.model_group, self._group):
+            _end_waiting(group, self.rank, self.size)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Leave the others. Twice is once."""
+        self._over.set()
+        atexit.unregister(self._leave_at_exit)
+        if threading.current_thread() is not self._watch:
+            self._watch.join()
+
+    def announce_end(self, numbers: array[int]) -> None:
+        """Rank 0 ends, with an error if it handles one: give the others its last message, if they take it."""
+        if self.reason is not None or self._over.is_set():
+            return
+        error = sys.exception() if sys.version_info >= (3, 11) else sys.exc_info()[1]
+        error = error or getattr(sys, "last_value", None)
+        with suppress(RuntimeError):
+            self._store.set(CLOSED, "" if error is None else f"rank 0 raised {_described(error)}")
+            head = self._head
+            head[0] = len(numbers)
+            head[1 : 1 + len(numbers)] = torch.frombuffer(numbers, dtype=torch.int32)
+            work = dist.broadcast(head, self._first, group=self._group, async_op=True)
+            if work is not None:
+                work.wait(timedelta(seconds=GOODBYE))
+
+    def ended(self) -> str | None:
+        """With which words rank 0 has ended, perhaps none; None if it has not."""
+        return self._store.get(CLOSED).decode() if self._store.check([CLOSED]) else None
+
+
+def _watch(whose: weakref.ref[Ranks], over: threading.Event) -> None:
+    """Look after the other ranks until this one leaves them."""
+    while not over.wait(POLL):
+        ranks = whose()
+        if ranks is None:
+            return
+        ranks.look()
+        del ranks
+
+
+def _at_exit(whose: weakref.ref[Ranks]) -> Callable[[], None]:
+    def leave() -> None:
+        ranks = whose()
+        if ranks is not None:
+            ranks._over.set()
+
+    return leave
+
+
+def _end_waiting(group: dist.ProcessGroup, rank: int, size: int) -> None:
+    """Make everything that waits in a process group raise, in this process."""
+    for backend in group._device_types:
+        own: Any = group._get_backend(backend)
+        if own.name() != "gloo":
+            with suppress(RuntimeError):
+                own.abort()
+            continue
+        for other in range(size):
+            if other != rank:  # a wait that times out closes the connection
+                with suppress(RuntimeError):
+                    nothing = torch.zeros(1, dtype=torch.int32, device="cpu")
+                    own.recv([nothing], other, 2**30).wait(timedelta(milliseconds=1))
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    """Whether a rank has raised because another one did not answer."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "pair closure" in str(error)
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
