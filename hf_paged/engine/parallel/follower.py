@@ -110,7 +110,7 @@ class Follower:
         """Have memory for blocks that rank 0 puts on the host."""
         for group, copies in zip(self.pools.groups.values(), swaps.out, strict=True):
             need = 1 + max((copy.target for copy in copies), default=-1)
-            if group.host is None or not group.host.reserve(need):
+            if need and (group.host is None or not group.host.reserve(need)):
                 raise OutOfBlocks(
                     f"this rank's host has no memory for {need} swapped blocks of the {group.kind.name} "
                     "layers; lower host_blocks"

@@ -52,7 +52,10 @@ class Ranks:
         self.timeout = timeout
         self.model_group: dist.ProcessGroup = mesh.get_group()
         members = dist.get_process_group_ranks(self.model_group)
-        self._group = dist.new_group(members, timeout=EVER, backend="gloo", use_local_synchronization=True)
+        self._group = dist.new_group(
+            members, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
+        )
+        dist.distributed_c10d._set_pg_timeout(EVER, self._group)
         self._first = members[0]
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
@@ -162,21 +165,30 @@ class Ranks:
         self._break_off(what)
 
     def _alike(self, error: Exception) -> bool:
-        """Whether all ranks have raised at this point. If not, the engine has ended."""
+        """Whether all ranks have raised an error of their own at this point. If not, the engine has ended."""
+        lost = _is_lost_connection(error)
+        missing = [0]
         try:
-            self._store.set(f"raised/{self._point}/{self.rank}", "1")
+            self._store.set(f"here/{self._point}/{self.rank}", "1")
+            if not lost:
+                self._store.set(f"raised/{self._point}/{self.rank}", "1")
+            self.look()
             end = time.monotonic() + GRACE
             while time.monotonic() < end and self.reason is None:
-                missing = [each for each in range(self.size) if not self._has_raised(each)]
-                if not missing:
+                missing = self._missing("here")
+                if not self._missing("raised"):
                     return True
                 time.sleep(POLL / 10)
-        except RuntimeError:  # the store's process is gone
-            missing = [0]
+        except RuntimeError:  # the store's process is gone, and most likely rank 0 with it
+            pass
         if self.reason is None:
-            lost = _is_lost_connection(error)
-            self.fail(f"rank {_listed(missing)} has ended or does not answer" if lost else error)
+            gone = f"rank {', '.join(map(str, missing))} has ended or does not answer"
+            self.fail(gone if lost and missing else error)
         return False
+
+    def _missing(self, what: str) -> list[int]:
+        """The ranks that have not noted something at this point."""
+        return [each for each in range(self.size) if not self._store.check([f"{what}/{self._point}/{each}"])]
 
     def lost(self, rank: int) -> RankError:
         """A rank does not answer: why, as soon as that is known."""
@@ -186,9 +198,6 @@ class Ranks:
         if self.reason is None:
             self.fail(f"rank {rank} has ended or does not answer")
         return RankError(self.reason)
-
-    def _has_raised(self, rank: int) -> bool:
-        return self._store.check([f"raised/{self._point}/{rank}"])
 
     def look(self) -> None:
         """See what became of the other ranks, and whether they take too long."""
@@ -213,6 +222,9 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the others. Twice is once."""
+        if not self._over.is_set():
+            with suppress(RuntimeError):  # the store's process may be gone
+                self._store.set(f"left/{self.rank}", "1")
         self._over.set()
         atexit.unregister(self._leave_at_exit)
         if threading.current_thread() is not self._watch:
@@ -222,16 +234,21 @@ class Ranks:
         """Rank 0 ends, with an error if it handles one: give the others its last message, if they take it."""
         if self.reason is not None or self._over.is_set():
             return
-        error = sys.exception() if sys.version_info >= (3, 11) else sys.exc_info()[1]
-        error = error or getattr(sys, "last_value", None)
+        error = sys.exception() or getattr(sys, "last_value", None)
         with suppress(RuntimeError):
             self._store.set(CLOSED, "" if error is None else f"rank 0 raised {_described(error)}")
-            head = self._head
-            head[0] = len(numbers)
-            head[1 : 1 + len(numbers)] = torch.frombuffer(numbers, dtype=torch.int32)
-            work = dist.broadcast(head, self._first, group=self._group, async_op=True)
-            if work is not None:
-                work.wait(timedelta(seconds=GOODBYE))
+            self._head[0] = len(numbers)
+            self._head[1 : 1 + len(numbers)] = torch.frombuffer(numbers, dtype=torch.int32)
+            work: Any = dist.broadcast(self._head, self._first, group=self._group, async_op=True)
+            end = time.monotonic() + GOODBYE
+            while not work.is_completed() and not self._alone() and time.monotonic() < end:
+                time.sleep(POLL / 100)
+            if not work.is_completed():
+                _end_waiting(self._group, self.rank, self.size)
+
+    def _alone(self) -> bool:
+        """Whether all other ranks have left."""
+        return all(self._store.check([f"left/{each}"]) for each in range(self.size) if each != self.rank)
 
     def ended(self) -> str | None:
         """With which words rank 0 has ended, perhaps none; None if it has not."""
@@ -279,7 +296,3 @@ def _is_lost_connection(error: Exception) -> bool:
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

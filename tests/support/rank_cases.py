@@ -1,0 +1,373 @@
+"""What several ranks compute together, run under torchrun: `rank_cases.py FOLDER`. Each case leaves a line.
+
+The reference is the same engine, or generate(), on the whole model in rank 0's own process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers as tf
+from engine_answers import KINDS, PROMPTS, _model, alone, answers, checked_answers, right
+from rank_models import DIVIDED
+from rank_names import CASES
+
+from hf_paged.engine import Engine
+from hf_paged.engine.parallel import RankError
+from hf_paged.kv import budget
+
+FOLDER = Path(sys.argv[1])
+NEW = 9
+ASKED = [(p, k) for k in range(len(KINDS)) for p in (0, 1, 3)]
+SMALL = {
+    "block_size": 4,
+    "num_blocks": 60,
+    "max_batch_tokens": 11,
+    "max_batch_sequences": 6,
+    "rank_timeout": 20.0,
+}
+
+
+def loaded(name: str, **options: Any) -> Any:
+    """A family's model, divided over the ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer releases have another name for the argument
+        options = options or {"tp_plan": "auto"}
+        return tf.AutoModelForCausalLM.from_pretrained(FOLDER / name, **options).eval()
+
+
+def led(rank: int, model: Any, act: Callable[[Engine], Any], **options: Any) -> Any:
+    """What `act` does with rank 0's engine, while the others follow."""
+    with Engine(model, **{**SMALL, **options}) as engine:
+        if rank == 0:
+            return act(engine)
+        assert not engine.follow()
+    return None
+
+
+def asked(engine: Engine, requests: list[tuple[int, int]]) -> list[list[list[int]]]:
+    """The answers of requests that are submitted together."""
+    handles = [engine.submit(PROMPTS[p], max_new_tokens=NEW, seed=p, **KINDS[k]) for p, k in requests]
+    return checked_answers(engine, handles)
+
+
+def compare(name: str, rank: int, requests: list[tuple[int, int]] = ASKED, **options: Any) -> dict[str, Any]:
+    """Requests of an engine on all ranks, held to the same requests alone in one process: its counts."""
+
+    def act(engine: Engine) -> dict[str, Any]:
+        found = asked(engine, requests)
+        again = asked(engine, requests[:3])  # an idle engine, and what is cached
+        stats = engine.stats()
+        expected = [right(name, p, k, NEW) for p, k in requests]
+        assert found == expected, (found, expected)
+        assert again == expected[:3]
+        return stats
+
+    stats: dict[str, Any] = led(rank, loaded(name), act, **options) or {}
+    return stats
+
+
+# ---- the engine
+
+
+def chunks_recomputation_and_hits(rank: int) -> None:
+    name = "llama-3" if dist.get_world_size() == 3 else "llama"
+    stats = compare(name, rank, preemption="recompute", num_blocks=26, max_batch_sequences=10)
+    if rank == 0:
+        assert stats["preemptions"] > 0
+        assert stats["hits"] > 0
+
+
+def swap(rank: int) -> None:
+    stats = compare("llama", rank, preemption="swap", num_blocks=26, max_batch_sequences=10)
+    if rank == 0:
+        assert stats["swapped_out"] > 0
+        assert stats["swapped_in"] > 0
+
+
+def steps_ahead_of_their_tokens(rank: int) -> None:
+    compare("llama", rank, run_ahead=True)
+
+
+def windows(rank: int) -> None:
+    compare("qwen2-window", rank, run_ahead=True)
+
+
+def long_messages(rank: int) -> None:
+    """A step that needs more numbers than the first part of a message has."""
+
+    def act(engine: Engine) -> None:
+        prompts = [[5 + (7 * i + row) % 90 for i in range(220)] for row in range(12)]
+        outputs = engine.generate(prompts, max_new_tokens=3, do_sample=False)
+        assert [answers(each) for each in outputs] == [
+            alone(_model("llama"), prompt, max_new_tokens=3, do_sample=False) for prompt in prompts
+        ]
+
+    led(rank, loaded("llama"), act, num_blocks=900, max_batch_tokens=2048, max_batch_sequences=12)
+
+
+class _Forced:
+    """A processor of a request: rank 0's alone."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([7 + ids.shape[1] % 3]), 100.0)
+
+
+def processors_and_criteria(rank: int) -> None:
+    def act(engine: Engine) -> None:
+        def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.full((len(ids),), ids.shape[1] >= 8)
+
+        keywords = {
+            "do_sample": False,
+            "max_new_tokens": NEW,
+            "logits_processor": [_Forced()],
+            "stopping_criteria": [criterion],
+        }
+        found = answers(engine.submit(PROMPTS[0], **keywords).result())
+        assert found == alone(_model("llama"), PROMPTS[0], **keywords)
+
+        def broken(*_: Any) -> torch.Tensor:
+            raise KeyError("mine")
+
+        bad = engine.submit(PROMPTS[0], logits_processor=[broken], max_new_tokens=3)
+        good = engine.submit(PROMPTS[1], max_new_tokens=3, do_sample=False)
+        assert answers(good.result()) == alone(_model("llama"), PROMPTS[1], max_new_tokens=3, do_sample=False)
+        assert isinstance(bad.result().error, KeyError)
+
+    led(rank, loaded("llama"), act)
+
+
+def pause_and_new_weights(rank: int) -> None:
+    model = loaded("llama")
+    with Engine(model, **SMALL) as engine:
+        if rank == 0:
+            handle = engine.submit(PROMPTS[1], max_new_tokens=NEW, do_sample=False)
+            cancelled = engine.submit(PROMPTS[3], max_new_tokens=NEW)
+            for _ in range(4):
+                engine.step()
+            cancelled.cancel()
+            engine.pause()
+        else:
+            assert engine.follow() is True
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1)
+        if rank == 0:
+            engine.resume()
+            handle.result()
+            found = answers(engine.submit(PROMPTS[1], max_new_tokens=NEW, do_sample=False).result())
+            other = tf.AutoModelForCausalLM.from_pretrained(FOLDER / "llama").eval()
+            with torch.no_grad():
+                other.lm_head.weight.mul_(-1)
+            assert found == alone(other, PROMPTS[1], max_new_tokens=NEW, do_sample=False)
+            assert cancelled.result().finish_reason == "abort"
+        else:
+            assert engine.follow() is False
+
+
+def a_thread_that_waits(rank: int) -> None:
+    """An idle engine is no hang: ranks wait for longer than a step may take."""
+
+    def act(engine: Engine) -> None:
+        engine.start()
+        time.sleep(1.5)
+        found = answers(engine.submit(PROMPTS[1], max_new_tokens=NEW, do_sample=False).result())
+        assert found == alone(_model("llama"), PROMPTS[1], max_new_tokens=NEW, do_sample=False)
+        time.sleep(1.2)
+
+    led(rank, loaded("llama"), act, rank_timeout=1.0)
+
+
+def an_error_of_all_ranks(rank: int) -> None:
+    """It ends the request that causes it and no other."""
+    model = loaded("llama")
+    forward = model.model.layers[1].mlp.forward
+
+    def picky(states: torch.Tensor) -> torch.Tensor:
+        if states.shape[1] == 5 or states.shape[1] == 5 + 17:
+            raise ZeroDivisionError("five tokens")
+        return forward(states)
+
+    def act(engine: Engine) -> None:
+        bad = engine.submit([9, 8, 7, 6, 5], max_new_tokens=3, do_sample=False)
+        good = engine.submit(PROMPTS[1], max_new_tokens=3, do_sample=False)
+        assert isinstance(bad.result().error, ZeroDivisionError)
+        assert answers(good.result()) == alone(_model("llama"), PROMPTS[1], max_new_tokens=3, do_sample=False)
+
+    model.model.layers[1].mlp.forward = picky
+    led(rank, model, act, max_batch_tokens=64)
+
+
+def the_smallest_rank_decides(rank: int) -> None:
+    whole = budget.free_bytes
+    from hf_paged.engine import pools
+
+    pools.free_bytes = lambda device: (1 << 22) - (rank << 21)
+    try:
+        engine = Engine(loaded("llama"), block_size=4, memory_fraction=0.5)
+    finally:
+        pools.free_bytes = whole
+    totals = engine._ranks.gather([group.pool.total for group in engine.pools.groups.values()])
+    hosts = engine._ranks.gather([group.host.most for group in engine.pools.groups.values()])
+    assert totals[0] == totals[1] == [(1 << 20) // engine.pools.groups[engine.pools.layers[0]].block_bytes]
+    assert hosts[0] == hosts[1]
+    if rank == 0:
+        engine.close()
+    else:
+        assert not engine.follow()
+
+
+def wrong_uses(rank: int) -> None:
+    model = loaded("llama")
+    with Engine(model, **SMALL) as engine:
+        if rank == 0:
+            raises(RuntimeError, "leads", engine.follow)
+            raises(ValueError, "merge them", lambda: engine.add_adapter("a", "nowhere"))
+            embeds = torch.zeros(3, model.config.hidden_size)
+            raises(
+                ValueError, "token ids only", lambda: engine.submit(inputs_embeds=embeds, max_new_tokens=2)
+            )
+        else:
+            raises(RuntimeError, "rank 1 .*rank 0; call engine.follow", lambda: engine.submit([5, 6]))
+            raises(RuntimeError, "rank 1", engine.step)
+            assert not engine.follow()
+            raises(RuntimeError, "closed", engine.follow)
+    raises(ValueError, "different options", lambda: Engine(model, block_size=4 << rank))
+    raises(ValueError, "compile=True", lambda: Engine(model, compile=True))
+
+
+def raises(kind: type[BaseException], words: str, act: Callable[[], Any]) -> None:
+    import pytest
+
+    with pytest.raises(kind, match=f"(?s){words}"):
+        act()
+
+
+def words_of_rank_0(rank: int) -> None:
+    """What ends rank 0's block reaches the others."""
+    model = loaded("llama")
+    if rank == 0:
+        try:
+            with Engine(model, **SMALL):
+                raise LookupError("no prompts")
+        except LookupError:
+            return
+    with Engine(model, **SMALL) as engine:
+        raises(RankError, "rank 0 raised LookupError: no prompts", engine.follow)
+
+
+def other_families(rank: int) -> None:
+    """Experts, norms of heads, windows and sinks: whole KV heads on each rank, or a part."""
+    for name in sorted(set(DIVIDED) - {"llama", "qwen2-window", "llama-3", "llama-5"}):
+        compare(name, rank, [(p, k) for k in (0, 3, 6) for p in (1, 3)])
+
+
+def heads_that_ranks_do_not_divide(rank: int) -> None:
+    try:
+        model = loaded("llama-5")
+    except ValueError as error:
+        raise AssertionError("transformers refuses it by now") from error
+    raises(ValueError, "5 KV heads, which 2 ranks cannot divide", lambda: Engine(model, **SMALL))
+
+
+# ---- generate()
+
+
+# ---- faults: the process groups are gone behind each of them
+
+
+def begin_again(number: int) -> None:
+    """New process groups."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{FOLDER}/groups-{number}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=60),
+    )
+
+
+def _spoiled(model: Any, rank: int, act: Callable[[], Any]) -> None:
+    """Let a rank do something in the middle of its fifth forward behind now."""
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    count = [0]
+
+    def spoilt(states: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        if dist.get_rank() == rank and count[0] == 5:
+            act()
+        return forward(states)
+
+    mlp.forward = spoilt
+
+
+def _broken(rank: int, act: Callable[[], Any], words: str, seconds: float, **options: Any) -> None:
+    """One error on all ranks, soon, and nothing that hangs behind it."""
+    model = loaded("llama-3")
+    engine = Engine(model, **{**SMALL, **options})
+    _spoiled(model, 1, act)
+    begin = time.monotonic()
+    if rank == 0:
+        handle = engine.submit(PROMPTS[1], max_new_tokens=NEW, do_sample=False)
+        raises(RankError, words, handle.result)
+        raises(RankError, words, handle.result)
+    else:
+        raises(RankError, words, engine.follow)
+    assert time.monotonic() - begin < seconds
+    engine.close()
+
+
+def a_rank_that_raises(rank: int) -> None:
+    def act() -> None:
+        raise ValueError("mine")
+
+    _broken(rank, act, "rank 1 raised ValueError: mine", 8.0)
+
+
+def a_rank_that_hangs(rank: int) -> None:
+    begin_again(1)
+    _broken(rank, lambda: time.sleep(4), "rank_timeout=1 seconds", 8.0, rank_timeout=1)
+
+
+def a_rank_that_dies(rank: int) -> None:
+    begin_again(2)
+    _broken(rank, lambda: os._exit(0), "rank 1 has ended", 8.0)
+
+
+def main() -> None:
+    size = int(os.environ["WORLD_SIZE"])
+    wanted = sys.argv[2:] or [name for number, name, _ in CASES if number == size]
+    torch.set_num_threads(1)
+    for name in wanted:
+        begin = time.monotonic()
+        trouble = None
+        try:
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+            globals()[name](dist.get_rank())
+        except BaseException:
+            trouble = traceback.format_exc()
+        line = {"case": name, "trouble": trouble, "seconds": time.monotonic() - begin}
+        with (FOLDER / f"ranks-{size}-{os.environ['RANK']}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if trouble is not None:
+            print(os.environ["RANK"], name, trouble, file=sys.stderr, flush=True)
+            break  # the others wait in a place of their own
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Models that ranks compute together: `save(folder)` leaves each where `from_pretrained` finds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers as tf
+from families import BY_NAME, FAMILIES, LONG, SMALL, TOKENS, Family, build
+
+
+def _llama(queries: int, keys: int) -> tf.PreTrainedModel:
+    options: dict[str, Any] = {**SMALL, **TOKENS, **LONG, "hidden_size": 8 * queries}
+    options |= {"num_attention_heads": queries, "num_key_value_heads": keys}
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**options))
+
+
+OWN = [
+    Family("llama-3", lambda: _llama(6, 3)),
+    Family("llama-5", lambda: _llama(10, 5)),
+]
+DIVIDED = ["llama", "qwen2-window", "qwen3", "mixtral", "qwen3-moe", "gpt-oss", *(each.name for each in OWN)]
+BY_NAME |= {family.name: family for family in (*FAMILIES, *OWN)}
+
+
+def save(folder: Path) -> None:
+    """Write every model that ranks load."""
+    for name in DIVIDED:
+        build(BY_NAME[name]).save_pretrained(folder / name)
