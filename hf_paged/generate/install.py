@@ -23,6 +23,7 @@ from ..model.support import prepares_none, warn, why_dropped, why_not
 from ..model.training import why_random
 from .cache import PagedCache, paged_parts
 from .call import Call, current, settle_models
+from .ranks import check_ranks
 
 WORD = "paged"
 EXPECTED = {
@@ -202,6 +203,7 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
             generation_config.cache_implementation = None
         if call is None or not patch.active or not _takes(self, generation_config, model_kwargs):
             return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        check_ranks(self, generation_config)
         given = model_kwargs.get("past_key_values")
         options = None if generation_config.cache_config is None else _options(generation_config)
         cache = _made(self, options or CacheConfig()) if given is None else _given(self, given, options)

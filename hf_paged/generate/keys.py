@@ -16,6 +16,7 @@ from ..model.adapters.identity import AdapterStates
 from ..model.hooks import names_of_rows
 from ..model.routers import WHY, routers_of
 from ..model.snapshot import PLAIN, hooks_everywhere
+from ..model.tensor_parallel import mesh_of
 from ..model.training import why_random
 
 PLACES = ("input_ids", "inputs_embeds", "position_ids")
@@ -150,4 +151,6 @@ def why_never(complete: bool, model: Any) -> str | None:
         return WHY
     if hooks_everywhere():
         return "hooks run in all modules of the process"
+    if mesh_of(model) is not None:
+        return "several ranks compute the model, each with a cache of its own; the engine shares prefixes"
     return None

@@ -278,10 +278,54 @@ def heads_that_ranks_do_not_divide(rank: int) -> None:
         model = loaded("llama-5")
     except ValueError as error:
         raise AssertionError("transformers refuses it by now") from error
-    raises(ValueError, "5 KV heads, which 2 ranks cannot divide", lambda: Engine(model, **SMALL))
+    words = "5 KV heads, which 2 ranks cannot divide"
+    raises(ValueError, words, lambda: Engine(model, **SMALL))
+    ids = torch.tensor([PROMPTS[1]])
+    raises(ValueError, words, lambda: model.generate(ids, cache_implementation="paged"))
 
 
 # ---- generate()
+
+MODES: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"num_beams": 3, "num_return_sequences": 2, "do_sample": False},
+    {"do_sample": True, "top_k": 30, "num_return_sequences": 2},
+]
+
+
+def generated(model: Any, mode: dict[str, Any], **options: Any) -> list[list[int]]:
+    """What generate() answers to two prompts, one of them padded, with draws under one seed."""
+    ids = torch.tensor([[0] * 8 + PROMPTS[2], PROMPTS[1]])
+    torch.manual_seed(11)
+    mask = (ids != 0).long()
+    answer = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, **mode, **options)
+    tokens: list[list[int]] = answer.tolist()
+    return tokens
+
+
+def generate(rank: int) -> None:
+    """All ranks call it, and all have the tokens of one process."""
+    for name in sorted(set(DIVIDED) - {"llama-3", "llama-5"}):
+        model = loaded(name)
+        for mode in MODES:
+            found = generated(model, mode, cache_implementation="paged")
+            assert found == generated(_model(name), mode), (name, mode)
+
+
+def draws_of_ranks(rank: int) -> None:
+    """Other random states: rank 0's are taken, with one warning."""
+    model = loaded("llama")
+    ids = torch.tensor([PROMPTS[1]])
+    mode = {"do_sample": True, "max_new_tokens": NEW, "cache_implementation": "paged"}
+    torch.manual_seed(rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tokens = model.generate(ids, **mode).tolist()
+        model.generate(ids, **mode)  # alike by now
+    found = [str(each.message) for each in caught if "random states" in str(each.message)]
+    assert len(found) == (rank == 0), found
+    torch.manual_seed(0)
+    assert tokens == _model("llama").generate(ids, **mode).tolist()
 
 
 # ---- faults: the process groups are gone behind each of them

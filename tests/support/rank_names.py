@@ -17,6 +17,8 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "wrong_uses", ()),
     (2, "heads_that_ranks_do_not_divide", ()),
     (2, "words_of_rank_0", ()),
+    (2, "generate", ()),
+    (2, "draws_of_ranks", ()),
     (3, "chunks_recomputation_and_hits", ()),
     (3, "a_rank_that_raises", ()),
     (3, "a_rank_that_hangs", ()),
