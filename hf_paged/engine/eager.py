@@ -19,6 +19,7 @@ from ..model.mla import defer_expansion, expanding_classes
 from ..model.offloaded import input_device
 from ..model.slots import CROSS
 from ..model.switch import decoder_configs, restore, switch
+from ..model.tensor_parallel import LocalLayers
 from ..scheduling import TokenSequence
 from .adapters import EngineAdapters
 from .cache import StepCache
@@ -74,6 +75,7 @@ class EagerModel:
         """Attention classes that expand latents, which steps read unexpanded."""
         self.adapters: EngineAdapters | None = None
         """Those of requests, once the model has been tried out as it is."""
+        self._local = LocalLayers(model)
         self._plugged = False
         self._plans: dict[LayerKind, dict[object, Any]] = {}
         parameters = inspect.signature(model.forward).parameters
@@ -256,6 +258,7 @@ class EagerModel:
             self._plugged = True
             defer_expansion(self.expanding)
             switch(self.configs, NAME, self)
+            self._local.put_in()
             return act()
         finally:
             self.unplug()
@@ -265,6 +268,7 @@ class EagerModel:
         again.
         """
         self._plugged = False
+        self._local.take_out()
         restore(self.configs, self)
 
     # ---- as it is

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
+
+from .patches import mark_wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,3 +65,129 @@ def why_not_divided(model: nn.Module) -> str | None:
 def _style(plan: dict[str, str], names: tuple[str, ...]) -> str | None:
     """How a plan divides the first of these projections that it names."""
     return next((style for key, style in plan.items() if key.rsplit(".", 1)[-1] in names), None)
+
+
+# ---- layers on a rank's own part
+
+
+class LocalLayers:
+    """Linear layers and embeddings of a divided model that compute with their rank's part as it is.
+
+    Transformers' own forwards go by way of DTensor, or of context managers, in every layer: the same
+    operations, some of which no CUDA graph takes. In between the model is as the user has it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._forwards: list[tuple[dict[str, Any], Forward, Forward]] = []
+        """Of every layer its attributes, the forward that transformers gave it, and ours."""
+        mesh = mesh_of(model)
+        if mesh is None:
+            return
+        plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+        for name, module in model.named_modules():
+            make = LOCAL.get((type(module), plan.get(re.sub(r"\d+", "*", name), "")))
+            own = module.__dict__.get("forward")
+            if make is not None and own is not None and _is_divided(module, mesh.size()):
+                ours = functools.wraps(own)(_or(make(module, mesh.get_group()), own))
+                mark_wrapper(ours)
+                self._forwards.append((module.__dict__, own, ours))
+
+    def put_in(self) -> None:
+        """Let the layers compute as this does."""
+        for module, _, ours in self._forwards:
+            module["forward"] = ours
+
+    def take_out(self) -> None:
+        """Give the layers their forwards back. Twice is once."""
+        for module, theirs, ours in self._forwards:
+            if module.get("forward") is ours:
+                module["forward"] = theirs
+
+
+Forward = Callable[..., Any]
+
+
+def _is_divided(module: nn.Module, size: int) -> bool:
+    """Whether each rank has an equal part of a layer's weight, and nothing is quantized."""
+    weight: Any = module._parameters.get("weight")
+    if not hasattr(weight, "placements") or hasattr(module, "_hf_quantized_needs_local_tp"):
+        return False
+    shards = [each.dim for each in weight.placements if each.is_shard()]
+    return all(weight.shape[dim] % size == 0 for dim in shards)
+
+
+def _or(ours: Forward, theirs: Forward) -> Forward:
+    """Our forward for plain tensors without gradients, theirs for all others."""
+
+    def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = type(x) is torch.Tensor and not args and not kwargs and not torch.is_grad_enabled()
+        return ours(x) if plain else theirs(x, *args, **kwargs)
+
+    return forward
+
+
+def _local(module: nn.Module, name: str) -> Any:
+    """A rank's part of a parameter."""
+    parameter: Any = module._parameters.get(name)
+    return parameter._local_tensor if hasattr(parameter, "_local_tensor") else parameter
+
+
+def _columns(module: nn.Module, group: Any) -> Forward:
+    """A part of the outputs: x [..., in] to [..., out / ranks]."""
+    return lambda x: functional.linear(x, _local(module, "weight"), _local(module, "bias"))
+
+
+def _rows(module: nn.Module, group: Any) -> Forward:
+    """A part of the inputs: x [..., in / ranks] to [..., out], summed over the ranks."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        found = functional.linear(x, _local(module, "weight"))
+        dist.all_reduce(found, group=group)
+        bias = _local(module, "bias")
+        return found if bias is None else found + bias
+
+    return forward
+
+
+def _gathered(module: nn.Module, group: Any) -> Forward:
+    """A part of the outputs, and those of all ranks: x [..., in] to [..., out]."""
+    part = _columns(module, group)
+    size = dist.get_world_size(group)
+    # The older name warns where there is the newer one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        own = part(x)
+        flat = own.reshape(-1, own.shape[-1])
+        parts = torch.empty(size * len(flat), flat.shape[1], dtype=own.dtype, device=own.device)
+        gather(parts, flat.contiguous(), group=group)
+        whole = parts.view(size, len(flat), -1).transpose(0, 1)
+        return whole.reshape(*own.shape[:-1], size * own.shape[-1])
+
+    return forward
+
+
+def _embedding(module: nn.Module, group: Any) -> Forward:
+    """A part of the vocabulary: ids [...] to [..., hidden], each from the rank that has it."""
+    rank = dist.get_rank(group)
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        weight = _local(module, "weight")
+        own = ids - rank * len(weight)
+        absent = (own < 0) | (own >= len(weight))
+        found = functional.embedding(own.masked_fill(absent, 0), weight)
+        found = found.masked_fill(absent[..., None], 0)
+        dist.all_reduce(found, group=group)
+        return found
+
+    return forward
+
+
+LOCAL: dict[tuple[type, str], Callable[[nn.Module, Any], Forward]] = {
+    (nn.Linear, "colwise"): _columns,
+    (nn.Linear, "rowwise"): _rows,
+    (nn.Linear, "colwise_gather_output"): _gathered,
+    (nn.Linear, "colwise_rep"): _gathered,
+    (nn.Embedding, "embedding_rowwise"): _embedding,
+}
+"""The forwards of layers by their class and their name in the plan."""

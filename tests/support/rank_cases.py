@@ -22,10 +22,12 @@ import transformers as tf
 from engine_answers import KINDS, PROMPTS, _model, alone, answers, checked_answers, right
 from rank_models import DIVIDED
 from rank_names import CASES
+from tape import record
 
 from hf_paged.engine import Engine
 from hf_paged.engine.parallel import RankError
 from hf_paged.kv import budget
+from hf_paged.model.capture.rehearsal import RECORDERS
 
 FOLDER = Path(sys.argv[1])
 NEW = 9
@@ -102,6 +104,17 @@ def steps_ahead_of_their_tokens(rank: int) -> None:
 
 def windows(rank: int) -> None:
     compare("qwen2-window", rank, run_ahead=True)
+
+
+def captured_steps(rank: int) -> None:
+    """Replayed on all ranks, collectives included; a tape stands in for CUDA graphs."""
+    RECORDERS["cpu"] = record
+    try:
+        stats = compare("llama", rank, run_ahead=True)
+    finally:
+        del RECORDERS["cpu"]
+    if rank == 0:
+        assert stats["graphs"]["replayed"] > 10
 
 
 def long_messages(rank: int) -> None:

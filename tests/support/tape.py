@@ -42,12 +42,21 @@ class Tape(TorchDispatchMode):
                 }
                 made = [x for x in tree_leaves(answer) if isinstance(x, torch.Tensor)]
                 views = any(x.untyped_storage().data_ptr() in places for x in made)
-                if views and not func._schema.is_mutable:
-                    continue
-                again = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+                if views and not func._schema.is_mutable and func.namespace != "c10d":
+                    continue  # collectives write without saying so
+                leaves = tree_leaves(func(*args, **kwargs))
+                _wait(leaves)
+                again = [x for x in leaves if isinstance(x, torch.Tensor)]
                 if not views:
                     for old, new in zip(made, again, strict=True):
                         old.copy_(new)
+
+
+def _wait(leaves: list[Any]) -> None:
+    """Wait for collectives: on a CPU threads carry them out, on a device the stream does."""
+    for each in leaves:
+        if isinstance(each, torch.ScriptObject):
+            torch.distributed.Work.unbox(each).wait()
 
 
 def record(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:

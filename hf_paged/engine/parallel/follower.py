@@ -36,10 +36,9 @@ class Follower:
         self._last_tokens = LastTokens(self.pools.config.limits().sequences, runner.eager.device)
         self._decoder = StepDecoder(self.pools, self._last_tokens)
         self._held: list[int] = []
-        self._hold()
 
     def _hold(self) -> None:
-        self._held = [group.pool.take() for group in self.pools.groups.values()]
+        self._held = self._held or [group.pool.take() for group in self.pools.groups.values()]
 
     def free(self) -> None:
         """Hold nothing any more. Twice is once."""
@@ -49,10 +48,12 @@ class Follower:
 
     def follow(self) -> bool:
         """Follow rank 0 until it pauses (True) or has closed (False). Raises what ended it, if anything."""
+        self._hold()
         while True:
             numbers = self._next()
             kind = Message(numbers[0]) if numbers else Message.CLOSE
             if kind is Message.PAUSE:
+                self.free()
                 return True
             if kind is Message.CLOSE:
                 words = self.ranks.ended()

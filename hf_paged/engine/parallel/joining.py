@@ -63,6 +63,8 @@ def tried_alike(ranks: Ranks, pools: Pools, runner: Runner) -> Iterator[None]:
     try:
         with ranks.together():
             yield
+            if runner.decoding is not None:
+                runner.decoding.captures.join(lambda number: ranks.smallest([number])[0])
             reasons = ranks.gather((runner.why_rows, runner.why_no_embeddings))
     except BaseException:
         ranks.close()

@@ -17,6 +17,7 @@ from ...kv import LayerGroup, Memory, is_out_of_memory
 from ..lazy import NotCapturable
 from ..lengths import LengthsOnDevice, lengths_on_device
 from ..snapshot import StateKey
+from ..weights_digest import PLAIN_TENSORS, memory_of_parts, wraps
 from .compile import Compilation, CompiledFusion, reason_of
 from .fusion import Fusion, fused
 from .rehearsal import RECORDERS, Rehearsal
@@ -83,6 +84,8 @@ class CapturePool:
         self.compilation = compilation
         self._most_bytes = most_bytes
         self._ready = ready
+        self._smallest: Callable[[int], int] | None = None
+        """The smallest of a number on all ranks, if several compute the model: all capture a step, or none."""
         self._steps: OrderedDict[_Key, CapturedStep] = OrderedDict()
         self._seen: Counter[_Key] = Counter()
         self._states: list[StateKey] = []
@@ -240,6 +243,7 @@ class CapturePool:
         step = self._doubtful(state, source)
         key = _Key(state, source.size if step is None else step.size)
         begin = time.perf_counter()
+        trouble: Exception | None = None
         try:
             if step is None:
                 step = self._capture(key, source)
@@ -248,15 +252,30 @@ class CapturePool:
             if source.comparable:
                 self._compare(step, source, answer)
         except Exception as error:
-            self._steps.pop(key, None)
-            if isinstance(error, _OtherState):
-                return
-            if is_out_of_memory(error):
-                self._seen[key] = -LATER
-            else:
-                self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
+            trouble = error
         finally:
             self.seconds += time.perf_counter() - begin
+        if self._smallest is not None and not self._smallest(trouble is None):
+            trouble = trouble or NotCapturable("another rank could not capture it")
+        if trouble is not None:
+            self._drop_failed(key, trouble)
+
+    def _drop_failed(self, key: _Key, error: Exception) -> None:
+        """Let a step go whose capture, or the comparison behind it, has failed."""
+        self._steps.pop(key, None)
+        if isinstance(error, _OtherState):
+            return
+        if is_out_of_memory(error):
+            self._seen[key] = -LATER
+        else:
+            self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
+
+    def join(self, smallest: Callable[[int], int]) -> None:
+        """Capture the same steps as the pools of other ranks. smallest: of a number on all of them."""
+        self._smallest = smallest
+        self._ready = lambda size: True  # it compiles what is not ready by then
+        if self._most_bytes is not None:
+            self._most_bytes = smallest(self._most_bytes)
 
     def _refuse(self, key: Hashable, reason: str) -> None:
         if len(self.reasons) > MOST_REASONS:
@@ -324,7 +343,9 @@ class CapturePool:
             return self._rehearsed[form]
         lengths = LengthsOnDevice()
         stores = [data for group in source.groups for data in group.tensors]
-        known = [*source.model.parameters(), *source.model.buffers(), *step.tensors, *step.shared, *stores]
+        own = [*source.model.parameters(), *source.model.buffers()]
+        plain = [each for each in own if type(each) in PLAIN_TENSORS or not wraps(each)]
+        known = [*plain, *memory_of_parts(own), *step.tensors, *step.shared, *stores]
         with Rehearsal(source.device, known):
             _forward(source, step, fusion, lengths)
         if len(self._rehearsed) > MOST_REASONS:

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..lazy import LazyTensor, NotCapturable
+from ..weights_digest import PLAIN_TENSORS, memory_of_parts, wraps
 
 aten = torch.ops.aten
 WAITS = frozenset(
@@ -74,7 +75,9 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """
     for value in values:
         if isinstance(value, torch.Tensor):
-            if not isinstance(value, LazyTensor):
+            if type(value) not in PLAIN_TENSORS and wraps(value):
+                yield from memory_of_parts([value])
+            elif not isinstance(value, LazyTensor):
                 yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
