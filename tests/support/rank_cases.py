@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers as tf
@@ -115,6 +116,19 @@ def captured_steps(rank: int) -> None:
         del RECORDERS["cpu"]
     if rank == 0:
         assert stats["graphs"]["replayed"] > 10
+
+
+def scores_of_prompts(rank: int) -> None:
+    def act(engine: Engine) -> None:
+        with Engine(_model("llama"), **SMALL) as whole:
+            for each in (engine, whole):
+                each.submit(PROMPTS[3], max_new_tokens=1, do_sample=False).result()  # a part is cached
+            options = {"prompt_logprobs": 2, "max_new_tokens": 2, "do_sample": False}
+            found, expected = (each.submit(PROMPTS[3], **options).result() for each in (engine, whole))
+        numbers = [[note and note.logprob for note in each.prompt_logprobs] for each in (found, expected)]
+        assert numbers[0][1:] == pytest.approx(numbers[1][1:], abs=1e-4)
+
+    led(rank, loaded("llama"), act)
 
 
 def long_messages(rank: int) -> None:
@@ -261,8 +275,6 @@ def wrong_uses(rank: int) -> None:
 
 
 def raises(kind: type[BaseException], words: str, act: Callable[[], Any]) -> None:
-    import pytest
-
     with pytest.raises(kind, match=f"(?s){words}"):
         act()
 

@@ -9,6 +9,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "windows", ()),
     (2, "other_families", ()),
     (2, "captured_steps", ()),
+    (2, "scores_of_prompts", ()),
     (2, "long_messages", ()),
     (2, "processors_and_criteria", ()),
     (2, "pause_and_new_weights", ()),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from ...blocks import BlockPool, BlockTable, BlockTableArray, Copy
 from ...scheduling import ScheduledBatch, StepPlan, Swaps, TokenSequence
-from ..forward_batch import ForwardBatch, LastTokens, RowInputs
+from ..forward_batch import PLAIN, ForwardBatch, LastTokens, RowInputs, Scored
 from ..pools import Pools
 
 UNSEEN = -1
@@ -72,6 +72,7 @@ class StepEncoder:
                 out.extend(column)
             self._columns = columns
         out.extend([bool(samples) for samples in rows.samples[count:]])
+        out.extend([_scored(batch, i) for i in range(count, len(rows))])
         out.append(len(ids))
         out.extend(ids)
         self._write_tables(out, rows)
@@ -115,6 +116,7 @@ class StepDecoder:
             self._columns = (row_ids, offsets, counts)
             self._members = tuple([self._row(row) for row in row_ids])
         samples = _take(read, many - decodes)
+        scored = _take(read, many - decodes)
         ids = _take(read, next(read))
         for tables in self._tables:
             for _ in range(next(read)):
@@ -134,7 +136,7 @@ class StepDecoder:
             longest,
             decodes,
         )  # fmt: skip
-        inputs = self._enter(rows, ids, bool(unseen))
+        inputs = self._enter(rows, ids, scored, bool(unseen))
         batch = ForwardBatch(rows, self._last_tokens, inputs, members[:decodes] if unseen else ())
         return Received(preparations, tops, bool(checks), bool(shares), batch)
 
@@ -144,7 +146,9 @@ class StepDecoder:
             found = self._sequences[number] = _Row(number, self)
         return found
 
-    def _enter(self, rows: ScheduledBatch, ids: list[int], unseen: bool) -> dict[int, RowInputs]:
+    def _enter(
+        self, rows: ScheduledBatch, ids: list[int], scored: list[int], unseen: bool
+    ) -> dict[int, RowInputs]:
         """Note of every row its place and its ids: those of rows behind the decode batch are inputs."""
         own = cast(tuple[_Row, ...], rows.sequences)
         for row, offset, count in zip(own, rows.offsets, rows.counts, strict=True):
@@ -157,11 +161,12 @@ class StepDecoder:
                 row.tokens = [token]
                 row.computed = token == UNSEEN
         inputs = {}
-        for i in range(rows.decodes, len(own)):
+        for i, count in enumerate(scored, rows.decodes):
             end = begin + rows.counts[i]
             known = [token for token in ids[begin:end] if token != UNSEEN]
             own[i].tokens = []
-            inputs[i] = RowInputs(ids=known)
+            # Which tokens are scored is rank 0's; how many makes the shape of what all ranks compute.
+            inputs[i] = RowInputs(ids=known, scored=Scored([0] * count, 0) if count else None)
             begin = end
         return inputs
 
@@ -216,6 +221,12 @@ class _Row(TokenSequence):
 
 def _same(one: object, other: object) -> bool:
     return one is other
+
+
+def _scored(batch: ForwardBatch, row: int) -> int:
+    """How many tokens of a row are scored."""
+    scored = batch.inputs.get(row, PLAIN).scored
+    return 0 if scored is None else len(scored.tokens)
 
 
 def _last(sequence: TokenSequence) -> int:

@@ -84,8 +84,8 @@ class CapturePool:
         self.compilation = compilation
         self._most_bytes = most_bytes
         self._ready = ready
-        self._smallest: Callable[[int], int] | None = None
-        """The smallest of a number on all ranks, if several compute the model: all capture a step, or none."""
+        self._least: Callable[[int], int] | None = None
+        """The smallest of a number on all ranks, if several compute the model: all or none capture a step."""
         self._steps: OrderedDict[_Key, CapturedStep] = OrderedDict()
         self._seen: Counter[_Key] = Counter()
         self._states: list[StateKey] = []
@@ -255,7 +255,7 @@ class CapturePool:
             trouble = error
         finally:
             self.seconds += time.perf_counter() - begin
-        if self._smallest is not None and not self._smallest(trouble is None):
+        if self._least is not None and not self._least(trouble is None):
             trouble = trouble or NotCapturable("another rank could not capture it")
         if trouble is not None:
             self._drop_failed(key, trouble)
@@ -270,12 +270,12 @@ class CapturePool:
         else:
             self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
 
-    def join(self, smallest: Callable[[int], int]) -> None:
-        """Capture the same steps as the pools of other ranks. smallest: of a number on all of them."""
-        self._smallest = smallest
+    def join(self, least: Callable[[int], int]) -> None:
+        """Capture the same steps as the pools of other ranks. least: the smallest of a number on all."""
+        self._least = least
         self._ready = lambda size: True  # it compiles what is not ready by then
         if self._most_bytes is not None:
-            self._most_bytes = smallest(self._most_bytes)
+            self._most_bytes = least(self._most_bytes)
 
     def _refuse(self, key: Hashable, reason: str) -> None:
         if len(self.reasons) > MOST_REASONS:
