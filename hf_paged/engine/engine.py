@@ -585,6 +585,11 @@ class Engine:
 
     # ---- several ranks
 
+    @property
+    def leads(self) -> bool:
+        """Whether requests go to this engine: on rank 0, and where one process has the whole model."""
+        return self._follower is None
+
     def follow(self) -> bool:
         """On all ranks but 0 of a tensor-parallel engine: compute what rank 0 schedules.
 

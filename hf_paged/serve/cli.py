@@ -35,9 +35,7 @@ ABSENT = {
     "--pipeline-parallel-size": "give --device-map auto",
     "--quantization": "the checkpoint's config decides",
     "--reasoning-parser": "the tokenizer's response template decides; --response-template gives one",
-    "--tensor-parallel-size": "load the model with transformers' tp_plan and use hf_paged.serve from Python",
     "--tool-call-parser": "the tokenizer's response template decides; --response-template gives one",
-    "--tp": "load the model with transformers' tp_plan and use hf_paged.serve from Python",
 }
 """Flags of other servers, and what to do here."""
 
@@ -126,6 +124,14 @@ def _add_serve(to: Parser) -> None:
     who.add_argument("--allowed-host", action="append", default=[], help="a Host header that is answered")
     who.add_argument(
         "--allowed-origin", action="append", default=[], help="whose pages may call: https://a.b"
+    )
+    to.add_argument_group("ranks").add_argument(
+        "--tensor-parallel-size",
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that compute the model together, each a process with its part (1)",
     )
     _add_adapters(to.add_argument_group("adapters"))
     _add_engine(to.add_argument_group("engine"))
@@ -244,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the answer is its exit code. Without one, print what is installed."""
     top, commands = parser()
     given, unknown = top.parse_known_args(arguments)
+    given.arguments = list(sys.argv[1:] if arguments is None else arguments)
     command = commands.get(given.command, top)
     if unknown:
         command.refuse(unknown)
@@ -261,7 +268,7 @@ def _source(given: argparse.Namespace) -> Any:
 
     if given.device and given.device_map:
         raise ValueError("--device and --device-map both place the model; give one of them")
-    names = [each.name for each in fields(Source)]
+    names = [each.name for each in fields(Source) if hasattr(given, each.name)]
     return Source(**{name: getattr(given, name) for name in names})
 
 
@@ -366,10 +373,18 @@ def serve(given: argparse.Namespace) -> int:
     except ImportError as error:
         raise ImportError(f"the server needs {error.name}: pip install 'hf_paged[serve]'") from error
     from ..engine import Engine
+    from . import ranks
 
+    size = given.tensor_parallel_size
+    if size < 1:
+        raise ValueError(f"--tensor-parallel-size {size} is not a number of devices; give 1 or more")
     set_up(given.log_level, given.log_format)
     source = _source(given)
     options = server_options(given, source.name)
+    if size > 1 and not ranks.is_rank():
+        return ranks.start(size, given.arguments)
+    if size > 1:
+        ranks.check_size(size)
     if given.seed is not None:
         import torch
 
@@ -377,6 +392,10 @@ def serve(given: argparse.Namespace) -> int:
     tokenizer = source.load_tokenizer()
     modules = adapter_sources(given.lora_modules)
     engine = Engine(source.load(), **engine_options(given))
+    if not engine.leads:
+        return ranks.follow(engine)
+    if size > 1:
+        ranks.end_with_parent()
     for name, path in modules.items():
         engine.add_adapter(name, path)
     service = Service.of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ class Source:
     """Where a model and its tokenizer come from.
 
     dtype: "auto" takes the checkpoint's. device: without it the first CUDA device, or the CPU. device_map:
-    instead, as from_pretrained takes it.
+    instead, as from_pretrained takes it. tensor_parallel_size: the ranks that compute it together, of which
+    this process is one.
     """
 
     model: str
@@ -29,6 +31,11 @@ class Source:
     device: str | None = None
     device_map: str | None = None
     trust_remote_code: bool = False
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size > 1 and (self.device or self.device_map):
+            raise ValueError("--tensor-parallel-size places the model; leave out --device and --device-map")
 
     @property
     def name(self) -> str:
@@ -37,6 +44,8 @@ class Source:
 
     def load(self) -> Any:
         """The model, ready to generate."""
+        if self.tensor_parallel_size > 1:
+            return self._load_part()
         if self.model in DEMO:
             from .. import demo
 
@@ -49,6 +58,20 @@ class Source:
             dtype=self.dtype,
             device_map=self.device_map or self.device or _device(),
             trust_remote_code=self.trust_remote_code,
+        )
+        return loaded.eval()
+
+    def _load_part(self) -> Any:
+        """This rank's part of the model."""
+        from .. import demo
+
+        ours = self.model in DEMO
+        loaded: Any = self._class().from_pretrained(
+            Path(demo.__file__).parent / "data" if ours else self.model,
+            revision=self.revision,
+            dtype="float32" if ours and self.dtype == "auto" else self.dtype,
+            trust_remote_code=self.trust_remote_code,
+            **_divided(),
         )
         return loaded.eval()
 
@@ -82,12 +105,24 @@ class Source:
 
     def _class(self) -> Any:
         """The class that the checkpoint names, if it generates; else what transformers takes for it."""
+        if self.model in DEMO:
+            return AutoModelForCausalLM
         if find_adapter_config_file(self.model, revision=self.revision) is not None:
             return AutoModelForCausalLM
         names = getattr(self._config(), "architectures", None) or ()
         found = [getattr(transformers, name, None) for name in names]
         own = [kind for kind in found if isinstance(kind, type) and issubclass(kind, GenerationMixin)]
         return own[0] if own else AutoModelForCausalLM
+
+
+def _divided() -> dict[str, Any]:
+    """The keywords with which from_pretrained gives each rank its part."""
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+    except (ImportError, TypeError):  # older releases have the plan as a keyword
+        return {"tp_plan": "auto"}
 
 
 def _device() -> str:

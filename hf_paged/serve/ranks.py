@@ -1,0 +1,118 @@
+"""One server on several ranks: the command starts a process for each, and ends with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+STARTED = "HF_PAGED_STARTED"
+"""Set in the environment of ranks that `start` has started: their standard input ends with it."""
+POLL = 0.1
+LAST_SECONDS = 15.0
+"""For the other ranks to end behind the first of them."""
+
+
+def is_rank() -> bool:
+    """Whether this process was started as a rank: by this module, by torchrun, by accelerate."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_size(size: int) -> None:
+    """Raise unless there are as many ranks as the flag says."""
+    if int(os.environ["WORLD_SIZE"]) != size:
+        raise ValueError(f"--tensor-parallel-size {size} and WORLD_SIZE={os.environ['WORLD_SIZE']} differ")
+
+
+def start(size: int, arguments: Sequence[str]) -> int:
+    """Run this command on `size` ranks: the exit code of the first, or 1 if another ends before it."""
+    with _started(size, arguments) as ranks:
+        while True:
+            ended = [rank for rank, process in enumerate(ranks) if process.poll() is not None]
+            if 0 in ended:
+                return int(ranks[0].returncode)
+            if ended:
+                code = ranks[ended[0]].returncode
+                print(f"hf-paged serve: rank {ended[0]} has ended with {code}", file=sys.stderr)
+                ranks[0].send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    ranks[0].wait(LAST_SECONDS)
+                return 1
+            time.sleep(POLL)
+
+
+@contextlib.contextmanager
+def _started(size: int, arguments: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The processes of all ranks, none of which is left behind. Signals go to the first, which ends the
+    others.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+    before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        port = _free_port()
+        for rank in range(size):
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "hf_paged", *arguments],
+                    env=_environment(rank, size, port),
+                    stdin=subprocess.PIPE,  # closed when this process ends, in whatever way
+                    start_new_session=True,  # a terminal's interrupt comes by way of this process, once
+                )
+            )
+        for each in before:
+            signal.signal(each, lambda number, _: ranks[0].send_signal(number))
+        yield ranks
+    finally:
+        end = time.monotonic() + LAST_SECONDS
+        for process in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+            process.kill()
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+    threads = str(max(1, (os.cpu_count() or 1) // size))
+    own = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    return {"OMP_NUM_THREADS": threads, **os.environ, **{name: str(value) for name, value in own.items()}}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def follow(engine: Any) -> int:
+    """On all ranks but the first: compute until it closes. Signals are the first rank's."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    while engine.follow():
+        pass
+    return 0
+
+
+def end_with_parent() -> None:
+    """Begin the drain when the process that started the ranks has ended."""
+
+    def wait() -> None:
+        os.read(0, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if STARTED in os.environ:
+        threading.Thread(target=wait, daemon=True).start()

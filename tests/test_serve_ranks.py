@@ -1,0 +1,73 @@
+"""`hf-paged serve --tensor-parallel-size N`: one command starts all ranks, and ends with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("fastapi")
+
+import httpx
+import torch
+
+from hf_paged import demo
+
+
+def _lines(process: subprocess.Popen[str]) -> queue.SimpleQueue[dict[str, Any] | None]:
+    """What a server logs, and None at the end."""
+    found: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in process.stderr or ():
+            if line.startswith("{"):
+                found.put(json.loads(line))
+        found.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return found
+
+
+def _until(lines: queue.SimpleQueue[dict[str, Any] | None], message: str) -> dict[str, Any]:
+    while (line := lines.get(timeout=120)) is not None:
+        if line["message"] == message:
+            return line
+    raise AssertionError(f"the server has ended before {message!r}")
+
+
+def test_a_server_of_two_ranks() -> None:
+    """The same tokens as of one process; a signal drains it, and no rank is left behind."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    flags = ["--tensor-parallel-size", "2", "--port", "0", "--log-format", "json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hf_paged", "serve", "demo", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        lines = _lines(process)
+        url = _until(lines, "listening")["url"]
+        _until(lines, "ready")
+        ranks = psutil.Process(process.pid).children()
+        assert len(ranks) == 2
+        body = {"model": "demo", "prompt": "The fox", "max_tokens": 12, "temperature": 0}
+        text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+        tokenizer = demo.tokenizer()
+        ids = tokenizer("The fox", return_tensors="pt").input_ids
+        whole = demo.model().generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        assert text == tokenizer.decode(torch.as_tensor(whole), skip_special_tokens=True)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        gone, left = psutil.wait_procs(ranks, timeout=5)
+        assert len(gone) == 2, left
+    finally:
+        process.kill()
