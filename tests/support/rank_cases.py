@@ -25,8 +25,7 @@ from rank_models import DIVIDED
 from rank_names import CASES
 from tape import record
 
-from hf_paged.engine import Engine
-from hf_paged.engine.parallel import RankError
+from hf_paged.engine import Engine, RankError
 from hf_paged.kv import budget
 from hf_paged.model.capture.rehearsal import RECORDERS
 

@@ -1,0 +1,225 @@
+"""The engine on several ranks: a Llama shape with random weights in bfloat16, divided by transformers' tp_plan.
+
+    torchrun --nproc-per-node 4 benchmarks/tensor_parallel.py --shape llama13b --json ranks.jsonl     # on GPUs
+    python benchmarks/tensor_parallel.py --shape llama13b                    # the same on one of them
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --shape tiny --dtype float32
+    --device cpu --rows 1 4 --requests 16 --at-once 4 --steps 20             # does it run? on any CPU
+
+steps    milliseconds of a step in which every sequence takes one token, by the clock around `Engine.step()`, and
+the multiple of what reading a rank's weights takes; what of it rank 0 needs to send the step, and how many
+numbers that is
+trace    output tokens a second of sharegpt's lengths, forced
+
+No checkpoint is needed: a file of safetensors without data stands for it, and each rank fills its own part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import struct
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shapes import SHAPES
+from traces import trace
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_paged import Engine
+
+LLAMA_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
+"""Bytes a second of a device's memory, by a part of its name."""
+CONTEXT = 384
+WARM = 40
+"""Steps before those that are measured: captures come in them."""
+NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
+
+
+def config_of(shape: str) -> LlamaConfig:
+    """The configuration of a shape."""
+    return LlamaConfig(**{**SHAPES, "llama70b": LLAMA_70B}[shape], tie_word_embeddings=False)
+
+
+def write_checkpoint(folder: Path, config: LlamaConfig, dtype: torch.dtype) -> None:
+    """A checkpoint whose file has a header and a hole."""
+    config.architectures = ["LlamaForCausalLM"]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        tensors = LlamaForCausalLM(config).state_dict()
+    header = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin = end
+        end += tensor.numel() * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+def load(options: argparse.Namespace, folder: Path, ranks: int) -> Any:
+    """The model, this rank's part of it, with random weights."""
+    dtype = getattr(torch, options.dtype)
+    where: dict[str, Any] = {"tp_plan": "auto"} if ranks > 1 else {"device_map": options.device}
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, **where).eval()
+    seed = torch.Generator(model.device).manual_seed(0)  # what is whole on each rank must be the same there
+    for parameter in model.parameters():
+        own = getattr(parameter, "_local_tensor", parameter)
+        with torch.no_grad():
+            own.normal_(std=0.02, generator=seed) if own.ndim > 1 else own.fill_(1)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def bytes_of(model: Any) -> int:
+    """What a step reads of this rank's weights: all but the embedding, of which it takes some rows."""
+    embedding = model.get_input_embeddings().weight
+    parts = [getattr(each, "_local_tensor", each) for each in model.parameters() if each is not embedding]
+    return sum(each.nbytes for each in parts)
+
+
+def led(model: Any, act: Callable[[Engine], Any], **options: Any) -> Any:
+    """What `act` does with rank 0's engine, while the others follow."""
+    with Engine(model, max_batch_tokens=2048, **options) as engine:
+        if engine.leads:
+            return act(engine)
+        engine.follow()
+    return None
+
+
+def steps(engine: Engine, options: argparse.Namespace, rows: int, weights: int) -> dict[str, Any]:
+    """Decoding steps of so many rows."""
+    sent: list[tuple[float, int]] = []
+    ranks = engine._ranks
+    if ranks is not None:
+        send = ranks.send
+
+        def timed(numbers: Any) -> None:
+            begin = time.perf_counter()
+            send(numbers)
+            sent.append((time.perf_counter() - begin, len(numbers)))
+
+        ranks.send = timed
+    vocabulary = engine.model.config.vocab_size
+    context = min(CONTEXT, engine.model.config.max_position_embeddings // 2)
+    new = WARM + options.steps + rows * context // 1024 + 64
+    chance = torch.Generator().manual_seed(1)
+    prompts = torch.randint(10, vocabulary - 10, (rows, context), generator=chance).tolist()
+    handles = [engine.submit(each, max_new_tokens=new, do_sample=False) for each in prompts]
+    while len(engine.scheduler.decode_batch) < rows:  # prompts, in chunks
+        engine.step()
+    for _ in range(WARM):
+        engine.step()
+    sent.clear()
+    taken = []
+    for _ in range(options.steps):
+        begin = time.perf_counter()
+        engine.step()
+        taken.append(time.perf_counter() - begin)
+    for handle in handles:
+        handle.cancel()
+    found = {"rows": rows, "ms": 1e3 * statistics.median(taken), "graphs": engine.stats()["graphs"]}
+    speed = next((each for name, each in BANDWIDTH.items() if name in device_name(options.device)), None)
+    if speed is not None:
+        found["floor"] = found["ms"] / (1e3 * weights / speed)
+    if sent:
+        found["send_ms"] = 1e3 * statistics.median(seconds for seconds, _ in sent)
+        found["numbers"] = statistics.median(count for _, count in sent)
+    return found
+
+
+def run_trace(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
+    """All requests of a trace at once."""
+    asked = trace("sharegpt", options.requests, engine.model.config.vocab_size)
+    longest = engine.longest
+    asked = [each for each in asked if len(each.prompt) + each.new <= longest]
+    for _ in range(2):  # the first time captures and compiles
+        begin = time.perf_counter()
+        handles = [
+            engine.submit(each.prompt, max_new_tokens=each.new, min_new_tokens=each.new, do_sample=False)
+            for each in asked
+        ]
+        for handle in handles:
+            output = handle.result()
+            if output.error is not None:
+                raise output.error
+        seconds = time.perf_counter() - begin
+    new = sum(each.new for each in asked)
+    return {"requests": len(asked), "seconds": seconds, "tokens_per_second": new / seconds}
+
+
+def device_name(device: str) -> str:
+    """The hardware."""
+    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="llama13b", choices=[*SHAPES, "llama70b"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--device", default="cuda:0", help="of one process; ranks have one each")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--at-once", type=int, default=256)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    first = int(os.environ.get("RANK", "0")) == 0
+    folder = Path(tempfile.gettempdir()) / f"hf_paged-{options.shape}-{options.dtype}"
+    if first and not (folder / "model.safetensors").exists():
+        folder.mkdir(exist_ok=True)
+        write_checkpoint(folder, config_of(options.shape), getattr(torch, options.dtype))
+    while not (folder / "model.safetensors").exists():
+        time.sleep(0.1)
+    model = load(options, folder, ranks)
+    weights = bytes_of(model)
+
+    def report(what: str, found: dict[str, Any] | None) -> None:
+        if found is None:
+            return
+        line = {
+            "what": what,
+            "shape": options.shape,
+            "ranks": ranks,
+            "gpu": device_name(options.device),
+            **found,
+        }
+        print(json.dumps(line), flush=True)
+        if options.json:
+            with options.json.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    for rows in options.rows:
+        act = lambda engine, rows=rows: steps(engine, options, rows, weights)  # noqa: E731
+        report("steps", led(model, act, max_batch_sequences=rows))
+    act = lambda engine: run_trace(engine, options)  # noqa: E731
+    report("trace", led(model, act, max_batch_sequences=options.at_once))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
