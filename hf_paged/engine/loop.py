@@ -186,17 +186,18 @@ class StepLoop:
         """
         trouble: dict[Job, Exception] = {}
         jobs: list[Job] = []
+        step = tokens if isinstance(tokens, InFlightStep) else None
         if tokens is not None:
             changed: set[str] = set()
-            if tokens.wait() if self.leader is None else self.leader.wait(tokens.wait):
+            if tokens.wait() if self.leader is None else self.leader.wait(tokens.wait, tokens is not step):
                 changed = self._changed_adapters() if self.runner.eager.checks.unseen else changed
                 self.check_model()
                 self.runner.eager.checks.mark_dirty()
             trouble = tokens.apply(self.scheduler)
             jobs = tokens.jobs
             trouble |= {job: _mixed(job, changed) for job in jobs if changed.intersection(job.adapter)}
-        if isinstance(tokens, InFlightStep):
-            self.preemption.measure(tokens.plan, tokens.begin)
+        if step is not None:
+            self.preemption.measure(step.plan, step.begin)
         for group, error in (failed or {}).items():
             if group in self.jobs:
                 trouble[self.jobs[group]] = error

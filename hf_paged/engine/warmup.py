@@ -15,6 +15,7 @@ from ..kv.warmup import Attention, Job, Warming, digest
 from ..model.capture.fusion import Fusion
 from ..model.capture.step import Size, bucket_of
 from ..model.switch import original_implementation
+from ..model.tensor_parallel import heads_here
 from .decoding import WIDTHS
 from .eager import EagerModel
 
@@ -64,11 +65,12 @@ class _Expected(NamedTuple):
 def _expected(eager: EagerModel, captures: bool) -> _Expected | None:
     model: Any = eager.model
     config = model.config.get_text_config(decoder=True)
-    query_heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layout = Layout(
-        eager.device, model.dtype, getattr(config, "num_key_value_heads", None) or query_heads, dim, dim
+    query_heads = config.num_attention_heads
+    query_heads, key_heads = heads_here(
+        model, query_heads, getattr(config, "num_key_value_heads", None) or query_heads
     )
+    layout = Layout(eager.device, model.dtype, key_heads, dim, dim)
     ops = choose(eager.pools.config.kernels, layout, captured=True)
     if not isinstance(ops, TritonOps):
         return None

@@ -62,6 +62,17 @@ def why_not_divided(model: nn.Module) -> str | None:
     return None
 
 
+def heads_here(model: nn.Module, queries: int, keys: int) -> tuple[int, int]:
+    """How many of so many attention heads and KV heads this process has."""
+    mesh = mesh_of(model)
+    plan: dict[str, str] = {} if mesh is None else dict(getattr(model, "tp_plan", None) or {})
+    size = 1 if mesh is None else mesh.size()
+    return (
+        queries // size if _style(plan, QUERIES) == "colwise" else queries,
+        keys // size if _style(plan, KEYS) == "colwise" else keys,
+    )
+
+
 def _style(plan: dict[str, str], names: tuple[str, ...]) -> str | None:
     """How a plan divides the first of these projections that it names."""
     return next((style for key, style in plan.items() if key.rsplit(".", 1)[-1] in names), None)

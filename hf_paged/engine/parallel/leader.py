@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Callable
 from enum import IntEnum
 
+import torch
+
 from ...scheduling import StepPlan
 from ..check_policy import CheckPolicy
 from ..forward_batch import ForwardBatch, LastTokens
@@ -58,10 +60,15 @@ class Leader:
                 self.ranks.share(self._last_tokens.tokens)
             return run(batch)
 
-    def wait(self, wait: Callable[[], bool]) -> bool:
-        """Wait for the device's answer, which waits for all ranks."""
+    def wait(self, wait: Callable[[], bool], device: bool) -> bool:
+        """Wait for tokens, which wait for all ranks; device: for all of its work, not for theirs alone. What a
+        rank's failure leaves in them is never read.
+        """
         with self.ranks.together(everyone=False):
-            return wait()
+            answer = wait()
+            if device and self._last_tokens.tokens.is_cuda:
+                torch.cuda.current_stream(self._last_tokens.tokens.device).synchronize()
+            return answer
 
     def any_changed(self, look: Callable[[], bool]) -> bool:
         """Whether the model has changed on any rank."""
