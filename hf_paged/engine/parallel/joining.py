@@ -60,6 +60,8 @@ def _why_not(model: Any, config: EngineConfig, size: int) -> str | None:
 def tried_alike(ranks: Ranks, pools: Pools, runner: Runner) -> Iterator[None]:
     """While ranks try a model out and size their pools: the smallest decides, and all take its form."""
     pools.agree = ranks.smallest
+    for group in pools.groups.values():
+        group.kept = bool(group.kept)  # whether pools fit beside training is a question of each rank's memory
     try:
         with ranks.together():
             yield

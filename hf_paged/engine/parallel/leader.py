@@ -61,8 +61,9 @@ class Leader:
             return run(batch)
 
     def wait(self, wait: Callable[[], bool], device: bool) -> bool:
-        """Wait for tokens, which wait for all ranks; device: for all of its work, not for theirs alone. What a
-        rank's failure leaves in them is never read.
+        """Wait for tokens, which wait for all ranks; device: for all of its work, not for theirs alone.
+
+        What the failure of a rank leaves in them is never read.
         """
         with self.ranks.together(everyone=False):
             answer = wait()
