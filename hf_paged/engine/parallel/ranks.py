@@ -24,6 +24,8 @@ HEAD = 1024
 """Numbers of a message that are sent at once; longer ones come in two parts."""
 EVER = timedelta(days=3650)
 """How long a rank waits for the next message: rank 0 may be idle for as long as it likes."""
+MEETING = 60.0
+"""Seconds that ranks wait for each other at least when they begin."""
 POLL = 0.2
 """Seconds between two looks of a rank at what became of the others."""
 GRACE = 2.0
@@ -52,9 +54,8 @@ class Ranks:
         self.timeout = timeout
         self.model_group: dist.ProcessGroup = mesh.get_group()
         members = dist.get_process_group_ranks(self.model_group)
-        self._group = dist.new_group(
-            members, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
-        )
+        meeting = timedelta(seconds=max(timeout, MEETING))
+        self._group = dist.new_group(members, timeout=meeting, backend="gloo", use_local_synchronization=True)
         dist.distributed_c10d._set_pg_timeout(EVER, self._group)
         self._first = members[0]
         self.rank = dist.get_rank(self._group)
