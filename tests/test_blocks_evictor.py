@@ -67,7 +67,7 @@ def test_c20_the_heap_does_not_outgrow_what_it_holds():
     for time in range(100, 5000):
         evictor.remove(time % 100)
         evictor.add(time % 100, time, 16)
-        assert len(evictor._heap) <= 2 * len(evictor) + 66
+        assert len(evictor._queues[""].heap) <= 2 * len(evictor) + 66
     assert drain(evictor) == [*range(100)]
 
 
@@ -99,3 +99,63 @@ def test_c20_a_random_walk_agrees_with_sorting():
             assert model.pop(evictor.evict()) == least
         assert len(evictor) == len(model)
         assert set(evictor) == set(model)
+
+
+# ---- shares (contract C43)
+
+
+def test_c43_the_tenant_with_most_blocks_for_its_share_loses_first():
+    """C43: whoever has its share or less loses nothing while another has more; what it does not use others
+    have.
+    """
+    evictor = Evictor({"big": 3.0})
+    for block in range(12):
+        evictor.add(block, block, 16, "one")  # older than all others
+    for block in range(12, 24):
+        evictor.add(block, block, 16, "big")
+    evictor.add(24, 99, 16, "small")
+    assert evictor.counts() == {"one": 12, "big": 12, "small": 1}
+    assert [evictor.evict() for _ in range(8)] == list(range(8))  # 12 of "one" to 4: a third of 12
+    assert sorted(evictor.evict() for _ in range(4)) == [8, 12, 13, 14]
+    assert evictor.counts() == {"one": 3, "big": 9, "small": 1}
+    assert 24 not in drain(evictor)[:-3]  # a block of its own is the last that a tenant loses
+
+
+def test_c43_a_flood_evicts_its_own_blocks():
+    """C43: as long as the flooding tenant has more cached, the other keeps all of its own."""
+    evictor = Evictor()
+    for block in range(50):
+        evictor.add(block, block, 16, "quiet")
+    for block in range(50, 10_000):
+        evictor.add(block, block, 16, "flood")
+        if len(evictor) > 100:
+            assert evictor.evict() >= 50
+    assert evictor.counts() == {"quiet": 50, "flood": 50}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_c43_a_random_walk_agrees_with_the_plainest_model(seed):
+    """C20, C43: the largest tenant for its weight, and within it the least block of a sorted list."""
+    rng = random.Random(seed)
+    weights = {"a": 1.0, "b": 2.5, "c": 0.5}
+    evictor, model = Evictor(weights), dict[int, tuple[str, int, int]]()
+
+    def ratio(tenant: str) -> float:
+        return sum(owner == tenant for owner, _, _ in model.values()) / weights.get(tenant, 1.0)
+
+    for _ in range(4000):
+        block = rng.randrange(60)
+        if block in model and rng.random() < 0.4:
+            evictor.remove(block)
+            del model[block]
+        elif block not in model and rng.random() < 0.8:
+            model[block] = (rng.choice("abcd"), rng.randrange(30), -rng.randrange(1, 9) * 16)
+            evictor.add(block, model[block][1], -model[block][2], model[block][0])
+        elif model:
+            gone = evictor.evict()
+            tenant, *worth = model[gone]
+            assert ratio(tenant) == max(map(ratio, "abcd"))
+            assert (*worth, gone) == min((*entry[1:], b) for b, entry in model.items() if entry[0] == tenant)
+            del model[gone]
+        counts = {t: sum(owner == t for owner, _, _ in model.values()) for t in "abcd"}
+        assert evictor.counts() == {tenant: count for tenant, count in counts.items() if count}

@@ -404,7 +404,14 @@ def test_pools_are_given_back(model: Any) -> None:
     engine.generate([PROMPTS[0]], **GREEDY)
     assert engine.stats()["blocks"]["full"]["bytes"] > 0
     hf_paged.release(model)
-    assert engine.stats()["blocks"]["full"] == {"total": 30, "held": 0, "cached": 0, "free": 30, "bytes": 0}
+    assert engine.stats()["blocks"]["full"] == {
+        "total": 30,
+        "held": 0,
+        "cached": 0,
+        "free": 30,
+        "bytes": 0,
+        "cached_by_tenant": {},
+    }
     assert answers(engine.generate([PROMPTS[0]], **GREEDY)[0]) == alone(model, PROMPTS[0], **GREEDY)
     engine.close()
     assert hf_paged.release(model) == 0

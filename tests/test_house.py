@@ -35,10 +35,10 @@ BELOW = {
 
 BUDGETS = {
     "hf_paged": 765,
-    "hf_paged/blocks": 1470,
+    "hf_paged/blocks": 1530,
     "hf_paged/checking": 1000,
     "hf_paged/demo": 250,
-    "hf_paged/engine": 6100,
+    "hf_paged/engine": 6200,
     "hf_paged/engine/multimodal": 1000,
     "hf_paged/engine/outputs": 540,
     "hf_paged/engine/parallel": 880,

@@ -83,6 +83,8 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["serve", "demo", "--limit-waiting", "-1"], "waiting"),
         (["serve", "demo", "--max-model-len", "1"], "2 or more"),
         (["serve", "demo", "--api-key", " a"], "API key"),
+        (["serve", "demo", "--prefix-cache-share", "key-0"], "KEY=SHARE"),
+        (["serve", "demo", "--api-key", "a", "--prefix-cache-share", "key-1=2"], "expected one of key-0"),
         (["serve", "/no/such/folder"], "folder"),
     ],
 )

@@ -106,6 +106,26 @@ def test_keys_do_not_find_each_others_prefixes(served: Served) -> None:
     assert cached("second-key") > 16
 
 
+def test_c43_a_key_keeps_its_share_of_the_cache() -> None:
+    """C43: what one key floods the server with evicts its own prefixes; also if each request has a salt."""
+    shares = {"key-1": 2.0}
+    with serving({"num_blocks": 64, "cache_shares": shares}, api_keys=("loud", "quiet")) as served:
+
+        def ask(key: str, prompt: list[int], **more: object) -> int:
+            body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
+            answer = served.post("/v1/completions", body, headers=asking(key)).json()
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        mine = [[10 + i, *range(20, 99)] for i in range(3)]  # 80 tokens, 10 blocks each: 30 of 64
+        for prompt in mine:
+            ask("quiet", prompt)
+        for i in range(30):
+            ask("loud", [100 + i, *range(20, 119)], cache_salt=str(i))
+        assert [ask("quiet", prompt) for prompt in mine] == [79] * 3
+        metrics = served.client.get("/metrics", headers=asking("loud")).text
+        assert 'hf_paged:prefix_cache_blocks{model_name="demo",tenant="key-1"} 30' in metrics
+
+
 def test_logs_have_neither_keys_nor_prompts(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="hf_paged.serve"):
         served.post("/v1/completions", {"prompt": "a secret prompt", "max_tokens": 2, "cache_salt": "salty"})

@@ -46,13 +46,14 @@ class _Name(NamedTuple):
     if kept, and its seat.
 
     The seat is the key of the prefix that the block follows. It is empty if the block must not be found by
-    its first tokens.
+    its first tokens. Beside it stands the tenant that has published the block.
     """
 
     digest: bytes
     covered: int
     tokens: tuple[int, ...]
     parent_key: bytes
+    tenant: str
 
 
 class NameLog:
@@ -81,7 +82,9 @@ class BlockPool:
         self._references = [0] * total
         self._lowest_free = 0
         self._held = 0
-        self._evictor = Evictor()
+        self.weights: dict[str, float] = {}
+        """How large the shares of tenants are in the cached blocks, beside each other; 1 without an entry."""
+        self._evictor = Evictor(self.weights)
         self._last_access = [0] * total
         self._names: dict[int, _Name] = {}
         self._block_of: dict[bytes, int] = {}
@@ -111,6 +114,11 @@ class BlockPool:
     @property
     def cached(self) -> int:
         return len(self._evictor)
+
+    @property
+    def cached_by_tenant(self) -> dict[str, int]:
+        """The cached blocks of each tenant that has any."""
+        return self._evictor.counts()
 
     @property
     def free(self) -> int:
@@ -213,7 +221,7 @@ class BlockPool:
         name = self._names.get(block)
         if name:
             self._state[block] = CACHED
-            self._evictor.add(block, self._last_access[block], name.covered)
+            self._evictor.add(block, self._last_access[block], name.covered, name.tenant)
         else:
             self._set_free(block)
 
@@ -271,9 +279,16 @@ class BlockPool:
     # ---- names
 
     def cache(
-        self, block: int, digest: bytes, covered: int, tokens: tuple[int, ...] = (), parent_key: bytes = b""
+        self,
+        block: int,
+        digest: bytes,
+        covered: int,
+        tokens: tuple[int, ...] = (),
+        parent_key: bytes = b"",
+        tenant: str = "",
     ) -> int | None:
-        """Make a held block matchable under `digest`; the answer is the block that bears the name.
+        """Make a held block matchable under `digest`; the answer is the block that bears the name. While it
+        is cached it counts for the share of `tenant`.
 
         That is another one if the same content is cached already: the caller may adopt it and drop its own
         (C17). It is None if `block` cannot bear the name, because it has another or because other content has
@@ -291,7 +306,7 @@ class BlockPool:
         if name is not None and name.digest != digest:
             return None
         if name is None or (tokens and not name.tokens):
-            self._names[block] = _Name(digest, covered, tokens, parent_key if tokens else b"")
+            self._names[block] = _Name(digest, covered, tokens, parent_key if tokens else b"", tenant)
             for log in self.logs:
                 log.renamed.add(block)
             if parent_key and tokens:
@@ -363,7 +378,7 @@ class BlockPool:
         self.forget()
         self._references = [named[block] for block in range(self.total)]
         self._state = bytearray(HELD if count else FREE for count in self._references)
-        self._evictor = Evictor()
+        self._evictor = Evictor(self.weights)
         self._held = len(named)
         self._lowest_free = 0
 
@@ -403,6 +418,8 @@ class BlockPool:
             len(self.partial_index) == sum(1 for name in self._names.values() if name.parent_key),
             "seats and names disagree",
         )
+        tenants = Counter(name.tenant for block, name in self._names.items() if self._state[block] == CACHED)
+        expect(self.cached_by_tenant == dict(tenants), "the evictor counts other blocks for tenants")
         for block, name in self._names.items():
             expect(self._block_of.get(name.digest) == block, f"block {block} and its digest disagree")
             expect(self._state[block] != FREE, f"block {block} is free and has a name")

@@ -148,7 +148,11 @@ def _is_its_own(table: BlockTable) -> bool:
 
 
 def commit_tail(
-    table: BlockTable, tokens: Sequence[int], extra: bytes = b"", until: int | None = None
+    table: BlockTable,
+    tokens: Sequence[int],
+    extra: bytes = b"",
+    until: int | None = None,
+    tenant: str = "",
 ) -> None:
     """Hash the last block too, although it is not full: another prompt may continue from its tokens with a
     copy of it.
@@ -167,4 +171,4 @@ def commit_tail(
     content = tuple(tokens[full * pool.block_size : end])
     digest = chain(parent, content, extra)
     if pool.lookup(digest) is None:
-        pool.cache(table.blocks[place], digest, end, content, parent_key(parent, extra))
+        pool.cache(table.blocks[place], digest, end, content, parent_key(parent, extra), tenant)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
 from ..config import CacheConfig, check_keep_pools
@@ -55,6 +56,8 @@ class EngineConfig:
         that has not ended is given up on all of them, because one of them hangs.
     max_adapters: adapters that the device holds at once; a request whose adapter finds no place waits, and
         those behind it do not.
+    cache_shares: how large the shares of tenants are in the cached blocks, beside each other; 1 for a tenant
+        without an entry. Blocks of the tenant that has most for its share are evicted first.
     compile: whether the decoder layers of captured steps are compiled by torch.compile, into one code for all
         that are alike. It takes seconds when the first steps are captured. For it, weights with one input (q,
         k and v; gate and up) are moved next to each other in memory. A model whose layers cannot be compiled,
@@ -80,6 +83,7 @@ class EngineConfig:
     run_ahead: bool | None = None
     rank_timeout: float = 300.0
     max_adapters: int = 16
+    cache_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         self.pages()
@@ -106,10 +110,20 @@ class EngineConfig:
             raise TypeError(f"max_adapters must be an int, got {most!r}")
         if most < 1:
             raise ValueError(f"max_adapters={most} is not a number of adapters; give 1 or more")
+        self._check_shares()
         if self.compile and not self.graphs:
             raise ValueError(
                 "compile=True is for captured steps and graphs=False has none; leave one of them out"
             )
+
+    def _check_shares(self) -> None:
+        if not isinstance(self.cache_shares, Mapping):
+            raise TypeError(f"cache_shares is numbers by the names of tenants, got {self.cache_shares!r}")
+        for tenant, share in self.cache_shares.items():
+            if not isinstance(tenant, str) or isinstance(share, bool) or not isinstance(share, int | float):
+                raise TypeError(f"cache_shares has {tenant!r}: {share!r}, expected a name and a number")
+            if not 0 < share < math.inf:
+                raise ValueError(f"cache_shares has {share} for {tenant!r}; give a number above 0")
 
     def _check_host_blocks(self) -> None:
         blocks = self.host_blocks
@@ -163,7 +177,7 @@ class EngineConfig:
     def of(cls, config: object, options: Mapping[str, Any]) -> EngineConfig:
         """What `Engine(model, config=..., **options)` was given: one of the two."""
         if config is None:
-            known = [field.name for field in fields(cls)]
+            known = [each.name for each in fields(cls)]
             for name in options:
                 if name not in known:
                     close = difflib.get_close_matches(name, known, 1)
@@ -201,3 +215,4 @@ class EngineOptions(TypedDict, total=False):
     run_ahead: bool | None
     rank_timeout: float
     max_adapters: int
+    cache_shares: Mapping[str, float]

@@ -131,6 +131,8 @@ class Engine:
         _engines.add(self)
 
     def _make_scheduler(self) -> Scheduler:
+        for kv_group in self.pools.kv_groups:
+            kv_group.pool.weights.update(self.config.cache_shares)
         return Scheduler(
             self.pools.kv_groups,
             self.config.limits(),
@@ -223,6 +225,7 @@ class Engine:
         prompt_logprobs: int | bool | None = None,
         priority: int = 0,
         salt: str | None = None,
+        tenant: str = "",
         adapter: str | Sequence[str] | None = ACTIVE,
         **generate_keywords: Unpack[GenerateKeywords],
     ) -> Handle:
@@ -236,6 +239,7 @@ class Engine:
         among them. seed: of its draws. logprobs: True, or how many of the model's favourites are reported
         beside each token's own; prompt_logprobs: the same of the prompt's tokens. priority: higher is sooner,
         under policy="priority". salt: requests share their prefixes only with requests of the same salt.
+        tenant: whose share of the cached blocks those of this request count for.
         adapter: the name of a LoRA adapter, or of several that are added up; None for the model alone. Not
         given, it is what is active on the peft model now.
 
@@ -276,6 +280,7 @@ class Engine:
             params.source_key,
             job.adapter,
             scored=0 if job.prompt_scores is None else job.prompt_scores.width,
+            tenant=tenant,
         )
         reason = self._why_never(request)
         if reason is not None:

@@ -306,13 +306,14 @@ class Pools:
         )
 
     def usage(self) -> dict[str, dict[str, Any]]:
-        """Blocks of every kind: total, held, cached, free."""
+        """Blocks of every kind: total, held, cached (also by tenant), free."""
         return {
             name_of(kind): {
                 "total": group.pool.total,
                 "held": group.pool.held,
                 "cached": group.pool.cached,
                 "free": group.pool.free,
+                "cached_by_tenant": group.pool.cached_by_tenant,
                 "bytes": group.bytes,
             }
             for kind, group in self.groups.items()

@@ -36,7 +36,7 @@ class Request:
     source: how many tokens it attends to across, of its encoder or its pictures. source_key: their content; a
     source without a key shares no prefix. steady: whether its sequence, if it is one, may be in the decode
     batch. adapter: the names of its adapters, adapter_key: their content, or nothing. scored: how many
-    numbers are wanted about each token of its prompt.
+    numbers are wanted about each token of its prompt. tenant: for whose share its cached blocks count.
     """
 
     number: int
@@ -51,6 +51,7 @@ class Request:
     adapter: Names = ()
     adapter_key: bytes = b""
     scored: int = 0
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):  # whatever cannot be put in order would break the order of all

@@ -541,8 +541,9 @@ class Scheduler:
         deduped = full = end // self.kv_groups[0].pool.block_size
         for table in self._named_tables(sequence):
             named = len(table.digests)
+            request = sequence.group.request
             if named < full and commit(
-                table, sequence.tokens, sequence.group.request.key, keep_tokens=True, until=end
+                table, sequence.tokens, request.key, keep_tokens=True, until=end, tenant=request.tenant
             ):
                 deduped = min(deduped, named)
         if deduped < full:
@@ -553,8 +554,9 @@ class Scheduler:
         never computed.
         """
         tokens = sequence.tokens
+        request = sequence.group.request
         for table in self._named_tables(sequence):
-            commit_tail(table, tokens, sequence.group.request.key, until=len(tokens) - 1)
+            commit_tail(table, tokens, request.key, until=len(tokens) - 1, tenant=request.tenant)
 
     def _named_tables(self, sequence: TokenSequence) -> tuple[BlockTable, ...]:
         """The tables whose blocks others may find by the sequence's tokens."""

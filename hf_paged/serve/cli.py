@@ -120,6 +120,10 @@ def _add_serve(to: Parser) -> None:
     who.add_argument(
         "--admin-api-key", action="append", default=[], help="a key that sees the requests of all on the map"
     )
+    who.add_argument(
+        "--prefix-cache-share", nargs="+", default=[], metavar="KEY=SHARE",
+        help="how large keys' shares of the cached blocks are beside each other, as in key-0=3; 1 for others",
+    )  # fmt: skip
     who.add_argument("--share-prefixes", action="store_true", help="let keys share cached prefixes")
     who.add_argument("--allowed-host", action="append", default=[], help="a Host header that is answered")
     who.add_argument(
@@ -367,6 +371,7 @@ def trace(given: argparse.Namespace) -> int:
 def serve(given: argparse.Namespace) -> int:
     """hf-paged serve."""
     try:
+        from .keys import Keys
         from .logs import set_up
         from .server import run
         from .service import Service
@@ -385,13 +390,15 @@ def serve(given: argparse.Namespace) -> int:
         return ranks.start(size, given.arguments)
     if size > 1:
         ranks.check_size(size)
+    keys = Keys(options.api_keys, admin_keys=options.admin_api_keys)
+    shares = cache_shares(given.prefix_cache_share, keys.names)
     if given.seed is not None:
         import torch
 
         torch.manual_seed(given.seed)
     tokenizer = source.load_tokenizer()
     modules = adapter_sources(given.lora_modules)
-    engine = Engine(source.load(), **engine_options(given))
+    engine = Engine(source.load(), **engine_options(given), cache_shares=shares)
     if not engine.leads:
         return ranks.follow(engine)
     if size > 1:
@@ -455,6 +462,23 @@ def engine_options(given: argparse.Namespace) -> dict[str, Any]:
         "graphs": not given.enforce_eager,
         "compile": given.compile,
     }
+
+
+def cache_shares(given: Sequence[str], keys: Sequence[str]) -> dict[str, float]:
+    """Shares of the cached blocks by the names of keys, as logs have them."""
+    found: dict[str, float] = {}
+    for each in given:
+        name, _, share = each.partition("=")
+        try:
+            found[name] = float(share)
+        except ValueError:
+            raise ValueError(f"--prefix-cache-share takes KEY=SHARE such as key-0=3, got {each!r}") from None
+        if name not in keys:
+            raise ValueError(
+                f"--prefix-cache-share names {name!r}, expected one of {', '.join(keys) or 'no keys'}: keys "
+                "are counted from 0, in the order in which they are given"
+            )
+    return found
 
 
 def server_options(given: argparse.Namespace, name: str) -> Any:

@@ -46,6 +46,11 @@ class Keys:
         ]
 
     @property
+    def names(self) -> list[str]:
+        """The tenants' names, the keys in their order."""
+        return [tenant.name for _, tenant in self._tenants]
+
+    @property
     def open(self) -> bool:
         """Whether no key is needed."""
         return not self._tenants

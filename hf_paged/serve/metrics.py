@@ -32,6 +32,7 @@ SECONDS = (
     160.0,
     640.0,
 )
+CACHED = "Cached blocks that no request holds, by the tenant that left them."
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -135,6 +136,7 @@ class Metrics:
             for name, (kind, text, value) in engine_values(stats, in_flight).items():
                 shown = f"{name}_total" if kind == "counter" else name
                 lines += self._lines(prefix, name, kind, text, [(shown, (), value)])
+            lines += self._lines(prefix, "prefix_cache_blocks", "gauge", CACHED, _cached_blocks(stats))
             if adapters:
                 sample = "lora_requests_info", _adapter_labels(stats, adapters), time.time()
                 help = "The adapters that requests have, at this time."
@@ -149,6 +151,14 @@ class Metrics:
             named = {"model_name": self._model, **dict(labels)}
             pairs = ",".join(f'{key}="{_escaped(each)}"' for key, each in named.items())
             yield f"{prefix}:{sample}{{{pairs}}} {value}"
+
+
+def _cached_blocks(stats: Mapping[str, Any]) -> list[tuple[str, Labels, float]]:
+    """The cached blocks of each tenant, of all pools."""
+    counts: Counter[str] = Counter()
+    for each in stats["blocks"].values():
+        counts.update(each["cached_by_tenant"])
+    return [("prefix_cache_blocks", (("tenant", tenant),), count) for tenant, count in counts.items()]
 
 
 def _adapter_labels(stats: Mapping[str, Any], adapters: Mapping[str, Any]) -> Labels:

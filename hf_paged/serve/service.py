@@ -127,7 +127,7 @@ class Service:
             raise invalid(
                 f"min_tokens={request.min_tokens} is more than {new} tokens; lower it", "min_tokens"
             )
-        found = self.sampling.keywords(request, prompt, new)
+        found = {**self.sampling.keywords(request, prompt, new), "tenant": tenant.name}
         salt = tenant.salted(request.cache_salt)
         return found if salt is None else {**found, "salt": salt}
 

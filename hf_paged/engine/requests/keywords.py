@@ -137,6 +137,7 @@ class RequestKeywords(GenerateKeywords, total=False):
     prompt_logprobs: int | bool | None
     priority: int
     salt: str | None
+    tenant: str
     adapter: str | Sequence[str] | None
 
 
