@@ -15,7 +15,6 @@ entries as the model has scores. Every run has a salt of its own, so none finds 
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import random
@@ -38,7 +37,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_paged import Engine
 from hf_paged.serve.options import ServerLimits, ServerOptions
-from hf_paged.serve.server import Server
+from hf_paged.serve.server import Server, tuned
 from hf_paged.serve.service import Service
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -126,8 +125,6 @@ class Bench:
         waiting = max(1024, 4 * self.options.requests)
         limits = ServerLimits(waiting=waiting, request_seconds=3600.0)
         service = Service.of(self.engine, self.tokenizer, ServerOptions(port=0, limits=limits))
-        gc.collect()
-        gc.freeze()  # as hf_paged.serve.server.run() does
         self.server = Server(service)
         thread = threading.Thread(target=self.server.run)
         thread.start()
@@ -248,10 +245,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of the section throughput")
     parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 8.0, 16.0, 24.0, 32.0, 40.0])
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, for each rate")
+    parser.add_argument("--switch-interval", type=float, help="seconds, instead of the server's own")
     options = parser.parse_args()
     report = report_of(options)
     bench = Bench(options, report)
-    with bench.serving():
+    with tuned(), bench.serving():
+        if options.switch_interval is not None:
+            sys.setswitchinterval(options.switch_interval)
         bench.alone(bench.asks(options.requests, seed=1))  # warm-up: captures steps of these sizes
         bench.served(bench.asks(min(options.requests, 2 * options.at_once), seed=4))
         report.run(SECTIONS, options.sections, bench)

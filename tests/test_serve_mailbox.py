@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from hf_paged.serve.mailbox import Mailbox, Turns
+from hf_paged.serve.mailbox import MOST_EVENTS, Mailbox, Turns
 
 
 def test_every_event_is_set_and_many_in_one_wake_up() -> None:
@@ -68,3 +68,22 @@ def test_turns_are_taken_in_order_and_between_others() -> None:
     order, rounds = asyncio.run(run())
     assert order == [i for i in range(40) if i != 20]
     assert 9 <= rounds <= 30
+
+
+def test_many_events_take_several_turns() -> None:
+    """What else is ready runs in between: a step of many streams does not hold up /health."""
+
+    async def run() -> list[int]:
+        mailbox = Mailbox()
+        mailbox.open()
+        events = [asyncio.Event() for _ in range(3 * MOST_EVENTS + 1)]
+        for event in events:
+            mailbox.post(event)
+        counts = []
+        while not events[-1].is_set():
+            await asyncio.sleep(0)
+            counts.append(sum(event.is_set() for event in events))
+        return counts
+
+    counts = asyncio.run(run())
+    assert {MOST_EVENTS, 2 * MOST_EVENTS, 3 * MOST_EVENTS} <= set(counts)

@@ -83,8 +83,11 @@ def test_a_stream_begins_with_the_scored_prompt(served: Served) -> None:
     for choice in whole:
         own = [each for each in chunks if each["index"] == choice["index"]]
         assert "".join(each["text"] for each in own) == choice["text"]
-        for key, values in choice["logprobs"].items():
-            assert [value for each in own for value in each["logprobs"][key]] == values
+        for key in ("tokens", "text_offset"):
+            assert [value for each in own for value in each["logprobs"][key]] == choice["logprobs"][key]
+        found = [value for each in own for value in each["logprobs"]["token_logprobs"]]
+        assert found[0] is None
+        assert found[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=BOUND)
     silent = [each["choices"][0] for each in served.stream(**{**body, "max_tokens": 0})]
     assert [each["text"] for each in silent if each["text"]] == [TEXT, "The owl"]
     assert [each["finish_reason"] for each in silent if each["finish_reason"]] == ["length"] * 2

@@ -74,11 +74,6 @@ class TextAnswers:
         """Whether all answers have ended."""
         return None not in self.reasons
 
-    @property
-    def over(self) -> bool:
-        """Whether all is read and the engine is done with it."""
-        return self.handle.done and self.ended
-
     def take(self, increment: Increment) -> Piece | None:
         """An increment as the client sees it; None behind a stop string."""
         if self.reasons[increment.index] is not None:
@@ -187,7 +182,7 @@ class Generation:
                 if pieces or self._ticked:
                     self._ticked = False
                     yield pieces
-                if self.gone or all(each.over for each in self.answers):
+                if self.gone or all(each.noted for each in self.answers):
                     return
                 self._require_alive()
                 await self._news.wait()

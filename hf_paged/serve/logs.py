@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import queue
 import sys
 import time
+from contextlib import suppress
+from logging.handlers import QueueHandler, QueueListener
 from typing import Any, Literal
 
 Style = Literal["json", "text", "auto"]
+MOST_RECORDS = 10_000
+"""Log lines that may wait for their writer."""
+LAST_SECONDS = 2.0
 LOGGERS = ("hf_paged", "uvicorn", "uvicorn.error")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 
@@ -45,11 +52,42 @@ def _extras(record: logging.LogRecord) -> dict[str, Any]:
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
+class _Aside(QueueHandler):
+    """Hands records to the thread that writes them: a reader of stderr that is slow holds up no request.
+    Records that find the queue full are dropped.
+    """
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with suppress(queue.Full):
+            self.queue.put_nowait(record)
+
+
+class _Writer(QueueListener):
+    """Writes what waits in the queue. At the end of the process a reader that is stuck holds it up for
+    LAST_SECONDS.
+    """
+
+    def stop(self) -> None:
+        thread = self._thread
+        with suppress(queue.Full):
+            self.queue.put(self._sentinel, timeout=LAST_SECONDS)  # type: ignore[attr-defined]
+        if thread is not None:
+            thread.join(LAST_SECONDS)
+
+
 def set_up(level: str, style: Style) -> None:
-    """Log to stderr from now on."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Log to stderr from now on, in a thread of its own."""
+    writer = logging.StreamHandler(sys.stderr)
     plain = style == "text" or (style == "auto" and sys.stderr.isatty())
-    handler.setFormatter(LogFormatter() if plain else JsonLines())
+    writer.setFormatter(LogFormatter() if plain else JsonLines())
+    records: queue.Queue[logging.LogRecord] = queue.Queue(MOST_RECORDS)
+    listener = _Writer(records, writer)
+    listener.start()
+    atexit.register(listener.stop)
+    handler = _Aside(records)
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [handler] if "." not in name else []

@@ -6,11 +6,17 @@ import asyncio
 from collections import deque
 from contextlib import suppress
 
+MOST_EVENTS = 16
+"""Events that one turn of the event loop sets. What each wakes up writes to a socket, for which it gives the
+interpreter's lock away: a step of 256 streams in one turn would hold up /health by all of them.
+"""
+
 
 class Mailbox:
     """Events that the engine's thread wants set in the event loop.
 
-    Neither side waits for the other: the thread appends and returns, the loop sets all events that are there.
+    Neither side waits for the other: the thread appends and returns, the loop sets the events that are there,
+    some in each turn.
     """
 
     def __init__(self) -> None:
@@ -33,18 +39,21 @@ class Mailbox:
     def _deliver(self) -> None:
         # In this order: an event that comes after it is delivered by another call.
         self._scheduled = False
-        while self._events:
+        for _ in range(min(len(self._events), MOST_EVENTS)):
             self._events.popleft().set()
+        if self._events and self._loop is not None:
+            self._scheduled = True
+            self._loop.call_soon(self._deliver)
 
 
 class Turns:
     """At most so many bodies and submissions in one turn of the event loop, first come, first served.
 
-    Each takes the loop half a millisecond. Otherwise a thousand that arrive at once delay /health and
+    Each takes the loop a millisecond or two. Otherwise a thousand that arrive at once delay /health and
     all streams by all of them.
     """
 
-    def __init__(self, most: int = 8) -> None:
+    def __init__(self, most: int = 4) -> None:
         self._most = most
         self._left = most
         self._waiting: deque[asyncio.Future[None]] = deque()

@@ -52,6 +52,11 @@ class CounterFamily:
             self._values.pop((), None)
         self._values[tuple(labels.items())] += count  # type: ignore[assignment]
 
+    @property
+    def total(self) -> float:
+        """The sum over all labels."""
+        return sum(self._values.values())
+
     def samples(self) -> Iterator[tuple[str, Labels, float]]:
         """What is exposed of it."""
         for labels, value in list(self._values.items()):

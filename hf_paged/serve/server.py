@@ -10,6 +10,8 @@ import os
 import signal
 import socket
 import stat
+import sys
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -21,6 +23,14 @@ from .service import Service
 
 LAST_SECONDS = 2
 """For connections to be closed after the drain."""
+THRESHOLDS = (2_000, 10, 10)
+"""Of the collector's generations: a full collection after a million objects that stayed."""
+COLLECT_SECONDS = 30.0
+"""From one full collection while no request is under way to the next."""
+SWITCH_SECONDS = 1e-3
+"""After which a thread that computes gives the interpreter's lock to one that waits for it, such as the event
+loop after each write to a socket.
+"""
 FORCED = 130
 """The exit code after a second signal."""
 
@@ -33,6 +43,10 @@ class Server(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.exit_code = 0
+        self._collected = time.monotonic()
+        """When all garbage was collected, while no request was under way."""
+        self._count = 0.0
+        """How many requests had been answered then."""
         super().__init__(_config(service, self.drop))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -89,7 +103,17 @@ class Server(uvicorn.Server):
         if self._service.admission.state == "failed":
             self.exit_code = 1
             self.should_exit = True
+        self._collect_if_idle()
         return await super().on_tick(counter)
+
+    def _collect_if_idle(self) -> None:
+        """Collect what requests have left, while nobody waits."""
+        count = self._service.metrics.http.total
+        due = time.monotonic() - self._collected > COLLECT_SECONDS and count != self._count
+        if due and not self._service.admission.in_flight:
+            gc.collect()
+            self._collected = time.monotonic()
+            self._count = count
 
     def drop(self, scope: Scope) -> None:
         """Close the connection of a request without waiting for what its client has not read."""
@@ -123,13 +147,33 @@ def _config(service: Service, drop: object) -> uvicorn.Config:
 
 def run(service: Service) -> int:
     """Serve until a signal comes; the answer is the exit code."""
-    # What is here stays to the end. A full collection that looks at all of torch's and the model's objects
-    # holds up every thread for a tenth of a second and more.
+    server = Server(service)
+    with tuned():
+        server.run()
+    return server.exit_code
+
+
+@contextlib.contextmanager
+def tuned() -> Iterator[None]:
+    """Settings of the interpreter under which the event loop and the engine's thread hold each other up
+    least.
+
+    What is here stays to the end: a full collection that looks at all of torch's and the model's objects
+    holds up every thread for a tenth of a second and more. One that looks at the requests of a thousand
+    clients does so, too, so it comes while there are none, or after many objects.
+    """
+    thresholds = gc.get_threshold()
+    interval = sys.getswitchinterval()
     gc.collect()
     gc.freeze()
-    server = Server(service)
-    server.run()
-    return server.exit_code
+    gc.set_threshold(*THRESHOLDS)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+        gc.unfreeze()
 
 
 @contextlib.contextmanager
