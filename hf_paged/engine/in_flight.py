@@ -23,7 +23,7 @@ from .sampling.answers import Answer
 from .sampling.input_batch import InputBatch
 from .sampling.penalties import PenaltyState
 from .sampling.sampler import HostSampler, SamplingRows, no_token
-from .sampling.scores import note_of, numbers_of
+from .sampling.scores import chosen_note_of, chosen_numbers_of
 
 
 class SamplingState:
@@ -95,7 +95,8 @@ class InFlightStep:
         if columns.logprobs:
             index = upload(columns.logprobs, tokens.device)
             most = max(columns.jobs[place].params.favourites or 0 for place in columns.logprobs)
-            wanted.append(numbers_of(answer.logits[index].log_softmax(-1), tokens[index], most))
+            scores = None if columns.scores is None else columns.scores[index]
+            wanted.append(chosen_numbers_of(answer.logits[index], tokens[index], most, scores))
         self._download = Download(wanted)
 
     def _add_rows_behind(self) -> tuple[array[int], Answer]:
@@ -217,4 +218,6 @@ class InFlightStep:
         if favourites is None:
             return None
         rows = dict(zip(columns.logprobs, self._logprobs, strict=True))
-        return {sequence: note_of(rows[i], self._tokens[i], favourites) for sequence, i in found.items()}
+        return {
+            sequence: chosen_note_of(rows[i], self._tokens[i], favourites) for sequence, i in found.items()
+        }

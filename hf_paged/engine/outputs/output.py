@@ -13,11 +13,14 @@ TROUBLE: tuple[FinishReason, ...] = ("refused", "error", "abort")
 class TokenLogprob(NamedTuple):
     """How likely the model, before any processor, found a token that was chosen, and its favourites at that
     place.
+
+    processed: the logprob after penalties, temperature and cuts, which it was chosen from; None of a beam.
     """
 
     token_id: int
     logprob: float
     favourites: tuple[tuple[int, float], ...] = ()
+    processed: float | None = None
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,11 @@ class InputBatch:
             self._recipes = [each.recipe or Recipe() for each in params]
         self._reading = [place for place, recipe in enumerate(self._recipes) if recipe.reads]
         self.uses_positions = bool(self._drawn or self._recipes)
+        self.scores: torch.Tensor | None = None
+        """What the last tokens were chosen from, [places, vocabulary], if logprobs were requested; None if it
+        is the logits.
+        """
+        self._changes = bool(self._recipes or self._fined) or any(each != Warp() for each in self._warps)
 
     def ending(self, tokens: list[int]) -> list[int]:
         """The places whose sequence ends with its token, or got no token."""
@@ -80,12 +85,15 @@ class InputBatch:
         chosen = best_now(scores) if known is None or self._recipes else known.clone()
         if fined is not None and not self._recipes:
             chosen[:, fined.rows] = best_now(fined.scores)
+        self.scores = scores if self.logprobs and self._changes else None
         if self._drawn:
             chosen = self._with_draws(chosen, scores, positions)
         if fined is not None:
             self._penalties.note(fined, chosen[0])
         if self._reading:
             self._note(chosen[0], positions)
+        if fined is not None and not (self._drawn or self._recipes) and self.logprobs:
+            self.scores = scores.index_copy(0, fined.rows, fined.scores)
         return chosen
 
     def _note(self, tokens: torch.Tensor, positions: Sequence[int]) -> None:
@@ -107,6 +115,8 @@ class InputBatch:
         if self._recipes:
             rules = [self._recipes[place].after for place in self._drawn]
             own = self._processed(own, rules, where, self._drawn)
+        if self.scores is not None:
+            self.scores = own if places is None else scores.index_copy(0, places, own)
         chosen[0, slice(None) if places is None else places] = draw(own, self._seeds, self._indices, where)
         return mend(chosen, scores.shape[1])
 

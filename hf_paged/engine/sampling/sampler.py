@@ -18,7 +18,7 @@ from .candidates import BeamScorer, apart
 from .grammar import filled, masked, unfollowed
 from .input_batch import InputBatch
 from .penalties import PenaltyState
-from .scores import note_of, numbers_of
+from .scores import chosen_note_of, chosen_numbers_of
 from .warp import draw
 
 
@@ -76,6 +76,8 @@ class HostSampler:
             if request.job not in compared and request.job.params.grammar is None
         ]
         self._penalties = penalties
+        self._guided_scores: dict[Job, torch.Tensor] = {}
+        """What the tokens of requests with grammars are chosen from, [rows, vocabulary]."""
         tensors = []
         if self._own:
             rows = [row for request in self._own for row in request.rows]
@@ -97,7 +99,7 @@ class HostSampler:
         self._reject(job for job, found in broken.items() if any(found) and not job.params.mends)
         self._each(
             [request for request in self._own if request.job.beams is None],
-            lambda request: self._take(scheduler, request, self._chosen(request)),
+            lambda request: self._take(scheduler, request, *self._chosen(request)),
         )
         self._search(scheduler, arrived)
         return self._failed
@@ -144,31 +146,42 @@ class HostSampler:
             trouble = next((each for each in own if each.is_error()), None)
             if trouble is not None:
                 job.trouble_with_scores = unfollowed(trouble)
-        return Download([columns.choose(scores, positions)[1]])
+        tokens = columns.choose(scores, positions)
+        if columns.logprobs:
+            own = _dealt(followed, list(columns.scores if columns.scores is not None else scores))
+            self._guided_scores = {job: torch.stack(rows) for job, rows in own.items()}
+        return Download([tokens[1]])
 
     def _take_guided(self, scheduler: Scheduler, chosen: Download | None) -> None:
         if chosen is None:
             return
         tokens = _dealt(self._guided, chosen.wait()[0].tolist())
         self._reject(job for job, own in tokens.items() if UNKNOWN in own or job.trouble_with_scores)
-        self._each(self._guided, lambda request: self._take(scheduler, request, tokens[request.job]))
+        self._each(
+            self._guided,
+            lambda request: self._take(
+                scheduler, request, tokens[request.job], self._guided_scores.get(request.job)
+            ),
+        )
 
     # ---- samples
 
-    def _chosen(self, request: SamplingRows) -> list[int]:
-        """The tokens of a job with custom processors."""
+    def _chosen(self, request: SamplingRows) -> tuple[list[int], torch.Tensor]:
+        """The tokens of a job with custom processors, and the scores that they were chosen from."""
         job = request.job
         own = self._logits[request.rows]
         scores = _sound(job.processed(own, own.device), job)
         tokens: list[int] = (_drawn(request, scores) if job.params.sampled else scores.argmax(-1)).tolist()
-        return require_known(tokens, own.shape[1], scores)
+        return require_known(tokens, own.shape[1], scores), scores
 
-    def _take(self, scheduler: Scheduler, request: SamplingRows, tokens: list[int]) -> None:
+    def _take(
+        self, scheduler: Scheduler, request: SamplingRows, tokens: list[int], scores: torch.Tensor | None
+    ) -> None:
         """Give a job its tokens; logprobs are computed only where they were requested."""
         notes = (
             None
             if request.job.params.favourites is None
-            else _notes(self._logits[request.rows], tokens, request.job.params.favourites)
+            else _notes(self._logits[request.rows], tokens, request.job.params.favourites, scores)
         )
         assert request.job.group is not None
         sequences = request.job.group.sequences
@@ -211,7 +224,7 @@ class HostSampler:
         notes = (
             None
             if favourites is None
-            else _notes(self._logits[[request.rows[beam] for beam in beams]], tokens, favourites)
+            else _notes(self._logits[[request.rows[beam] for beam in beams]], tokens, favourites, None)
         )
         return Continuations(values.tolist(), beams, tokens, notes)
 
@@ -284,7 +297,12 @@ def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
     return scores
 
 
-def _notes(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> list[TokenLogprob]:
-    """The logprob of each token of logits [tokens, vocabulary], and its top logprobs."""
-    numbers = numbers_of(logits.log_softmax(-1), upload(tokens, logits.device), favourites).tolist()
-    return [note_of(own, token, favourites) for own, token in zip(numbers, tokens, strict=True)]
+def _notes(
+    logits: torch.Tensor, tokens: Sequence[int], favourites: int, scores: torch.Tensor | None
+) -> list[TokenLogprob]:
+    """The logprob of each token of logits [tokens, vocabulary], and its top logprobs. scores: what they were
+    chosen from.
+    """
+    numbers = chosen_numbers_of(logits, upload(tokens, logits.device), favourites, scores).tolist()
+    notes = [chosen_note_of(own, token, favourites) for own, token in zip(numbers, tokens, strict=True)]
+    return notes if scores is not None else [note._replace(processed=None) for note in notes]

@@ -35,6 +35,23 @@ def note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogpr
     return TokenLogprob(token, numbers[0], tuple(pairs))
 
 
+def chosen_numbers_of(
+    logits: torch.Tensor, tokens: torch.Tensor, favourites: int, scores: torch.Tensor | None
+) -> torch.Tensor:
+    """The same of tokens that were chosen after logits [rows, vocabulary], with one more column: their
+    logprobs under the `scores` [rows, vocabulary] that they were chosen from, None if those are the logits.
+    """
+    numbers = numbers_of(logits.log_softmax(-1), tokens, favourites)
+    if scores is None:
+        return torch.cat([numbers, numbers[:, :1]], 1)
+    return torch.cat([numbers, scores.log_softmax(-1).gather(1, tokens[:, None]).double()], 1)
+
+
+def chosen_note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:
+    """A row of `chosen_numbers_of`, perhaps with more favourites than are wanted."""
+    return note_of(numbers[:-1], token, favourites)._replace(processed=numbers[-1])
+
+
 def scores_of(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> torch.Tensor:
     """The numbers [tokens, 1 + 2 * favourites] of tokens, as `numbers_of` makes them of the logits [tokens,
     vocabulary] that they follow.

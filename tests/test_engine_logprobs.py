@@ -1,0 +1,74 @@
+"""The log-probabilities of sampled tokens: raw, and after penalties, temperature and cuts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_answers import PROMPTS
+from engine_logprobs import one_forward
+from transformers import GenerationConfig, LogitsProcessor
+
+from hf_paged.engine import Engine
+
+NEW = 8
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "plain": {"do_sample": True, "top_k": 0},
+    "warped": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "penalty": {"do_sample": False, "repetition_penalty": 1.7},
+    "penalty and draws": {"do_sample": True, "repetition_penalty": 1.7, "temperature": 1.4, "top_k": 0},
+    "rules": {"do_sample": True, "top_k": 0, "suppress_tokens": [7, 8, 9], "no_repeat_ngram_size": 2},
+}
+
+
+class Halves(LogitsProcessor):
+    """A user's processor: it runs for its own request on the host."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores / 2
+
+
+def expected(model: Any, prompt: list[int], tokens: list[int], options: dict[str, Any]) -> torch.Tensor:
+    """The logprob of each token after transformers' own processors."""
+    own = {name: value for name, value in options.items() if name != "logits_processor"}
+    config, _ = model._prepare_generation_config(GenerationConfig(**own))
+    processors = [*model._get_logits_processor(config, input_ids_seq_length=len(prompt))]
+    processors[:0] = options.get("logits_processor", [])
+    found = []
+    for i, scores in enumerate(one_forward(model, prompt, tokens).split(1)):
+        ids = torch.tensor([prompt + tokens[:i]])
+        for processor in processors:
+            scores = processor(ids, scores)
+        found.append(scores.log_softmax(-1)[0, tokens[i]])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_processed_logprobs_are_those_of_what_tokens_were_drawn_from(model: Any, run_ahead: bool) -> None:
+    """Many ways in one batch, beside requests without logprobs: each has its own."""
+    ways = [*WAYS.values(), {"do_sample": True, "top_k": 0, "logits_processor": [Halves()]}]
+    with Engine(model, block_size=4, num_blocks=120, run_ahead=run_ahead) as engine:
+        handles = []
+        for i, options in enumerate(ways):
+            length = {"max_new_tokens": NEW, "min_new_tokens": 0, "eos_token_id": None}
+            handles.append(engine.submit(PROMPTS[1], seed=i, logprobs=i % 3 or True, **length, **options))
+            engine.submit(PROMPTS[2], seed=i, **length, **options)
+        for handle, options in zip(handles, ways, strict=True):
+            output = handle.result()
+            tokens = output.sequences[0].token_ids
+            notes = output.sequences[0].logprobs
+            assert [note.token_id for note in notes] == tokens
+            raw = one_forward(model, PROMPTS[1], tokens).log_softmax(-1)
+            raw = raw.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor([note.logprob for note in notes]), raw, atol=1e-4, rtol=1e-4)
+            after = torch.tensor([note.processed for note in notes])
+            torch.testing.assert_close(
+                after, expected(model, PROMPTS[1], tokens, options), atol=1e-4, rtol=1e-4
+            )
+
+
+def test_beams_have_raw_logprobs_alone(engine: Engine) -> None:
+    output = engine.submit(PROMPTS[1], num_beams=3, do_sample=False, max_new_tokens=4, logprobs=1).result()
+    assert all(note.processed is None for note in output.sequences[0].logprobs)
