@@ -10,9 +10,10 @@ from . import trace
 from .blocks import OutOfBlocks
 from .checking import LogprobGap, Mismatch, RowMismatch, check_mismatch
 from .config import CacheConfig
+from .continuous import install, uninstall
 from .engine import Engine, EngineConfig, Handle, Increment, Output, SequenceOutput
 from .generate.cache import PagedCache
-from .generate.install import install, installed, uninstall
+from .generate.install import installed
 from .generate.stats import Stats, stats
 from .model.registry import invalidate, release
 from .model.support import FallbackWarning

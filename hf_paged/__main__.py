@@ -1,10 +1,18 @@
-"""The command line as a module: python -m hf_paged."""
+"""The command line as a module: python -m hf_paged.
+
+python -m hf_paged transformers serve MODEL --continuous-batching: transformers' own command line, whose
+continuous batching the engine computes.
+"""
 
 from __future__ import annotations
 
 import sys
 
+from .continuous import transformers_main
 from .serve.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["transformers"]:
+        transformers_main()
+    else:
+        sys.exit(main())

@@ -387,6 +387,11 @@ class Engine:
     # ---- who drives
 
     @property
+    def closed(self) -> bool:
+        """Whether the engine takes no request any more."""
+        return self._closed or self._closing
+
+    @property
     def driven(self) -> bool:
         """Whether a thread drives the engine: one was started, and it has neither ended nor been stopped."""
         thread = self.background

@@ -32,6 +32,8 @@ PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {
     "generation_config",
     "_output_capturing_hooks_installed",
+    "_cached_continuous_batching_manager",
+    "_hf_paged_engine",
     "_require_grads_hook",
     "_require_grads_hooks",
 }

@@ -53,14 +53,16 @@ class Options:
     def read(self, model: Any, generation_config: Any, keywords: dict[str, Any]) -> ParsedOptions:
         """The options of a request; the config is its own."""
         own = model.generation_config
-        plain = generation_config is None and all(type(value) in PLAIN for value in keywords.values())
+        plain = generation_config is None and all(map(_is_plain, keywords.values()))
         if not plain:
             return _read(model, generation_config, keywords)
         # The lengths of answers are as different as the requests, and nothing else depends on them.
         new = keywords.get(LENGTH)
         free = type(new) is int and new > 0
         kept_out = {LENGTH} if free else set()
-        values = [(name, type(value), value) for name, value in keywords.items() if name not in kept_out]
+        values = [
+            (name, type(value), copy.copy(value)) for name, value in keywords.items() if name not in kept_out
+        ]
         params = values, free, input_device(model)
         last = self._last
         if last is None or not _equal(last[0], (params, vars(own))):
@@ -70,6 +72,11 @@ class Options:
         if free:
             setattr(config, LENGTH, new)
         return last[1]._replace(config=config)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it can be compared and copied: a number, a string, or a list of numbers."""
+    return type(value) in PLAIN or (type(value) is list and all(type(each) is int for each in value))
 
 
 def _equal(kept: Any, now: Any) -> bool:

@@ -148,8 +148,8 @@ class HostSampler:
                 job.trouble_with_scores = unfollowed(trouble)
         tokens = columns.choose(scores, positions)
         if columns.logprobs:
-            own = _dealt(followed, list(columns.scores if columns.scores is not None else scores))
-            self._guided_scores = {job: torch.stack(rows) for job, rows in own.items()}
+            chosen_from = _dealt(followed, list(columns.scores if columns.scores is not None else scores))
+            self._guided_scores = {job: torch.stack(each) for job, each in chosen_from.items()}
         return Download([tokens[1]])
 
     def _take_guided(self, scheduler: Scheduler, chosen: Download | None) -> None:

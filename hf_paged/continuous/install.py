@@ -1,0 +1,75 @@
+"""The plug of continuous batching: who computes `model.generate_batch`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
+
+from ..generate import install as word
+from ..model.registry import base_model
+from .manager import EngineBatchingManager
+
+METHOD = "init_continuous_batching"
+CACHED = "_cached_continuous_batching_manager"
+
+
+def install(generate_batch: bool | None = None) -> None:
+    """Make "paged" a cache of generate(). Doing it twice does nothing.
+
+    generate_batch: whether the engine computes `model.generate_batch` and transformers' manager of continuous
+    batching, too (`transformers serve --continuous-batching`, TRL's use_transformers_continuous_batching).
+    None leaves that as it is; at first transformers computes them.
+    """
+    word.install()
+    if generate_batch is None:
+        return
+    current = getattr(ContinuousMixin, METHOD)
+    original = getattr(current, "hf_paged_original", None)
+    if generate_batch and original is None:
+        setattr(ContinuousMixin, METHOD, _wrap(current))
+    elif not generate_batch and original is not None:
+        setattr(ContinuousMixin, METHOD, original)
+
+
+def uninstall() -> None:
+    """Give transformers its methods back."""
+    original = getattr(getattr(ContinuousMixin, METHOD), "hf_paged_original", None)
+    if original is not None:
+        setattr(ContinuousMixin, METHOD, original)
+    word.uninstall()
+
+
+def transformers_main() -> None:
+    """Run transformers' command line on the arguments behind the first, with continuous batching on the
+    engine.
+    """
+    from transformers.cli.transformers import main
+
+    install(generate_batch=True)
+    del sys.argv[1]
+    main()
+
+
+def _wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def init_continuous_batching(
+        self: Any,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        workload_hints: Any = None,
+    ) -> EngineBatchingManager:
+        cached = getattr(self, CACHED, None)
+        if isinstance(cached, EngineBatchingManager):
+            return cached
+        generation = self.generation_config if generation_config is None else generation_config
+        config = continuous_batching_config or getattr(generation, "continuous_batching_config", None)
+        config = ContinuousBatchingConfig() if config is None else config
+        return EngineBatchingManager(base_model(self), generation, config, workload_hints)
+
+    init_continuous_batching.hf_paged_original = stock  # type: ignore[attr-defined]
+    return init_continuous_batching

@@ -1,0 +1,338 @@
+"""transformers' manager of continuous batching, whose requests the engine computes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers.generation.continuous_batching.continuous_api import (
+    BackgroundThreadStatus,
+    ContinuousBatchingManager,
+    OutputRouter,
+)
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from ..engine import Engine, Handle
+from ..model.registry import base_model
+from ..model.support import why_dropped
+from ..model.training import why_random
+from .engines import drop_engine, engine_for
+from .options import WorkloadNeed, engine_options, request_options
+
+logger = logging.getLogger("hf_paged")
+
+POLL = 0.1
+"""Seconds after which the thread of results sees that it shall stop."""
+
+
+class BatchRequest:
+    """A request of the manager: a handle of the engine, whose sequences are outputs with ids of their own."""
+
+    def __init__(self, number: str, prompt: list[int], handle: Handle, stamps: bool, streams: bool) -> None:
+        self.number = number
+        self.prompt = prompt
+        self.handle = handle
+        self.stamps = stamps
+        self.streams = streams
+        self.created = time.perf_counter()
+        self.tokens: dict[int, list[int]] = {}
+        self.times: dict[int, list[float]] = {}
+        self.logprobs: dict[int, list[float]] = {}
+
+    def read(self) -> list[int]:
+        """Take what is new: the sequences that have new tokens."""
+        changed = []
+        for increment in self.handle.read():
+            place = increment.index
+            self.tokens.setdefault(place, []).extend(increment.token_ids)
+            now = [time.perf_counter()] * len(increment.token_ids)
+            self.times.setdefault(place, []).extend(now)
+            notes = increment.logprobs or []
+            self.logprobs.setdefault(place, []).extend(note.processed or 0.0 for note in notes)
+            changed.append(place)
+        return list(dict.fromkeys(changed))
+
+    def name_of(self, place: int, count: int) -> str:
+        """The id of a sequence: the last of several has the request's own, the others are its children."""
+        return self.number if place == count - 1 else f"{self.number}__child#{place}"
+
+    def so_far(self, place: int, count: int) -> GenerationOutput:
+        """The output of a sequence that goes on."""
+        return GenerationOutput(
+            request_id=self.name_of(place, count),
+            prompt_ids=self.prompt,
+            generated_tokens=list(self.tokens.get(place, ())),
+            logprobs=list(self.logprobs.get(place, ())),
+            status=RequestStatus.DECODING,
+            created_time=self.created,
+            lifespan=(self.created, -1),
+            timestamps=list(self.times.get(place, ())) if self.stamps else None,
+        )
+
+    def ended(self) -> list[GenerationOutput]:
+        """The outputs of all sequences; the request is done."""
+        output = self.handle.result(0)
+        count = len(output.sequences)
+        started = output.timing.started or output.timing.submitted
+        finished = output.timing.finished or time.monotonic()
+        error = None if output.error is None else f"{type(output.error).__name__}: {output.error}"
+        return [
+            GenerationOutput(
+                request_id=self.name_of(place, count),
+                prompt_ids=self.prompt,
+                generated_tokens=list(sequence.token_ids),
+                logprobs=[note.processed or 0.0 for note in sequence.logprobs or ()],
+                error=error,
+                status=RequestStatus.FINISHED if error is None else RequestStatus.FAILED,
+                created_time=self.created,
+                lifespan=(started, finished),
+                timestamps=list(self.times.get(place, ())) if self.stamps else None,
+            )
+            for place, sequence in enumerate(output.sequences)
+        ]
+
+
+class EngineBatchingManager(ContinuousBatchingManager):
+    """What `model.init_continuous_batching()` answers after `install(generate_batch=True)`. Results come
+    through transformers' own router.
+
+    The model stays as it is, in the mode in which it is found, unless dropout is active: then eval mode holds
+    while the manager runs, as with transformers' own.
+    """
+
+    def __init__(
+        self, model: Any, generation_config: Any, continuous_batching_config: Any, workload_hints: Any = None
+    ) -> None:
+        # Not super().__init__(): it makes what the engine stands for.
+        self.model: Any = base_model(model)
+        self.generation_config = generation_config
+        self.continuous_batching_config = continuous_batching_config
+        self.num_return_sequences = getattr(generation_config, "num_return_sequences", None) or 1
+        self.background_thread_status = BackgroundThreadStatus()
+        self.output_router = OutputRouter()
+        self.is_tp_driver = True
+        self.warmed_up = False
+        self._engine: Engine | None = None
+        self._options = engine_options(continuous_batching_config)
+        self._need = WorkloadNeed.of(workload_hints)
+        own: Any = self.model.generation_config
+        self._request_options = request_options(generation_config, own)
+        self._use_prefix_sharing = bool(continuous_batching_config.allow_block_sharing)
+        self._request_counter = 0
+        self._request_lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._generation_thread: threading.Thread | None = None  # type: ignore[assignment]
+        self._requests: dict[str, BatchRequest] = {}
+        self._ready: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._modes: list[tuple[Any, bool]] = []
+        """The modes of the model's modules, to restore."""
+        self._pauses = 0
+
+    # ---- the engine
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that computes the requests, made when first needed."""
+        if self._engine is None:
+            if why_random(self.model) or why_dropped(self.model):
+                self._modes = [(module, module.training) for module in self.model.modules()]
+                self.model.eval()
+            self._engine = engine_for(self.model, self._options, self._need)
+        return self._engine
+
+    def warmup(self) -> None:
+        """Make the engine: it tries the model out and compiles its kernels."""
+        assert self.engine is not None
+        self.warmed_up = True
+
+    def start(self) -> None:
+        """Let threads compute requests and deliver results."""
+        if self.is_running():
+            logger.warning("the manager is running already")
+            return
+        self.background_thread_status.clear()
+        self.engine.start()
+        self._generation_thread = threading.Thread(
+            target=self._deliver_all, name="hf_paged-results", daemon=True
+        )
+        self._generation_thread.start()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Stop after the requests that have come, or at once; the engine stays with its model for the next
+        session.
+        """
+        status = self.background_thread_status
+        if self._generation_thread is None:
+            logger.warning("the manager was not started")
+            return
+        if self._pauses:
+            raise RuntimeError("a paused manager cannot stop; leave pause() first")
+        begin = time.perf_counter()
+        status.request_stop(status.HARD_STOP if hard_stop else status.FLUSH_AND_STOP, 0)
+        if block:
+            self.join(begin, timeout)
+        if keep_for_next_session:
+            self.model._cached_continuous_batching_manager = self
+
+    def destroy(self) -> None:
+        """Stop, and give the engine's pools back unless a workload of known size made them."""
+        if self.is_running():
+            self.stop(block=True)
+        if self._need is None:
+            drop_engine(self.model)
+        self._engine = None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Hold the requests while the caller changes the weights in place: their tokens stay, and their keys
+        and values are computed again with the new weights.
+        """
+        if not self.is_running():
+            raise RuntimeError("cannot pause while no generation loop is running; call start() first")
+        with self._request_lock:
+            self._pauses += 1
+            self.engine.pause()
+        try:
+            yield
+        finally:
+            with self._request_lock:
+                self._pauses -= 1
+                if not self._pauses:
+                    self.engine.resume()
+
+    # ---- requests
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        **options: Any,
+    ) -> str | None:
+        """Submit a request; its id, or None if the manager takes none any more. A request that the engine
+        refuses ends as FAILED, with the reason.
+        """
+        denial = self.background_thread_status.can_accept_new_requests()
+        if denial is not None:
+            logger.warning("%s A request is dropped.", denial)
+            return None
+        if options and not self.continuous_batching_config.per_request_processors:
+            raise ValueError(
+                f"options of single requests ({sorted(options)}) need per_request_processors=True in the "
+                "ContinuousBatchingConfig"
+            )
+        if request_id is None:
+            with self._request_lock:
+                request_id = f"req_{self._request_counter}"
+                self._request_counter += 1
+        prompt = list(map(int, input_ids))
+        try:
+            handle = self._submit(prompt, max_new_tokens, eos_token_id, options)
+        except (ValueError, TypeError, RuntimeError) as error:
+            self._fail(request_id, prompt, error)
+            return request_id
+        request = BatchRequest(request_id, prompt, handle, record_timestamps, streaming)
+        self._requests[request_id] = request
+        ready = self._ready
+        handle.watch(lambda: ready.put(request_id), each=streaming or record_timestamps)
+        ready.put(request_id)  # what came before is not announced
+        return request_id
+
+    def _submit(
+        self,
+        prompt: list[int],
+        max_new_tokens: int | None,
+        eos: int | list[int] | None,
+        options: dict[str, Any],
+    ) -> Handle:
+        config = self.continuous_batching_config
+        number = next(self._numbers)
+        new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        eos = self.generation_config.eos_token_id if eos is None else eos
+        length = {
+            "max_new_tokens": max(1, self.engine.longest - len(prompt)) if new is None else new,
+            "eos_token_id": -1 if eos is None else eos,
+            "num_return_sequences": self.num_return_sequences,
+        }
+        return self.engine.submit(
+            prompt,
+            seed=None if config.seed is None else config.seed + number,
+            logprobs=True if config.return_logprobs else None,
+            **{**self._request_options, **length, **options},
+        )
+
+    def cancel_request(self, request_id: str) -> None:
+        """End a request; nothing of it is delivered any more."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            request.handle.cancel()
+
+    # ---- the thread of results
+
+    def _deliver_all(self) -> None:
+        """Deliver what the engine has announced, until the manager shall stop."""
+        status = self.background_thread_status
+        try:
+            while status.local_status != status.HARD_STOP:
+                try:
+                    self._deliver(self._ready.get(timeout=POLL))
+                except queue.Empty:
+                    if status.local_status == status.FLUSH_AND_STOP and not self._requests:
+                        break
+                error = self.engine.thread_error
+                if error is not None:
+                    raise RuntimeError(f"the engine's thread has ended: {error}") from error
+        except Exception as error:
+            logger.exception("the generation loop of continuous batching has failed")
+            status.record_fatal_error(error)
+        finally:
+            self._end_all(status.fatal_error)
+            status.mark_as_stopped()
+
+    def _deliver(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        count = self.num_return_sequences
+        done = request.handle.done  # read first: the last increment comes before the output
+        changed = request.read() if request.streams or request.stamps else []
+        if done:
+            self._requests.pop(request_id, None)
+            self.output_router.deliver_batch(request.ended())
+        elif request.streams:
+            self.output_router.deliver_batch([request.so_far(place, count) for place in changed])
+
+    def _fail(self, request_id: str, prompt: list[int], error: BaseException) -> None:
+        logger.error("request %s is refused: %s", request_id, error)
+        self.output_router.deliver(
+            GenerationOutput(
+                request_id=request_id, prompt_ids=prompt, error=str(error), status=RequestStatus.FAILED
+            )
+        )
+
+    def _end_all(self, error: BaseException | None) -> None:
+        """The thread ends: requests that have not come to their end have failed."""
+        reason = error or RuntimeError("the manager was stopped before this request was complete")
+        for request_id, request in list(self._requests.items()):
+            self._requests.pop(request_id, None)
+            request.handle.cancel()
+            self._fail(request_id, request.prompt, reason)
+        self.engine.stop()
+        for module, training in self._modes:
+            module.training = training
+        self._modes = []

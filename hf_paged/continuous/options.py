@@ -1,0 +1,128 @@
+"""transformers' ContinuousBatchingConfig and GenerationConfig as options of the engine and its requests."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from transformers import GenerationConfig
+
+PAGE = 256
+"""The tokens of a page where nobody chose another number."""
+NO_EFFECT = frozenset(
+    {
+        "max_blocks_per_request",
+        "q_padding_interval_size",
+        "kv_padding_interval_size",
+        "auto_switch_to_flash",
+        "cpu_offload_space_safety_threshold",
+        "drop_unsupported_processors",
+        "disable_nccl_graph_mixing",
+        "cpu_group_timeout",
+        "use_default_compile_configs",
+        "max_cached_graphs",
+        "block_size",
+        "page_size",
+        "num_blocks",
+        "return_logprobs",
+        "seed",
+        "per_request_processors",
+    }
+)
+"""Fields that say how transformers' own kernels, graphs and ranks work, and those that are read elsewhere."""
+ELSEWHERE = frozenset(
+    {
+        "transformers_version",
+        "max_new_tokens",
+        "max_length",
+        "eos_token_id",
+        "num_return_sequences",
+        "cache_implementation",
+        "cache_config",
+        "continuous_batching_config",
+        "compile_config",
+        "disable_compile",
+        "use_cache",
+    }
+)
+"""Fields of a generation config that requests get otherwise, or that say how to generate and not what."""
+
+
+class WorkloadNeed(NamedTuple):
+    """How much is going to be computed at once, as far as a caller has said: requests, and tokens of each."""
+
+    requests: int
+    tokens: int
+
+    @classmethod
+    def of(cls, hints: Any) -> WorkloadNeed | None:
+        """From transformers' WorkloadHints."""
+        if hints is None or not hints.num_requests or not hints.max_generated_length:
+            return None
+        return cls(hints.num_requests, (hints.max_prompt_length or 0) + hints.max_generated_length)
+
+
+def engine_options(config: Any) -> dict[str, Any]:
+    """The engine's options for a ContinuousBatchingConfig; ValueError for a field that it cannot honour."""
+    options: dict[str, Any] = {}
+    readers: dict[str, Any] = {
+        "max_batch_tokens": lambda value: {"max_batch_tokens": value},
+        "max_memory_percent": lambda value: {"memory_fraction": value},
+        "max_requests_per_batch": lambda value: {"max_batch_sequences": value},
+        "allow_block_sharing": lambda value: {"prefix_caching": bool(value)},
+        "use_async_batching": lambda value: {"run_ahead": value},
+        "use_cuda_graph": lambda value: {"graphs": any(value) if isinstance(value, tuple) else bool(value)},
+        "varlen_compile_config": lambda value: {"compile": True},
+        "decode_compile_config": lambda value: {"compile": True},
+        "default_compile_level": lambda value: {"compile": True} if value else {},
+        "safety_margin": lambda value: {"watermark": value},
+        "cpu_offload_space": lambda value: {} if value else {"host_blocks": 0},
+    }
+    for name, value in vars(config).items():
+        if name in readers and value is not None:
+            options |= readers[name](value)
+        elif name not in NO_EFFECT and name not in readers:
+            _refuse(name, value)
+    size = getattr(config, "page_size", None) or getattr(config, "block_size", None) or PAGE
+    if size != PAGE:
+        options["block_size"] = size
+    if config.num_blocks is not None:
+        options["num_blocks"] = -(-config.num_blocks * size // options.get("block_size", 16))
+        options.pop("memory_fraction", None)
+    if options.get("graphs") is False:
+        options.pop("compile", None)
+    return options
+
+
+def _refuse(name: str, value: Any) -> None:
+    """Raise for a field of another value than its default."""
+    reasons = {
+        "scheduler_type": ("fifo", "the engine admits requests in the order of their arrival"),
+        "max_queue_size": (0, "the engine's queue has no bound; bound the requests where they come from"),
+    }
+    default, why = reasons.get(name, (None, "hf_paged does not know it"))
+    if value not in (None, default):
+        raise ValueError(
+            f"continuous_batching_config.{name}={value!r} is not honoured: {why}; leave it out, or call "
+            "hf_paged.install(generate_batch=False)"
+        )
+
+
+def request_options(given: GenerationConfig, own: GenerationConfig) -> dict[str, Any]:
+    """The options of the engine's requests under a generation config: what it leaves open is neutral, as in
+    transformers' continuous batching, and not the model's own or generate()'s default. own: the model's.
+    """
+    fields = {name: value for name, value in vars(given).items() if name[0] != "_" and name not in ELSEWHERE}
+    options = {name: value for name, value in fields.items() if value is not None}
+    if given is not own:
+        left_open = {name for name, value in vars(own).items() if value is not None and name in fields}
+        options |= {name: _default_of(name) for name in left_open - options.keys() if "token_id" not in name}
+    options.setdefault("do_sample", False)
+    if options["do_sample"] and (given is not own or own.top_k is None):
+        options.setdefault("top_k", 0)
+    return options
+
+
+def _default_of(name: str) -> Any:
+    """What a field means that neither a caller nor a model has set."""
+    defaults: dict[str, Any] = GenerationConfig._get_default_generation_params()
+    return 0 if name == "top_k" else defaults.get(name)

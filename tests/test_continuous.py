@@ -1,0 +1,315 @@
+"""model.generate_batch and transformers' manager of continuous batching, computed by the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from dropout import train_with_dropout
+from engine_answers import PROMPTS
+from engine_logprobs import one_forward
+from families import BY_NAME, build
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
+
+import hf_paged
+from hf_paged.continuous import EngineBatchingManager
+from hf_paged.continuous.engines import PLACE
+from hf_paged.model.registry import memory_of
+
+NEW = 6
+SMALL = {"page_size": 4, "num_blocks": 60}
+GUARD = 30.0
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    """A tiny Llama whose batches the engine computes."""
+    made = build(BY_NAME["llama"])
+    made.generation_config.pad_token_id = 0
+    hf_paged.install(generate_batch=True)
+    yield made
+    made.destroy_cached_continuous_batching_manager()
+    hf_paged.install(generate_batch=False)
+
+
+def greedy(**options: Any) -> GenerationConfig:
+    return GenerationConfig(
+        **{"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0, **options}
+    )
+
+
+def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    config = greedy(**options)
+    config.eos_token_id = None
+    return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[
+        0, len(prompt) :
+    ].tolist()
+
+
+def manager_of(model: Any, **options: Any) -> EngineBatchingManager:
+    config = ContinuousBatchingConfig(**{**SMALL, **options})
+    manager = model.init_continuous_batching(greedy(), continuous_batching_config=config)
+    assert isinstance(manager, EngineBatchingManager)
+    return manager
+
+
+def test_a_batch_is_what_each_prompt_gets_alone(model: Any) -> None:
+    found = model.generate_batch(PROMPTS[:4], generation_config=greedy(), record_timestamps=True)
+    assert list(found) == ["req_0", "req_1", "req_2", "req_3"]
+    for output, prompt in zip(found.values(), PROMPTS, strict=False):
+        assert output.generated_tokens == alone(model, prompt)
+        assert output.prompt_ids == prompt
+        assert output.status == RequestStatus.FINISHED
+        assert output.error is None
+        assert output.logprobs == []
+        assert len(output.timestamps) == NEW
+        assert output.lifespan[0] <= output.lifespan[1]
+
+
+def test_children_come_before_their_parent(model: Any) -> None:
+    config = greedy(do_sample=True, num_return_sequences=3, temperature=0.7)
+    with model.continuous_batching_context_manager(config) as manager:
+        manager.add_requests(PROMPTS[:2])
+        found = [manager.get_result(timeout=GUARD) for _ in range(6)]
+    names = [output.request_id for output in found]
+    for name in ("req_0", "req_1"):
+        assert [each for each in names if each.startswith(name)] == [f"{name}__child#0", f"{name}__child#1", name]
+    assert len({tuple(output.generated_tokens) for output in found}) > 2
+
+
+def test_logprobs_are_of_processed_logits(model: Any) -> None:
+    config = greedy(do_sample=True, temperature=0.5)
+    batching = ContinuousBatchingConfig(return_logprobs=True, seed=3)
+    calls = [
+        model.generate_batch([PROMPTS[1]] * 2, generation_config=config, continuous_batching_config=batching)
+        for _ in range(2)
+    ]
+    assert [each.generated_tokens for each in calls[0].values()] == [
+        each.generated_tokens for each in calls[1].values()
+    ]  # by the seed
+    one, other = calls[0].values()
+    assert one.generated_tokens != other.generated_tokens
+    right = (one_forward(model, PROMPTS[1], one.generated_tokens) / 0.5).log_softmax(-1)
+    right = right.gather(1, torch.tensor(one.generated_tokens)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(one.logprobs), right, atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_config_leaves_open_is_neutral(model: Any) -> None:
+    """As with transformers' own manager: the model's generation config is for generate()."""
+    model.generation_config.repetition_penalty = 5.0
+    model.generation_config.do_sample = True
+    found = model.generate_batch(PROMPTS[1:2], generation_config=greedy())
+    assert found["req_0"].generated_tokens == alone(model, PROMPTS[1], repetition_penalty=1.0)
+
+
+def test_an_end_of_sequence_ends(model: Any) -> None:
+    tokens = alone(model, PROMPTS[1])
+    config = greedy(eos_token_id=[tokens[2], 95])
+    found = model.generate_batch(PROMPTS[1:2], generation_config=config)
+    assert found["req_0"].generated_tokens == tokens[: tokens.index(tokens[2]) + 1]
+
+
+def test_it_is_off_by_default_and_can_be_taken_out() -> None:
+    llama = build(BY_NAME["llama"])
+    manager = type(llama).init_continuous_batching
+    hf_paged.install()
+    assert type(llama).init_continuous_batching is manager
+    hf_paged.install(generate_batch=True)
+    hf_paged.install(generate_batch=True)
+    assert type(llama).init_continuous_batching is not manager
+    hf_paged.uninstall()
+    assert type(llama).init_continuous_batching is manager
+    hf_paged.install()
+
+
+def test_a_manager_streams(model: Any) -> None:
+    manager = manager_of(model)
+    assert isinstance(manager, ContinuousBatchingManager)
+    manager.warmup()
+    assert manager.warmed_up
+    assert not manager.is_running()
+    manager.start()
+    number = manager.add_request(PROMPTS[1], streaming=True)
+    outputs = list(manager.request_id_iter(number))
+    assert outputs[-1].generated_tokens == alone(model, PROMPTS[1])
+    assert outputs[-1].is_finished()
+    assert len(outputs) > 2
+    for before, after in pairwise(outputs):
+        assert after.generated_tokens[: len(before.generated_tokens)] == before.generated_tokens
+    names = manager.add_requests(PROMPTS[2:4], max_new_tokens=3)
+    found = {}
+    for output in manager:
+        found[output.request_id] = output.generated_tokens
+        if len(found) == 2:
+            break
+    assert found == {name: alone(model, prompt)[:3] for name, prompt in zip(names, PROMPTS[2:4], strict=True)}
+    assert manager.is_running()
+    manager.stop(block=True, timeout=GUARD)
+    assert not manager.is_running()
+    assert manager.get_result() is None
+    assert manager.add_request(PROMPTS[0]) is None
+
+
+def test_cancelled_and_unfinished_requests(model: Any) -> None:
+    manager = manager_of(model)
+    manager.start()
+    number = manager.add_request(PROMPTS[1], max_new_tokens=50)
+    manager.cancel_request(number)
+    manager.cancel_request("no such request")
+    late = manager.add_request(PROMPTS[2], max_new_tokens=60)
+    manager.stop(hard_stop=True, timeout=GUARD)
+    found = manager.get_result(timeout=1) or manager.output_router.output_queue.get(timeout=1)
+    assert found.request_id == late
+    assert found.status in (RequestStatus.FAILED, RequestStatus.FINISHED)
+    memory_of(model).check()
+
+
+def test_results_come_to_a_handler_on_its_event_loop(model: Any) -> None:
+    manager = manager_of(model)
+    manager.start()
+
+    async def ask(prompt: list[int], name: str) -> list[int]:
+        future = asyncio.get_running_loop().create_future()
+        manager.register_result_handler(
+            name, lambda output: future.done() or not output.is_finished() or future.set_result(output)
+        )
+        manager.add_request(prompt, request_id=name, streaming=name == "a")
+        return (await asyncio.wait_for(future, GUARD)).generated_tokens
+
+    async def both() -> list[list[int]]:
+        return await asyncio.gather(ask(PROMPTS[1], "a"), ask(PROMPTS[2], "b"))
+
+    assert asyncio.run(both()) == [alone(model, PROMPTS[1]), alone(model, PROMPTS[2])]
+    manager.stop(timeout=GUARD)
+
+
+def test_a_persistent_manager_is_used_again(model: Any) -> None:
+    for _ in range(2):
+        found = model.generate_batch(PROMPTS[1:2], generation_config=greedy(), persistent_manager=True)
+        assert next(iter(found.values())).generated_tokens == alone(model, PROMPTS[1])
+    manager = model.init_continuous_batching(greedy())
+    assert model.init_continuous_batching(greedy()) is manager
+    model.destroy_cached_continuous_batching_manager()
+    assert model.init_continuous_batching(greedy()) is not manager
+
+
+def test_an_engine_stays_with_its_model_between_calls(model: Any) -> None:
+    """New weights give new tokens; the engine, its pool and its mode stay; a copy of the model has none."""
+    model.train()
+    engines, answers = set(), set()
+    for _ in range(3):
+        found = model.generate_batch(PROMPTS[1:3], generation_config=greedy())
+        engines.add(id(getattr(model, PLACE).engine))
+        answers.add(str([each.generated_tokens for each in found.values()]))
+        assert [each.generated_tokens for each in found.values()] == [alone(model, each) for each in PROMPTS[1:3]]
+        ids = torch.tensor([PROMPTS[1]])
+        model(ids, labels=ids).loss.backward()
+        torch.optim.SGD(model.parameters(), 5.0).step()
+        assert model.training
+    assert len(engines) == 1
+    assert len(answers) > 1
+    assert getattr(copy.deepcopy(model), PLACE).engine is None
+    model.to(torch.bfloat16)
+    found = model.generate_batch(PROMPTS[1:3], generation_config=greedy())
+    assert all(len(each.generated_tokens) == NEW for each in found.values())
+
+
+def test_active_dropout_is_off_while_the_manager_runs(model: Any) -> None:
+    """As transformers' own manager calls eval(); the modes come back."""
+    expected = alone(model, PROMPTS[1])
+    train_with_dropout(model)
+    model.model.layers[0].eval()
+    found = model.generate_batch(PROMPTS[1:2], generation_config=greedy())
+    assert found["req_0"].generated_tokens == expected
+    assert model.training
+    assert not model.model.layers[0].training
+
+
+def test_weights_may_change_in_a_pause(model: Any) -> None:
+    manager = manager_of(model)
+    with pytest.raises(RuntimeError, match="call start"), manager.pause():
+        pass
+    manager.start()
+    number = manager.add_request(PROMPTS[1], max_new_tokens=40, streaming=True)
+    assert manager.get_result(timeout=GUARD) is not None
+    with manager.pause():
+        with pytest.raises(RuntimeError, match="leave pause"):
+            manager.stop()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    output = [*manager.request_id_iter(number)][-1]
+    assert len(output.generated_tokens) == 40
+    ids = torch.tensor([PROMPTS[1] + output.generated_tokens[:-1]])
+    assert output.generated_tokens[-1] == model(ids).logits[0, -1].argmax()
+    manager.stop(timeout=GUARD)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("scheduler_type", "prefill_first"), ("max_queue_size", 5)], ids=["scheduler", "queue"]
+)
+def test_options_that_cannot_be_honoured_are_refused_by_name(model: Any, field: str, value: Any) -> None:
+    config = ContinuousBatchingConfig(**{field: value})
+    with pytest.raises(ValueError, match=rf"continuous_batching_config\.{field}=.* is not honoured"):
+        model.init_continuous_batching(greedy(), continuous_batching_config=config)
+
+
+def test_every_option_is_known(model: Any) -> None:
+    """A field that a new transformers brings is refused until it is mapped."""
+    options = {
+        "max_batch_tokens": 64,
+        "max_requests_per_batch": 4,
+        "allow_block_sharing": False,
+        "use_async_batching": True,
+        "use_cuda_graph": (False, False),
+        "safety_margin": 0.1,
+        "cpu_offload_space": 1.0,
+        "max_blocks_per_request": 0,
+    }
+    engine = manager_of(model, **options).engine
+    config = engine.config
+    assert (config.block_size, config.num_blocks) == (4, 60)
+    assert (config.max_batch_tokens, config.max_batch_sequences) == (64, 4)
+    assert (config.prefix_caching, config.run_ahead, config.graphs) == (False, True, False)
+    assert (config.watermark, config.host_blocks) == (0.1, None)
+    assert manager_of(model, max_memory_percent=0.01, num_blocks=None).engine.config.memory_fraction == 0.01
+
+
+def test_a_request_that_is_refused_fails_with_its_reason(model: Any) -> None:
+    config = greedy(num_beams=2, early_stopping=True, num_return_sequences=1)
+    found = model.generate_batch([PROMPTS[1], [1] * 4000], generation_config=config)
+    assert "max_new_tokens" in found["req_1"].error
+    assert found["req_1"].status == RequestStatus.FAILED
+    assert found["req_0"].error is None
+    manager = manager_of(model)
+    with pytest.raises(ValueError, match="per_request_processors=True"):
+        manager.add_request(PROMPTS[1], temperature=0.3)
+
+
+def test_options_of_single_requests(model: Any) -> None:
+    manager = manager_of(model, per_request_processors=True)
+    manager.start()
+    number = manager.add_request(PROMPTS[1], repetition_penalty=3.0)
+    found = [*manager.request_id_iter(number)][-1].generated_tokens
+    assert found == alone(model, PROMPTS[1], repetition_penalty=3.0)
+    manager.stop(timeout=GUARD)
+
+
+def test_a_thread_that_dies_is_reported(model: Any) -> None:
+    manager = manager_of(model)
+    manager.start()
+    train_with_dropout(model)
+    number = manager.add_request(PROMPTS[1])
+    output = manager.output_router.output_queue.get(timeout=GUARD)
+    assert output.request_id == number
+    assert "training mode" in output.error
+    manager.join(0.0, GUARD)
+    assert "training mode" in str(manager.background_thread_status.fatal_error)
+    assert manager.add_request(PROMPTS[1]) is None
