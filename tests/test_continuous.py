@@ -23,7 +23,8 @@ from hf_paged.continuous.engines import PLACE
 from hf_paged.model.registry import memory_of
 
 NEW = 6
-SMALL = {"page_size": 4, "num_blocks": 60}
+PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
+SMALL = {PAGE: 4, "num_blocks": 60}
 GUARD = 30.0
 
 
