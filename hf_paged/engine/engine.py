@@ -52,6 +52,7 @@ from .requests.params import RequestParams, check_model, check_transformers, rea
 from .requests.prompts import words_of
 from .runner import Runner
 from .support import check_servable, check_writes, longest, longest_source, versions
+from .weights import HostWeights, KeptBlocks, PauseMode, check_choice, load_into
 
 T = TypeVar("T")
 LONG_WORK = 3.0
@@ -156,6 +157,11 @@ class Engine:
         self.tokenizer = words
         self.lock = FairLock()
         self._closed = self._closing = self._paused = False
+        self._mode: PauseMode = "recompute"
+        """How it was paused."""
+        self._asleep: HostWeights | None = None
+        """The model's weights, while they are in the host's memory."""
+        self._counts: Counter[str] = Counter(weights_changed=0, kv_kept=0)
         self._freed = False
         """Whether it was closed and nothing is left to do about that."""
         self._leader: Leader | None = None
@@ -789,31 +795,68 @@ class Engine:
 
     # ---- the model in other hands
 
-    @in_turn
-    def pause(self) -> None:
-        """Release the model: no request holds a block, here or on the host, and all wait. Until `resume` its
-        weights may change.
+    def pause(self, mode: PauseMode = "recompute") -> None:
+        """Release the model: until `resume` its weights may change, and requests wait.
 
-        The tokens of requests stay; they are computed again, with the weights of then.
+        mode: "recompute" frees all blocks; the tokens of requests stay and are computed again, with the
+        weights of then. "wait" finishes the requests that have come, "abort" ends them, and both free all
+        blocks. "keep" keeps the blocks of running requests: they continue where they are if the weights stay
+        the same or `weights_changed(kv="keep")` is called, else they are computed again.
         """
+        check_choice("mode", mode, PauseMode)
         self._require_open()
         self._require_lead()
-        if self._stepping:
-            raise RuntimeError(
-                "a step is running: a processor, criterion or signal handler must not pause the engine"
+        if mode == "keep":
+            self._require_alone("pause(mode='keep')")
+        self._require_between_steps("pause")
+        if mode in ("wait", "abort"):
+            self._finish_all(abort=mode == "abort")
+        self._pause(mode)
+
+    def _require_alone(self, act: str) -> None:
+        """Raise where several processes compute the model."""
+        if self._ranks is not None:
+            raise ValueError(
+                f"a tensor-parallel engine has no {act}; call pause(), change the weights on all ranks, then "
+                "resume()"
             )
+
+    def _require_between_steps(self, act: str) -> None:
+        if self._stepping and self.lock.mine:
+            raise RuntimeError(
+                f"a step is running: a processor, criterion or signal handler must not {act} the engine"
+            )
+
+    def _finish_all(self, abort: bool) -> None:
+        """Wait for the end of all requests that have come, or end them."""
+        jobs = [*self._jobs.values(), *[job for job, _ in list(self._inbox)]]
+        handles = [Handle(job, self) for job in jobs if job.output is None]
+        if abort:
+            _give_up(handles)
+        if not self._paused:
+            for handle in handles:
+                handle.result()
+
+    @in_turn
+    def _pause(self, mode: PauseMode) -> None:
+        self._require_between_steps("pause")
         with suppress(WeightsChanged):  # the requests concerned have ended
             self._let_go()
         with self.pools.memory.lock:
-            self._changing(self._put_down)
+            self._changing(self._put_down if mode != "keep" else self._hold)
         if self._leader is not None and not self._paused:
             self._leader.pause()
         self._paused = True
+        self._mode = mode
         self._pass_on()
+
+    def _hold(self) -> None:
+        """Apply the tokens of the last step; blocks stay."""
+        self._aside += self._loop.finish_in_flight()
 
     def _put_down(self) -> None:
         """Apply the tokens of the last step, and free every block."""
-        self._aside += self._loop.finish_in_flight()
+        self._hold()
         for group in list(self.scheduler.running):
             self.scheduler.preempt(group, swap=False)
         for group in self.scheduler.preempted:
@@ -822,10 +865,88 @@ class Engine:
         self._loop.forget()
 
     def resume(self) -> None:
-        """Continue. Cached blocks are dropped if the weights have changed."""
-        self._paused = False
+        """Continue. Cached blocks, and those of requests that were kept, are dropped if the weights have
+        changed.
+        """
+        self._wake_weights()
+        self._resume()
         if self.background is not None:
             self.start()
+
+    @in_turn
+    def _resume(self) -> None:
+        if self._paused and self.scheduler.running and self._model_check.touched():
+            with self.pools.memory.lock:
+                self._changing(self._put_down)
+        self._paused = False
+
+    @in_turn
+    def weights_changed(self, kv: KeptBlocks = "drop") -> None:
+        """Note that the weights are others, however they were written; the engine is paused or idle.
+
+        kv: "drop" forgets cached blocks, and requests that were kept are computed again. "keep" lets requests
+        continue, and prompts begin, with keys and values of the old weights; stats()["kv_kept"] counts it.
+        """
+        check_choice("kv", kv, KeptBlocks)
+        self._require_open()
+        self._require_alone("weights_changed()")
+        if self._jobs and not self._paused:
+            raise RuntimeError("requests are running; call pause() before the weights change")
+        with self.pools.memory.lock:
+            if kv == "drop":
+                self._changing(self._put_down)
+                self.pools.forget()
+            self._model_check.changed()
+            self._loop.forget()
+            self.runner.look()
+        self._counts["weights_changed"] += 1
+        self._counts["kv_kept"] += kv == "keep"
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Copy tensors into the model's weights of these names, in place; the names that were loaded.
+
+        Requests that run are put down meanwhile and computed again, unless the engine is paused already.
+        Captured steps stay: they read the weights where they lie.
+        """
+        self._require_alone("load_weights()")
+        paused = self._paused
+        if not paused:
+            self.pause()
+        try:
+            return load_into(self.model, weights)
+        finally:
+            self.weights_changed()
+            if not paused:
+                self.resume()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up` (or `resume`): requests wait and are computed again.
+
+        level: 1 gives back the pools and captured steps, 2 moves the weights to the host's memory as well.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level={level!r} is not 1 (the pools) or 2 (the weights, too)")
+        self._require_alone("sleep()")
+        if not self._paused or self._mode == "keep":
+            self.pause()
+        self._drop_pools()
+        if level == 2 and self._asleep is None:
+            self._asleep = HostWeights(self.model)
+
+    @in_turn
+    def _drop_pools(self) -> None:
+        with self.pools.memory.lock:
+            for group in self.pools.groups.values():
+                group.give_back()
+
+    def wake_up(self) -> None:
+        """Bring the weights back and continue; pools and captured steps are made again when needed."""
+        self.resume()
+
+    def _wake_weights(self) -> None:
+        if self._asleep is not None:
+            self._asleep.bring_back()
+            self._asleep = None
 
     def _look(self) -> None:
         """Check that cached blocks match the current weights: fully when idle, cheaply after user code has
@@ -944,6 +1065,8 @@ class Engine:
             "graphs": {} if self.runner.decoding is None else self.runner.decoding.stats(),
             **{name: scheduler.counts[name] for name in get_args(Count)},
             "slow_processors": dict(self._slow),
+            "paused": self._mode if self._paused else None,
+            **self._counts,
             **self.preemption.stats(),
         }
 

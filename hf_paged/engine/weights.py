@@ -1,0 +1,84 @@
+"""Weights of a model that change or leave between the requests of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from ..model.offloaded import offloaded
+from ..model.switch import modules_of
+
+PauseMode = Literal["recompute", "wait", "abort", "keep"]
+"""What becomes of requests when an engine pauses: they wait and are computed again, they are finished first,
+they end, or they wait with their keys and values.
+"""
+KeptBlocks = Literal["drop", "keep"]
+"""What becomes of keys and values when weights have changed."""
+PREFIXES = ("base_model.model.", "module.", "_orig_mod.")
+"""What wrappers put in front of a model's names."""
+
+
+def check_choice(name: str, value: object, choices: object) -> None:
+    """Raise unless a value is among the choices of a Literal."""
+    if value not in get_args(choices):
+        raise ValueError(f"{name}={value!r} is not one of {get_args(choices)}")
+
+
+def load_into(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Copy tensors into the model's parameters and buffers of these names, in place; the names.
+
+    ValueError for a name or a shape that the model does not have; what came before it is copied already.
+    """
+    own: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    own |= dict(model.named_parameters(remove_duplicate=False))
+    loaded = set()
+    with torch.no_grad():
+        for given, tensor in weights:
+            name = _own_name(given, own)
+            target = own[name]
+            if target.shape != tensor.shape:
+                raise ValueError(
+                    f"load_weights got {given!r} of shape {list(tensor.shape)}, expected {list(target.shape)}"
+                )
+            target.copy_(tensor)
+            loaded.add(name)
+    return loaded
+
+
+def _own_name(given: str, own: dict[str, torch.Tensor]) -> str:
+    name = given
+    while name not in own:
+        prefix = next((each for each in PREFIXES if name.startswith(each)), None)
+        if prefix is None:
+            raise ValueError(
+                f"load_weights got {given!r}, and {len(own)} tensors of the model have other names, such as "
+                f"{next(iter(own), '')!r}; give names as in model.state_dict()"
+            )
+        name = name.removeprefix(prefix)
+    return name
+
+
+class HostWeights:
+    """A model's weights in the host's memory, and where they belong."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if offloaded(modules_of(model)):
+            raise ValueError(
+                f"accelerate has offloaded the weights of {type(model).__name__} already; use sleep(level=1)"
+            )
+        self._places: list[tuple[torch.Tensor, torch.device]] = []
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.device.type != "cpu":
+                    self._places.append((tensor, tensor.device))
+                    tensor.data = tensor.data.cpu()
+
+    def bring_back(self) -> None:
+        """Put the weights where they were."""
+        with torch.no_grad():
+            for tensor, device in self._places:
+                tensor.data = tensor.data.to(device)
+        self._places = []

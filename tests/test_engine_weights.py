@@ -1,0 +1,213 @@
+"""Weights that change between and under requests: pause, weights_changed, load_weights, sleep and wake_up."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from captures import policy
+from engine_answers import PROMPTS, alone, answers
+from engine_threads import GUARD
+from tape import record
+
+from hf_paged.engine import Engine
+from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.registry import memory_of
+
+LONG = {"max_new_tokens": 30, "do_sample": False}
+SHORT = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.fixture
+def engine(model: Any) -> Iterator[Engine]:
+    with Engine(model, block_size=4, num_blocks=120, max_batch_tokens=24, max_batch_sequences=8) as made:
+        yield made
+        made.check()
+
+
+def change(model: Any, seed: int = 0) -> None:
+    """Other weights, written where torch counts."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def begun(engine: Engine, count: int = 2) -> list[Any]:
+    """Requests that have some of their tokens."""
+    handles = [engine.submit(prompt, **LONG) for prompt in PROMPTS[1 : 1 + count]]
+    for _ in range(6):
+        engine.step()
+    assert engine.stats()["running"] == count
+    return handles
+
+
+def test_wait_finishes_what_has_come(model: Any, engine: Engine) -> None:
+    handles = begun(engine)
+    engine.pause(mode="wait")
+    assert all(handle.done for handle in handles)
+    assert engine.stats()["paused"] == "wait"
+    late = engine.submit(PROMPTS[0], **SHORT)
+    with pytest.raises(RuntimeError, match="paused"):
+        engine.step()
+    change(model)
+    engine.resume()
+    assert engine.stats()["paused"] is None
+    assert answers(late.result()) == alone(model, PROMPTS[0], **SHORT)
+
+
+def test_abort_ends_what_has_come(engine: Engine) -> None:
+    handles = [*begun(engine), engine.submit(PROMPTS[4], **LONG)]
+    engine.pause(mode="abort")
+    assert {handle.result(0).finish_reason for handle in handles} == {"abort"}
+    assert all(usage["held"] == 0 for usage in engine.stats()["blocks"].values())
+    engine.resume()
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_modes_where_a_thread_drives(mode: Any, model: Any, engine: Engine) -> None:
+    engine.start()
+    handles = [engine.submit(prompt, **LONG) for prompt in PROMPTS[1:3]]
+    engine.pause(mode=mode)
+    assert all(handle.done for handle in handles)
+    engine.resume()
+    assert answers(engine.submit(PROMPTS[0], **SHORT).result(GUARD)) == alone(model, PROMPTS[0], **SHORT)
+
+
+def test_keep_continues_where_requests_are(model: Any, engine: Engine) -> None:
+    """Nothing is computed again while the weights stay the same."""
+    expected = [alone(model, prompt, **LONG) for prompt in PROMPTS[1:3]]
+    handles = begun(engine)
+    engine.pause(mode="keep")
+    assert any(usage["held"] for usage in engine.stats()["blocks"].values())
+    engine.resume()
+    assert [answers(handle.result()) for handle in handles] == expected
+    assert engine.stats()["recomputed"] == 0
+
+
+def continued(model: Any, handle: Any, had: int) -> bool:
+    """Whether the tokens behind the first ones are what the weights of now say of all before them."""
+    tokens = handle.result().sequences[0].token_ids
+    ids = torch.tensor([handle.result().prompt_token_ids + tokens])
+    with torch.no_grad():
+        best = model(ids).logits[0].argmax(-1)[-len(tokens) - 1 : -1].tolist()
+    return best[had:] == tokens[had:]
+
+
+def test_weights_that_change_under_kept_requests_are_seen(model: Any, engine: Engine) -> None:
+    """C24: kept keys and values are of the old weights, so they are computed again."""
+    handles = begun(engine)
+    engine.pause(mode="keep")
+    change(model)
+    had = [sum(len(each.token_ids) for each in handle.read()) for handle in handles]
+    engine.resume()
+    assert all(continued(model, handle, count) for handle, count in zip(handles, had, strict=True))
+    assert engine.stats()["recomputed"] > 0
+
+
+def test_keys_and_values_are_kept_by_name_only(model: Any, engine: Engine) -> None:
+    """weights_changed(kv="keep"): requests continue on old keys and values, prompts begin with old blocks."""
+    handles = begun(engine, 1)
+    engine.pause(mode="keep")
+    before = copy.deepcopy(model.state_dict())
+    change(model)
+    engine.weights_changed(kv="keep")
+    engine.resume()
+    handles[0].result()
+    stats = engine.stats()
+    assert (stats["recomputed"], stats["kv_kept"], stats["weights_changed"]) == (0, 1, 1)
+    found = engine.submit(PROMPTS[1], **SHORT).result()
+    assert found.cached_tokens > 0
+    engine.weights_changed()
+    assert engine.submit(PROMPTS[1], **SHORT).result().cached_tokens == 0
+    model.load_state_dict(before)
+    assert answers(engine.submit(PROMPTS[1], **SHORT).result()) == alone(model, PROMPTS[1], **SHORT)
+
+
+def test_weights_changed_wants_a_pause(engine: Engine) -> None:
+    begun(engine)
+    with pytest.raises(RuntimeError, match="call pause"):
+        engine.weights_changed()
+    for name, call in (
+        ("mode", lambda: engine.pause(mode="drain")),
+        ("kv", lambda: engine.weights_changed(kv="old")),
+        ("level", lambda: engine.sleep(3)),
+    ):
+        with pytest.raises(ValueError, match=name):
+            call()
+
+
+def test_unmarked_writes_are_told(model: Any, engine: Engine) -> None:
+    """`.data += x` leaves no mark; weights_changed() drops what was computed before."""
+    engine.generate([PROMPTS[3]], **SHORT)
+    for parameter in model.parameters():
+        parameter.data += 0.1
+    engine.weights_changed()
+    found = engine.submit(PROMPTS[3], **SHORT).result()
+    assert found.cached_tokens == 0
+    assert answers(found) == alone(model, PROMPTS[3], **SHORT)
+
+
+def test_weights_are_loaded_in_place(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under requests and between them; captured steps stay and read the new weights."""
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    policy(monkeypatch, least_steps=2)
+    other = copy.deepcopy(model)
+    change(other, seed=7)
+    with Engine(model, block_size=4, num_blocks=120) as engine:
+        engine.generate(PROMPTS[1:3], **LONG)
+        captured = engine.stats()["graphs"]["captured"]
+        handles = begun(engine)
+        had = [sum(len(each.token_ids) for each in handle.read()) for handle in handles]
+        names = engine.load_weights((f"base_model.model.{name}", each) for name, each in other.named_parameters())
+        assert names == {name for name, _ in model.named_parameters()}
+        assert all(continued(other, handle, count) for handle, count in zip(handles, had, strict=True))
+        found = engine.generate(PROMPTS[1:3], **LONG)
+        assert [answers(each) for each in found] == [alone(other, each, **LONG) for each in PROMPTS[1:3]]
+        assert engine.stats()["graphs"]["captured"] == captured
+
+
+def test_weights_of_another_model_are_refused(model: Any, engine: Engine) -> None:
+    name, tensor = next(iter(model.named_parameters()))
+    with pytest.raises(ValueError, match="other names"):
+        engine.load_weights([("model.nothing.weight", tensor)])
+    with pytest.raises(ValueError, match="of shape"):
+        engine.load_weights([(name, tensor[:1])])
+    assert answers(engine.submit(PROMPTS[1], **SHORT).result()) == alone(model, PROMPTS[1], **SHORT)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_asleep_the_pools_are_gone(model: Any, engine: Engine, level: int) -> None:
+    handles = begun(engine)
+    assert memory_of(model).bytes
+    engine.sleep(level)
+    assert memory_of(model).bytes == 0
+    with pytest.raises(RuntimeError, match="paused"):
+        engine.step()
+    engine.wake_up()
+    for handle, prompt in zip(handles, PROMPTS[1:3], strict=True):
+        assert answers(handle.result()) == alone(model, prompt, **LONG)
+
+
+def test_memory_is_flat_over_rollouts_and_steps(model: Any) -> None:
+    """Rollout, loss, step: the pool, the captured steps and the books stay as they are, and no token is stale."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model.train()
+    seen = set()
+    ids = torch.tensor([PROMPTS[1]])
+    with Engine(model, block_size=4, num_blocks=60) as engine:
+        for i in range(40):
+            outputs = engine.generate(PROMPTS[1:3], **SHORT)
+            if i % 10 == 0:
+                assert [answers(each) for each in outputs] == [alone(model, each, **SHORT) for each in PROMPTS[1:3]]
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if i:
+                usage = engine.stats()["blocks"]["full"]
+                seen.add((usage["bytes"], usage["total"], usage["held"]))
+    assert len(seen) == 1
+    assert model.training
