@@ -175,7 +175,9 @@ def loop(bench: Bench) -> None:
     for keep in (None, False):
         bench.rest()
         with bench.report.surviving(f"loop, keep_pools={keep}"), adapted(bench.model) as model:
-            optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
+            optimizer = torch.optim.AdamW(
+                [each for each in model.parameters() if each.requires_grad], lr=1e-4
+            )
             rollouts = []
             options = {"cache_config": {"keep_pools": keep}}
             for iteration in range(1, bench.options.iterations + 1):
@@ -189,7 +191,9 @@ def loop(bench: Bench) -> None:
                     allocated=bench.allocated, pool=memory_of(bench.model).bytes,
                 )  # fmt: skip
             speed = statistics.median(rollouts[-3:]) / rollouts[1]
-            print(f"keep_pools={keep}: the second rollout has {speed:.2f} of the last ones' speed", flush=True)
+            print(
+                f"keep_pools={keep}: the second rollout has {speed:.2f} of the last ones' speed", flush=True
+            )
             if keep is None and bench.options.shape == "llama8b":
                 print("bar met" if speed >= SECOND_BAR else f"BAR MISSED: {SECOND_BAR}", flush=True)
 
@@ -219,7 +223,12 @@ def engine(bench: Bench) -> None:
 
                 def call(options: dict[str, Any] = options) -> Any:
                     return own.generate(
-                        ids.tolist(), num_return_sequences=copies, progress=False, strict=True, **asked, **options
+                        ids.tolist(),
+                        num_return_sequences=copies,
+                        progress=False,
+                        strict=True,
+                        **asked,
+                        **options,
                     )
 
                 call()
@@ -277,7 +286,11 @@ def weights(bench: Bench) -> None:
     prompts, _, tokens, new = bench.options.engine_rows
     asked = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
     bench.report.table(
-        "weights", "an engine between rollouts", act=("act", ""), seconds=("s", ".4f"), allocated=("bytes", ",d")
+        "weights",
+        "an engine between rollouts",
+        act=("act", ""),
+        seconds=("s", ".4f"),
+        allocated=("bytes", ",d"),
     )
     bench.rest()
     ids = bench.prompts(prompts, tokens).tolist()

@@ -81,7 +81,11 @@ def test_children_come_before_their_parent(model: Any) -> None:
         found = [manager.get_result(timeout=GUARD) for _ in range(6)]
     names = [output.request_id for output in found]
     for name in ("req_0", "req_1"):
-        assert [each for each in names if each.startswith(name)] == [f"{name}__child#0", f"{name}__child#1", name]
+        assert [each for each in names if each.startswith(name)] == [
+            f"{name}__child#0",
+            f"{name}__child#1",
+            name,
+        ]
     assert len({tuple(output.generated_tokens) for output in found}) > 2
 
 
@@ -209,7 +213,9 @@ def test_an_engine_stays_with_its_model_between_calls(model: Any) -> None:
         found = model.generate_batch(PROMPTS[1:3], generation_config=greedy())
         engines.add(id(getattr(model, PLACE).engine))
         answers.add(str([each.generated_tokens for each in found.values()]))
-        assert [each.generated_tokens for each in found.values()] == [alone(model, each) for each in PROMPTS[1:3]]
+        assert [each.generated_tokens for each in found.values()] == [
+            alone(model, each) for each in PROMPTS[1:3]
+        ]
         ids = torch.tensor([PROMPTS[1]])
         model(ids, labels=ids).loss.backward()
         torch.optim.SGD(model.parameters(), 5.0).step()
@@ -254,7 +260,9 @@ def test_weights_may_change_in_a_pause(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("scheduler_type", "prefill_first"), ("max_queue_size", 5)], ids=["scheduler", "queue"]
+    ("field", "value"),
+    [("scheduler_type", "prefill_first"), ("max_queue_size", 5)],
+    ids=["scheduler", "queue"],
 )
 def test_options_that_cannot_be_honoured_are_refused_by_name(model: Any, field: str, value: Any) -> None:
     config = ContinuousBatchingConfig(**{field: value})

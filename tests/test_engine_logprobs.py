@@ -62,7 +62,9 @@ def test_processed_logprobs_are_those_of_what_tokens_were_drawn_from(model: Any,
             assert [note.token_id for note in notes] == tokens
             raw = one_forward(model, PROMPTS[1], tokens).log_softmax(-1)
             raw = raw.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor([note.logprob for note in notes]), raw, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                torch.tensor([note.logprob for note in notes]), raw, atol=1e-4, rtol=1e-4
+            )
             after = torch.tensor([note.processed for note in notes])
             torch.testing.assert_close(
                 after, expected(model, PROMPTS[1], tokens, options), atol=1e-4, rtol=1e-4

@@ -162,7 +162,9 @@ def test_weights_are_loaded_in_place(model: Any, monkeypatch: pytest.MonkeyPatch
         captured = engine.stats()["graphs"]["captured"]
         handles = begun(engine)
         had = [sum(len(each.token_ids) for each in handle.read()) for handle in handles]
-        names = engine.load_weights((f"base_model.model.{name}", each) for name, each in other.named_parameters())
+        names = engine.load_weights(
+            (f"base_model.model.{name}", each) for name, each in other.named_parameters()
+        )
         assert names == {name for name, _ in model.named_parameters()}
         assert all(continued(other, handle, count) for handle, count in zip(handles, had, strict=True))
         found = engine.generate(PROMPTS[1:3], **LONG)
@@ -202,7 +204,9 @@ def test_memory_is_flat_over_rollouts_and_steps(model: Any) -> None:
         for i in range(40):
             outputs = engine.generate(PROMPTS[1:3], **SHORT)
             if i % 10 == 0:
-                assert [answers(each) for each in outputs] == [alone(model, each, **SHORT) for each in PROMPTS[1:3]]
+                assert [answers(each) for each in outputs] == [
+                    alone(model, each, **SHORT) for each in PROMPTS[1:3]
+                ]
             model(ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -200,7 +200,9 @@ def test_rows_under_dropout_are_not_shared(llama: Any) -> None:
             found.append(llama.generate(ids, **call, **cache))
         assert seen[0] == (3, PROMPT)
         texts = [str(each.message) for each in said if each.category is FallbackWarning]
-        assert ["attention_dropout=0.2" in text for text in texts] == [True] * ("cache_implementation" in cache)
+        assert ["attention_dropout=0.2" in text for text in texts] == [True] * (
+            "cache_implementation" in cache
+        )
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

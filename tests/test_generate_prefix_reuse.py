@@ -337,7 +337,9 @@ def test_the_log_says_once_why_nothing_is_shared(llama: Any, caplog: pytest.LogC
     assert caplog.messages == []
     train_with_dropout(llama)
     for _ in range(2):
-        llama.generate(first, past_key_values=hf_paged.PagedCache(llama, prefix_caching=True), max_new_tokens=2)
+        llama.generate(
+            first, past_key_values=hf_paged.PagedCache(llama, prefix_caching=True), max_new_tokens=2
+        )
     assert len(caplog.messages) == 1
     assert "does not share this prompt: LlamaForCausalLM is in training mode" in caplog.messages[0]
     assert "model.eval()" in caplog.messages[0]

@@ -157,7 +157,9 @@ def test_active_dropout_gives_stocks_answer(where: str) -> None:
             if "lora_B" in name:
                 torch.nn.init.normal_(each)
     expected = rollout(model, 0, None)
-    with pytest.warns(hf_paged.FallbackWarning, match=r"training mode, where its \w+ has (attention_dropout|p)="):
+    with pytest.warns(
+        hf_paged.FallbackWarning, match=r"training mode, where its \w+ has (attention_dropout|p)="
+    ):
         assert torch.equal(rollout(model, 0, "paged"), expected)
     model.eval()
     with warnings.catch_warnings():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -29,7 +30,8 @@ def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
         raise Unservable(reason)
     ranks = Ranks(model, config.rank_timeout)
     with ranks.together():
-        several = ranks.gather(repr(config))
+        # Rank 0 alone has books; the names of its tenants are secrets of its process.
+        several = ranks.gather(repr(replace(config, cache_shares={})))
     if len(set(several)) > 1:
         ranks.close()
         raise ValueError(
