@@ -18,17 +18,25 @@ from hf_paged import demo
 from hf_paged.trace import read
 
 ROOT = Path(__file__).parent.parent
+SHORTENED = {"rollouts": ["--steps", "12"]}
+"""Arguments of examples that take long."""
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_example(example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", [str(example)])
+    monkeypatch.setattr("sys.argv", [str(example), *SHORTENED.get(example.stem, [])])
     runpy.run_path(str(example), run_name="__main__")
     out = capsys.readouterr().out
     assert len(out.split()) > 20
     if example.stem in ("beams", "batch"):
         assert re.search(r"^seconds on (cpu|cuda).*: stock \d+\.\d+, paged \d+\.\d+$", out, re.M)
         assert "the same tokens\n" in out
+    if example.stem == "rollouts":
+        rows = re.findall(r"reward +(\d+\.\d+) +mismatch (\S+) +pools ([\d,]+) B", out)
+        assert len(rows) > 5
+        assert sum(float(reward) for reward, *_ in rows[-3:]) > sum(float(reward) for reward, *_ in rows[:3])
+        assert max(float(mismatch) for _, mismatch, _ in rows) < 1e-3
+        assert len({pools for *_, pools in rows}) == 1
     if example.stem == "finetune_then_serve":
         assert "generate() has the same tokens" in out
         stories = re.findall(r"^(the model|loud|moonlit) *: (.*)$", out, re.M)
