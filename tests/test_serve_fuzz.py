@@ -149,6 +149,20 @@ def test_odd_headers(served: Served) -> None:
         assert _status(served, raw) in {0, 100, 400, 401, 403, 404, 408, 413, 415}, raw[:300]
 
 
+def test_odd_paths(served: Served) -> None:
+    """Errors of paths have OpenAI's form, too."""
+    for path in (
+        "/map/requests/x",
+        "/map/requests/%00",
+        "/v1/models/%ff",
+        "/v1/models/a%2F..%2Fb",
+        "/map/requests/" + "9" * 400,
+    ):
+        response = served.client.get(path)
+        assert response.status_code in (400, 404)
+        assert response.json()["error"]["message"]
+
+
 def test_odd_requests(served: Served) -> None:
     """Lines that are no HTTP, paths of all kinds, methods of all kinds."""
     for raw in (

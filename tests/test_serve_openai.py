@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -97,3 +98,34 @@ def test_many_at_once(served: Served) -> None:
 
     full = generated("The owl", max_new_tokens=24)[0]
     assert asyncio.run(all_of_them()) == [text(full[: 4 + i]) for i in range(20)]
+
+
+def test_the_protocol_of_vllms_benchmark(served: Served) -> None:
+    """What `vllm bench serve` sends, and how it reads the answer: a probe without a stream's end would stop it."""
+    (model,) = served.client.get("/v1/models").json()["data"]
+    body = {
+        "model": model["id"], "prompt": "The fox", "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 12, "logprobs": None,
+        "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
+    }  # fmt: skip
+    headers = {"x-request-id": "bench-0"}
+    text = ""
+    tokens = None
+    ended = False
+    with served.client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        assert response.status_code == 200
+        assert response.headers["x-request-id"] == "bench-0"
+        for line in response.iter_lines():
+            if not line or line.startswith(":"):
+                continue
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                ended = True
+                continue
+            chunk = json.loads(data)
+            if chunk.get("choices"):
+                text += chunk["choices"][0].get("text") or ""
+            elif chunk.get("usage"):
+                tokens = chunk["usage"]["completion_tokens"]
+    assert ended
+    assert tokens == 12
+    assert text

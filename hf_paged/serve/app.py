@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -56,7 +57,11 @@ def make_app(service: Service, drop: Callable[[Scope], None] = lambda scope: Non
         docs_url=None,
         redoc_url=None,
         lifespan=lambda _: _life(service),
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error},
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            RequestValidationError: _wrong_path,
+        },
     )
     options = service.options
     app.add_middleware(Guard, options=options, keys=service.keys, metrics=service.metrics, drop=drop)
@@ -339,6 +344,12 @@ def _require_may_change_adapters(service: Service, http: Request) -> None:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return JSONResponse(error.body, error.status, headers=error.headers)
+
+
+async def _wrong_path(request: Request, error: Exception) -> Response:
+    """What a path has in the place of a number; bodies are read by their own code."""
+    wrong = invalid("a part of the path is not what it must be; GET /openapi.json has its form")
+    return JSONResponse(wrong.body, wrong.status, headers=wrong.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
