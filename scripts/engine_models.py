@@ -79,7 +79,7 @@ def run_family(kind: str, config_class: type, modes: list[str]) -> dict[str, Any
     except Exception as error:
         return {"form": "not tried", "remark": f"{type(error).__name__}: {error}"}
     if requests is None:
-        return {"form": "not tried", "remark": "nobody here knows how to show it anything"}
+        return {"form": "not tried", "remark": "no inputs for it are known"}
     refusal = next((str(each) for each in _errors(model, requests) if "use generate()" in str(each)), "")
     if refusal and kind in SHOW:
         form, why, requests = "texts only", refusal, [{"prompt": prompt} for prompt in PROMPTS]

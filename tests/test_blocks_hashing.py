@@ -39,7 +39,7 @@ def test_c24_no_choice_of_tokens_imitates_another_extra(one, extra, other, other
     )
 
 
-def test_c24_bytes_that_look_like_tokens_are_told_from_tokens():
+def test_c24_bytes_that_look_like_tokens_differ_from_tokens():
     """C24: the extra is keyed in by its length."""
     seven = (7).to_bytes(8, "little")
     assert len({chain(ROOT, [7, 7]), chain(ROOT, [7], seven), chain(ROOT, [], seven + seven)}) == 3
@@ -52,7 +52,7 @@ def test_c24_extra_keys_are_equal_only_for_equal_parts(one, other):
     assert (extra_key(*one) == extra_key(*other)) == (repr(one) == repr(other))
 
 
-def test_c24_parts_are_told_apart_by_place_and_type():
+def test_c24_parts_differ_by_place_and_type():
     """C24: ("ab", "c") is not ("a", "bc"), and "1" is neither 1 nor b"1" nor True."""
     keys = [
         extra_key("ab", "c"),

@@ -304,7 +304,7 @@ def test_c20_a_reused_block_starts_without_a_past():
     assert pool.take() == old
 
 
-def test_c17_the_second_of_equal_contents_is_told_of_the_first():
+def test_c17_the_second_of_equal_contents_gets_the_first():
     """C17: publish answers with the block that bears the name; the other stays without one."""
     pool = BlockPool(3, 4)
     first, second = pool.take(), pool.take()
@@ -391,7 +391,7 @@ def test_forget_frees_what_is_cached_and_unnames_what_is_held():
 # ---- the audit
 
 
-def test_check_finds_a_block_that_nobody_names():
+def test_check_finds_a_block_that_no_table_names():
     pool = BlockPool(3, 4)
     pool.take()
     with pytest.raises(AssertionError, match="block 0 has 1 references but 0 tables name it"):

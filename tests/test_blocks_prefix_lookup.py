@@ -276,7 +276,7 @@ def test_nothing_is_named_twice_or_without_its_beginning() -> None:
 # ---- siblings
 
 
-def test_flooding_one_place_costs_nobody_a_search() -> None:
+def test_flooding_one_place_costs_others_no_search() -> None:
     """Thousands of blocks behind one beginning: a few comparisons find the best, whatever their tokens."""
     partial_index = PartialBlockIndex()
     rng = random.Random(1)

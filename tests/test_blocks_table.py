@@ -285,7 +285,7 @@ def test_c14_one_copy_for_two_sharers(batch):
     pool.check()
 
 
-def test_c14_somebody_outside_the_step_keeps_the_old_block():
+def test_c14_a_table_outside_the_step_keeps_the_old_block():
     """C14: k writers of a block that others keep make k copies; without others k - 1."""
     pool = BlockPool(20, 4)
     table = filled(pool, 5)

@@ -172,7 +172,7 @@ def test_preempted_requests_come_back_with_theirs(model: Any) -> None:
             engine.check()
 
 
-def test_c33_no_slot_delays_nobody_else(model: Any) -> None:
+def test_c33_a_group_without_a_slot_delays_no_other(model: Any) -> None:
     """While one place is taken, the base and the same adapter overtake; the one that waits keeps its place."""
     with Engine(model, block_size=4, max_adapters=1, max_batch_sequences=8) as engine:
         options = {"do_sample": False, "max_new_tokens": NEW}

@@ -122,7 +122,7 @@ def test_a_list_of_prompts_is_a_list(engine: Engine, prompts: Any) -> None:
         engine.generate(prompts, **GREEDY)
 
 
-def test_nobody_copies_an_engine(engine: Engine) -> None:
+def test_an_engine_is_not_copied(engine: Engine) -> None:
     """Nor a handle; what it answers with can be copied."""
     handle = engine.submit(PROMPTS[0], **GREEDY)
     for thing, error in (
@@ -177,7 +177,7 @@ def test_increments_are_the_answer(stories: Engine) -> None:
             assert all(len(increment.token_ids) == 1 for increment in increments)
 
 
-def test_whoever_leaves_a_loop_finds_the_rest_later(engine: Engine) -> None:
+def test_leaving_an_iteration_keeps_the_rest(engine: Engine) -> None:
     """Steps bring an increment for each of three answers at once: a loop that ends after the first of them
     has taken no other.
     """
@@ -484,7 +484,7 @@ def test_a_fused_optimizer_steps_under_requests(model: Any, engine: Engine) -> N
     assert answers(late.result()) == alone(model, PROMPTS[3], **GREEDY)
 
 
-def test_nobody_listens_to_optimizers_for_an_engine_that_is_gone(model: Any) -> None:
+def test_no_hook_of_optimizers_outlives_its_engine(model: Any) -> None:
     before = set(_global_optimizer_post_hooks)
     engine = Engine(model, block_size=4, num_blocks=60)
     own = set(_global_optimizer_post_hooks) - before
@@ -527,7 +527,7 @@ def test_whatever_changes_an_idle_engine_s_model(model: Any, engine: Engine, cha
         assert answers(output) == alone(model, PROMPTS[3], **GREEDY)
 
 
-def test_a_model_that_nobody_can_look_into(
+def test_a_model_that_cannot_be_read(
     model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that run at the same time share; what was cached before an idle engine may be anything."""

@@ -226,7 +226,7 @@ def test_what_a_step_raises_reaches_coroutines(model: Any, quiet: Engine) -> Non
     assert quiet.stats()["finished"] == 3
 
 
-def test_stopping_is_told_to_coroutines(quiet: Engine) -> None:
+def test_stopping_reaches_coroutines(quiet: Engine) -> None:
     async def ask() -> None:
         gate = Gate()
         quiet.start()

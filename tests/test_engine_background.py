@@ -112,7 +112,7 @@ def test_a_consumer_that_goes_away(engine: Engine) -> None:
     assert engine.stats()["running"] == 0
 
 
-def test_what_a_step_raises_reaches_everybody_who_waits(model: Any, engine: Engine) -> None:
+def test_what_a_step_raises_reaches_all_waiting_callers(model: Any, engine: Engine) -> None:
     """Weights that change under requests: all hear of it, later ones too; after pause() and resume() nobody
     has lost a token.
     """
@@ -380,7 +380,7 @@ def test_a_lock_that_goes_round() -> None:
     assert not owner.lock.waiting
 
 
-def test_a_process_that_was_forked_waits_for_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_waits_for_no_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork leaves the thread behind: whoever waits there is told so. The process that has the thread does
     not notice.
     """

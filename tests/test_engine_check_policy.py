@@ -93,7 +93,7 @@ def written(model: Any) -> None:
 # ---- the rule
 
 
-def test_when_somebody_has_to_look() -> None:
+def test_when_the_model_must_be_checked() -> None:
     now = [0.0]
     checks = CheckPolicy(clock=lambda: now[0])
     assert checks.due
@@ -217,7 +217,7 @@ def test_a_hook_that_changes_the_weights_is_seen_in_the_next_step(model: Any) ->
         handle.cancel()
 
 
-def test_whoever_is_let_in_finds_a_model_that_was_looked_at(
+def test_an_admitted_group_finds_a_checked_model(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm(engine)
@@ -244,7 +244,7 @@ def test_whoever_is_let_in_finds_a_model_that_was_looked_at(
     assert answers(late[0].result()) == alone(engine.model, PROMPTS[1], **LONG)
 
 
-def test_nobody_waits_for_a_look_at_those_who_cannot_be_let_in(engine: Engine) -> None:
+def test_groups_that_cannot_be_admitted_cause_no_check(engine: Engine) -> None:
     """A queue in front of a full engine is no reason to look in every step."""
     scheduler = engine.scheduler
     handles = [engine.submit(PROMPTS[0], **LONG) for _ in range(5)]
@@ -293,7 +293,7 @@ KINDS = {
 
 @pytest.mark.parametrize("ends", ["length", "stop"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_ends_before_somebody_has_looked(engine: Engine, kind: str, ends: str) -> None:
+def test_no_request_ends_before_the_model_is_checked(engine: Engine, kind: str, ends: str) -> None:
     """Weights that were changed a few steps before an end are found there, however it comes: by its length,
     or by a token.
     """
@@ -346,7 +346,7 @@ def test_pause_finds_what_was_changed_before_it(engine: Engine) -> None:
     assert type(handle.result().error) is WeightsChanged
 
 
-def test_between_two_loops_a_change_costs_nobody_his_answer(engine: Engine) -> None:
+def test_a_change_between_two_loops_costs_no_answer(engine: Engine) -> None:
     """Whoever drives may change the weights when he is back: an error first, then pause() makes it good, to
     the token.
     """

@@ -95,7 +95,7 @@ def test_captured_steps_survive_a_paged_call_around_them(llama: Any, monkeypatch
         assert answers(handle.result()) == alone(llama, PROMPTS[0], **long)
 
 
-def test_nobody_moves_pools_or_looks_in_the_middle_of_a_forward(
+def test_pools_do_not_move_in_the_middle_of_a_forward(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forwards hold the lock of the model's memory: whoever gives pools back, or asks the model's settings,

@@ -220,7 +220,7 @@ def test_weights_that_change_are_read_anew(llama: Any) -> None:
     ]
 
 
-def test_nobody_keeps_the_model() -> None:
+def test_nothing_keeps_the_model() -> None:
     model = deep_llama()
     with Engine(model, block_size=4, compile=True) as engine:
         engine.generate(PROMPTS[:2], **GREEDY)

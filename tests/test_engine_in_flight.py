@@ -54,7 +54,7 @@ def test_the_host_is_a_step_behind(engine: Engine) -> None:
     ]
 
 
-def test_a_token_too_many_is_nobody_s(engine: Engine) -> None:
+def test_a_token_too_many_is_dropped(engine: Engine) -> None:
     """Who ends by a token is found out a step late: one row is computed in vain, and every block comes back
     (C4, C7).
     """
@@ -123,7 +123,7 @@ def test_a_step_ahead_changes_no_token(
 
 
 @pytest.mark.parametrize("kind", [{"num_beams": 3}, {"encoder_repetition_penalty": 1.3}])
-def test_who_needs_the_host_holds_nobody_back(engine: Engine, kind: dict[str, Any]) -> None:
+def test_requests_that_need_the_host_delay_no_other(engine: Engine, kind: dict[str, Any]) -> None:
     """Beams and processors are heard of at once; whoever runs beside them is launched blind all the same."""
     blind = launched_unseen(engine)
     first = engine.submit(PROMPTS[0], max_new_tokens=20, do_sample=False)
@@ -142,7 +142,7 @@ def test_who_needs_the_host_holds_nobody_back(engine: Engine, kind: dict[str, An
     assert blind[-3:] == [1] * 3
 
 
-def test_nan_is_heard_of_late(model: Any, engine: Engine, poison: int) -> None:
+def test_nan_is_reported_a_step_later(model: Any, engine: Engine, poison: int) -> None:
     """It ends its own request, nobody finds what it has computed, and neighbours do not read it (C22)."""
     with torch.no_grad():
         model.model.embed_tokens.weight[poison] = torch.nan
@@ -291,7 +291,7 @@ def test_while_a_step_is_on_its_way(engine: Engine, act: str) -> None:
             assert answers(handle.result()) == alone(engine.model, prompt, **GREEDY)
 
 
-def test_what_ends_while_the_engine_is_paused_is_told_by_the_next_step(engine: Engine) -> None:
+def test_what_ends_while_the_engine_is_paused_is_in_the_next_step(engine: Engine) -> None:
     handle = engine.submit(PROMPTS[0], max_new_tokens=2, do_sample=False)
     engine.step()
     engine.step()
@@ -302,7 +302,7 @@ def test_what_ends_while_the_engine_is_paused_is_told_by_the_next_step(engine: E
     assert engine.step() == []
 
 
-def test_samples_that_had_to_go_before_their_tokens_were_heard_of(model: Any) -> None:
+def test_samples_that_were_preempted_before_their_tokens_arrived(model: Any) -> None:
     """What they have in common is counted when it is known: until then their last tokens only look the same
     (C30).
     """
@@ -351,7 +351,7 @@ def test_logprobs_come_with_their_tokens(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("one", "other", "new", "blocks"), [(0, 1, 6, 15), (0, 5, 5, 12), (2, 5, 4, 13)])
-def test_who_goes_while_all_others_wait_to_be_heard_of(
+def test_a_preemption_while_all_others_wait_for_tokens(
     model: Any, one: int, other: int, new: int, blocks: int
 ) -> None:
     """A step without rows still moves blocks: the one that has its last token gives no row, and the other has

@@ -369,7 +369,7 @@ def test_a_failure_is_the_requests_own(model: Any, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
-def test_captured_steps_are_told_where_tokens_stand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_get_the_positions_of_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs from before the first picture go; later ones take both kinds of sequences, in any place of a
     step, and chunks of both.
     """

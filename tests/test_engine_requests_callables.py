@@ -79,7 +79,7 @@ def test_a_tokenizer_that_raises_at_an_answer(model: Any, kind: dict[str, Any], 
 
 
 @pytest.mark.parametrize("thread", [False, True])
-def test_a_tokenizer_that_raises_while_somebody_reads(model: Any, thread: bool) -> None:
+def test_a_tokenizer_that_raises_while_a_stream_is_read(model: Any, thread: bool) -> None:
     """Whoever reads gets the tokens that are there, then the end: the trouble is the request's, not the
     reader's.
     """

@@ -237,7 +237,7 @@ def test_errors_name_what_the_engine_wants(engine: Engine, options: dict[str, An
         engine.submit(PROMPTS[0], **{"max_new_tokens": 3, **options})
 
 
-def test_an_option_nobody_has_heard_of(engine: Engine) -> None:
+def test_an_unknown_option(engine: Engine) -> None:
     config = GenerationConfig(max_new_tokens=3)
     config.sparkle = 3
     with pytest.raises(ValueError, match="sparkle=3 is a generation option that the engine does not know"):

@@ -34,7 +34,7 @@ def test_an_answer_is_said_anew_in_place() -> None:
     assert not torch.equal(answer.best, kept)
 
 
-def test_logits_without_an_answer_are_told() -> None:
+def test_logits_without_an_answer_are_reported() -> None:
     """Where there is NaN some token of the vocabulary goes on, and the host is told that there is none."""
     scores = torch.tensor([[1.0, 3.0, 2.0], [1.0, torch.nan, 5.0], [torch.inf, 0.0, 0.0]])
     tokens, told = best(scores)

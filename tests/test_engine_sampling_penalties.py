@@ -75,7 +75,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_everybody_pays_his_own(ahead: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_group_pays_for_its_own_blocks(ahead: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside others in small pools, preempted and broken into: what an interrupt threw away was not said by
     whoever begins again.
     """
@@ -132,7 +132,7 @@ def test_draws_are_those_of_the_processor(samples: int) -> None:
         assert engine.stats()["slow_processors"] == {"Own": 3}
 
 
-def test_whoever_drives_in_whatever_mode() -> None:
+def test_any_driver_in_any_mode() -> None:
     """What was begun in inference mode goes on outside it."""
     options = {"do_sample": False, "repetition_penalty": 1.7, "max_new_tokens": 8}
     model = build(BY_NAME["llama"])

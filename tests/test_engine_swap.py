@@ -86,7 +86,7 @@ def test_a_fifth_of_the_blocks_changes_no_token(name: str, mode: dict[str, Any])
     ],
 )
 @pytest.mark.parametrize("name", ["llama", "qwen2-window"])
-def test_whoever_goes_while_its_step_is_on_its_way(name: str, mode: dict[str, Any]) -> None:
+def test_a_group_that_leaves_while_its_step_is_in_flight(name: str, mode: dict[str, Any]) -> None:
     """Planned ahead: a group leaves with a token that the host has not heard of, and may turn out to have
     ended.
     """
@@ -323,7 +323,7 @@ def test_an_interrupt_in_a_swap(
     assert_right(engine, handles)
 
 
-def test_a_failing_neighbour_harms_nobody_on_the_host(model: Any, engine: Engine) -> None:
+def test_a_failing_neighbour_harms_no_group_on_the_host(model: Any, engine: Engine) -> None:
     handles, _ = until_swapped(engine)
 
     def fails(*_: Any) -> None:
@@ -336,7 +336,7 @@ def test_a_failing_neighbour_harms_nobody_on_the_host(model: Any, engine: Engine
     assert_right(engine, handles[2:], (5,))
 
 
-def test_pools_that_are_given_back_while_somebody_waits(model: Any, engine: Engine) -> None:
+def test_pools_that_are_given_back_while_groups_wait(model: Any, engine: Engine) -> None:
     """Nobody holds anything on the device, and its memory goes: what waits for it is computed again."""
     handles, _ = until_swapped(engine)
     for handle in handles[:2]:

@@ -138,7 +138,7 @@ def known(engine: Engine, prompt: list[int]) -> int:
 
 @pytest.mark.parametrize("kind", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
 @pytest.mark.parametrize("after", [0, 1], ids=["first-chunk", "second-chunk"])
-def test_what_a_failed_forward_wrote_is_found_by_nobody(
+def test_what_a_failed_forward_wrote_is_not_found(
     model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, after: int, kind: dict[str, Any]
 ) -> None:
     """C22: a fault that passes. Its request ends; the same prompt later finds none of its blocks, and every
@@ -221,7 +221,7 @@ def test_a_request_that_cancels_itself(engine: Engine) -> None:
     assert_neighbours_unharmed(engine, handles)
 
 
-def test_nobody_drives_the_engine_from_within(engine: Engine) -> None:
+def test_the_engine_is_not_driven_from_within(engine: Engine) -> None:
     handles = neighbours(engine)
     output = engine.submit(PROMPTS[4], max_new_tokens=4, stopping_criteria=[Does(engine.step)]).result()
     assert "a step is running already" in str(output.error)

@@ -218,7 +218,7 @@ def test_larger_steps_find_their_kernels(compiler: Compiler, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("broken", ["find_driver", "decode"])
-def test_trouble_in_there_is_nobodys(
+def test_trouble_in_there_harms_no_request(
     broken: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What cannot be compiled ahead is met where it is launched, and everything else is compiled all the

@@ -217,7 +217,7 @@ def test_around_a_picture(mode: str) -> None:
     assert_equal(*both(model, **inputs, **arguments))
 
 
-def test_the_engine_tells_a_prompt_from_what_follows() -> None:
+def test_the_engine_separates_a_prompt_from_what_follows() -> None:
     """Where one sequence runs by itself its cache is initialized from the second forward on, be that a piece
     of the prompt or a step.
     """

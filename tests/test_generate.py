@@ -254,7 +254,7 @@ class _Tape(BaseStreamer):
         self.heard.append([])
 
 
-def test_streamer_hears_the_same(llama: Any, ids: torch.Tensor) -> None:
+def test_a_streamer_gets_the_same(llama: Any, ids: torch.Tensor) -> None:
     tapes = [_Tape(), _Tape()]
     llama.generate(**call(ids[:1], streamer=tapes[0]))
     llama.generate(**call(ids[:1], streamer=tapes[1], cache_implementation="paged"))

@@ -163,7 +163,7 @@ def test_every_mode(name: str, mode: str, captured: bool, monkeypatch: pytest.Mo
     assert_clean(model, setting)
 
 
-def test_whoever_looks_on_sees_every_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_observer_sees_every_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that is replayed calls no hooks: there is none as long as somebody has hung one up."""
     monkeypatch.setitem(RECORDERS, "cpu", record)
     policy(monkeypatch, least_steps=2)
@@ -473,7 +473,7 @@ def test_a_kept_cache_takes_and_leaves(llama: Any) -> None:
         assert ask(llama, continued(answer, answer.shape[1], 3), 4)[1][0] == 4
 
 
-def test_a_cache_that_somebody_filled_by_hand_is_private(llama: Any) -> None:
+def test_a_cache_that_was_filled_by_hand_is_private(llama: Any) -> None:
     """Nobody noted what a plain forward fed."""
     first = words(1, 20)
     cache = hf_paged.PagedCache(llama, block_size=4, prefix_caching=True)

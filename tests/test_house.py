@@ -171,7 +171,7 @@ def test_only_the_ops_import_the_kernels() -> None:
 
 
 @pytest.mark.parametrize(("package", "needs"), KERNELS.items())
-def test_the_kernels_know_nobody(package: str, needs: set[str]) -> None:
+def test_the_kernels_import_nothing_of_ours(package: str, needs: set[str]) -> None:
     for file in (ROOT / "kernels" / package).glob("*.py"):
         for name in _imports(file):
             top = name.split(".")[0]

@@ -140,7 +140,7 @@ def test_attention_over_any_history(data: st.DataObject) -> None:
     assert paged.group.pool.held == 0
 
 
-def test_the_same_bits_whoever_else_is_there(library: native.Library) -> None:
+def test_the_same_bits_in_any_batch(library: native.Library) -> None:
     """Threads, neighbours and places of blocks change nothing: C35 asks for as much."""
     case = Case([1500, 40, 0, 700], heads=4, group=3, key_dim=40, window=1100, with_sinks=True)
     alone = attend(library, case)

@@ -52,7 +52,7 @@ READERS: dict[str, tuple[Callable[[Sequences, Rows], object], list[int]]] = {
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("name", READERS)
-def test_counted_tokens_are_entered_for_whoever_reads(name: str, window: int | None) -> None:
+def test_counted_tokens_are_entered_for_readers(name: str, window: int | None) -> None:
     """Three of four steps are only counted; afterwards nobody can tell."""
     read, lengths = READERS[name]
     group = make_group(window)

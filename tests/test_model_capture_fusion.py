@@ -249,7 +249,7 @@ def _rotary_inputs(tokens: int = 5) -> list[torch.Tensor]:
     ]
 
 
-def test_turned_when_somebody_looks() -> None:
+def test_turned_when_read() -> None:
     """Query and key wait for the layer that stores them; whoever computes with them gets them turned, both by
     one launch.
     """

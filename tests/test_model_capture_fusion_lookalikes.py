@@ -206,11 +206,11 @@ UNREADABLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_what_has_no_code_to_read_reads_like_nobody(name: str) -> None:
+def test_functions_without_readable_code(name: str) -> None:
     assert not reads_like(UNREADABLE[name], rotate_half)
 
 
-def test_two_statements_in_a_line_read_like_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_with_two_statements_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = _import("two_statements", tmp_path, monkeypatch, "rotate_half = lambda x: x; other = 2\n")
     assert not reads_like(file.rotate_half, rotate_half)
 

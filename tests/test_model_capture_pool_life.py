@@ -504,7 +504,7 @@ def test_threads(llama: Any) -> None:
     assert replayed(llama), reasons(llama)
 
 
-def test_a_model_with_graphs_goes_when_nobody_holds_it(ids: torch.Tensor) -> None:
+def test_a_model_with_graphs_is_freed_with_its_last_reference(ids: torch.Tensor) -> None:
     model: Any = build(BY_NAME["llama"])
     model.model.layers[0].mlp.also = model.forward
     both(model, input_ids=ids, **NEW)

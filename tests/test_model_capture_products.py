@@ -57,7 +57,7 @@ def test_the_same_parameters_elsewhere(name: str, moved: int) -> None:
         assert torch.equal(bias, torch.cat([layer.bias for layer in several]))
 
 
-def test_weights_that_somebody_shares_stay(llama: Any) -> None:
+def test_shared_weights_stay(llama: Any) -> None:
     """Tied ones, parts of somebody's larger tensor, other types of layers and of parameters."""
 
     class Own(nn.Linear):

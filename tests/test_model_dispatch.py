@@ -14,6 +14,7 @@ from interrupting import Interrupted
 from hf_paged.engine import Engine
 from hf_paged.model import dispatch
 from hf_paged.model.dispatch import may_skip_autograd
+from hf_paged.model.lazy import LazyMask
 
 SHORT = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 IDS = torch.tensor([PROMPTS[0]])
@@ -135,6 +136,30 @@ def test_a_write_counts_as_a_version(model: Any) -> None:
         dispatch.below_autograd(lambda: weight.mul_(1.0), {})
         dispatch.below_autograd(lambda: weight.view(2, -1).mul_(1.0), {})
     assert weight._version == before + 2
+
+
+SAME = {
+    "to a dtype": lambda tensor: tensor.to(torch.float32),
+    "to a device": lambda tensor: tensor.to("cpu"),
+    "float": lambda tensor: tensor.float(),
+    "type_as": lambda tensor: tensor.type_as(torch.ones(1)),
+    "flatten": lambda tensor: tensor.flatten(0, 0),
+    "contiguous": lambda tensor: tensor.contiguous(),
+}
+
+
+@pytest.mark.parametrize("operation", SAME.values(), ids=SAME)
+@pytest.mark.parametrize("mode", ["autograd", "below", "inference"])
+def test_operations_that_do_nothing_make_no_lazy_content(operation: Callable[[Any], Any], mode: str) -> None:
+    """C3: or a model would leave the pages, or its flat row."""
+
+    def build() -> torch.Tensor:
+        raise AssertionError("the content was made")
+
+    lazy = LazyMask((1, 1, 2, 3), torch.float32, torch.device("cpu"), None, build)
+    with torch.inference_mode(mode == "inference"), torch.no_grad():
+        found = dispatch.below_autograd(lambda: operation(lazy), {}) if mode == "below" else operation(lazy)
+    assert found is lazy
 
 
 def test_a_model_is_trained_afterwards(model: Any, used: list[bool]) -> None:

@@ -491,7 +491,7 @@ def memory_pool(model: Any) -> Any:
 # ---- how much is looked at
 
 
-def test_weights_that_nobody_can_read_keep_everything_private(llama: Any) -> None:
+def test_weights_that_cannot_be_read_keep_everything_private(llama: Any) -> None:
     """A parameter without memory: offloaded, or not there yet."""
     llama.register_buffer("elsewhere", torch.empty(3, device="meta"))
     ask(llama, PROMPT, 4)

@@ -335,7 +335,7 @@ def test_warners_speak_again_after_an_error() -> None:
     assert torch.equal(torch.ones(2, length), torch.ones(2, 7)), "torch makes its own again"
 
 
-def test_somebodys_own_warner_stays() -> None:
+def test_a_warner_of_the_user_stays() -> None:
     """Whoever put his own in the method's place gets it called, and finds it there afterwards."""
     warner, called = Warner(), []
 

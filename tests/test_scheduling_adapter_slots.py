@@ -150,7 +150,7 @@ def admissions(world: Simulated, arrivals: dict[int, list[Request]], steps: int)
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(6, 20), blocks=st.integers(20, 60))
-def test_who_finds_no_slot_delays_nobody(seed: int, tokens: int, blocks: int) -> None:
+def test_a_group_that_finds_no_slot_delays_no_other(seed: int, tokens: int, blocks: int) -> None:
     """Base requests, and those of adapters that are there, run exactly when they would without it."""
     rng = random.Random(seed)
     arrivals: dict[int, list[Request]] = {0: [request(0, "a", tokens=70)]}
@@ -193,7 +193,7 @@ def test_a_preempted_request_holds_no_slot() -> None:
     assert second.status is Status.RUNNING
 
 
-def test_nobody_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_group_starves(monkeypatch: pytest.MonkeyPatch) -> None:
     """An endless stream of one adapter's requests holds the only slot until patience ends; the base goes
     on.
     """

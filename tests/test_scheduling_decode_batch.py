@@ -18,7 +18,7 @@ def decoded(plan: StepPlan) -> list[tuple[int, int, int]]:
     return sorted((row.sequence.group.request.number, row.start, row.count) for row in plan.rows)
 
 
-def test_every_sequence_takes_one_token_a_step_whoever_joins_or_leaves() -> None:
+def test_every_sequence_takes_one_token_a_step_while_others_join_and_leave() -> None:
     world = Simulated.of(total=60, tokens=40, sequences=8)
     groups = [world.submit(Request(i, prompt(3 + i, i), 30)) for i in range(4)]
     assert decoded(world.step()) == [(i, 0, 3 + i) for i in range(4)]

@@ -24,7 +24,7 @@ from hf_paged.scheduling import (
     Scheduler,
     Status,
 )
-from hf_paged.scheduling.forecast import Part, peak
+from hf_paged.scheduling.forecast import Segment, peak
 
 KNOWN = [(5, 4), (4, 3), (5, 3), (3, 2), (4, 2)]
 
@@ -41,7 +41,7 @@ def ignorant(world: Simulated) -> Simulated:
 
 def future_peak(sequences: Iterable[tuple[int, int]]) -> int:
     """The peak of sequences of `used` tokens that get `remaining` more, one in each step."""
-    return peak(Part(left, 1, used) for used, left in sorted(sequences, key=lambda each: -each[1]))
+    return peak(Segment(left, 1, used) for used, left in sorted(sequences, key=lambda each: -each[1]))
 
 
 def test_the_worked_example() -> None:
@@ -107,7 +107,7 @@ def test_a_group_counts_its_prompt_once() -> None:
         assert world.scheduler.counts["preemptions"] == 0
 
 
-def test_a_young_group_leaves_room_for_somebody_short() -> None:
+def test_a_young_group_leaves_room_for_a_short_one() -> None:
     """C40: samples grow by a token each in every step, so there is room for whoever ends before that."""
     world = ignorant(Simulated.of(total=64, size=1, tokens=64, admission="future", prefix_caching=False))
     world.submit(Request(0, prompt(4), 24, width=3))  # 64 slots in the end, 16 when the other one holds 32
@@ -240,7 +240,7 @@ def worlds(draw: st.DrawFn) -> Simulated:
 
 @settings(max_examples=150, deadline=None)
 @given(world=worlds(), seed=st.integers(0, 10**6), moves=st.integers(5, 80))
-def test_with_the_longest_answers_nobody_is_preempted(world: Simulated, seed: int, moves: int) -> None:
+def test_with_the_longest_answers_no_group_is_preempted(world: Simulated, seed: int, moves: int) -> None:
     """C40: samples and beams, shared beginnings, windows, chunks and aborts: whoever runs stays until its
     end.
     """

@@ -31,7 +31,7 @@ def test_it_agrees_with_a_sorted_list(keep: int, doubt: int) -> None:
             assert history.expected(generated, most, share) == expected
 
 
-def test_nobody_knows_at_first() -> None:
+def test_lengths_are_unknown_at_first() -> None:
     """C40: max_new_tokens until there is a history, and where nobody was longer; answers that had to stop say
     nothing about their end.
     """
@@ -46,7 +46,7 @@ def test_nobody_knows_at_first() -> None:
     assert [history.expected(0, 50, share) for share in (0.0, 0.2, 0.3)] == [7, 7, 50]
 
 
-def test_whoever_said_more_becomes_longer() -> None:
+def test_a_sequence_past_the_known_lengths_becomes_longer() -> None:
     """C40: for one and the same share the estimate never shrinks while an answer grows."""
     rng = random.Random(1)
     history = AnswerLengths()

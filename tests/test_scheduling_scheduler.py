@@ -89,7 +89,7 @@ def test_a_resumed_group_needs_no_watermark() -> None:
     world.assert_empty()
 
 
-def test_whoever_comes_back_strands_nobody() -> None:
+def test_a_group_that_returns_strands_no_other() -> None:
     """C9: a preempted group leaves the next block to each of those who run, or it would be the next to go
     again.
     """

@@ -160,7 +160,7 @@ def test_who_decides_knows_the_victim() -> None:
     world.assert_answered()
 
 
-def test_without_being_asked_nobody_is_swapped() -> None:
+def test_no_group_is_swapped_by_default() -> None:
     world = Simulated.of(total=20, size=4, tokens=32, host=20, swap=lambda victim: 1 / 0)
     group = world.submit(Request(0, prompt(9), 12))
     world.step()
@@ -203,7 +203,7 @@ def test_who_has_all_its_tokens_does_not_travel() -> None:
     world.assert_empty()
 
 
-def test_nobody_new_before_those_on_the_host() -> None:
+def test_no_new_group_before_those_on_the_host() -> None:
     """C28, C9: they come back first, without the watermark."""
     world = Simulated.of(total=8, size=4, tokens=64, watermark=0.25, prefix_caching=False, host=20)
     group = world.submit(Request(0, prompt(21), 24))

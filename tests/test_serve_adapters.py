@@ -173,7 +173,7 @@ def test_an_adapter_in_use_goes_when_its_last_request_has_ended(
         ({"lora_name": "x", "lora_path": "pirate", "model": "demo"}, 400, "unknown field"),
     ],
 )
-def test_a_failed_load_harms_nobody(
+def test_a_failed_load_harms_no_other_request(
     served: Served, folders: dict[str, str], expected: dict[str, str], tmp_path: Path, body: dict[str, Any],
     status: int, said: str,
 ) -> None:  # fmt: skip

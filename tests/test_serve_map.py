@@ -159,7 +159,7 @@ def test_changes_add_up_to_the_whole_map(tmp_path: Path) -> None:
         )
 
 
-def test_the_engine_records_nothing_while_nobody_watches(tmp_path: Path) -> None:
+def test_the_engine_records_nothing_without_viewers(tmp_path: Path) -> None:
     with serving() as served:
         logs = served.service.engine.pools.kv_groups[0].pool.logs
         assert not logs
@@ -249,7 +249,7 @@ def check_sight(all_lines: list[dict[str, Any]], lines: list[dict[str, Any]], ow
         assert others == all_blocks - own_blocks
 
 
-def test_a_name_that_came_while_nobody_saw_who_held_the_block_is_not_shown() -> None:
+def test_a_name_that_came_while_the_holder_was_unknown_is_not_shown() -> None:
     """Another's request came and went between two records, in a block that was one's own."""
     kinds = (trace.Kind("full", None, 4),)
     owners = Owners()
@@ -412,7 +412,7 @@ def test_a_socket_that_is_not_read_is_closed_in_the_end() -> None:
         until(lambda: not served.service.engine.pools.kv_groups[0].pool.logs)
 
 
-def test_too_many_viewers_are_told_so() -> None:
+def test_too_many_viewers_are_refused() -> None:
     with serving(limits={"viewers": 2}) as served, watching(served), watching(served):
         answer = served.client.get("/map")
         assert answer.status_code == 429

@@ -414,7 +414,8 @@ class EngineAdapters:
 
     def take_failed(self) -> dict[Names, Exception]:
         """The adapters that could not be loaded; a later request tries them again."""
-        failed, self.failed = self.failed, {}
+        failed = self.failed
+        self.failed = {}
         for names in failed:
             slot = self.slots.release(names)
             if slot is not None:

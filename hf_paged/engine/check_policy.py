@@ -54,7 +54,9 @@ class CheckPolicy:
 
     def seen(self) -> None:
         """The model was checked and is clean until it is marked dirty."""
-        self.unseen, self._dirty, self._until = 0, False, self.clock() + SECONDS
+        self.unseen = 0
+        self._dirty = False
+        self._until = self.clock() + SECONDS
 
     def skip(self, memory: Callable[[], Sequence[object]]) -> None:
         """A step begins without a check. `memory` finds what is kept alive until `release`."""

@@ -194,7 +194,7 @@ class Decoding:
         self.captures.capture_or_compare(state, source, answer, stand_in)
         if self.compilation is not None and self.captures.reasons and not self.captures.counts["captured"]:
             reason = next(iter(self.captures.reasons.values()))
-            self.compilation.tell(f"a step cannot be captured, {reason}")
+            self.compilation.warn(f"a step cannot be captured, {reason}")
 
     def forget(self) -> None:
         """Drop every captured step."""

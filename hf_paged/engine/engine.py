@@ -273,7 +273,14 @@ class Engine:
             self._adapters.look_again()
         job.adapter = self._adapters.resolve(adapter)
         job.active = self._adapters.active
-        extra = extra_key(None if salt is None else check_salt(salt))
+        self._queue(job, priority, extra_key(None if salt is None else check_salt(salt)))
+        return Handle(job, self)
+
+    def _queue(self, job: Job, priority: int, extra: bytes) -> None:
+        """Put a request into the inbox, or refuse it if it could never fit. extra: what its cached blocks
+        depend on beside tokens.
+        """
+        params = job.params
         request = Request(
             next(self._numbers),
             params.prompt,
@@ -291,7 +298,7 @@ class Engine:
         reason = self._why_never(request)
         if reason is not None:
             job.close("refused", Infeasible(reason))
-            return Handle(job, self)
+            return
         job.number = request.number
         self._inbox.append((job, request))
         thread = self.background
@@ -299,7 +306,6 @@ class Engine:
             self._receive()
         else:
             thread.wake()
-        return Handle(job, self)
 
     def generate(
         self,

@@ -123,14 +123,14 @@ class ModelCheck:
 
 
 class Watcher(Protocol):
-    """Whoever wants to know of optimizers."""
+    """An object that is notified of optimizers' steps."""
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has taken a step, on this model or another."""
 
 
 def when_stepped(watcher: Watcher) -> None:
-    """Have a watcher told of every optimizer's steps, as long as it lives."""
+    """Notify a watcher of every optimizer's steps, as long as it lives."""
     hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(watcher)))
     weakref.finalize(watcher, hook.remove).atexit = False
 

@@ -129,7 +129,8 @@ class LayerGroup:
         except (MemoryError, RuntimeError) as error:
             raise self._translate(error) from error
         if old is not None:
-            store.keys[: old.layers], store.values[: old.layers] = old.keys, old.values
+            store.keys[: old.layers] = old.keys
+            store.values[: old.layers] = old.values
             self.memory.moved(self)
         self.stores[layout] = store
         self._note_stores()

@@ -257,8 +257,8 @@ def _causal_across(module: nn.Module, key: LazyPages, kwargs: dict[str, Any]) ->
     """Whether stock's cross attention is causal: sdpa's is without a mask, unless its module says no."""
     if key.layer.kind.name != "cross" or _dense_implementation(_setting(module)) != "sdpa":
         return False
-    told = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if told is None else told)
+    given = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:

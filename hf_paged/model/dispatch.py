@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import patches
+from .capture.rehearsal import RECORDERS
 from .snapshot import HOOKS, hooks_everywhere
 from .weights_digest import PLAIN_TENSORS
 
@@ -33,11 +34,11 @@ def below_autograd(forward: Callable[..., Any], arguments: Mapping[str, Any]) ->
 
 def may_skip_autograd(modules: Sequence[nn.Module]) -> bool:
     """Whether a model's forwards need nothing of autograd under `no_grad`: plain tensors on a CPU, no code
-    but torch's and transformers'.
+    but torch's and transformers', no captured steps (they are rehearsed on operations as autograd sees them).
 
     modules: all of it, itself first.
     """
-    if BelowAutograd is None or has_foreign_code(modules):
+    if BelowAutograd is None or "cpu" in RECORDERS or has_foreign_code(modules):
         return False
     for module in modules:
         if module._compiled_call_impl is not None:

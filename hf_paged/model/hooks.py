@@ -95,14 +95,14 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _is_harmless(hook: object) -> bool:
-    """Whether a hook is known to change nothing, or nothing but what it says: peft's tells a layer each row's
+    """Whether a hook is known to change nothing, or nothing but what it says: peft's gives a layer each row's
     adapter.
     """
     return adapter_names_of(hook) is not None or only_observes(hook)
 
 
 def adapters_of_rows(modules: Sequence[nn.Module], rows: int) -> list[str] | None:
-    """The adapter of each row, where peft's hooks tell the layers."""
+    """The adapter of each row, where peft's hooks give them to the layers."""
     for module in modules:
         for hook in module._forward_pre_hooks.values():
             names = adapter_names_of(hook)
@@ -112,7 +112,7 @@ def adapters_of_rows(modules: Sequence[nn.Module], rows: int) -> list[str] | Non
 
 
 def names_of_rows(modules: Sequence[nn.Module], rows: int, active: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The adapters of each row: what peft's hooks tell the layers, else those that are active."""
+    """The adapters of each row: what peft's hooks give the layers, else those that are active."""
     named = adapters_of_rows(modules, rows)
     if named is None:
         return [active] * rows

@@ -49,8 +49,13 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Torch hands kwargs as None where there are none.
-        return func(*tree_map(as_dense, args), **tree_map(as_dense, kwargs or {}))
+        named = kwargs or {}  # torch hands None where there are none
+        # Autograd takes composite operations apart, and some then do nothing (`to` the same dtype). Below it
+        # and in inference mode they come here whole.
+        made = func.decompose(*args, **named)
+        if made is not NotImplemented:
+            return made
+        return func(*tree_map(as_dense, args), **tree_map(as_dense, named))
 
     def dense(self) -> torch.Tensor:
         """The content, made once."""

@@ -171,7 +171,7 @@ class ModelSnapshot:
         if module is not self.model:
             self.hooked.append(module)
         hooks = chain.from_iterable(module.__dict__[kind].values() for kind in HOOKS)
-        # Which adapter peft tells a layer for each row, a captured step is told otherwise.
+        # Which adapter each row has comes to a layer from peft, and to a captured step in another way.
         self.steady &= all(
             patches.only_observes(hook) or (self.lora.apart and adapter_names_of(hook) is not None)
             for hook in hooks

@@ -139,7 +139,8 @@ class Watermark:
     def _judge(self, i: int, candidate: Candidate, state: SchedulerState) -> Admission:
         kv_group = self.kv_groups[i]
         chunk = self.limits.tokens
-        (group, blocks, need) = (candidate.group, candidate.blocks[i], candidate.needs[i])
+        group = candidate.group
+        need = candidate.needs[i]
         outstanding = sum(max(0, other.need(i, chunk) - other.held(i)) for other in self._behind)
         reserve = self.limits.reserve(kv_group)
         if group.status is Status.PREEMPTED:
@@ -152,7 +153,7 @@ class Watermark:
             kv_group.pool.total,
             kv_group.pool.available - outstanding,
             need,
-            hits=min(len(blocks), need),
+            hits=min(len(candidate.blocks[i]), need),
             cached_hits=sum(1 for block in self._read(i, candidate) if not kv_group.pool.references(block)),
             reserve=reserve,
         )

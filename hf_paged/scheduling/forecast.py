@@ -29,7 +29,7 @@ free.
 GOLDEN = 0.6180339887498949
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """The slots of a pool that a group holds at a step, `start + slope * step`, through step `end`."""
 
     end: int
@@ -37,7 +37,7 @@ class Part(NamedTuple):
     start: int
 
 
-def peak(parts: Iterable[Part]) -> int:
+def peak(parts: Iterable[Segment]) -> int:
     """The most slots that are ever held. The parts come in order of their ends, the last to end first.
 
     Every part grows, so the maximum is reached at a step where some part ends, and the parts that end no
@@ -68,7 +68,7 @@ class _Entry:
         settled: bool,
         review: int,
         spread: int,
-        parts: list[Part],
+        parts: list[Segment],
         shared: list[list[int]],
     ) -> None:
         self.group = group
@@ -147,7 +147,7 @@ class FuturePeak(Watermark):
         given = {entry: len(taken) * size for entry, taken in self._owners(i, blocks)}
         place = bisect(self._order, newcomer.key, key=lambda entry: entry.key)
         entries = chain(self._order[:place], (newcomer,), self._order[place:])
-        parts: Iterable[Part] = (entry.parts[i] for entry in entries)
+        parts: Iterable[Segment] = (entry.parts[i] for entry in entries)
         if given:
             parts = (
                 entry.parts[i]._replace(start=entry.parts[i].start - given.get(entry, 0)) for entry in entries
@@ -206,7 +206,7 @@ class FuturePeak(Watermark):
             slope = (
                 width if settled and self.kv_groups[i].window is None and not self.kv_groups[i].cross else 0
             )
-            parts.append(Part(end, slope, slots - slope * end))
+            parts.append(Segment(end, slope, slots - slope * end))
         review = step + min(max(1, length - generated), max(SHORTEST_REVIEW, generated // 4))
         spread = (width * (length - generated)) ** 2 if length < most else 0
         return _Entry(group, settled, review, spread, parts, shared)

@@ -21,7 +21,7 @@ class ScheduledRow(NamedTuple):
 
     sequence: TokenSequence
     start: int
-    count: int  # type: ignore[assignment]  # a row is no tuple to anybody
+    count: int  # type: ignore[assignment]  # nothing uses a row as a tuple
     samples: tuple[TokenSequence, ...]
 
     @property

@@ -434,7 +434,7 @@ class Scheduler:
         return others_may
 
     def _has_adapter(self, adapter: Names, pinned: set[Names]) -> bool:
-        """Whether a group can run with an adapter now; if it may have a slot, nobody behind it gets that."""
+        """Whether a group can run with an adapter now. A slot that it may have is for no later group."""
         assert self.adapters is not None
         there = self.adapters.acquire(adapter, pinned)
         if there or adapter in self.adapters:

@@ -21,7 +21,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of response templates that are reasoning."""
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A call of a tool; arguments in JSON."""
 
     name: str
@@ -34,7 +34,7 @@ class Delta:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[FunctionCall] = field(default_factory=list)
 
 
 class Reply(Protocol):
@@ -61,13 +61,13 @@ class ForcedReply:
         if not last:
             return Delta()
         if self._name is not None:
-            return Delta(calls=[Call(self._name, self._text)])
+            return Delta(calls=[FunctionCall(self._name, self._text)])
         try:
             found = json.loads(self._text)
         except ValueError:  # it was cut off
             return Delta(self._text)
         self._called = True
-        return Delta(calls=[Call(each["name"], _dumped(each["arguments"])) for each in found])
+        return Delta(calls=[FunctionCall(each["name"], _dumped(each["arguments"])) for each in found])
 
     def reason(self, finish_reason: str | None) -> str | None:
         # As in OpenAI's API: the call of a tool that the request names is an ordinary end.
@@ -165,7 +165,7 @@ class ParsedReply:
         self._begun[name] = self._begun[name] or bool(text)
         return text
 
-    def _note(self, calls: list[Call], delta: Delta) -> None:
+    def _note(self, calls: list[FunctionCall], delta: Delta) -> None:
         for call in calls:
             self._calls += 1
             if self._most_calls is None or self._calls <= self._most_calls:
@@ -175,10 +175,10 @@ class ParsedReply:
         return "tool_calls" if self._calls and finish_reason == "stop" else finish_reason
 
 
-def _calls_in(value: Any) -> list[Call]:
+def _calls_in(value: Any) -> list[FunctionCall]:
     """The calls of a region; raises one of UNREADABLE for what is none."""
     functions = [each.get("function", each) for each in (value if isinstance(value, list) else [value])]
-    return [Call(str(each["name"]), _dumped(each.get("arguments", {}))) for each in functions]
+    return [FunctionCall(str(each["name"]), _dumped(each.get("arguments", {}))) for each in functions]
 
 
 def _dumped(arguments: Any) -> str:
@@ -253,7 +253,7 @@ def template_of(tokenizer: Any, model: Any) -> dict[str, Any] | None:
     return found
 
 
-def call_bodies(calls: Iterable[Call], first: int | None = None) -> list[dict[str, Any]]:
+def call_bodies(calls: Iterable[FunctionCall], first: int | None = None) -> list[dict[str, Any]]:
     """Calls in OpenAI's form; in a stream with their places among the calls of an answer, from `first` on."""
     found = []
     for i, each in enumerate(calls):

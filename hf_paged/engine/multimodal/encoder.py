@@ -59,7 +59,8 @@ class Encoder:
         shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
         wave = torch.arange(shape[1] * shape[2], device=device).reshape(shape)
         source = EncoderInput((wave * 0.37).sin().to(self._model.dtype))
-        self._shape, self._length = shape, self.run(source).last_hidden_state.shape[1]
+        self._shape = shape
+        self._length = self.run(source).last_hidden_state.shape[1]
         return source
 
     def length(self, source: EncoderInput) -> int:

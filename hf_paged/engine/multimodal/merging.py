@@ -107,10 +107,9 @@ class Merger:
                 "processor"
             )
         merged = merged.to(own)
-        (first, last) = (media.place.start, media.place.stop)
-        if not (
-            torch.equal(merged[:, :first], own[:, :first]) and torch.equal(merged[:, last:], own[:, last:])
-        ):
+        before = slice(media.place.start)
+        behind = slice(media.place.stop, None)
+        if not all(torch.equal(merged[:, text], own[:, text]) for text in (before, behind)):
             raise Unservable(
                 f"{name} changes the embeddings of text next to {sorted(media.kind)}; use generate()"
             )

@@ -106,7 +106,8 @@ class Stream:
     def output(self, with_logprobs: bool) -> SequenceOutput:
         """The answer, once it has ended. Without its text, if that is what the trouble is."""
         assert self._end is not None
-        (tokens, reason, _), text = self._end, None
+        tokens, reason, _ = self._end
+        text = None
         if self._tokenizer is not None:
             try:
                 text = self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -370,7 +370,8 @@ def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_em
     if isinstance(prompt, torch.Tensor) and prompt.is_floating_point():
         if inputs_embeds is not None:
             raise ValueError("the prompt and inputs_embeds are both embeddings; give one of them")
-        prompt, inputs_embeds = None, prompt
+        inputs_embeds = prompt
+        prompt = None
     if inputs_embeds is None:
         if prompt is None:
             raise ValueError("a request needs a prompt, or inputs_embeds")

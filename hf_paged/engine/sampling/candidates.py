@@ -22,7 +22,8 @@ class BeamScorer:
     def __init__(self, searches: Sequence[BeamSearch], rows: Sequence[int], logits: torch.Tensor) -> None:
         """rows: of the logits [rows, vocabulary], those that the beams follow, search by search."""
         self.searches = searches
-        (count, keep), device = searches[0].shape, logits.device
+        count, keep = searches[0].shape
+        device = logits.device
         self._most = max(
             (search.params.favourites for search in searches if search.params.favourites is not None),
             default=None,

@@ -152,7 +152,8 @@ class AdapterBatch:
 
     def flush(self) -> None:
         """Write what outputs of layers that are read together still lack."""
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         if held:
             if self._waits and self._beside is not None:
                 torch.cuda.current_stream(self.table.device).wait_stream(self._beside)

@@ -177,7 +177,7 @@ def _kind_of(module: object) -> str:
 
 
 def adapter_names_of(hook: object) -> list[str] | None:
-    """The adapter of each row, if this is the hook with which peft tells them to a layer."""
+    """The adapter of each row, if this is the hook with which peft gives them to a layer."""
     if isinstance(hook, partial) and set(hook.keywords) == {"adapter_names"}:
         return list(hook.keywords["adapter_names"])
     return None

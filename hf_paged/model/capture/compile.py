@@ -163,7 +163,7 @@ class Compilation:
     def __init__(self) -> None:
         self.why_not: str | None = None
         """Why nothing is compiled any more."""
-        self._told = False
+        self._warned = False
         self._codes: dict[Any, Callable[..., Any]] = {}
         self._substitutes: dict[Callable[..., Any], Callable[..., Any]] = {}
 
@@ -178,12 +178,12 @@ class Compilation:
     def give_up(self, reason: str) -> None:
         """Stop compiling, and give the reason."""
         self.why_not = self.why_not or reason
-        self.tell(reason)
+        self.warn(reason)
 
-    def tell(self, reason: str) -> None:
+    def warn(self, reason: str) -> None:
         """Warn, the first time, why layers run uncompiled."""
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             warnings.warn(
                 f"compile=True: {reason}; the model's layers run as they are", FallbackWarning, stacklevel=2
             )

@@ -58,7 +58,7 @@ class ReplayableStep(NamedTuple):
     lean: dict[str, Any]
     """The same without the attention mask: the tables say what it says."""
     mask: str
-    """How padding was told: "none", "whole" (a mask without padding) or "padded"."""
+    """How padding was given: "none", "whole" (a mask without padding) or "padded"."""
     parts: Sequence[CapturedCache]
     rows: int
     new: int
@@ -68,8 +68,8 @@ class ReplayableStep(NamedTuple):
     """The adapters of its rows, if the model has any."""
 
 
-class _Place(NamedTuple):
-    """Where in an answer something of the caller's own stands: the cache, or an input that came through."""
+class _FromCaller(NamedTuple):
+    """Stands in an answer for something of the caller's own: the cache, or an input that came through."""
 
     path: Path
 
@@ -189,7 +189,7 @@ class Graph(CapturedStep):
                 return value.clone()
             # Routers flatten [rows, tokens]: their first dimension is a multiple of the rows.
             return value[: value.shape[0] // self.bucket * step.rows].clone()
-        if isinstance(value, _Place):
+        if isinstance(value, _FromCaller):
             found: Any = step.arguments
             for name in value.path:
                 found = found[name]
@@ -210,9 +210,9 @@ class _Output(NamedTuple):
 
 def _with_places(value: Any, owners: dict[int, Path]) -> Any:
     if isinstance(value, Cache):
-        return _Place(("past_key_values",))
+        return _FromCaller(("past_key_values",))
     if isinstance(value, torch.Tensor):
-        return _Place(owners[id(value)]) if id(value) in owners else value
+        return _FromCaller(owners[id(value)]) if id(value) in owners else value
     if isinstance(value, ModelOutput):
         return _Output(type(value), {name: _with_places(part, owners) for name, part in value.items()})
     if isinstance(value, (tuple, list)):
