@@ -273,12 +273,12 @@ class Engine:
             self._adapters.look_again()
         job.adapter = self._adapters.resolve(adapter)
         job.active = self._adapters.active
-        self._queue(job, priority, extra_key(None if salt is None else check_salt(salt)))
+        self._queue(job, priority, extra_key(None if salt is None else check_salt(salt)), tenant)
         return Handle(job, self)
 
-    def _queue(self, job: Job, priority: int, extra: bytes) -> None:
+    def _queue(self, job: Job, priority: int, extra: bytes, tenant: str) -> None:
         """Put a request into the inbox, or refuse it if it could never fit. extra: what its cached blocks
-        depend on beside tokens.
+        depend on beside tokens. tenant: whose share they count for.
         """
         params = job.params
         request = Request(
