@@ -82,6 +82,8 @@ if options.svg:
     places = [(20 + 360 * i / len(curve), 180 - 160 * y / highest) for i, (y, _) in enumerate(curve)]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     line = f'<polyline fill="none" stroke="#2f80ed" stroke-width="2" points="{points}"/>'
-    title = f'<text x="20" y="14" font-size="12">mean reward of {len(curve)} steps, up to {highest:.2f}</text>'
+    title = (
+        f'<text x="20" y="14" font-size="12">mean reward of {len(curve)} steps, up to {highest:.2f}</text>'
+    )
     with open(options.svg, "w") as file:
         file.write(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 200">{title}{line}</svg>\n')

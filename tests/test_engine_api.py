@@ -527,9 +527,7 @@ def test_whatever_changes_an_idle_engine_s_model(model: Any, engine: Engine, cha
         assert answers(output) == alone(model, PROMPTS[3], **GREEDY)
 
 
-def test_a_model_that_cannot_be_read(
-    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_read(model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that run at the same time share; what was cached before an idle engine may be anything."""
     make_unreadable(monkeypatch)
     for _ in range(2):

@@ -217,9 +217,7 @@ def test_a_hook_that_changes_the_weights_is_seen_in_the_next_step(model: Any) ->
         handle.cancel()
 
 
-def test_an_admitted_group_finds_a_checked_model(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_admitted_group_finds_a_checked_model(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     warm(engine)
     seen, adopt = looks(monkeypatch), engine.scheduler._adopt
     entered: list[int] = []

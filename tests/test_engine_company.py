@@ -95,9 +95,7 @@ def test_captured_steps_survive_a_paged_call_around_them(llama: Any, monkeypatch
         assert answers(handle.result()) == alone(llama, PROMPTS[0], **long)
 
 
-def test_pools_do_not_move_in_the_middle_of_a_forward(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pools_do_not_move_in_the_middle_of_a_forward(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards hold the lock of the model's memory: whoever gives pools back, or asks the model's settings,
     has it, too.
     """

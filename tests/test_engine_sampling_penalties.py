@@ -75,7 +75,9 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_every_group_pays_for_its_own_blocks(ahead: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_group_pays_for_its_own_blocks(
+    ahead: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beside others in small pools, preempted and broken into: what an interrupt threw away was not said by
     whoever begins again.
     """

@@ -77,7 +77,7 @@ def keeps_another_cache(cls: Any) -> bool:
     )
 
 
-class Prompt(NamedTuple):
+class PromptRows(NamedTuple):
     """What the host knows of a prompt's rows after one look at them."""
 
     equal: EqualRows | None
@@ -95,7 +95,7 @@ class Prompt(NamedTuple):
 
 def read_prompt(
     model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, rows: int
-) -> Prompt | None:
+) -> PromptRows | None:
     """Look for equal rows, and read the mask with them: the host waits for the device once. None for what is
     no prompt of a generate().
     """
@@ -106,14 +106,14 @@ def read_prompt(
     device = input_device(model)
     tensors = _comparable(model, arguments, rows)
     if tensors is None or rows < 2:
-        return Prompt(None, None, device)
+        return PromptRows(None, None, device)
     if known is not None:
         first = [known.index(i) for i in range(max(known) + 1)]
         others = torch.tensor([first[source] for source in known], device=device)
     elif has_rows_only(arguments):
         others = None
     elif rows % sequences.copies or sequences.copies == 1:
-        return Prompt(None, None, device)
+        return PromptRows(None, None, device)
     else:
         others = torch.arange(rows, device=device) // sequences.copies * sequences.copies
     mask = arguments.get(mask_name(model))
@@ -125,7 +125,7 @@ def read_prompt(
         equal_by_content(tensors) if others is None else others.where(equal_to(tensors, others).all(), row)
     )
     host = torch.cat([found.to(device), told]).tolist()
-    return Prompt(EqualRows.of(host[:rows]), Padding.of(host[rows:]) if len(told) else None, device)
+    return PromptRows(EqualRows.of(host[:rows]), Padding.of(host[rows:]) if len(told) else None, device)
 
 
 def _comparable(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> list[torch.Tensor] | None:

@@ -25,7 +25,7 @@ from ..model.routers import routers_of
 from .cache import Mark, PagedCache, paged_parts
 from .dedupe import (
     Draws,
-    Prompt,
+    PromptRows,
     adapters_of_rows,
     read_prompt,
     repeat_rows,
@@ -144,7 +144,7 @@ def _unique(
     arguments: dict[str, Any],
     parts: list[PagedCache],
     masks_known: bool,
-    prompt: Prompt,
+    prompt: PromptRows,
     index: torch.Tensor,
 ) -> Any:
     """Compute the rows of a prompt that differ, and answer for all."""

@@ -10,7 +10,7 @@ from ...scheduling import Swaps
 from ..forward_batch import LastTokens
 from ..model_check import ModelCheck
 from ..runner import Runner
-from .leader import Message
+from .leader import MessageKind
 from .message import Received, StepDecoder
 from .ranks import RankError, Ranks
 
@@ -51,11 +51,11 @@ class Follower:
         self._hold()
         while True:
             numbers = self._next()
-            kind = Message(numbers[0]) if numbers else Message.CLOSE
-            if kind is Message.PAUSE:
+            kind = MessageKind(numbers[0]) if numbers else MessageKind.CLOSE
+            if kind is MessageKind.PAUSE:
                 self.free()
                 return True
-            if kind is Message.CLOSE:
+            if kind is MessageKind.CLOSE:
                 words = self.ranks.ended()
                 if words:
                     self.ranks.reason = words
@@ -63,7 +63,7 @@ class Follower:
                 return False
             try:
                 with self.ranks.together():
-                    if kind is Message.CHECK:
+                    if kind is MessageKind.CHECK:
                         self._check()
                     else:
                         self._carry_out(self._decoder.decode(numbers[1:]))

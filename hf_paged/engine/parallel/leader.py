@@ -17,7 +17,7 @@ from .message import Preparation, StepEncoder
 from .ranks import Ranks
 
 
-class Message(IntEnum):
+class MessageKind(IntEnum):
     """What the first number of a message says."""
 
     STEP = 0
@@ -54,7 +54,7 @@ class Leader:
         with self.ranks.together():
             tops = [group.pool.top for group in self._pools.groups.values()]
             numbers, shares = self._encoder.encode(batch, self._preparations, tops, not self._checks.unseen)
-            self.ranks.send(array("i", [Message.STEP]) + numbers)
+            self.ranks.send(array("i", [MessageKind.STEP]) + numbers)
             self._preparations = []
             if shares:
                 self.ranks.share(self._last_tokens.tokens)
@@ -74,14 +74,14 @@ class Leader:
     def any_changed(self, look: Callable[[], bool]) -> bool:
         """Whether the model has changed on any rank."""
         with self.ranks.together():
-            self.ranks.send(array("i", [Message.CHECK]))
+            self.ranks.send(array("i", [MessageKind.CHECK]))
             return self.ranks.any(look())
 
     def pause(self) -> None:
         """Let the other ranks' `follow()` return: their models may change."""
         with self.ranks.together(everyone=False):
-            self.ranks.send(array("i", [Message.PAUSE]))
+            self.ranks.send(array("i", [MessageKind.PAUSE]))
 
     def close(self) -> None:
         """Let the other ranks' `follow()` return for good, or raise the error that rank 0 ends with."""
-        self.ranks.announce_end(array("i", [Message.CLOSE]))
+        self.ranks.announce_end(array("i", [MessageKind.CLOSE]))

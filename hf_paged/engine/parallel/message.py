@@ -102,7 +102,7 @@ class StepDecoder:
         self._windows = [kind.window for kind in pools.own]
         self._tables = tuple(BlockTableArray() for _ in pools.own)
         self._columns = (array("i"), array("i"), array("i"))
-        self._sequences: dict[int, _Row] = {}
+        self._sequences: dict[int, _RankRow] = {}
         self._members: tuple[TokenSequence, ...] = ()
 
     def decode(self, numbers: Sequence[int]) -> Received:
@@ -140,17 +140,17 @@ class StepDecoder:
         batch = ForwardBatch(rows, self._last_tokens, inputs, members[:decodes] if unseen else ())
         return Received(preparations, tops, bool(checks), bool(shares), batch)
 
-    def _row(self, number: int) -> _Row:
+    def _row(self, number: int) -> _RankRow:
         found = self._sequences.get(number)
         if found is None:
-            found = self._sequences[number] = _Row(number, self)
+            found = self._sequences[number] = _RankRow(number, self)
         return found
 
     def _enter(
         self, rows: ScheduledBatch, ids: list[int], scored: list[int], unseen: bool
     ) -> dict[int, RowInputs]:
         """Note of every row its place and its ids: those of rows behind the decode batch are inputs."""
-        own = cast(tuple[_Row, ...], rows.sequences)
+        own = cast(tuple[_RankRow, ...], rows.sequences)
         for row, offset, count in zip(own, rows.offsets, rows.counts, strict=True):
             row.start = offset + rows.step
             row.end = row.start + count
@@ -170,7 +170,7 @@ class StepDecoder:
             begin = end
         return inputs
 
-    def table(self, number: int, row: _Row) -> BlockTable:
+    def table(self, number: int, row: _RankRow) -> BlockTable:
         """What a row's table of a group is in this step, as far as its tokens read it."""
         pool = list(self._pools.own.values())[number].pool
         window = self._windows[number]
@@ -194,7 +194,7 @@ class _Table(BlockTable):
 class _Tables(Sequence[BlockTable]):
     """The tables of a row, made when they are read: a captured step reads the arrays instead."""
 
-    def __init__(self, row: _Row, decoder: StepDecoder) -> None:
+    def __init__(self, row: _RankRow, decoder: StepDecoder) -> None:
         self._row = row
         self._decoder = decoder
 
@@ -205,7 +205,7 @@ class _Tables(Sequence[BlockTable]):
         return self._decoder.table(number, self._row)
 
 
-class _Row(TokenSequence):
+class _RankRow(TokenSequence):
     """A sequence of rank 0's, as far as a forward reads it."""
 
     __slots__ = ("end", "start")
