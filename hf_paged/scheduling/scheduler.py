@@ -89,6 +89,7 @@ class Scheduler:
             raise ValueError("the pool of cross-attention layers must be the last one")
         if len({kv_group.pool.block_size for kv_group in self.kv_groups}) != 1:
             raise ValueError("the pools of one scheduler must have blocks of one size")
+        self._no_copies = ((),) * len(self.kv_groups)
         self._key = POLICIES[policy]
         self.admission = ADMISSIONS[admission](self.kv_groups, limits)
         """Decides which groups are admitted."""
@@ -237,7 +238,7 @@ class Scheduler:
         waiting = self.preempted or self.waiting or self.swapping.moves
         # Most steps take one token of every sequence, for which their blocks have room.
         planned = self._others or batch.growing or waiting
-        plan = self._plan(now) if planned else StepPlan(batch.step(now))
+        plan = self._plan(now) if planned else StepPlan(batch.step(now), self._no_copies)
         self.counts["steps"] += bool(plan.batch.sequences)
         self.counts["tokens"] += plan.batch.tokens
         return plan
