@@ -124,18 +124,20 @@ class StepDecoder:
                 tables.write(row, first, array("i", _take(read, count)))
         members = self._members
         row_ids, offsets, counts = self._columns
+        alone = tuple([(each,) for each in members[:decodes]])
+        behind = zip(members[decodes:], samples, strict=True)
         rows = ScheduledBatch(
-            members,
-            row_ids,
-            offsets,
-            counts,
-            (*[(each,) for each in members[:decodes]],
-             *[(each,) * wanted for each, wanted in zip(members[decodes:], samples, strict=True)]),
-            self._tables,
-            step,
-            longest,
-            decodes,
-        )  # fmt: skip
+            sequences=members,
+            row_ids=row_ids,
+            offsets=offsets,
+            counts=counts,
+            samples=alone + tuple([(each,) * wanted for each, wanted in behind]),
+            tables=self._tables,
+            step=step,
+            longest=longest,
+            tokens=decodes + sum(counts[decodes:]),
+            decodes=decodes,
+        )
         inputs = self._enter(rows, ids, scored, bool(unseen))
         batch = ForwardBatch(rows, self._last_tokens, inputs, members[:decodes] if unseen else ())
         return Received(preparations, tops, bool(checks), bool(shares), batch)
