@@ -35,12 +35,12 @@ def start(size: int, arguments: Sequence[str]) -> int:
     """Run this command on `size` ranks: the exit code of the first, or 1 if another ends before it."""
     with _started(size, arguments) as ranks:
         while True:
-            ended = [rank for rank, process in enumerate(ranks) if process.poll() is not None]
-            if 0 in ended:
-                return int(ranks[0].returncode)
-            if ended:
-                code = ranks[ended[0]].returncode
-                print(f"hf-paged serve: rank {ended[0]} has ended with {code}", file=sys.stderr)
+            codes = [process.poll() for process in ranks]
+            if codes[0] is not None:
+                return codes[0]
+            failed = [rank for rank, code in enumerate(codes) if code]  # 0: the first is about to end, too
+            if failed:
+                print(f"hf-paged serve: rank {failed[0]} has ended with {codes[failed[0]]}", file=sys.stderr)
                 ranks[0].send_signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     ranks[0].wait(LAST_SECONDS)
