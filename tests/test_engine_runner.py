@@ -97,7 +97,7 @@ def test_a_model_in_half_precision_may_be_off_by_rounding(monkeypatch: pytest.Mo
     """The deeper a model, the further apart two roundings of it are. How far is measured; what else is wrong
     is found all the same.
     """
-    monkeypatch.setattr(probe, "CLOSE_IN_HALF", 0.0)
+    monkeypatch.setattr(probe, "CLOSE_IN_HALF", -1.0)  # some CPUs round all forms alike
     model = build(BY_NAME["llama"]).to(torch.bfloat16)
     params = []
     moved = Runner._moved
