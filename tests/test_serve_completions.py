@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from serving import Served, generated, serving, text, tokenizer
+from serving import Served, generated, ids, serving, text, tokenizer
 
 from hf_paged import demo
 
@@ -19,10 +19,6 @@ from hf_paged import demo
 def served() -> Iterator[Served]:
     with serving() as made:
         yield made
-
-
-def ids(prompt: str) -> list[int]:
-    return tokenizer()(prompt)["input_ids"]
 
 
 def test_an_answer_is_that_of_generate(served: Served) -> None:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("fastapi")
 
-from serving import Served, generated, serving, text, tokenizer
+from serving import Served, generated, ids, serving, text, tokenizer
 
 from hf_paged import demo
 
@@ -24,10 +24,6 @@ TEXT = "The fox and the owl went to the old tree. They were happy."
 def served() -> Iterator[Served]:
     with serving() as made:
         yield made
-
-
-def ids(prompt: str) -> list[int]:
-    return tokenizer()(prompt)["input_ids"]
 
 
 def right(tokens: list[int]) -> torch.Tensor:

@@ -13,13 +13,17 @@ import contextlib
 import json
 import random
 import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from load_serve import start
 
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 0.5, 1e308, 2**31, 2**63, -(2**64), "", "a", "\x00", "\U0001f600", "x" * 5000, [], [0], [[1]], ["a", 1],
@@ -119,27 +123,9 @@ class Fuzzer:
 @contextlib.contextmanager
 def server() -> Iterator[str]:
     """A server of the demo model."""
-    command = [
-        sys.executable,
-        "-m",
-        "hf_paged",
-        "serve",
-        "demo",
-        "--port",
-        "0",
-        "--log-format",
-        "json",
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    url = ""
-    for line in process.stderr:
-        if '"listening"' in line:
-            url = json.loads(line)["url"]
-        if '"ready"' in line:
-            break
+    process, port = start([])
     try:
-        yield url
+        yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate()

@@ -118,6 +118,11 @@ def tokenizer() -> Any:
     return demo.tokenizer()
 
 
+def ids(prompt: str) -> list[int]:
+    """The demo tokenizer's ids of a prompt."""
+    return list(tokenizer()(prompt)["input_ids"])
+
+
 @cache
 def model() -> Any:
     return demo.model()
