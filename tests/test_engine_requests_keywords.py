@@ -33,6 +33,8 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES: dict[str, Any] = {
     **{name: value for case in HONOURED_HERE.values() for name, value in case.items()},
     "adapter": "active",
+    "prompt_logprobs": 1,
+    "tenant": "one",
     "max_new_tokens": 2,
     "max_time": 60.0,
     "do_sample": False,
@@ -96,7 +98,7 @@ def test_the_types_name_what_submit_takes() -> None:
         "attention_mask",
     }
     shown = {name for name in RequestKeywords.__annotations__ if SHOWN.search(name)}
-    requests = {"seed", "logprobs", "priority", "salt", "adapter"}
+    requests = {"seed", "logprobs", "prompt_logprobs", "priority", "salt", "tenant", "adapter"}
     assert (
         RequestKeywords.__annotations__.keys()
         == HONOURED | accepted_as_neutral().keys() | beside | shown | requests
@@ -183,7 +185,7 @@ def test_help_shows_options_and_no_internals() -> None:
     methods = set(re.findall(r"^ \|  (?:async )?(\w+)\(self", text, re.M))
     assert {name for name in methods if not name.startswith("__")} == {
         *METHODS, "start", "stop", "step", "pause", "resume", "stats", "trace", "watch", "check", "close",
-        "adapters", "add_adapter", "remove_adapter",
+        "adapters", "add_adapter", "remove_adapter", "weights_changed", "load_weights", "sleep", "wake_up", "follow",
     }  # fmt: skip
 
 
