@@ -61,7 +61,7 @@ for step in range(options.steps):
     # Loss: the sampler's log-probabilities are the old ones, so no forward is needed for them.
     own = logprobs_of(ids, mask)
     sampled = weights[:, 1:] > 0
-    mismatch = float((own - old[:, 1:])[sampled].abs().max())
+    mismatch = (own.detach() - old[:, 1:])[sampled].abs().max().item()
     ratio = (own - old[:, 1:]).exp()
     gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[:, None])
     loss = -(gain * weights[:, 1:]).sum(1).mean()
