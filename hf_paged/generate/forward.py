@@ -123,9 +123,8 @@ def _run(
             part.sequences.sources = None
     rows = rows_of(arguments)
     prompt = read_prompt(model, arguments, parts[0], rows)
-    equal = None if prompt is None else prompt.equal
-    padding = None if prompt is None else prompt.padding
-    if equal is not None and prompt is not None:
+    if prompt is not None and prompt.equal is not None:
+        equal = prompt.equal
         index = torch.tensor(equal.sources, device=prompt.device)
         routers = routers_of(model, again=True)
         if routers.known and routers.keep_rows_apart(len(equal.first), index, new_of(arguments)):
@@ -135,7 +134,7 @@ def _run(
     if prompt is None:
         return _paged(model, original, arguments, parts, masks_known)
     with routers_of(model).recording():
-        return _paged(model, original, arguments, parts, masks_known, padding)
+        return _paged(model, original, arguments, parts, masks_known, prompt.padding)
 
 
 def _unique(

@@ -96,11 +96,10 @@ class GenerateSteps:
         kernels = lora_kernels(cache.config.kernels, device, model.dtype)
         if kernels is None:
             return nullcontext(False)
-        # Nothing is noted in the watch: between prompt and steps transformers may change how experts compute.
         watch = watching.get()
-        known = None if watch is None else watch.snapshots.get(id(model))
-        snapshot = ModelSnapshot(model) if known is None else known.current()
-        return self.adapters.forward(snapshot, rows, kernels, device)
+        if watch is not None and id(model) not in watch.snapshots:
+            watch = None  # between prompt and steps transformers may change how experts compute
+        return self.adapters.forward(_look(model, watch), rows, kernels, device)
 
     def _answer(self, state: StateKey, source: _GenerateSource, graph: Graph) -> Any:
         """What a replay has answered. If it stood in for a smaller step, that may be captured now."""
