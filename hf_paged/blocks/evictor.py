@@ -35,7 +35,7 @@ class Evictor:
 
     Among blocks of one last access the block whose hash covers most tokens is evicted first: the end of a
     prefix is worth less than its beginning. With several tenants the one goes first that has the most blocks
-    for its weight. So whoever has its share of the cached blocks or less loses none while another has more,
+    for its weight. So a tenant with its share of the cached blocks or less loses none while another has more,
     and what a tenant does not use of its share is there for the others.
     """
 

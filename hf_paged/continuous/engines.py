@@ -10,7 +10,7 @@ from .options import WorkloadNeed
 
 BLOCK_SIZE = 16
 MOST_SEQUENCES = 1024
-"""The most sequences at once where nobody chose another number."""
+"""The most sequences at once where no other number is given."""
 SPARE = 64
 """Blocks beyond a workload's need, for what its prompts have in common with earlier ones."""
 PLACE = "_hf_paged_engine"

@@ -71,5 +71,5 @@ def _wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
         config = ContinuousBatchingConfig() if config is None else config
         return EngineBatchingManager(base_model(self), generation, config, workload_hints)
 
-    init_continuous_batching.hf_paged_original = stock  # type: ignore[attr-defined]
+    init_continuous_batching.hf_paged_original = stock  # type: ignore[attr-defined]  # a mark of ours
     return init_continuous_batching

@@ -127,7 +127,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._request_counter = 0
         self._request_lock = threading.Lock()
         self._numbers = itertools.count()
-        self._generation_thread: threading.Thread | None = None  # type: ignore[assignment]
+        self._generation_thread: threading.Thread | None = None  # type: ignore[assignment]  # may end
         self._requests: dict[str, BatchRequest] = {}
         self._ready: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._modes: list[tuple[Any, bool]] = []

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from transformers import GenerationConfig
 
 PAGE = 256
-"""The tokens of a page where nobody chose another number."""
+"""The tokens of a page where no other number is given."""
 NO_EFFECT = frozenset(
     {
         "max_blocks_per_request",

@@ -231,7 +231,7 @@ def wraps(tensor: torch.Tensor) -> bool:
 
 def tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that one consists of. A shard names its mesh of ranks beside its own part."""
-    names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]  # a subclass
     parts = [getattr(tensor, name) for name in names]
     return [part for part in parts if isinstance(part, torch.Tensor)]
 

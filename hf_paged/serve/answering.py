@@ -181,7 +181,7 @@ def _submissions(
         return []
     made = []
     for ids in prompts:
-        # The engine answers with one token at least; nobody sees it where none is asked for.
+        # The engine answers with one token at least; it is left out where none is asked for.
         new = service.new_tokens(asked or (1 if asked == 0 else None), default, len(ids))
         keywords = {**service.keywords(request, tenant, len(ids), new), **adapter}
         if scored is not None:

@@ -107,7 +107,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _collect_if_idle(self) -> None:
-        """Collect what requests have left, while nobody waits."""
+        """Collect what requests have left, while no request is under way."""
         count = self._service.metrics.http.total
         due = time.monotonic() - self._collected > COLLECT_SECONDS and count != self._count
         if due and not self._service.admission.in_flight:
