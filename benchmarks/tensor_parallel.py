@@ -5,6 +5,8 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --shape tiny --dtype float32
     --device cpu --rows 1 4 --requests 16 --at-once 4 --steps 20             # does it run? on any CPU
 
+    python benchmarks/tensor_parallel.py --shape llama13b --pipeline         # layers over all GPUs, by device_map
+
 steps    milliseconds of a step in which every sequence takes one token, by the clock around `Engine.step()`, and
 the multiple of what reading a rank's weights takes; what of it rank 0 needs to send the step, and how many
 numbers that is
@@ -79,13 +81,15 @@ def write_checkpoint(folder: Path, config: LlamaConfig, dtype: torch.dtype) -> N
 def load(options: argparse.Namespace, folder: Path, ranks: int) -> Any:
     """The model, this rank's part of it, with random weights."""
     dtype = getattr(torch, options.dtype)
-    where: dict[str, Any] = {"tp_plan": "auto"} if ranks > 1 else {"device_map": options.device}
+    where: dict[str, Any] = {"device_map": "balanced" if options.pipeline else options.device}
+    if ranks > 1:
+        where = {"tp_plan": "auto"}
     model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, **where).eval()
-    seed = torch.Generator(model.device).manual_seed(0)  # what is whole on each rank must be the same there
     for parameter in model.parameters():
         own = getattr(parameter, "_local_tensor", parameter)
+        torch.manual_seed(0)  # what is whole on each rank must be the same there
         with torch.no_grad():
-            own.normal_(std=0.02, generator=seed) if own.ndim > 1 else own.fill_(1)
+            own.normal_(std=0.02) if own.ndim > 1 else own.fill_(1)
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model
@@ -180,6 +184,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama13b", choices=[*SHAPES, "llama70b"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda:0", help="of one process; ranks have one each")
+    parser.add_argument("--pipeline", action="store_true", help="one process, layers over all GPUs")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--requests", type=int, default=512)
@@ -204,6 +209,7 @@ def main() -> None:
             "what": what,
             "shape": options.shape,
             "ranks": ranks,
+            "pipeline": options.pipeline,
             "gpu": device_name(options.device),
             **found,
         }

@@ -96,7 +96,8 @@ class InFlightStep:
             index = upload(columns.logprobs, tokens.device)
             most = max(columns.jobs[place].params.favourites or 0 for place in columns.logprobs)
             scores = None if columns.scores is None else columns.scores[index]
-            wanted.append(chosen_numbers_of(answer.logits[index], tokens[index], most, scores))
+            uncut = None if columns.uncut is None else columns.uncut[index]
+            wanted.append(chosen_numbers_of(answer.logits[index], tokens[index], most, scores, uncut))
         self._download = Download(wanted)
 
     def _add_rows_behind(self) -> tuple[array[int], Answer]:

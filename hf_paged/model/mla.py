@@ -50,9 +50,10 @@ class Expansion:
 
     @property
     def heads(self) -> int:
-        heads: int = self.module.kv_b_proj.weight.shape[0] // (
-            self.module.qk_nope_head_dim + self.module.v_head_dim
-        )
+        """Those that this process computes: of ranks a part."""
+        weight = self.module.kv_b_proj.weight
+        own: torch.Tensor = getattr(weight, "_local_tensor", weight)
+        heads: int = len(own) // (self.module.qk_nope_head_dim + self.module.v_head_dim)
         return heads
 
     def made(self, which: int) -> torch.Tensor:

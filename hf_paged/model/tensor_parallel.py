@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from .patches import mark_wrapper
+from .symmetric_memory import SymmetricMemory, symmetric_memory_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,11 +96,12 @@ class LocalLayers:
         if mesh is None:
             return
         plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+        ranks = RankGroup(mesh.get_group(), symmetric_memory_of(mesh.get_group()))
         for name, module in model.named_modules():
             make = LOCAL.get((type(module), plan.get(re.sub(r"\d+", "*", name), "")))
             own = module.__dict__.get("forward")
             if make is not None and own is not None and _is_divided(module, mesh.size()):
-                ours = functools.wraps(own)(_or(make(module, mesh.get_group()), own))
+                ours = functools.wraps(own)(_or(make(module, ranks), own))
                 mark_wrapper(ours)
                 self._forwards.append((module.__dict__, own, ours))
 
@@ -116,6 +118,29 @@ class LocalLayers:
 
 
 Forward = Callable[..., Any]
+
+
+class RankGroup(NamedTuple):
+    """The ranks of a divided model, and how their parts become one."""
+
+    group: Any
+    memory: SymmetricMemory | None
+    """What the devices of all ranks reach, if they do."""
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [..., in / ranks] times a part of a weight [out, in / ranks], summed over ranks: [..., out]."""
+        shape = (*x.shape[:-1], len(weight))
+        cast = x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type)
+        room = None if self.memory is None or cast else self.memory.room(shape, x.dtype)
+        if self.memory is None or room is None:
+            return self.sum(functional.linear(x, weight))
+        torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out=room.view(-1, len(weight)))
+        return self.memory.sum(room)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x over the ranks, in its place."""
+        dist.all_reduce(x, group=self.group)
+        return x
 
 
 def _is_divided(module: nn.Module, size: int) -> bool:
@@ -143,27 +168,26 @@ def _local(module: nn.Module, name: str) -> Any:
     return parameter._local_tensor if hasattr(parameter, "_local_tensor") else parameter
 
 
-def _columns(module: nn.Module, group: Any) -> Forward:
+def _columns(module: nn.Module, ranks: RankGroup) -> Forward:
     """A part of the outputs: x [..., in] to [..., out / ranks]."""
     return lambda x: functional.linear(x, _local(module, "weight"), _local(module, "bias"))
 
 
-def _rows(module: nn.Module, group: Any) -> Forward:
+def _rows(module: nn.Module, ranks: RankGroup) -> Forward:
     """A part of the inputs: x [..., in / ranks] to [..., out], summed over the ranks."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        found = functional.linear(x, _local(module, "weight"))
-        dist.all_reduce(found, group=group)
+        found = ranks.product(x, _local(module, "weight"))
         bias = _local(module, "bias")
         return found if bias is None else found + bias
 
     return forward
 
 
-def _gathered(module: nn.Module, group: Any) -> Forward:
+def _gathered(module: nn.Module, ranks: RankGroup) -> Forward:
     """A part of the outputs, and those of all ranks: x [..., in] to [..., out]."""
-    part = _columns(module, group)
-    size = dist.get_world_size(group)
+    part = _columns(module, ranks)
+    size = dist.get_world_size(ranks.group)
     # The older name warns where there is the newer one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -171,30 +195,28 @@ def _gathered(module: nn.Module, group: Any) -> Forward:
         own = part(x)
         flat = own.reshape(-1, own.shape[-1])
         parts = torch.empty(size * len(flat), flat.shape[1], dtype=own.dtype, device=own.device)
-        gather(parts, flat.contiguous(), group=group)
+        gather(parts, flat.contiguous(), group=ranks.group)
         whole = parts.view(size, len(flat), -1).transpose(0, 1)
         return whole.reshape(*own.shape[:-1], size * own.shape[-1])
 
     return forward
 
 
-def _embedding(module: nn.Module, group: Any) -> Forward:
+def _embedding(module: nn.Module, ranks: RankGroup) -> Forward:
     """A part of the vocabulary: ids [...] to [..., hidden], each from the rank that has it."""
-    rank = dist.get_rank(group)
+    rank = dist.get_rank(ranks.group)
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         weight = _local(module, "weight")
         own = ids - rank * len(weight)
         absent = (own < 0) | (own >= len(weight))
         found = functional.embedding(own.masked_fill(absent, 0), weight)
-        found = found.masked_fill(absent[..., None], 0)
-        dist.all_reduce(found, group=group)
-        return found
+        return ranks.sum(found.masked_fill(absent[..., None], 0))
 
     return forward
 
 
-LOCAL: dict[tuple[type, str], Callable[[nn.Module, Any], Forward]] = {
+LOCAL: dict[tuple[type, str], Callable[[nn.Module, RankGroup], Forward]] = {
     (nn.Linear, "colwise"): _columns,
     (nn.Linear, "rowwise"): _rows,
     (nn.Linear, "colwise_gather_output"): _gathered,

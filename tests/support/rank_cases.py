@@ -1,10 +1,15 @@
 """What several ranks compute together, run under torchrun: `rank_cases.py FOLDER`. Each case leaves a line.
 
-The reference is the same engine, or generate(), on the whole model in rank 0's own process.
+The reference is the same engine, or generate(), on the whole model in rank 0's own process, on its CPU. Where
+there are CUDA devices each rank has one, and its steps are captured:
+
+    PYTHONPATH=.:kernels:tests:tests/support python -c "import rank_models; rank_models.save('models')"
+    PYTHONPATH=.:kernels:tests:tests/support torchrun --nproc-per-node 2 tests/support/rank_cases.py models
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -16,11 +21,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import engine_answers
 import pytest
 import torch
 import torch.distributed as dist
 import transformers as tf
-from engine_answers import KINDS, PROMPTS, _model, alone, answers, checked_answers, right
+from engine_answers import KINDS, PROMPTS, alone, answers, checked_answers, right
+from families import BY_NAME, build
 from rank_models import DIVIDED
 from rank_names import CASES
 from tape import record
@@ -30,6 +37,8 @@ from hf_paged.kv import budget
 from hf_paged.model.capture.rehearsal import RECORDERS
 
 FOLDER = Path(sys.argv[1])
+CUDA = torch.cuda.is_available()
+BACKEND = "cpu:gloo,cuda:nccl" if CUDA else "gloo"
 NEW = 9
 ASKED = [((1, 3, 0)[k % 3], k) for k in range(len(KINDS))] + [(3, 3), (1, 6), (1, 1)]
 FEW = [(3, 0), (1, 3), (3, 6)]
@@ -40,6 +49,15 @@ SMALL = {
     "max_batch_sequences": 6,
     "rank_timeout": 20.0,
 }
+
+
+@functools.cache
+def whole(name: str) -> Any:
+    """A family's model in this process alone."""
+    return build(BY_NAME[name]).to("cuda" if CUDA else "cpu")
+
+
+engine_answers._model = whole
 
 
 def loaded(name: str, **options: Any) -> Any:
@@ -86,7 +104,8 @@ def compare(name: str, rank: int, requests: list[tuple[int, int]] = ASKED, **opt
 
 def chunks_recomputation_and_hits(rank: int) -> None:
     name = "llama-3" if dist.get_world_size() == 3 else "llama"
-    stats = compare(name, rank, preemption="recompute", num_blocks=26, max_batch_sequences=10)
+    requests = ASKED if dist.get_world_size() == 2 else ASKED[2:7]
+    stats = compare(name, rank, requests, preemption="recompute", num_blocks=26, max_batch_sequences=10)
     if rank == 0:
         assert stats["preemptions"] > 0
         assert stats["hits"] > 0
@@ -109,22 +128,23 @@ def windows(rank: int) -> None:
 
 def captured_steps(rank: int) -> None:
     """Replayed on all ranks, collectives included; a tape stands in for CUDA graphs."""
-    RECORDERS["cpu"] = record
+    if not CUDA:
+        RECORDERS["cpu"] = record
     try:
         stats = compare("llama", rank, FEW, run_ahead=True)
     finally:
-        del RECORDERS["cpu"]
+        RECORDERS.pop("cpu", None)
     if rank == 0:
         assert stats["graphs"]["replayed"] > 10
 
 
 def scores_of_prompts(rank: int) -> None:
     def act(engine: Engine) -> None:
-        with Engine(_model("llama"), **SMALL) as whole:
-            for each in (engine, whole):
+        with Engine(whole("llama"), **SMALL) as one:
+            for each in (engine, one):
                 each.submit(PROMPTS[3], max_new_tokens=1, do_sample=False).result()  # a part is cached
             options = {"prompt_logprobs": 2, "max_new_tokens": 2, "do_sample": False}
-            found, expected = (each.submit(PROMPTS[3], **options).result() for each in (engine, whole))
+            found, expected = (each.submit(PROMPTS[3], **options).result() for each in (engine, one))
         numbers = [[note and note.logprob for note in each.prompt_logprobs] for each in (found, expected)]
         assert numbers[0][1:] == pytest.approx(numbers[1][1:], abs=1e-4)
 
@@ -138,7 +158,7 @@ def long_messages(rank: int) -> None:
         prompts = [[5 + (7 * i + row) % 90 for i in range(220)] for row in range(12)]
         outputs = engine.generate(prompts, max_new_tokens=3, do_sample=False)
         assert [answers(each) for each in outputs] == [
-            alone(_model("llama"), prompt, max_new_tokens=3, do_sample=False) for prompt in prompts
+            alone(whole("llama"), prompt, max_new_tokens=3, do_sample=False) for prompt in prompts
         ]
 
     led(rank, loaded("llama"), act, num_blocks=900, max_batch_tokens=2048, max_batch_sequences=12)
@@ -148,13 +168,13 @@ class _Forced:
     """A processor of a request: rank 0's alone."""
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.index_fill(1, torch.tensor([7 + ids.shape[1] % 3]), 100.0)
+        return scores.index_fill(1, torch.tensor([7 + ids.shape[1] % 3], device=ids.device), 100.0)
 
 
 def processors_and_criteria(rank: int) -> None:
     def act(engine: Engine) -> None:
         def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            return torch.full((len(ids),), ids.shape[1] >= 8)
+            return torch.full((len(ids),), ids.shape[1] >= 8, device=ids.device)
 
         keywords = {
             "do_sample": False,
@@ -163,14 +183,14 @@ def processors_and_criteria(rank: int) -> None:
             "stopping_criteria": [criterion],
         }
         found = answers(engine.submit(PROMPTS[0], **keywords).result())
-        assert found == alone(_model("llama"), PROMPTS[0], **keywords)
+        assert found == alone(whole("llama"), PROMPTS[0], **keywords)
 
         def broken(*_: Any) -> torch.Tensor:
             raise KeyError("mine")
 
         bad = engine.submit(PROMPTS[0], logits_processor=[broken], max_new_tokens=3)
         good = engine.submit(PROMPTS[1], max_new_tokens=3, do_sample=False)
-        assert answers(good.result()) == alone(_model("llama"), PROMPTS[1], max_new_tokens=3, do_sample=False)
+        assert answers(good.result()) == alone(whole("llama"), PROMPTS[1], max_new_tokens=3, do_sample=False)
         assert isinstance(bad.result().error, KeyError)
 
     led(rank, loaded("llama"), act)
@@ -194,7 +214,7 @@ def pause_and_new_weights(rank: int) -> None:
             engine.resume()
             handle.result()
             found = answers(engine.submit(PROMPTS[1], max_new_tokens=NEW, do_sample=False).result())
-            other = tf.AutoModelForCausalLM.from_pretrained(FOLDER / "llama").eval()
+            other = tf.AutoModelForCausalLM.from_pretrained(FOLDER / "llama").eval().to(model.device)
             with torch.no_grad():
                 other.lm_head.weight.mul_(-1)
             assert found == alone(other, PROMPTS[1], max_new_tokens=NEW, do_sample=False)
@@ -210,7 +230,7 @@ def a_thread_that_waits(rank: int) -> None:
         engine.start()
         time.sleep(2)
         found = answers(engine.submit(PROMPTS[1], max_new_tokens=NEW, do_sample=False).result())
-        assert found == alone(_model("llama"), PROMPTS[1], max_new_tokens=NEW, do_sample=False)
+        assert found == alone(whole("llama"), PROMPTS[1], max_new_tokens=NEW, do_sample=False)
 
     led(rank, loaded("llama"), act, rank_timeout=1.5)
 
@@ -229,21 +249,21 @@ def an_error_of_all_ranks(rank: int) -> None:
         bad = engine.submit([9, 8, 7, 6, 5], max_new_tokens=3, do_sample=False)
         good = engine.submit(PROMPTS[1], max_new_tokens=3, do_sample=False)
         assert isinstance(bad.result().error, ZeroDivisionError)
-        assert answers(good.result()) == alone(_model("llama"), PROMPTS[1], max_new_tokens=3, do_sample=False)
+        assert answers(good.result()) == alone(whole("llama"), PROMPTS[1], max_new_tokens=3, do_sample=False)
 
     model.model.layers[1].mlp.forward = picky
     led(rank, model, act, max_batch_tokens=64)
 
 
 def the_smallest_rank_decides(rank: int) -> None:
-    whole = budget.free_bytes
+    measured = budget.free_bytes
     from hf_paged.engine import pools
 
     pools.free_bytes = lambda device: (1 << 22) - (rank << 21)
     try:
-        engine = Engine(loaded("llama"), block_size=4, memory_fraction=0.5)
+        engine = Engine(loaded("llama"), block_size=4, memory_fraction=0.5, graphs=False)
     finally:
-        pools.free_bytes = whole
+        pools.free_bytes = measured
     totals = engine._ranks.gather([group.pool.total for group in engine.pools.groups.values()])
     hosts = engine._ranks.gather([group.host.most for group in engine.pools.groups.values()])
     assert totals[0] == totals[1] == [(1 << 20) // engine.pools.groups[engine.pools.layers[0]].block_bytes]
@@ -304,7 +324,7 @@ def heads_that_ranks_do_not_divide(rank: int) -> None:
         raise AssertionError("transformers refuses it by now") from error
     words = "5 KV heads, which 2 ranks cannot divide"
     raises(ValueError, words, lambda: Engine(model, **SMALL))
-    ids = torch.tensor([PROMPTS[1]])
+    ids = torch.tensor([PROMPTS[1]], device=model.device)
     raises(ValueError, words, lambda: model.generate(ids, cache_implementation="paged"))
 
 
@@ -319,7 +339,7 @@ MODES: list[dict[str, Any]] = [
 
 def generated(model: Any, mode: dict[str, Any], **options: Any) -> list[list[int]]:
     """What generate() answers to two prompts, one of them padded, with draws under one seed."""
-    ids = torch.tensor([[0] * 8 + PROMPTS[2], PROMPTS[1]])
+    ids = torch.tensor([[0] * 8 + PROMPTS[2], PROMPTS[1]], device=model.device)
     torch.manual_seed(11)
     mask = (ids != 0).long()
     answer = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, **mode, **options)
@@ -333,13 +353,13 @@ def generate(rank: int) -> None:
         model = loaded(name)
         for mode in MODES:
             found = generated(model, mode, cache_implementation="paged")
-            assert found == generated(_model(name), mode), (name, mode)
+            assert found == generated(whole(name), mode), (name, mode)
 
 
 def draws_of_ranks(rank: int) -> None:
     """Other random states: rank 0's are taken, with one warning."""
     model = loaded("llama")
-    ids = torch.tensor([PROMPTS[1]])
+    ids = torch.tensor([PROMPTS[1]], device=model.device)
     mode = {"do_sample": True, "max_new_tokens": NEW, "cache_implementation": "paged"}
     torch.manual_seed(rank)
     with warnings.catch_warnings(record=True) as caught:
@@ -349,7 +369,7 @@ def draws_of_ranks(rank: int) -> None:
     found = [str(each.message) for each in caught if "random states" in str(each.message)]
     assert len(found) == (rank == 0), found
     torch.manual_seed(0)
-    assert tokens == _model("llama").generate(ids, **mode).tolist()
+    assert tokens == whole("llama").generate(ids, **mode).tolist()
 
 
 # ---- faults: the process groups are gone behind each of them
@@ -360,7 +380,7 @@ def begin_again(number: int) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group(
-        "gloo",
+        BACKEND,
         init_method=f"file://{FOLDER}/groups-{number}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
@@ -385,8 +405,8 @@ def _spoiled(model: Any, rank: int, act: Callable[[], Any]) -> None:
 
 def _broken(rank: int, act: Callable[[], Any], words: str, seconds: float, **options: Any) -> None:
     """One error on all ranks, soon, and nothing that hangs behind it."""
-    model = loaded("llama-3")
-    engine = Engine(model, **{**SMALL, **options})
+    model = loaded("llama-3" if dist.get_world_size() == 3 else "llama")
+    engine = Engine(model, graphs=False, **{**SMALL, **options})
     _spoiled(model, 1, act)
     begin = time.monotonic()
     if rank == 0:
@@ -420,12 +440,14 @@ def main() -> None:
     size = int(os.environ["WORLD_SIZE"])
     wanted = sys.argv[2:] or [name for number, name, _ in CASES if number == size]
     torch.set_num_threads(1)
+    if CUDA:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     for name in wanted:
         begin = time.monotonic()
         trouble = None
         try:
             if not dist.is_initialized():
-                dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+                dist.init_process_group(BACKEND, timeout=timedelta(seconds=60))
             globals()[name](dist.get_rank())
         except BaseException:
             trouble = traceback.format_exc()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable
 
 from ...blocks import OutOfBlocks
+from ...kv.upload import upload
 from ...scheduling import Swaps
 from ..forward_batch import LastTokens
 from ..model_check import ModelCheck
@@ -105,6 +107,10 @@ class Follower:
             self.pools.prepare(preparation.plan)
         if received.shares:
             self.ranks.share(self._last_tokens.tokens)
+        if received.known:
+            device = self._last_tokens.tokens.device
+            tokens = upload(list(received.known.values()), device)
+            self._last_tokens.write(array("i", received.known), tokens)
         self.runner.run(received.batch)
 
     def _make_room(self, swaps: Swaps) -> None:

@@ -37,6 +37,8 @@ class Received(NamedTuple):
     """Whether rank 0 checks its model in this step."""
     shares: bool
     """Whether rank 0's last tokens come along, on the device."""
+    known: dict[int, int]
+    """By row the last tokens that rank 0's host has: they count, whatever came along."""
     batch: ForwardBatch
 
 
@@ -138,9 +140,11 @@ class StepDecoder:
             tokens=decodes + sum(counts[decodes:]),
             decodes=decodes,
         )
-        inputs = self._enter(rows, ids, scored, bool(unseen))
-        batch = ForwardBatch(rows, self._last_tokens, inputs, members[:decodes] if unseen else ())
-        return Received(preparations, tops, bool(checks), bool(shares), batch)
+        own = [] if unseen else ids[:decodes]
+        inputs = self._enter(rows, ids[len(own) :], scored)
+        on_host = {row: token for row, token in zip(row_ids, own, strict=False) if token != UNSEEN}
+        batch = ForwardBatch(rows, self._last_tokens, inputs, members[:decodes])
+        return Received(preparations, tops, bool(checks), bool(shares), on_host, batch)
 
     def _row(self, number: int) -> _RankRow:
         found = self._sequences.get(number)
@@ -148,25 +152,17 @@ class StepDecoder:
             found = self._sequences[number] = _RankRow(number, self)
         return found
 
-    def _enter(
-        self, rows: ScheduledBatch, ids: list[int], scored: list[int], unseen: bool
-    ) -> dict[int, RowInputs]:
-        """Note of every row its place and its ids: those of rows behind the decode batch are inputs."""
+    def _enter(self, rows: ScheduledBatch, ids: list[int], scored: list[int]) -> dict[int, RowInputs]:
+        """Note the place of every row, and the ids of those behind the decode batch: they are inputs."""
         own = cast(tuple[_RankRow, ...], rows.sequences)
         for row, offset, count in zip(own, rows.offsets, rows.counts, strict=True):
             row.start = offset + rows.step
             row.end = row.start + count
         begin = 0
-        if not unseen:
-            begin = rows.decodes
-            for row, token in zip(own[:begin], ids[:begin], strict=True):
-                row.tokens = [token]
-                row.computed = token == UNSEEN
         inputs = {}
         for i, count in enumerate(scored, rows.decodes):
             end = begin + rows.counts[i]
             known = [token for token in ids[begin:end] if token != UNSEEN]
-            own[i].tokens = []
             # Which tokens are scored is rank 0's; how many makes the shape of what all ranks compute.
             inputs[i] = RowInputs(ids=known, scored=Scored([0] * count, 0) if count else None)
             begin = end

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...model.symmetric_memory import let_go
 from ...model.tensor_parallel import mesh_of
+from .connections import Connections
 
 HEAD = 1024
 """Numbers of a message that are sent at once; longer ones come in two parts."""
@@ -69,7 +71,10 @@ class Ranks:
         self._since: float | None = None
         self._point = 0
         """How often the ranks have met: they do so in one order, so equal numbers are one meeting."""
+        self._sending: list[Any] = []
+        """The message before, if it may be on its way."""
         self._head = torch.zeros(HEAD, dtype=torch.int32, device="cpu")
+        self._connections = Connections(self.rank, self.gather)
         self._over = threading.Event()
         self._watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._over), daemon=True)
         self._watch.start()
@@ -84,15 +89,18 @@ class Ranks:
     # ---- messages
 
     def send(self, numbers: array[int]) -> None:
-        """Give numbers to all other ranks."""
+        """Give numbers to all other ranks, without waiting until they have them."""
+        for work in self._sending:  # its tensors are read until then
+            work.wait()
         head = self._head
         whole = torch.frombuffer(numbers, dtype=torch.int32)
         head[0] = len(numbers)
         first = min(len(numbers), HEAD - 1)
         head[1 : 1 + first] = whole[:first]
-        dist.broadcast(head, self._first, group=self._group)
-        if len(numbers) > first:
-            dist.broadcast(whole[first:].contiguous(), self._first, group=self._group)
+        parts = [head] if len(numbers) == first else [head, whole[first:].clone()]
+        self._sending = [
+            dist.broadcast(part, self._first, group=self._group, async_op=True) for part in parts
+        ]
 
     def receive(self) -> list[int]:
         """The next numbers of rank 0, whenever they come."""
@@ -209,15 +217,23 @@ class Ranks:
                 self._break_off(self._store.get(FAULT).decode())
         except RuntimeError:
             self._break_off("the process with the store of the process group has ended")
+        for rank in self._connections.closed():
+            with suppress(RuntimeError):  # the store's process may be gone
+                if self._store.check([f"left/{rank}"]):
+                    continue
+            self.fail(f"rank {rank} has ended")
         since = self._since
         if since is not None and time.monotonic() - since > self.timeout:
             self.fail(f"a step has taken more than rank_timeout={self.timeout:g} seconds: a rank hangs")
 
     def _break_off(self, reason: str) -> None:
         """Let no thread of this process wait for another rank any more."""
+        first = self.reason is None
         self.reason = self.reason or reason
         for group in (self.model_group, self._group):
             _end_waiting(group, self.rank, self.size)
+        if first:  # beside a thread that waits for the device
+            threading.Thread(target=let_go, args=(self.model_group,)).start()
 
     # ---- the end
 
@@ -230,6 +246,7 @@ class Ranks:
         atexit.unregister(self._leave_at_exit)
         if threading.current_thread() is not self._watch:
             self._watch.join()
+        self._connections.close()
 
     def announce_end(self, numbers: array[int]) -> None:
         """Rank 0 ends, with an error if it handles one: give the others its last message, if they take it."""
@@ -238,9 +255,10 @@ class Ranks:
         error = sys.exception() or getattr(sys, "last_value", None)
         with suppress(RuntimeError):
             self._store.set(CLOSED, "" if error is None else f"rank 0 raised {_described(error)}")
-            self._head[0] = len(numbers)
-            self._head[1 : 1 + len(numbers)] = torch.frombuffer(numbers, dtype=torch.int32)
-            work: Any = dist.broadcast(self._head, self._first, group=self._group, async_op=True)
+            head = torch.zeros_like(self._head)
+            head[0] = len(numbers)
+            head[1 : 1 + len(numbers)] = torch.frombuffer(numbers, dtype=torch.int32)
+            work: Any = dist.broadcast(head, self._first, group=self._group, async_op=True)
             end = time.monotonic() + GOODBYE
             while not work.is_completed() and not self._alone() and time.monotonic() < end:
                 time.sleep(POLL / 100)
