@@ -1,0 +1,73 @@
+"""What transformers' trainers take from this package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+
+class SampleCallback(TrainerCallback):
+    """Shows what the model answers to some prompts while it is trained.
+
+    `Trainer(..., callbacks=[SampleCallback(["Once upon a time"], every=100)])`. The answers come from paged
+    generate() on the model in training, in eval mode and without gradients; draws leave the trainer's random
+    state as it was.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Any], every: int = 100, *, tokenizer: Any = None, **generate_keywords: Any
+    ) -> None:
+        """prompts: texts, or chats. every: so many steps. tokenizer: if the trainer has none
+        (processing_class). generate_keywords: as generate() takes them; 64 greedy tokens without any.
+        """
+        if not prompts or isinstance(prompts, str):
+            raise ValueError(f"prompts is {prompts!r}; give a list of texts or chats, one at least")
+        if every < 1:
+            raise ValueError(f"every is {every}; give a number of steps, 1 or more")
+        self.prompts = list(prompts)
+        self.every = every
+        self.tokenizer = tokenizer
+        self.options = {"max_new_tokens": 64, "do_sample": False} | generate_keywords
+        self.samples: list[tuple[int, list[str]]] = []
+        """The steps at which answers were taken, and the answers."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Sample at every so many steps, on the first process alone."""
+        if state.global_step % self.every or not state.is_world_process_zero:
+            return
+        tokenizer = self.tokenizer or given.get("processing_class")
+        if tokenizer is None:
+            raise ValueError(
+                "SampleCallback needs a tokenizer; give it one, or the trainer a processing_class"
+            )
+        answers = self._answers(given["model"], tokenizer)
+        self.samples.append((state.global_step, answers))
+        for prompt, answer in zip(self.prompts, answers, strict=True):
+            print(f"step {state.global_step}  {prompt!r} -> {answer!r}", flush=True)
+
+    def _answers(self, model: Any, tokenizer: Any) -> list[str]:
+        training = model.training
+        devices = [model.device] if model.device.type == "cuda" else []
+        model.eval()
+        try:
+            with torch.random.fork_rng(devices), torch.no_grad():
+                return [self._answer(model, tokenizer, prompt) for prompt in self.prompts]
+        finally:
+            model.train(training)
+
+    def _answer(self, model: Any, tokenizer: Any, prompt: Any) -> str:
+        if isinstance(prompt, str):
+            inputs = tokenizer(prompt, return_tensors="pt")
+        else:
+            inputs = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )
+        ids = inputs["input_ids"].to(model.device)
+        mask = inputs["attention_mask"].to(model.device)
+        paged = {"cache_implementation": "paged"} | self.options
+        answer = model.generate(input_ids=ids, attention_mask=mask, **paged)
+        text: str = tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)
+        return text

@@ -1,0 +1,115 @@
+"""Rollouts of TRL's trainers from an engine on the trainer's model, with the sampler's log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from .continuous.engines import engine_for
+from .continuous.options import WorkloadNeed
+
+OURS = ("cache_implementation", "cache_config", "disable_compile", "use_cache")
+"""Fields of a trainer's generation config that say how stock generate() runs; the engine has its own ways."""
+
+
+def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dict[str, Any]:
+    """TRL's `rollout_func`: one completion for each prompt, sampled from the model that is trained.
+
+    `GRPOTrainer(..., rollout_func=hf_paged.trl.rollout_func)`; options of the engine by functools.partial.
+    The engine stays with the model from call to call and sees every new weight. It samples in eval mode,
+    without dropout; the model's mode is as before afterwards.
+
+    The answer has prompt_ids, completion_ids and logprobs, a list of each row. A logprob is that of the
+    processed logits that a token was drawn from: `log_softmax(logits / temperature)`, where top_k, top_p and
+    min_p cut nothing.
+    """
+    model = _whole_model(trainer)
+    prompt_ids = _prompt_ids(prompts, trainer)
+    config = _generation_config(trainer)
+    counts: dict[tuple[int, ...], int] = {}
+    for ids in prompt_ids:  # trainers repeat a prompt for each of its completions
+        counts[tuple(ids)] = counts.get(tuple(ids), 0) + 1
+    need = WorkloadNeed(len(prompts), max(map(len, prompt_ids)) + config["max_new_tokens"])
+    training = model.training
+    model.eval()
+    try:
+        engine = engine_for(model, engine_options, need)
+        handles = {
+            ids: engine.submit(
+                list(ids),
+                GenerationConfig(**{**config, "num_return_sequences": count}),
+                logprobs=True,
+                seed=int(
+                    torch.randint(2**31, (), device="cpu", dtype=torch.long)
+                ),  # of the trainer's random state
+            )
+            for ids, count in counts.items()
+        }
+        answers = {ids: _sequences(handle.result()) for ids, handle in handles.items()}
+    finally:
+        model.train(training)
+    rows = [next(answers[tuple(ids)]) for ids in prompt_ids]
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": [row.token_ids for row in rows],
+        "logprobs": [[note.processed for note in row.logprobs] for row in rows],
+    }
+
+
+def _sequences(output: Any) -> Any:
+    """The answers of a request, one after the other."""
+    if output.error is not None:
+        raise output.error
+    return iter(output.sequences)
+
+
+def _whole_model(trainer: Any) -> Any:
+    """The trainer's model, if this process has all of it."""
+    accelerator = trainer.accelerator
+    for part, name in (("deepspeed_plugin", "DeepSpeed"), ("fsdp_plugin", "FSDP")):
+        if getattr(accelerator.state, part, None) is not None:
+            raise ValueError(
+                f"{name} divides or moves the weights between steps, which hf_paged.trl.rollout_func does "
+                'not take; leave it out and set cache_implementation="paged"'
+            )
+    return accelerator.unwrap_model(trainer.model)
+
+
+def _generation_config(trainer: Any) -> dict[str, Any]:
+    """How the trainer wants its completions: fields of a GenerationConfig."""
+    given = getattr(trainer, "generation_config", None)
+    options = dict(trainer.generation_kwargs) if given is None else given.to_diff_dict()
+    if options.get("max_new_tokens") is None:
+        raise ValueError("the trainer sets no max_completion_length; the engine needs one")
+    return {name: value for name, value in options.items() if name not in OURS}
+
+
+def _prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
+    """The token ids of texts or chats, as the trainer's own code makes them."""
+    processing = trainer.processing_class
+    if isinstance(prompts[0], str):
+        ids: list[list[int]] = processing(text=prompts)["input_ids"]
+        return ids
+    if any(_has_media(message) for chat in prompts for message in chat):
+        raise ValueError(
+            "hf_paged.trl.rollout_func takes texts; for prompts with pictures leave it out and set "
+            'cache_implementation="paged"'
+        )
+    rendered: list[list[int]] = processing.apply_chat_template(
+        conversation=prompts,
+        tools=getattr(trainer, "tools", None) or None,
+        chat_template=getattr(trainer, "chat_template", None),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **(getattr(trainer, "chat_template_kwargs", None) or {}),
+    )["input_ids"]
+    return rendered
+
+
+def _has_media(message: Mapping[str, Any]) -> bool:
+    content: Iterable[Any] = message.get("content") or ""
+    return not isinstance(content, str) and any(part.get("type") != "text" for part in content)
