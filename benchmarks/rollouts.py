@@ -11,6 +11,8 @@ engine    output tokens a second of the engine with and without log-probabilitie
           generate()
 batch     `model.generate_batch` on transformers' engine and on this one
 weights   seconds and bytes of pause, new weights, sleep and wake_up
+invariant what batch_invariant costs the sampler, generate() and the trainer's forward, and the largest
+          difference of log-probabilities between sampler and trainer; on a CPU
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -313,12 +315,78 @@ def weights(bench: Bench) -> None:
             bench.report.row(act=act, seconds=bench.seconds(do), allocated=bench.allocated)
 
 
+# ---- batch-invariant arithmetic
+
+
+def logprobs_of(model: Any, rows: torch.Tensor, prompt: int, micro: int) -> torch.Tensor:
+    """The log-probabilities [rows, new] of a trainer's forwards, with gradients."""
+    found = []
+    for part in rows.split(micro):
+        logits = model(input_ids=part, use_cache=False).logits[:, prompt - 1 : -1].float()
+        found.append(logits.log_softmax(-1).gather(-1, part[:, prompt:, None])[..., 0].detach())
+    return torch.cat(found)
+
+
+def invariant(bench: Bench) -> None:
+    """The same work with the mode off and on."""
+    prompts, copies, tokens, new = bench.options.engine_rows
+    ids = bench.prompts(prompts, tokens)
+    asked = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "logprobs": True}
+    bench.report.table(
+        "invariant",
+        f"{prompts} prompts of {tokens} x {copies} samples x {new} new, micro-batches of {bench.options.micro}",
+        mode=("batch_invariant", ""), sampler=("engine s", ".2f"), paged=("paged generate() s", ".2f"),
+        stock=("stock generate() s", ".2f"), trainer=("forward s", ".2f"),
+        largest=("largest difference", ".1e"), differ=("tokens that differ", ".1%"),
+    )  # fmt: skip
+    for mode in (False, True):
+        bench.rest()
+        context = hf_paged.batch_invariant if mode else nullcontext
+        with bench.report.surviving(f"invariant, {mode}"), Engine(bench.model, batch_invariant=mode) as own:
+
+            def call(own: Engine = own) -> Any:
+                return own.generate(
+                    ids.tolist(), num_return_sequences=copies, progress=False, strict=True, **asked
+                )
+
+            outputs, _ = bench.timed(call)
+            sampler = statistics.median(bench.seconds(call) for _ in range(bench.options.rounds))
+            sequences = [each for output in outputs for each in output.sequences]
+            answers = torch.tensor([list(each.token_ids) for each in sequences])
+            rows = torch.cat([ids.repeat_interleave(copies, 0), answers.to(ids.device)], 1)
+            theirs = torch.tensor([[token.logprob for token in each.logprobs or ()] for each in sequences])
+
+            def forward(rows: torch.Tensor = rows, context: Any = context) -> Any:
+                with context():
+                    return logprobs_of(bench.model, rows, tokens, bench.options.micro)
+
+            ours, _ = bench.timed(forward)
+            trainer = statistics.median(bench.seconds(forward) for _ in range(bench.options.rounds))
+            seconds = {}
+            for word in ("paged", None):
+
+                def generate(word: str | None = word, context: Any = context) -> Any:
+                    with context():
+                        return bench.sampled(bench.model, ids, new, word, num_return_sequences=copies)
+
+                generate()
+                seconds[word or "stock"] = statistics.median(
+                    bench.seconds(generate) for _ in range(bench.options.rounds)
+                )
+            off = (ours.cpu() - theirs).abs()
+            bench.report.row(
+                mode="on" if mode else "off", sampler=sampler, **seconds, trainer=trainer,
+                largest=off.max().item(), differ=(off > 0).float().mean().item(),
+            )  # fmt: skip
+
+
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "equal": equal,
     "loop": loop,
     "engine": engine,
     "batch": batch,
     "weights": weights,
+    "invariant": invariant,
 }
 
 

@@ -1,5 +1,6 @@
 """GRPO on one object: the engine samples from the model, the optimizer trains the same modules, and the engine
-samples again. No copy of the weights, nothing to synchronise. The reward wants stories with the moon in them.
+samples again. No copy of the weights, nothing to synchronise, and the sampler's log-probabilities have the bits of
+the trainer's (batch_invariant, which needs a C++ compiler). The reward wants stories with the moon in them.
 
 python examples/rollouts.py                   # under two minutes on two cores
 python examples/rollouts.py --svg reward.svg  # the curves as a picture
@@ -10,7 +11,7 @@ import argparse
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from hf_paged import Engine, demo
+from hf_paged import Engine, batch_invariant, demo
 
 PROMPTS, SAMPLES, NEW, CLIP = 4, 8, 24, 0.2
 
@@ -22,7 +23,7 @@ options = parser.parse_args()
 torch.manual_seed(0)
 model, tokenizer = demo.model().float().train(), demo.tokenizer()  # dropout is zero: the mode changes nothing
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-engine = Engine(model, tokenizer, keep_pools=True, num_blocks=1024)
+engine = Engine(model, tokenizer, keep_pools=True, num_blocks=1024, batch_invariant=True)
 prompts = demo.prompts()[:PROMPTS]
 
 
@@ -33,8 +34,9 @@ def reward(text: str) -> float:
 
 def logprobs_of(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """What the trainer's forward says of each token but the first, [rows, tokens - 1]."""
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-    return logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    with batch_invariant():
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+        return logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 
 curve: list[tuple[float, float]] = []  # mean reward, bytes of the pools

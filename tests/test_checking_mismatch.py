@@ -4,6 +4,7 @@ beside a trainer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
@@ -280,6 +281,22 @@ def test_log_probabilities_of_an_engine(llama: Any, ids: torch.Tensor) -> None:
     assert report.logprobs.largest == pytest.approx(0.5, abs=1e-3)
     assert report.logprobs.highest_ratio == pytest.approx(1.6487, abs=1e-2)
     assert report.logprobs.outside == pytest.approx(1 / report.tokens)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_logprob_that_is_no_number(llama: Any, place: int) -> None:
+    """Wherever it stands, it is not taken for agreement; and one that is far off ends in no error."""
+    ids = torch.randint(5, VOCABULARY, (1, 6))
+    completions = [[7, 9, 2]]
+    logprobs = [[-1.0, -1.0, -1.0]]
+    logprobs[0][place] = math.nan
+    report = hf_paged.check_mismatch(llama, ids, completions=completions, logprobs=logprobs)
+    assert math.isnan(report.logprobs.largest)
+    assert not report.ok
+    logprobs[0][place] = -1000.0
+    report = hf_paged.check_mismatch(llama, ids, completions=completions, logprobs=logprobs)
+    assert report.logprobs.largest > 900
+    assert not report.ok
 
 
 def test_log_probabilities_of_an_encoder_decoder(ids: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -71,6 +72,32 @@ def test_processed_logprobs_are_those_of_what_tokens_were_drawn_from(model: Any,
             )
 
 
+def test_what_cuts_keep(model: Any) -> None:
+    """The share of the probability that was left to choose from leads back to the logprob without cuts."""
+    ways: list[dict[str, Any]] = [
+        {"do_sample": True, "temperature": 0.8, "top_k": 5},
+        {"do_sample": True, "top_k": 0, "top_p": 0.7},
+        {"do_sample": True, "temperature": 1.4, "top_k": 20, "min_p": 0.1},
+        {"do_sample": True, "temperature": 0.7, "top_k": 0},
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 5, "logits_processor": [Halves()]},
+    ]
+    with Engine(model, block_size=4, num_blocks=120) as engine:
+        handles = [
+            engine.submit(PROMPTS[1], seed=i, logprobs=True, max_new_tokens=NEW, eos_token_id=None, **way)
+            for i, way in enumerate(ways)
+        ]
+        outputs = [handle.result().sequences[0] for handle in handles]
+    for output, way in zip(outputs[:4], ways, strict=False):
+        logits = one_forward(model, PROMPTS[1], output.token_ids) / way.get("temperature", 1.0)
+        uncut = logits.log_softmax(-1).gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        found = torch.tensor([note.processed + math.log(note.kept) for note in output.logprobs])
+        torch.testing.assert_close(found, uncut, atol=1e-4, rtol=1e-4)
+    assert all(0 < note.kept < 1 for output in outputs[:3] for note in output.logprobs)
+    assert all(note.kept == 1 for output in outputs[3:5] for note in output.logprobs)
+    assert all(note.kept is None for note in outputs[5].logprobs)
+
+
 def test_beams_have_raw_logprobs_alone(engine: Engine) -> None:
     output = engine.submit(PROMPTS[1], num_beams=3, do_sample=False, max_new_tokens=4, logprobs=1).result()
-    assert all(note.processed is None for note in output.sequences[0].logprobs)
+    assert all(note.processed is None and note.kept is None for note in output.sequences[0].logprobs)

@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 )
 
 from hf_paged.engine.numbers import gumbel, uniform
-from hf_paged.engine.sampling.warp import Warp, draw, penalised, warp, warp_of
+from hf_paged.engine.sampling.warp import Warp, cut, draw, penalised, scaled, warp_of
 
 VOCABULARY = 40
 warps = st.builds(
@@ -61,7 +61,7 @@ def test_rows_are_cut_as_transformers_cuts_them(rows: list[Warp], seed: int) -> 
     scores[:, 7] = scores[:, 3]  # a tie
     ids = torch.randint(0, VOCABULARY, (len(rows), 9))
     seen = torch.zeros(len(rows), VOCABULARY, dtype=torch.bool).scatter(1, ids, True)
-    together = warp(penalised(scores, seen, [row.repetition for row in rows]), rows)
+    together = cut(scaled(penalised(scores, seen, [row.repetition for row in rows]), rows), rows)
     for i, row in enumerate(rows):
         processors = stock(row)
         assert warp_of(processors, sampled=True) == row

@@ -172,8 +172,8 @@ def test_another_source_is_another_library(tmp_path: Path, monkeypatch: pytest.M
     known = {building.place(registers) for registers in ("DEFAULT", "AVX2", "AVX512")}
     assert len(known) == 3
     changed = tmp_path / "paged.cpp"
-    changed.write_text(building.SOURCE.read_text() + "\n")
-    monkeypatch.setattr(building, "SOURCE", changed)
+    changed.write_text(building.SOURCES[0].read_text() + "\n")
+    monkeypatch.setattr(building, "SOURCES", (changed, *building.SOURCES[1:]))
     assert building.place() not in known
 
 
@@ -190,7 +190,7 @@ compiles = pytest.mark.skipif(native.compiler() is None, reason="there is no C++
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library, built by the command."""
     place = tmp_path_factory.mktemp("ready")
-    kernels = str(building.SOURCE.parents[1])
+    kernels = str(building.FOLDER.parent)
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(place), "PYTHONPATH": kernels}
     done = subprocess.run(
         [sys.executable, "-m", "hf_paged_native"], env=environment, capture_output=True, text=True, check=True
@@ -203,7 +203,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @compiles
 def test_the_command_says_why_not(tmp_path: Path) -> None:
-    environment = {**os.environ, "CXX": "/nowhere/c++", "PYTHONPATH": str(building.SOURCE.parents[1])}
+    environment = {**os.environ, "CXX": "/nowhere/c++", "PYTHONPATH": str(building.FOLDER.parent)}
     done = subprocess.run(
         [sys.executable, "-m", "hf_paged_native"], env=environment, capture_output=True, text=True
     )

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from ..model.registry import base_model
@@ -147,16 +148,16 @@ def _reported(logprobs: Any, answers: list[list[int]], tokens: torch.Tensor) -> 
 
 
 def _gap(sampler: torch.Tensor, trainer: torch.Tensor) -> LogprobGap:
-    """The differences of log-probabilities [tokens]."""
-    difference = (trainer - sampler).double()
-    ratio = difference.exp()
-    outside = ((ratio - 1).abs() > FAR).double().mean().item()
-    size = difference.abs()
+    """The differences of log-probabilities [tokens]. NaN in one of them is NaN in what is reported."""
+    differences = (trainer - sampler).double().numpy()  # which batch_invariant() does not touch
+    with numpy.errstate(over="ignore"):
+        ratios = numpy.exp(differences)
+    sizes = abs(differences)
     return LogprobGap(
-        len(difference),
-        size.max().item(),
-        size.mean().item(),
-        ratio.min().item(),
-        ratio.max().item(),
-        outside,
+        len(sizes),
+        float(sizes.max()),
+        float(sizes.mean()),
+        float(ratios.min()),
+        float(ratios.max()),
+        float((abs(ratios - 1) > FAR).mean()),
     )

@@ -56,12 +56,14 @@ class EngineConfig:
         that has not ended is given up on all of them, because one of them hangs.
     max_adapters: adapters that the device holds at once; a request whose adapter finds no place waits, and
         those behind it do not.
-    cache_shares: how large the shares of tenants are in the cached blocks, beside each other; 1 for a tenant
+    cache_shares: how large the shares of tenants are in the blocks, beside each other; 1 for a tenant
         without an entry. Blocks of the tenant that has most for its share are evicted first.
     compile: whether the decoder layers of captured steps are compiled by torch.compile, into one code for all
         that are alike. It takes seconds when the first steps are captured. For it, weights with one input (q,
         k and v; gate and up) are moved next to each other in memory. A model whose layers cannot be compiled,
         or whose answers would change, is served without it, and a warning gives the reason.
+    batch_invariant: whether a token's logits have the same bits whatever is computed beside it, and the bits
+        of a forward in `hf_paged.batch_invariant()`.
     """
 
     block_size: int = 16
@@ -84,6 +86,7 @@ class EngineConfig:
     rank_timeout: float = 300.0
     max_adapters: int = 16
     cache_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         self.pages()
@@ -95,7 +98,9 @@ class EngineConfig:
         if not isinstance(self.admission, str) or self.admission not in ADMISSIONS:
             raise ValueError(f"admission={self.admission!r} is not one of {sorted(ADMISSIONS)}")
         self._check_host_blocks()
-        for name in ("prefix_caching", "check_hits", "compile", "graphs", "run_ahead"):
+        for name in (
+            "prefix_caching", "check_hits", "compile", "graphs", "run_ahead", "batch_invariant",
+        ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "run_ahead" and value is None):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -216,3 +221,4 @@ class EngineOptions(TypedDict, total=False):
     rank_timeout: float
     max_adapters: int
     cache_shares: Mapping[str, float]
+    batch_invariant: bool

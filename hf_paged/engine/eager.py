@@ -76,6 +76,8 @@ class EagerModel:
         self.adapters: EngineAdapters | None = None
         """Those of requests, once the model has been tried out as it is."""
         self._local = LocalLayers(model)
+        self._spread = len({each.device for each in model.parameters()}) > 1
+        """Whether layers lie on several devices: the head's need not be the one of the ids."""
         self._plugged = False
         self._plans: dict[LayerKind, dict[object, Any]] = {}
         parameters = inspect.signature(model.forward).parameters
@@ -210,7 +212,9 @@ class EagerModel:
         )  # together: a transfer costs more than what it carries
         if self.takes_positions:
             arguments["position_ids"] = numbers[None, :count] if moved is None else moved.to(self.device)
-        places = numbers[count:] if len(kept) < count else None
+        places: Any = None
+        if len(kept) < count:
+            places = kept if self._spread else numbers[count:]
         if self.keeps_some and places is not None:
             arguments["logits_to_keep"] = places
         extras = self._extras(batch) if batch.inputs else {}
@@ -230,7 +234,7 @@ class EagerModel:
             )
         logits = answer.logits[0]
         if not self.keeps_some and places is not None:
-            logits = logits.index_select(0, places)
+            logits = logits[places]
         if not scored:
             return Answer(logits[: len(last)].to(torch.float32))
         return _answered(logits, {place: i for i, place in enumerate(kept)}, last, scored)

@@ -10,7 +10,7 @@ import weakref
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields
 from functools import partial
 from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack, get_args
@@ -21,6 +21,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transfo
 from ..blocks import check_salt, extra_key
 from ..kv import fork_safe_lock, in_forked_process
 from ..model.adapters.loading import HostAdapter
+from ..model.batch_invariant import batch_invariant, require_invariant
 from ..model.offloaded import input_device
 from ..model.patches import note_restless
 from ..model.registry import base_model
@@ -93,6 +94,11 @@ class Engine:
         self._prepare_for_calls(tokenizer)
         check_servable(self.model, model)
         check_model(self.model)
+        self._arithmetic: Callable[[], AbstractContextManager[None]] = nullcontext
+        """In what every step computes."""
+        if self.config.batch_invariant:
+            require_invariant(self.model)
+            self._arithmetic = batch_invariant
         self._longest = longest(self.model)
         self._longest_source = longest_source(self.model)
         longest_across = self._longest_source
@@ -110,7 +116,8 @@ class Engine:
             before = ModelSnapshot(self.model)
         with nullcontext() if self._ranks is None else tried_alike(self._ranks, self.pools, self.runner):
             written = versions(self.model)
-            self.runner.try_out()
+            with self._arithmetic():
+                self.runner.try_out()
             check_writes(self.model, written)
             self.pools.settle(self._longest, longest_across, self.runner.capture_bytes)
         self.preemption = Preemption(self.pools, self.config.preemption)
@@ -737,7 +744,8 @@ class Engine:
         self._training = self.model.training
         with self.pools.memory.lock:  # no other forward is in progress then
             self._look()
-            ended = self._changing(self._loop.step)
+            with self._arithmetic():
+                ended = self._changing(self._loop.step)
         if self._adapters.leaving:
             self._remove_idle_adapters()
         return ended
@@ -1064,6 +1072,7 @@ class Engine:
             "waiting": len(scheduler.waiting),
             "running": len(scheduler.running),
             "preempted": len(scheduler.preempted),
+            "future_peak": scheduler.future_peak,
             "blocks": self.pools.usage(),
             "memory": self.pools.memory_usage(),
             "host": self.pools.host_usage(),

@@ -324,7 +324,11 @@ class Runner:
         found: torch.Tensor,
         across: CrossInputs | None = None,
     ) -> float | None:
-        """How far logits after `rows` are from the right ones, if that is more than rounding."""
+        """How far logits after `rows` are from the right ones, if that is more than rounding, which is none
+        where the batch may not change it.
+        """
+        if self.eager.pools.config.batch_invariant:
+            return None if torch.equal(right, found) else distance(right, found)
         return far(right, found, self.eager.dtype, lambda: self._moved(rows, right, across))
 
     def _moved(self, rows: list[list[int]], right: torch.Tensor, across: CrossInputs | None) -> float:

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,10 @@ logger = logging.getLogger("hf_paged")
 
 WIDEST_HEAD = 256
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+invariant: ContextVar[bool] = ContextVar("hf_paged_batch_invariant", default=False)
+"""Whether what is computed must not depend on the batch: then the calls of torch's attention are replaced."""
 
 
 class NoKernels(ValueError):
@@ -292,6 +297,8 @@ class NativeOps(Ops):
     ) -> torch.Tensor:
         batch = pages.batch
         given = query
+        if invariant.get():
+            return super().attend(given, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
         rows = batch.rows
         flat = isinstance(batch, FlatBatch)
         if isinstance(batch, FlatBatch) and batch.decodes:
@@ -450,6 +457,18 @@ def why_not_built() -> str | None:
     except hf_paged_native.Unavailable as error:
         return str(error)
     return None
+
+
+@cache
+def invariant_kernels() -> Any:
+    """The batch-invariant functions of CPUs, built if they are not."""
+    import hf_paged_native
+
+    try:
+        library = hf_paged_native.load(hf_paged_native.build())
+    except hf_paged_native.Unavailable as error:
+        raise NoKernels(f"batch_invariant() needs the C++ ops: {error}") from error
+    return hf_paged_native.Invariant(library)
 
 
 @cache

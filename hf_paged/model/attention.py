@@ -13,6 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kv import FlatBatch, Seen, Sequences, StaticBatch
+from ..kv.ops import invariant
 from .capture.traced import UNDERSTOOD, Stored, attend_traced
 from .lazy import LazyMask, LazyPages, LazyTensor, NotCapturable, NotFlat, as_dense
 from .lengths import GrowingOnes
@@ -180,6 +181,8 @@ def _attend_pages(
     forward = running.get()
     if forward is None or forward.dense or not _plain(module, kwargs):
         return None
+    if invariant.get() and original_implementation(module.config) == "eager":
+        return None  # it rounds between its steps
     if mask is None and query.shape[2] > 1 and _causal_across(module, key, kwargs):
         return None
     seen = _seen(query, key, mask, kwargs, forward)
@@ -216,6 +219,8 @@ def _attend_latents(
     latents = key.expansion.latents
     more = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
     if forward is None or forward.dense or more or not _plain(module, kwargs):
+        return None
+    if invariant.get():  # a forward without a cache expands latents, which rounds otherwise
         return None
     batch = latents.pages.batch
     if isinstance(batch, StaticBatch) and batch.width * batch.block_size > WIDEST:

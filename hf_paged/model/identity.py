@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..kv import fork_safe_lock
+from ..kv.ops import invariant
 from .snapshot import StateKey
 from .weights_digest import Contents, tensor_facts
 
@@ -83,7 +84,11 @@ class Identity:
                 self._tensors = self._contents = None
                 self._contents = Contents(tensors)
                 self._tensors = StateKey(tensor_facts(tensors), tensors)
-            return self._number(snapshot, (self.changes, files))
+            return self._number(snapshot, self._weights(files))
+
+    def _weights(self, files: Any) -> tuple[Any, ...]:
+        """What keys and values depend on beside settings: weights, and the arithmetic."""
+        return self.changes, files, invariant.get()
 
     def _are(self, tensors: list[torch.Tensor]) -> bool:
         """Whether the host sees these tensors as they were when they were read whole."""
@@ -111,7 +116,7 @@ class Identity:
             if known != number or moves != self.moves or not settings.fits(snapshot.facts):
                 return False
             tensors, files = snapshot.weights()
-            return weights == (self.changes, files) and self._are(tensors)
+            return weights == self._weights(files) and self._are(tensors)
 
 
 _identities: weakref.WeakKeyDictionary[nn.Module, Identity] = weakref.WeakKeyDictionary()

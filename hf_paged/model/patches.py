@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -34,16 +33,18 @@ def mark_wrapper(wrapper: Callable[..., Any]) -> None:
     setattr(wrapper, WRAPPER, weakref.ref(wrapper))
 
 
-def _no_wrapper() -> None:
+def _no_wrapper() -> Any:
     """Stands for a reference to nothing."""
+    return None
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The forward that the user has set on a module; None where its class has it."""
-    forward = module.__dict__.get("forward")
-    if forward is None:
+    own: Any = module.__dict__.get("forward")
+    if own is None:
         return None
-    own = inspect.unwrap(forward, stop=lambda each: getattr(each, WRAPPER, _no_wrapper)() is not each)
+    while getattr(own, WRAPPER, _no_wrapper)() is own:
+        own = own.__wrapped__
     return None if getattr(own, "__func__", None) is type(module).forward else own
 
 

@@ -240,7 +240,12 @@ def memory_of_parts(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor
     """The tensors with memory inside those of several that consist of others; none of a plain model."""
     found: list[torch.Tensor] = []
     for tensor in tensors:
-        if tensor is not None and type(tensor) not in PLAIN_TENSORS and wraps(tensor):
+        if tensor is None or type(tensor) in PLAIN_TENSORS:
+            continue
+        own: Any = getattr(tensor, "_local_tensor", None)
+        if type(own) in PLAIN_TENSORS:  # a rank's shard: of hundreds of weights, in every step
+            found.append(own)
+        elif wraps(tensor):
             parts = tensors_in(tensor)
             found += [part for part in parts if not wraps(part)] + memory_of_parts(parts)
     return found

@@ -18,7 +18,9 @@ import torch
 
 logger = logging.getLogger("hf_paged")
 
-SOURCE = Path(__file__).with_name("paged.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = (FOLDER / "paged.cpp", FOLDER / "invariant.cpp")
+HEADER = FOLDER / "registers.h"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared"]
 REGISTERS = {
@@ -58,9 +60,10 @@ def folder() -> Path:
 
 
 def place(registers: str | None = None) -> Path:
-    """The file that holds the library for this source, this kind of machine and these registers."""
+    """The file that holds the library for these sources, this kind of machine and these registers."""
     registers = registers or capability()
-    facts = [SOURCE.read_text(), *FLAGS, *REGISTERS.get(registers, [])]
+    texts = [file.read_text() for file in (*SOURCES, HEADER)]
+    facts = [*texts, *FLAGS, *REGISTERS.get(registers, [])]
     digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
     return folder() / f"{platform.system()}-{platform.machine()}-{registers}-{digest}.so".lower()
 
@@ -102,7 +105,7 @@ def build(registers: str | None = None) -> Path:
         )
         raise Unavailable(f"there is no C++ compiler ({looked}); install g++ or clang++, or set CXX")
     logger.warning(
-        "building the C++ op for CPUs with %s, once; it takes some seconds and is kept in %s",
+        "building the C++ ops for CPUs with %s, once; it takes some seconds and is kept in %s",
         command[0],
         target.parent,
     )
@@ -115,7 +118,8 @@ def build(registers: str | None = None) -> Path:
             f"the library cannot be kept in {target.parent} ({error.strerror}); set TORCH_EXTENSIONS_DIR"
         ) from error
     try:
-        _compile([*command, *FLAGS, *REGISTERS.get(registers or capability(), []), str(SOURCE), "-o", own])
+        flags = [*FLAGS, *REGISTERS.get(registers or capability(), [])]
+        _compile([*command, *flags, *map(str, SOURCES), "-o", own])
         ctypes.CDLL(own)  # what cannot be loaded is not put in place
         os.chmod(own, 0o755)  # sharing the folder means sharing the library
         os.replace(own, target)

@@ -47,6 +47,18 @@ class Library:
         self.attend.argtypes = [c_void_p] * 7 + [c_float, c_float]
         self.write.restype = None
         self.write.argtypes = [c_void_p] * 7
+        self.product = library.hf_paged_product
+        self.attend_dense = library.hf_paged_attend_dense
+        self.rows = library.hf_paged_rows
+        self.map = library.hf_paged_map
+        for function, arguments in (
+            (self.product, [c_void_p]),
+            (self.attend_dense, [c_void_p]),
+            (self.rows, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
+            (self.map, [c_int64, c_void_p, c_void_p, c_int64, c_float, c_int64]),
+        ):
+            function.restype = None
+            function.argtypes = arguments
         library.hf_paged_threads.restype = None
         library.hf_paged_threads.argtypes = [c_void_p, c_void_p]
         library.hf_paged_threads(*_threads_of_torch())

@@ -32,7 +32,9 @@ def new_tokens_of(answer: Any, begin: int) -> list[list[int]]:
 
 def alone(model: Any, prompt: list[int], **options: Any) -> list[list[int]]:
     """The new tokens of generate() on that prompt alone."""
-    return new_tokens_of(model.generate(torch.tensor([prompt]), **SCORED, **options), len(prompt))
+    return new_tokens_of(
+        model.generate(torch.tensor([prompt], device=model.device), **SCORED, **options), len(prompt)
+    )
 
 
 def alone_with_media(model: Any, inputs: Mapping[str, Any], **options: Any) -> list[list[int]]:

@@ -15,12 +15,16 @@ class TokenLogprob(NamedTuple):
     place.
 
     processed: the logprob after penalties, temperature and cuts, which it was chosen from; None of a beam.
+    kept: the share of the probability, after penalties and temperature, that top_k, top_p and min_p left to
+        choose from: without them the logprob would be `processed + log(kept)`. 1 without cuts; None of a
+        beam, or where processors of the request's own or a grammar choose.
     """
 
     token_id: int
     logprob: float
     favourites: tuple[tuple[int, float], ...] = ()
     processed: float | None = None
+    kept: float | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,17 @@ class Increment:
     text: str | None
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprob] | None = None
+
+
+class NewTokens(NamedTuple):
+    """All unread tokens of an answer, and why it ended with the last one if it did. logprobs: one for each,
+    if they were asked for.
+    """
+
+    answer: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    logprobs: list[TokenLogprob] | None
 
 
 def with_errors_noticed(outputs: list[Output], strict: bool) -> list[Output]:

@@ -11,7 +11,7 @@ from ...scheduling import UNKNOWN, SequenceGroup, TokenSequence
 from ..job import Job
 from .penalties import PenaltyState
 from .rules import Recipe, Rule, processed
-from .warp import Warp, best_now, draw, mend, warp
+from .warp import Warp, best_now, cut, draw, mend, scaled
 
 
 class InputBatch:
@@ -51,6 +51,8 @@ class InputBatch:
         """What the last tokens were chosen from, [places, vocabulary], if logprobs were requested; None if it
         is the logits.
         """
+        self.uncut: torch.Tensor | None = None
+        """The same before cuts; None if nothing was cut."""
         self._changes = bool(self._recipes or self._fined) or any(each != Warp() for each in self._warps)
 
     def ending(self, tokens: list[int]) -> list[int]:
@@ -86,6 +88,7 @@ class InputBatch:
         if fined is not None and not self._recipes:
             chosen[:, fined.rows] = best_now(fined.scores)
         self.scores = scores if self.logprobs and self._changes else None
+        self.uncut = None
         if self._drawn:
             chosen = self._with_draws(chosen, scores, positions)
         if fined is not None:
@@ -110,13 +113,16 @@ class InputBatch:
         """The chosen tokens with drawn ones in the rows that are sampled."""
         every = len(self._drawn) == len(self._owners)
         places = None if every else upload(self._drawn, scores.device)
-        own = warp(scores if places is None else scores[places], self._warps)
+        own = whole = scaled(scores if places is None else scores[places], self._warps)
+        own = cut(own, self._warps)
         where = [positions[place] for place in self._drawn]
         if self._recipes:
             rules = [self._recipes[place].after for place in self._drawn]
             own = self._processed(own, rules, where, self._drawn)
         if self.scores is not None:
             self.scores = own if places is None else scores.index_copy(0, places, own)
+            if own is not whole:
+                self.uncut = whole if places is None else scores.index_copy(0, places, whole)
         chosen[0, slice(None) if places is None else places] = draw(own, self._seeds, self._indices, where)
         return mend(chosen, scores.shape[1])
 

@@ -305,4 +305,5 @@ def _notes(
     """
     numbers = chosen_numbers_of(logits, upload(tokens, logits.device), favourites, scores).tolist()
     notes = [chosen_note_of(own, token, favourites) for own, token in zip(numbers, tokens, strict=True)]
-    return notes if scores is not None else [note._replace(processed=None) for note in notes]
+    beams = scores is None
+    return [note._replace(kept=None, processed=None if beams else note.processed) for note in notes]

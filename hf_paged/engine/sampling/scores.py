@@ -36,20 +36,29 @@ def note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogpr
 
 
 def chosen_numbers_of(
-    logits: torch.Tensor, tokens: torch.Tensor, favourites: int, scores: torch.Tensor | None
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    favourites: int,
+    scores: torch.Tensor | None,
+    uncut: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same of tokens that were chosen after logits [rows, vocabulary], with one more column: their
-    logprobs under the `scores` [rows, vocabulary] that they were chosen from, None if those are the logits.
+    """The same of tokens that were chosen after logits [rows, vocabulary], with two more columns: their
+    logprobs under the `scores` [rows, vocabulary] that they were chosen from, None if those are the logits;
+    and the share of the probability of `uncut`, None if nothing was cut, that the scores kept.
     """
     numbers = numbers_of(logits.log_softmax(-1), tokens, favourites)
-    if scores is None:
-        return torch.cat([numbers, numbers[:, :1]], 1)
-    return torch.cat([numbers, scores.log_softmax(-1).gather(1, tokens[:, None]).double()], 1)
+    chosen = numbers[:, :1]
+    if scores is not None:
+        chosen = scores.log_softmax(-1).gather(1, tokens[:, None]).double()
+    kept = torch.ones_like(chosen)
+    if scores is not None and uncut is not None:
+        kept = (scores.logsumexp(-1, True) - uncut.logsumexp(-1, True)).exp().clamp(max=1).double()
+    return torch.cat([numbers, chosen, kept], 1)
 
 
 def chosen_note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:
     """A row of `chosen_numbers_of`, perhaps with more favourites than are wanted."""
-    return note_of(numbers[:-1], token, favourites)._replace(processed=numbers[-1])
+    return note_of(numbers[:-2], token, favourites)._replace(processed=numbers[-2], kept=numbers[-1])
 
 
 def scores_of(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> torch.Tensor:

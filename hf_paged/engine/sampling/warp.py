@@ -88,20 +88,24 @@ def best_now(scores: torch.Tensor) -> torch.Tensor:
     return upload([tokens, told], scores.device)
 
 
-def warp(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
-    """The scores [rows, vocabulary] under each row's temperature, with -inf for what its cuts leave out."""
+def scaled(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
+    """The scores [rows, vocabulary] under each row's temperature."""
+    return scores / upload([each.temperature for each in warps], scores.device, torch.float32)[:, None]
+
+
+def cut(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
+    """The scores [rows, vocabulary], with -inf for what each row's cuts leave out."""
 
     def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return upload(values, scores.device, dtype)[:, None]
 
-    scores = scores / column([each.temperature for each in warps])
     most = max(each.top_k for each in warps)
     vocabulary = scores.shape[1]
     if most:
         largest = scores.topk(min(most, vocabulary)).values
         places = column([min(each.top_k or most, vocabulary) - 1 for each in warps], torch.long)
-        cut = largest.gather(1, places).masked_fill(column([each.top_k for each in warps]) == 0, -torch.inf)
-        scores = scores.masked_fill(scores < cut, -torch.inf)
+        least = largest.gather(1, places).masked_fill(column([each.top_k for each in warps]) == 0, -torch.inf)
+        scores = scores.masked_fill(scores < least, -torch.inf)
     if any(each.top_p < 1 for each in warps):
         ascending, order = scores.sort()
         below = ascending.softmax(-1).cumsum(-1) <= column([1 - each.top_p for each in warps])
@@ -110,8 +114,8 @@ def warp(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
         scores = scores.masked_fill(below.scatter(1, order, below), -torch.inf)
     if any(each.min_p > 0 for each in warps):
         chances = scores.softmax(-1)
-        least = column([each.min_p for each in warps]) * chances.amax(-1, keepdim=True)
-        scores = scores.masked_fill(chances < least, -torch.inf)
+        lowest = column([each.min_p for each in warps]) * chances.amax(-1, keepdim=True)
+        scores = scores.masked_fill(chances < lowest, -torch.inf)
     return scores
 
 

@@ -17,6 +17,7 @@ from ...kv import LayerGroup, Memory, is_out_of_memory
 from ..lazy import NotCapturable
 from ..lengths import LengthsOnDevice, lengths_on_device
 from ..snapshot import StateKey
+from ..symmetric_memory import symmetric_memories
 from ..weights_digest import PLAIN_TENSORS, memory_of_parts, wraps
 from .compile import Compilation, CompiledFusion, reason_of
 from .fusion import Fusion, fused
@@ -345,7 +346,7 @@ class CapturePool:
         stores = [data for group in source.groups for data in group.tensors]
         own = [*source.model.parameters(), *source.model.buffers()]
         plain = [each for each in own if type(each) in PLAIN_TENSORS or not wraps(each)]
-        known = [*plain, *memory_of_parts(own), *step.tensors, *step.shared, *stores]
+        known = [*plain, *memory_of_parts(own), *step.tensors, *step.shared, *stores, *symmetric_memories()]
         with Rehearsal(source.device, known):
             _forward(source, step, fusion, lengths)
         if len(self._rehearsed) > MOST_REASONS:

@@ -1,0 +1,558 @@
+"""Batch-invariant arithmetic: a token's logits have the same bits whatever is computed beside it.
+
+Two modes of torch replace what sums or rounds in an order of the batch's: one the attention that models call,
+one the products, sums and functions below autograd. A training forward in the same modes gives the bits of a
+decoding step. An operation without a fixed order is refused by name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..kv.ops import invariant, invariant_kernels
+from .switch import decoder_configs, original_implementation
+
+Operation = Callable[..., Any]
+
+EXACT = frozenset(
+    (
+        "abs", "add", "amax", "amin", "any", "all", "argmax", "argmin", "bitwise_and", "bitwise_not",
+        "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "div",
+        "eq", "floor", "floor_divide", "frac", "ge", "gt", "hardtanh", "isfinite", "isin", "isinf",
+        "isnan", "le", "leaky_relu", "logical_and", "logical_not", "logical_or", "logical_xor", "lt",
+        "masked_fill", "nan_to_num", "fmin", "fmax", "fmod", "copysign", "aminmax",
+        "max", "maximum", "min", "minimum", "mul", "ne", "neg", "reciprocal", "relu", "remainder",
+        "round", "rsqrt", "sgn", "sign", "sqrt", "square", "sub", "threshold", "tril", "triu",
+        "trunc", "where",
+    )
+)  # fmt: skip
+"""Each number of the answer is rounded once, from numbers at its own place, or none is rounded at all."""
+MOVES = frozenset(
+    (
+        "_local_scalar_dense", "_reshape_alias", "_reshape_copy", "_to_copy", "_unsafe_view", "alias",
+        "arange", "as_strided", "cat", "clone", "constant_pad_nd", "copy", "detach", "diagonal",
+        "embedding", "empty", "empty_like", "empty_strided", "equal", "expand", "fill", "flip", "full",
+        "full_like", "gather", "index", "index_add", "index_copy", "index_fill", "index_put",
+        "index_select", "lift", "lift_fresh", "lift_fresh_copy", "masked_scatter", "masked_select",
+        "movedim", "narrow", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
+        "nonzero", "ones", "ones_like", "permute", "pin_memory", "repeat", "repeat_interleave", "roll",
+        "scalar_tensor", "scatter", "select", "set", "slice", "slice_scatter", "sort", "split",
+        "split_with_sizes", "squeeze", "stack", "t", "tile", "topk", "transpose", "unbind", "unfold",
+        "unsqueeze", "view", "view_as_real", "view_as_complex", "complex", "real", "imag", "zero",
+        "zeros", "zeros_like", "resize", "is_same_size",
+    )
+)  # fmt: skip
+"""The numbers only change places; `index_add` adds a token's own, one index after the other."""
+RANDOM = frozenset(
+    (
+        "bernoulli", "exponential", "multinomial", "normal", "rand", "rand_like", "randint", "randn",
+        "randperm", "uniform",
+    )
+)  # fmt: skip
+"""Draws, which are not promised."""
+AFTER = frozenset(
+    (
+        "cumsum", "cumprod", "searchsorted", "bucketize", "bincount", "histc", "nll_loss_forward",
+        "nll_loss2d_forward",
+    )
+)  # fmt: skip
+"""What comes after the logits: sampling, losses; rows are summed one number after the other."""
+
+FUNCTIONS = ("exp", "expm1", "log", "log1p", "sin", "cos", "tanh", "erf", "sigmoid", "silu")
+"""Functions of one number."""
+OPTIMIZERS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
+"""How the names of operations begin that change weights."""
+
+
+class NotInvariant(NotImplementedError):
+    """What a model calls has no order that is known not to depend on the batch."""
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Compute so that a token's logits depend on its own sequence alone: not on the sequences beside it, on
+    padding, chunks, cached prefixes or preemption. A forward that trains gives the bits of one that samples.
+
+    with hf_paged.batch_invariant():
+        model.generate(**inputs, cache_implementation="paged")
+        loss(model(**inputs).logits).backward()
+    """
+    if invariant.get():
+        yield
+        return
+    attention, operations = _modes()
+    token = invariant.set(True)
+    try:
+        with attention, operations:
+            yield
+    finally:
+        invariant.reset(token)
+
+
+_of_thread = threading.local()
+"""The modes of each thread, which know what they have looked up from step to step."""
+
+
+def _modes() -> tuple[_AttentionCalls, _Operations]:
+    """The modes of this thread."""
+    kernels = invariant_kernels()
+    known: tuple[_AttentionCalls, _Operations] | None = getattr(_of_thread, "modes", None)
+    if known is None or known[0].kernels is not kernels:
+        known = _of_thread.modes = (_AttentionCalls(kernels), _Operations(kernels))
+    return known
+
+
+class _AttentionCalls(TorchFunctionMode):
+    """Computes what models ask of `scaled_dot_product_attention`, above autograd."""
+
+    def __init__(self, kernels: Any) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            return self.attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """`scaled_dot_product_attention`, each query's sums in the order of the tokens that it sees."""
+        _require_host(query)
+        if dropout_p:
+            raise NotInvariant(f"batch_invariant() with attention dropout of {dropout_p}; set it to zero")
+        if query.dim() != 4 or key.dim() != 4:
+            raise NotInvariant(
+                f"batch_invariant() knows attention of [batch, heads, tokens, dim], got {[*query.shape]}"
+            )
+        key, value = (each.expand(len(query), -1, -1, -1) for each in (key, value))
+        given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+        learns = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+        if not learns:
+            answer: torch.Tensor = self.kernels.attend(
+                query, key, value, attn_mask, causal=is_causal, scale=scale
+            )
+            return answer
+        trained: torch.Tensor = _TrainedAttention.apply(  # type: ignore[no-untyped-call]  # torch's own
+            self.kernels, query, key, value, attn_mask, is_causal, scale
+        )
+        return trained
+
+
+class _TrainedAttention(torch.autograd.Function):
+    """Attention of fixed order forwards; its gradients are those of torch's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.options = {"is_causal": causal, "scale": scale}
+        answer: torch.Tensor = kernels.attend(query, key, value, mask, causal=causal, scale=scale)
+        return answer
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *saved, mask = ctx.saved_tensors
+        query, key, value = (each.detach().requires_grad_() for each in saved)
+        learned = ctx.needs_input_grad[4]
+        if learned:  # a bias of the model's
+            mask = mask.detach().requires_grad_()
+        options = ctx.options | {"attn_mask": mask, "enable_gqa": query.shape[1] != key.shape[1]}
+        with torch.enable_grad(), torch._C.DisableTorchFunction():
+            answer = scaled_dot_product_attention(query, key, value, **options)
+            inputs = (query, key, value, mask) if learned else (query, key, value)
+            gradients = torch.autograd.grad(answer, inputs, gradient)
+        return (None, *gradients[:3], gradients[3] if learned else None, None, None)
+
+
+class _Operations(TorchDispatchMode):
+    """Computes what sums or rounds in orders of its own; what does neither passes."""
+
+    def __init__(self, kernels: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.kernels = kernels
+        self._known: dict[Any, Operation] = {}
+        self._own: dict[str, Operation] = {
+            **{name: partial(self._mapped, name) for name in FUNCTIONS},
+            "mm": self._mm, "mv": self._mv, "dot": self._dot, "bmm": self._bmm, "addmm": self._addmm,
+            "baddbmm": self._baddbmm, "linear": self._linear, "_grouped_mm": self._grouped_mm,
+            "sum": self._sum, "mean": self._mean, "nansum": self._nansum, "var": self._var,
+            "std": self._std, "linalg_vector_norm": self._linalg_vector_norm, "logsumexp": self._logsumexp,
+            "_softmax": self._softmax, "_log_softmax": self._log_softmax,
+            "native_layer_norm": self._native_layer_norm, "polar": self._polar, "gelu": self._gelu,
+            "softplus": self._softplus, "pow": self._pow, "rsub": self._rsub, "addcmul": self._addcmul,
+            "addcdiv": self._addcdiv, "lerp": self._lerp,
+        }  # fmt: skip
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # its guard, around each operation, takes longer than the rest of the mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch._C._current_autograd_node() is not None:  # gradients are not promised
+            return func(*args, **kwargs)
+        operation = self._known.get(func)
+        if operation is None:
+            operation = self._known[func] = self._find(func)
+        return operation(*args, **kwargs)
+
+    def _find(self, func: Any) -> Operation:
+        """What computes an operation of torch."""
+        name = func._overloadpacket.__name__
+        plain = name.rstrip("_") if not name.startswith("__") else name.strip("_")
+        operation: Operation = func
+        passes = plain in MOVES or plain in RANDOM or plain in AFTER
+        if passes or func.namespace == "prim" or name.startswith(OPTIMIZERS):
+            return operation
+        if plain in EXACT:
+            return self._rounded_once(func) if plain in ("add", "sub", "mul") else operation
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        if composite and plain != "linear":
+            return self._by_parts(func)
+        own = self._own.get(plain)
+        return self._unless_floating(func) if own is None else _writing(func, own)
+
+    def _by_parts(self, func: Any) -> Operation:
+        def parts(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return func.decompose(*args, **kwargs)
+
+        return parts
+
+    @staticmethod
+    def _rounded_once(func: Any) -> Operation:
+        """Sums with a factor, and products of complex numbers. They are rounded once in some places and twice
+        in others; here twice in all.
+        """
+        product = func._overloadpacket.__name__ == "mul"
+
+        def once(one: Any, two: Any, *args: Any, alpha: float = 1, **kwargs: Any) -> Any:
+            if product and all(isinstance(each, torch.Tensor) and each.is_complex() for each in (one, two)):
+                (real, imaginary), others = (torch.view_as_real(each).unbind(-1) for each in (one, two))
+                whole = real * others[0] - imaginary * others[1]
+                return torch.complex(whole, real * others[1] + imaginary * others[0])
+            return func(one, two if alpha == 1 else two * alpha, *args, **kwargs)
+
+        return once
+
+    @staticmethod
+    def _unless_floating(func: Any) -> Operation:
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            for each in args:
+                if isinstance(each, torch.Tensor) and each.is_floating_point():
+                    raise NotInvariant(
+                        f"batch_invariant() has no fixed order for {func}; run this model without it"
+                    )
+            return func(*args, **kwargs)
+
+        return whole
+
+    # ---- products
+
+    def _mm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        return self._product(one[None], two)[0]
+
+    def _mv(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        return self._bmm(one[None], two[None, :, None])[0, :, 0]
+
+    def _dot(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        return self._bmm(one[None, None], two[None, :, None])[0, 0, 0]
+
+    def _bmm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        """Products of what tokens make of each other: a masked one adds zeros."""
+        _require_host(one)
+        if not one.is_floating_point():
+            return torch.bmm(one, two)
+        answer: torch.Tensor = self.kernels.product(one, two, lanes=False)
+        return answer
+
+    def _addmm(
+        self, bias: torch.Tensor, one: torch.Tensor, two: torch.Tensor, beta: float = 1, alpha: float = 1
+    ) -> torch.Tensor:
+        if bias.dim() == 1 and beta == alpha == 1:
+            return self._product(one[None], two, bias.expand(two.shape[1]))[0]
+        return bias * beta + self._mm(one, two) * alpha
+
+    def _baddbmm(
+        self, bias: torch.Tensor, one: torch.Tensor, two: torch.Tensor, beta: float = 1, alpha: float = 1
+    ) -> torch.Tensor:
+        product = self._bmm(one, two) * alpha
+        return product if beta == 0 else bias * beta + product
+
+    def _linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        flat = x.reshape(1, x.numel() // max(1, x.shape[-1]), x.shape[-1])
+        return self._product(flat, weight.t(), bias).view(*x.shape[:-1], len(weight))
+
+    def _grouped_mm(
+        self,
+        one: torch.Tensor,
+        two: torch.Tensor,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Rows of `one` [rows, depth] by experts two [experts, depth, columns]; offs: each one's end."""
+        if (
+            one.dim() != 2
+            or two.dim() != 3
+            or offs is None
+            or bias is not None
+            or out_dtype not in (None, one.dtype)
+        ):
+            raise NotInvariant("batch_invariant() knows grouped products of rows by experts only")
+        answer = one.new_zeros(len(one), two.shape[2])
+        begin = 0
+        for expert, end in enumerate(offs.tolist()):
+            if end > begin:
+                answer[begin:end] = self._mm(one[begin:end], two[expert])
+            begin = end
+        return answer
+
+    def _product(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """rows [1, rows, depth] by a layer's weight [depth, columns]."""
+        _require_host(rows)
+        if not rows.is_floating_point():
+            return rows @ weight
+        lanes = weight.stride(0) == 1  # as a layer keeps it, so always the same of one layer
+        answer: torch.Tensor = self.kernels.product(rows, weight[None], bias, lanes=lanes)
+        return answer
+
+    # ---- sums
+
+    def _rows(self, kind: str, x: torch.Tensor, dims: Any, keepdim: bool) -> torch.Tensor:
+        """Sums or logsumexps over `dims` of x, in float32."""
+        count = x.dim()
+        over = sorted(
+            {dim % max(count, 1) for dim in ([dims] if isinstance(dims, int) else dims or range(count))}
+        )
+        if not count:
+            over = []
+        kept = [dim for dim in range(count) if dim not in over]
+        _require_host(x)
+        if not x.numel():
+            empty: torch.Tensor = getattr(torch, kind)(x.float(), over, keepdim)
+            return empty
+        moved = x.float().permute([*kept, *over])
+        shape = [x.shape[dim] for dim in kept]
+        width = 1
+        for dim in over:
+            width *= x.shape[dim]
+        rows = moved.reshape(x.numel() // max(1, width), width)
+        answer: torch.Tensor = self.kernels.rows(kind, rows).view(shape)
+        for dim in over if keepdim else []:
+            answer = answer.unsqueeze(dim)
+        return answer
+
+    def _sum(
+        self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        if not x.is_floating_point():
+            return torch.sum(x, dim, keepdim, dtype=dtype)
+        return self._rows("sum", x, dim, keepdim).to(dtype or x.dtype)
+
+    def _mean(
+        self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        total = self._rows("sum", x, dim, keepdim)
+        return (total / (x.numel() / max(1, total.numel()))).to(dtype or x.dtype)
+
+    def _nansum(
+        self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return self._sum(x.masked_fill(x.isnan(), 0), dim, keepdim, dtype=dtype)
+
+    def _std(
+        self, x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+    ) -> torch.Tensor:
+        return self._var(x.float(), dim, correction=correction, keepdim=keepdim).sqrt().to(x.dtype)
+
+    def _var(
+        self, x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+    ) -> torch.Tensor:
+        middle = self._rows("sum", x, dim, True)
+        width = x.numel() / max(1, middle.numel())
+        total = self._rows("sum", (x.float() - middle / width).square(), dim, keepdim)
+        return (total / (width - (1 if correction is None else correction))).to(x.dtype)
+
+    def _linalg_vector_norm(
+        self,
+        x: torch.Tensor,
+        ord: float = 2,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        if ord not in (1, 2):
+            raise NotInvariant(f"batch_invariant() knows norms of order 1 and 2 only, got {ord}")
+        wide = x.float()
+        total = self._rows("sum", wide.abs() if ord == 1 else wide.square(), dim, keepdim)
+        return (total if ord == 1 else total.sqrt()).to(dtype or x.dtype)
+
+    def _logsumexp(self, x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
+        return self._rows("logsumexp", x, dim, keepdim).to(x.dtype)
+
+    def _softmax(self, x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
+        return self._normalized("softmax", x, dim, half_to_float)
+
+    def _log_softmax(self, x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
+        """x - logsumexp(x): whoever computes it like that has the same bits."""
+        return self._normalized("log_softmax", x, dim, half_to_float)
+
+    def _normalized(self, kind: str, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        _require_host(x)
+        if not x.dim():
+            return self._normalized(kind, x[None], 0, half_to_float)[0]
+        moved = x.float().movedim(dim, -1)
+        width = moved.shape[-1]
+        found: torch.Tensor = self.kernels.rows(kind, moved.reshape(x.numel() // max(1, width), width))
+        return found.view(moved.shape).movedim(-1, dim).to(torch.float32 if half_to_float else x.dtype)
+
+    def _native_layer_norm(
+        self,
+        x: torch.Tensor,
+        normalized_shape: list[int],
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        over = list(range(-len(normalized_shape), 0))
+        wide = x.float()
+        middle = self._mean(wide, over, True)
+        off = wide - middle
+        scale = (self._mean(off.square(), over, True) + eps).rsqrt()
+        answer = off * scale
+        if weight is not None:
+            answer = answer * weight.float()
+        if bias is not None:
+            answer = answer + bias.float()
+        return answer.to(x.dtype), middle.to(x.dtype), scale.to(x.dtype)
+
+    # ---- functions of one number
+
+    def _mapped(self, kind: str, x: torch.Tensor, parameter: float = 0.0) -> torch.Tensor:
+        _require_host(x)
+        dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+        answer: torch.Tensor = self.kernels.mapped(kind, x.float(), parameter)
+        return answer.view(x.shape).to(dtype)
+
+    def _polar(self, size: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+        return torch.complex(size * self._mapped("cos", angle), size * self._mapped("sin", angle))
+
+    def _gelu(self, x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+        return self._mapped("gelu" if approximate == "none" else "gelu_tanh", x)
+
+    def _softplus(self, x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
+        if beta != 1 or threshold != 20:
+            raise NotInvariant(
+                f"batch_invariant() knows softplus of beta 1 and threshold 20, got {beta}, {threshold}"
+            )
+        return self._mapped("softplus", x)
+
+    @staticmethod
+    def _rsub(x: torch.Tensor, other: Any, alpha: float = 1) -> torch.Tensor:
+        answer: torch.Tensor = -(x if alpha == 1 else x * alpha) + other
+        return answer
+
+    @staticmethod
+    def _addcmul(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, *, value: float = 1) -> torch.Tensor:
+        return x + one * two * value
+
+    @staticmethod
+    def _addcdiv(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, *, value: float = 1) -> torch.Tensor:
+        return x + one / two * value
+
+    @staticmethod
+    def _lerp(x: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
+        answer: torch.Tensor = x + (end - x) * weight
+        return answer
+
+    def _pow(self, x: Any, exponent: Any) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor):
+            return self._raised(float(x), exponent)
+        if isinstance(exponent, torch.Tensor):
+            if exponent.numel() > 1:
+                return self._raised(x, exponent)
+            exponent = exponent.item()
+        if not x.is_floating_point():
+            return torch.pow(x, exponent)
+        if exponent == 2:
+            return x * x
+        return self._mapped("pow", x, float(exponent))
+
+    def _raised(self, base: float | torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+        """Powers with several exponents (frequencies of rotary embeddings, slopes), rounded from double."""
+        answer: torch.Tensor = torch.pow(base, exponent.double()).to(torch.result_type(base, exponent))
+        return answer
+
+
+def require_invariant(model: Any) -> None:
+    """Raise NotInvariant unless a model is on the host, with attention that has the same bits on pages."""
+    for parameter in model.parameters():
+        _require_host(parameter)
+    for config in decoder_configs(model) or [model.config]:
+        setting = original_implementation(config)
+        if setting not in ("sdpa", "eager"):
+            raise NotInvariant(
+                f"batch_invariant=True needs attention by 'sdpa' or 'eager', {type(model).__name__} has "
+                f"{setting!r}; call model.set_attn_implementation('sdpa'), or leave it out"
+            )
+
+
+def _writing(func: Any, own: Operation) -> Operation:
+    """`own` in place or into `out`, if `func` is of that kind."""
+    if any(each.is_out for each in func._schema.arguments):
+
+        def into(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            answer: torch.Tensor = own(*args, **kwargs)
+            return out.resize_(answer.shape).copy_(answer)
+
+        return into
+    if func._schema.is_mutable:
+
+        def in_place(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return x.copy_(own(x, *args, **kwargs))
+
+        return in_place
+    return own
+
+
+def _require_host(x: torch.Tensor) -> None:
+    if x.dtype == torch.float64 or x.is_complex():
+        raise NotInvariant(f"batch_invariant() knows float32 and half numbers, got {x.dtype}")
+    if x.device.type != "cpu":
+        raise NotInvariant(
+            f"batch_invariant() computes on a CPU so far, got a tensor on {x.device}; leave it out there"
+        )

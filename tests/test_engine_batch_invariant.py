@@ -1,0 +1,129 @@
+"""Engines with batch_invariant=True: the log-probabilities of their tokens have the bits of a trainer's forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from adapters import lora
+from invariance import compiles, engine_numbers, model_of, prompts, trainer_numbers
+
+import hf_paged
+from hf_paged import Engine, NotInvariant
+
+pytestmark = compiles
+
+NAMES = ["llama", "gpt2", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3", "bloom", "mistral"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trainers_bits(name: str, dtype: torch.dtype) -> None:
+    """C44: sampled together in chunks with shared prefixes, sampled alone, and trained in a padded batch."""
+    model = model_of(name, dtype)
+    sequences, together, alone = engine_numbers(model)
+    assert together == alone
+    for side in ("left", "right"):
+        assert trainer_numbers(model, sequences, side) == together
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preempted(preemption: str) -> None:
+    """C44: blocks that wait on the host, and tokens that are computed again, change no bit."""
+    model = model_of("llama", torch.bfloat16)
+    options: dict[str, Any] = {"num_blocks": 14, "preemption": preemption, "host_blocks": None}
+    rows = [[5 + row, *range(20, 26)] for row in range(5)]
+    wanted = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "logprobs": True,
+        "pad_token_id": 0,
+        "eos_token_id": 99,
+    }
+    with Engine(model, batch_invariant=True, block_size=4, **options) as engine:
+        handles = [engine.submit(row, **wanted) for row in rows]
+        outputs = [handle.result() for handle in handles]
+        assert engine.stats()["preemptions"] > 0
+        for row, output in zip(rows, outputs, strict=True):
+            again = engine.submit(row, **wanted).result()
+            assert again.sequences[0].logprobs == output.sequences[0].logprobs
+
+
+def test_seeds_draw_the_same_tokens_in_all_company() -> None:
+    """C35: also where two tokens are as likely as each other up to rounding."""
+    model = model_of("llama", torch.bfloat16)
+    with Engine(model, batch_invariant=True) as engine:
+
+        def submit(seed: int) -> Any:
+            return engine.submit(
+                prompts(60)[seed % 4],
+                max_new_tokens=8,
+                do_sample=True,
+                seed=seed,
+                temperature=1.3,
+                pad_token_id=0,
+            )
+
+        together = [handle.result().sequences[0].token_ids for handle in [submit(seed) for seed in range(12)]]
+        assert [submit(seed).result().sequences[0].token_ids for seed in range(12)] == together
+
+
+def test_adapters() -> None:
+    """C44: rows of several adapters in one batch have the bits of peft's own forward with each."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(model_of("llama"), lora(r=4, init_lora_weights=False), adapter_name="a")
+    model.add_adapter("b", lora(r=8, init_lora_weights=False))
+    with Engine(model, batch_invariant=True) as engine:
+        wanted = [(row, name) for row in prompts(60)[:3] for name in ("a", "b", None)]
+        handles = [
+            engine.submit(row, max_new_tokens=4, do_sample=False, logprobs=True, adapter=name, pad_token_id=0)
+            for row, name in wanted
+        ]
+        sequences = [handle.result().sequences[0] for handle in handles]
+    for (row, name), sequence in zip(wanted, sequences, strict=True):
+        ids = torch.tensor([[*row, *sequence.token_ids]])
+        with hf_paged.batch_invariant(), torch.no_grad():
+            if name is None:
+                with model.disable_adapter():
+                    logits = model(ids).logits[0]
+            else:
+                model.set_adapter(name)
+                logits = model(ids).logits[0]
+            right = logits.log_softmax(-1)
+        for place, token in enumerate(sequence.logprobs):
+            assert token.logprob == right[len(row) + place - 1, token.token_id].item()
+
+
+def test_check_mismatch_finds_nothing() -> None:
+    """C44: the check that users run reports a largest difference of zero."""
+    model = model_of("llama", torch.bfloat16)
+    rows = prompts(60)[1:2]
+    with Engine(model, batch_invariant=True) as engine:
+        (output,) = engine.generate(
+            rows, num_return_sequences=4, do_sample=True, max_new_tokens=8, logprobs=True, pad_token_id=0
+        )
+    with hf_paged.batch_invariant():
+        report = hf_paged.check_mismatch(
+            model,
+            torch.tensor(rows),
+            completions=[each.token_ids for each in output.sequences],
+            logprobs=[[token.logprob for token in each.logprobs] for each in output.sequences],
+        )
+    assert report.logprobs.largest == 0
+    assert report.verdict == "identical"
+
+
+def test_refused_models() -> None:
+    """Positions that depend on the length of the whole, and attention of other kinds."""
+    with pytest.raises(
+        ValueError, match="MptForCausalLM answers differently when its prompt comes in pieces"
+    ):
+        Engine(model_of("mpt"), batch_invariant=True)
+    Engine(model_of("mpt")).close()
+    model = model_of("llama")
+    model.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(NotInvariant, match="LlamaForCausalLM has 'flex_attention'; call"):
+        Engine(model, batch_invariant=True)
+    with pytest.raises(TypeError, match="batch_invariant must be True or False, got 1"):
+        Engine(model_of("llama"), batch_invariant=1)  # type: ignore[arg-type]  # the point

@@ -1,0 +1,324 @@
+"""Batch-invariant arithmetic: torch's answers up to rounding, the same bits in all company, refusals by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from invariance import compiles, model_of
+from modes import MODES
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+
+import hf_paged
+from hf_paged import NotInvariant, batch_invariant
+
+pytestmark = compiles
+
+FORWARDS = ["llama", "gpt2", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3", "bloom"]
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+X = numbers(5, 7, 12)
+POSITIVE = X.abs() + 0.1
+CASES: dict[str, Callable[[], Any]] = {
+    "matmul": lambda: X @ numbers(5, 12, 9),
+    "matmul by a matrix": lambda: X @ numbers(12, 9),
+    "matmul by a transposed view": lambda: X @ numbers(9, 12).t(),
+    "matrix by rows": lambda: numbers(9, 7) @ X,
+    "vector": lambda: X @ numbers(12),
+    "dot": lambda: X[0, 0] @ numbers(12),
+    "addmm": lambda: torch.addmm(numbers(7, 9), X[0], numbers(12, 9), beta=0.5, alpha=2),
+    "baddbmm": lambda: torch.baddbmm(numbers(5, 7, 9), X, numbers(5, 12, 9), beta=0.5, alpha=2),
+    "baddbmm of nothing": lambda: torch.baddbmm(
+        torch.full((5, 7, 9), torch.nan), X, numbers(5, 12, 9), beta=0, alpha=2
+    ),
+    "product of counts": lambda: torch.arange(12).view(3, 4) @ torch.arange(8).view(4, 2),
+    "sum with a factor": lambda: torch.add(X, POSITIVE, alpha=0.3) - torch.sub(X, X * X, alpha=3),
+    "number less a tensor": lambda: 2.5 - X + torch.rsub(X, POSITIVE, alpha=0.7),
+    "sum with products": lambda: torch.addcmul(X, X, POSITIVE, value=0.3).addcdiv_(X, POSITIVE, value=-2),
+    "lerp": lambda: torch.lerp(X, POSITIVE, 0.3),
+    "einsum": lambda: torch.einsum("bld,bmd->blm", X, numbers(5, 3, 12)),
+    "linear": lambda: F.linear(X, numbers(9, 12), numbers(9, seed=1)),
+    "linear without bias": lambda: F.linear(X, numbers(9, 12)),
+    "into a tensor": lambda: torch.mm(X[0], numbers(12, 9), out=torch.empty(7, 9)),
+    "sum": lambda: X.sum(),
+    "sum of some": lambda: X.sum((0, 2), keepdim=True),
+    "sum in doubles": lambda: X.sum(1, dtype=torch.float64),
+    "sum of counts": lambda: (X > 0).sum(-1),
+    "mean": lambda: X.mean(-1, keepdim=True),
+    "mean of all": lambda: X.mean(),
+    "mean of one number": lambda: X.sum().mean() + X.sum().logsumexp(0) + X[0, 0, 0].softmax(0),
+    "var": lambda: X.var(-1),
+    "var of a population": lambda: X.var(-1, unbiased=False),
+    "var of all": lambda: X.var(unbiased=False),
+    "nothing": lambda: F.linear(X[:0], numbers(9, 12)).softmax(-1).sum((0, 1)) + X[:, :0].logsumexp(2).sum(),
+    "sum of nothing": lambda: X[:, :0].sum(1) + F.silu(X[:0]).sum(),
+    "std": lambda: X.std(1, keepdim=True),
+    "sum without NaN": lambda: X.masked_fill(X > 1, torch.nan).nansum(1),
+    "mean without NaN": lambda: X.masked_fill(X > 1, torch.nan).nanmean(),
+    "norm": lambda: X.norm(dim=-1),
+    "norm of order 1": lambda: torch.linalg.vector_norm(X, 1, -1),
+    "softmax": lambda: X.softmax(1),
+    "softmax to floats": lambda: X.bfloat16().softmax(-1, dtype=torch.float32),
+    "softmax in halves": lambda: F.softmax(X.bfloat16(), dim=-1, dtype=torch.bfloat16),
+    "log_softmax": lambda: X.log_softmax(0),
+    "logsumexp": lambda: X.logsumexp((0, 2)),
+    "cross entropy": lambda: F.cross_entropy(X[0], torch.arange(7)),
+    "layer norm": lambda: F.layer_norm(X, (12,), numbers(12), numbers(12, seed=1)),
+    "layer norm of two": lambda: F.layer_norm(X, (7, 12)),
+    "rms norm": lambda: F.rms_norm(X, (12,), numbers(12)),
+    "silu": lambda: F.silu(X),
+    "silu in place": lambda: F.silu(X.clone(), inplace=True),
+    "gelu": lambda: F.gelu(X),
+    "gelu by tanh": lambda: F.gelu(X, approximate="tanh"),
+    "relu": lambda: F.relu(X),
+    "softplus": lambda: F.softplus(X),
+    "sigmoid in place": lambda: X.clone().sigmoid_(),
+    "exp": lambda: X.exp(),
+    "exp of counts": lambda: torch.arange(5).exp(),
+    "log": lambda: POSITIVE.log(),
+    "sines": lambda: X.sin() + X.cos() + X.tanh() + X.erf(),
+    "square": lambda: X**2,
+    "cube": lambda: X.pow(3),
+    "root": lambda: POSITIVE**-0.5,
+    "powers of a number": lambda: 10000.0 ** (torch.arange(0, 12, 2).float() / 12),
+    "powers of a tensor": lambda: torch.pow(torch.tensor(0.5), torch.arange(1, 5)),
+    "rotary as complex numbers": lambda: torch.view_as_real(
+        torch.view_as_complex(X.unflatten(-1, (6, 2))) * torch.polar(torch.ones(7, 6), numbers(7, 6))
+    ),
+    "attention": lambda: F.scaled_dot_product_attention(*numbers(3, 2, 4, 7, 8), is_causal=True),
+    "attention with a mask": lambda: F.scaled_dot_product_attention(
+        numbers(2, 4, 7, 8),
+        *numbers(2, 2, 2, 9, 8),
+        attn_mask=numbers(2, 1, 7, 9),
+        scale=0.3,
+        enable_gqa=True,
+    ),
+    "samples": lambda: torch.multinomial(X[0].softmax(-1), 1, generator=torch.Generator().manual_seed(0)),
+}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a convolution": (lambda: F.conv1d(X, numbers(4, 7, 3)), "no fixed order for aten.convolution"),
+    "a norm": (lambda: torch.linalg.vector_norm(X, 3, -1), "norms of order 1 and 2 only, got 3"),
+    "softplus": (lambda: F.softplus(X, beta=2), "beta 1 and threshold 20"),
+    "dropout": (
+        lambda: F.scaled_dot_product_attention(*numbers(3, 2, 4, 7, 8), dropout_p=0.1),
+        "attention dropout of 0.1; set it to zero",
+    ),
+    "doubles": (lambda: X.double().exp(), "float32 and half numbers, got torch.float64"),
+    "products of doubles": (lambda: X.double() @ numbers(12, 3).double(), "half numbers, got torch.float64"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_torchs_answer(case: str) -> None:
+    """C44: the mode changes rounding only."""
+    right = CASES[case]()
+    with batch_invariant():
+        found = CASES[case]()
+    assert found.dtype == right.dtype
+    assert found.shape == right.shape
+    assert torch.allclose(found.double(), right.double(), atol=4e-3 if "halves" in case else 3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case: str) -> None:
+    act, message = REFUSED[case]
+    with pytest.raises(NotInvariant, match=message), batch_invariant():
+        act()
+
+
+def test_the_mode_ends_with_its_block() -> None:
+    """Also where it is entered twice, and where an error ends it. Other threads compute as before."""
+    x, w = numbers(3, 300), numbers(7, 300)
+    ordinary = F.linear(x, w)
+    with pytest.raises(KeyError), batch_invariant():
+        raise KeyError
+    with batch_invariant():
+        with batch_invariant():
+            own = F.linear(x, w)
+        assert torch.equal(F.linear(x, w), own)
+        found: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: found.append(F.conv1d(X, numbers(4, 7, 3))))
+        thread.start()
+        thread.join()
+        assert len(found) == 1
+    assert torch.equal(F.linear(x, w), ordinary)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from hf_paged.kv.ops import invariant_kernels
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    invariant_kernels.cache_clear()
+    with (
+        pytest.raises(ValueError, match=r"needs the C\+\+ ops: there is no C\+\+ compiler"),
+        batch_invariant(),
+    ):
+        pass
+    invariant_kernels.cache_clear()
+
+
+# ---- models
+
+
+def rows() -> list[torch.Tensor]:
+    """Prompts of several lengths."""
+    return [(numbers(length, seed=length) * 30).long().abs() % 70 + 5 for length in (5, 23, 14)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_row_in_all_company(name: str, dtype: torch.dtype) -> None:
+    """C44: a sequence alone, padded on either side, and in pieces over a cache: the same bits."""
+    model = model_of(name, dtype)
+    prompts = rows()
+    width = max(map(len, prompts))
+    with batch_invariant(), torch.no_grad():
+        alone = [model(row[None]).logits[0] for row in prompts]
+        for side in ("left", "right"):
+            ids = torch.zeros(len(prompts), width, dtype=torch.long)
+            mask = torch.zeros_like(ids)
+            places = [
+                slice(width - len(row), width) if side == "left" else slice(len(row)) for row in prompts
+            ]
+            for i, (place, row) in enumerate(zip(places, prompts, strict=True)):
+                ids[i, place] = row
+                mask[i, place] = 1
+            positions = {} if name == "bloom" else {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+            padded = model(ids, attention_mask=mask, **positions).logits
+            for i, place in enumerate(places):
+                assert torch.equal(padded[i, place], alone[i])
+        cache = None
+        pieces = []
+        for piece in prompts[1][None].split(9, 1):
+            answer = model(piece, past_key_values=cache, use_cache=True)
+            cache = answer.past_key_values
+            pieces.append(answer.logits[0])
+        assert torch.equal(torch.cat(pieces), alone[1])
+
+
+def test_without_the_mode_bits_differ() -> None:
+    """What the tests above compare is not the same by itself."""
+    model = model_of("llama")
+    prompt = rows()[1][None]
+    with torch.no_grad():
+        whole = model(prompt).logits[0]
+        cache = None
+        pieces = []
+        for piece in prompt.split(1, 1):
+            answer = model(piece, past_key_values=cache, use_cache=True)
+            cache = answer.past_key_values
+            pieces.append(answer.logits[0])
+    assert not torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("mode", ["greedy-padded", "sample", "beams", "assisted"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_modes_of_generate(name: str, mode: str) -> None:
+    """C1: paged and stock generate() give the same scores to the bit."""
+    model = model_of(name)
+    model.assistant = model_of(name)
+    ids = torch.stack([row[:5] for row in rows()])
+    arguments = {"input_ids": ids, "pad_token_id": 0, **MODES[mode](model, ids)}
+    arguments |= {"return_dict_in_generate": True, "output_scores": True}
+    answers = []
+    for word in ({}, {"cache_implementation": "paged"}):
+        torch.manual_seed(3)
+        with batch_invariant():
+            answers.append(model.generate(**arguments, **word))
+    stock, paged = answers
+    assert torch.equal(stock.sequences, paged.sequences)
+    for one, two in zip(stock.scores, paged.scores, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_prefix_of_ordinary_bits_is_not_reused() -> None:
+    """C24: blocks that were computed outside the mode are not found inside it, and the reverse."""
+    model = model_of("llama", torch.bfloat16)
+    prompt = rows()[1][None].repeat(1, 2)
+    arguments = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "cache_implementation": "paged"}
+    arguments["cache_config"] = {"prefix_caching": True}
+    model.generate(prompt, **arguments)
+    model.generate(prompt, **arguments)
+    before = hf_paged.stats(model).reused
+    assert before > 0
+    with batch_invariant():
+        answer = model.generate(prompt, output_logits=True, return_dict_in_generate=True, **arguments)
+        right = model(answer.sequences).logits[0, prompt.shape[1] - 1]
+    assert hf_paged.stats(model).reused == before
+    assert torch.equal(answer.logits[0][0], right.float())
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_training(foreach: bool) -> None:
+    """Steps of an optimizer in the mode are those without it, up to rounding."""
+    ids = rows()[1][None]
+    found = []
+    for context in (batch_invariant, nullcontext):
+        model = model_of("llama").train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
+        with context():
+            for _ in range(3):
+                loss = model(ids, labels=ids).loss
+                loss.backward()
+                clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(loss.item())
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "gpt_oss"])
+def test_gradients(name: str) -> None:
+    """C44: a training step in the mode has the gradients of one without it, up to rounding."""
+    model = model_of(name).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    ids = rows()[1][None]
+    found = []
+    for context in (batch_invariant, nullcontext):
+        model.zero_grad()
+        with context():
+            model(ids, labels=ids).loss.backward()
+        found.append([None if each.grad is None else each.grad.clone() for each in model.parameters()])
+    for one, two in zip(*found, strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or torch.allclose(one, two, atol=2e-5 * float(two.abs().max()) + 1e-8)
+
+
+def test_gradients_of_attention_with_a_learned_bias() -> None:
+    """C44: a float mask that learns has its gradient, too."""
+    given = [
+        numbers(2, 4, 7, 8),
+        numbers(2, 2, 9, 8, seed=1),
+        numbers(2, 2, 9, 8, seed=2),
+        numbers(1, 4, 7, 9),
+    ]
+    found = []
+    for context in (batch_invariant, nullcontext):
+        query, key, value, bias = (each.clone().requires_grad_() for each in given)
+        with context():
+            F.scaled_dot_product_attention(
+                query, key, value, attn_mask=bias, enable_gqa=True
+            ).square().sum().backward()
+        found.append([each.grad for each in (query, key, value, bias)])
+    for one, two in zip(*found, strict=True):
+        assert torch.allclose(one, two, atol=1e-4)
+
+
+def test_products_of_two_types_are_refused() -> None:
+    with (
+        pytest.raises(ValueError, match=r"Invalid dtype of w: expected torch\.float32, got torch\.bfloat16"),
+        batch_invariant(),
+    ):
+        F.linear(X, numbers(9, 12).bfloat16())
