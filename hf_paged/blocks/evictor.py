@@ -1,6 +1,7 @@
 """Which cached block is evicted next."""
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 
@@ -9,10 +10,9 @@ class _Queue:
     only while `live` still names it.
     """
 
-    __slots__ = ("heap", "live", "weight")
+    __slots__ = ("heap", "live")
 
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
+    def __init__(self) -> None:
         self.live: dict[int, tuple[int, int, int]] = {}
         self.heap: list[tuple[int, int, int]] = []
 
@@ -35,8 +35,8 @@ class Evictor:
 
     Among blocks of one last access the block whose hash covers most tokens is evicted first: the end of a
     prefix is worth less than its beginning. With several tenants the one goes first that has the most blocks
-    for its weight. So a tenant with its share of the cached blocks or less loses none while another has more,
-    and what a tenant does not use of its share is there for the others.
+    for its weight, those that running requests hold included. So a tenant with its share or less loses none
+    while another with more has cached ones, and what it does not use of its share is there for the others.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
@@ -45,6 +45,8 @@ class Evictor:
         self._queues: dict[str, _Queue] = {}
         """Those of tenants with blocks, and of tenants that had some."""
         self._queue_of: dict[int, _Queue] = {}
+        self.named: Counter[str] = Counter()
+        """How many blocks with a name each tenant has, held or cached."""
 
     def __len__(self) -> int:
         return len(self._queue_of)
@@ -59,13 +61,19 @@ class Evictor:
         """How many blocks each tenant has, of those that have any."""
         return {tenant: len(queue.live) for tenant, queue in self._queues.items() if queue.live}
 
+    def note_name(self, tenant: str, change: int) -> None:
+        """Count a block of a tenant that has got a name, or has lost it."""
+        self.named[tenant] += change
+        if not self.named[tenant]:
+            del self.named[tenant]
+
     def add(self, block: int, last_access: int, covered: int, tenant: str = "") -> None:
         """Make a block of a tenant evictable; `covered` is the number of tokens that its hash covers."""
         if block in self._queue_of:
             raise ValueError(f"block {block} is up for eviction already")
         queue = self._queues.get(tenant)
         if queue is None:
-            queue = self._queues[tenant] = _Queue(self._weights.get(tenant, 1.0))
+            queue = self._queues[tenant] = _Queue()
         self._queue_of[block] = queue
         entry = (last_access, -covered, block)
         queue.live[block] = entry
@@ -91,7 +99,8 @@ class Evictor:
         return block
 
     def _largest(self) -> _Queue:
-        """The queue with the most blocks for its weight. Tenants without blocks are forgotten."""
+        """The queue of the tenant with the most blocks for its weight. Empty queues are forgotten."""
         for tenant in [tenant for tenant, queue in self._queues.items() if not queue.live]:
             del self._queues[tenant]
-        return max(self._queues.values(), key=lambda queue: len(queue.live) / queue.weight)
+        most = max(self._queues, key=lambda tenant: self.named[tenant] / self._weights.get(tenant, 1.0))
+        return self._queues[most]

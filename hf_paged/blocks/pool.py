@@ -83,7 +83,7 @@ class BlockPool:
         self._lowest_free = 0
         self._held = 0
         self.weights: dict[str, float] = {}
-        """How large the shares of tenants are in the cached blocks, beside each other; 1 without an entry."""
+        """How large the shares of tenants are in the blocks, beside each other; 1 without an entry."""
         self._evictor = Evictor(self.weights)
         self._last_access = [0] * total
         self._names: dict[int, _Name] = {}
@@ -288,7 +288,7 @@ class BlockPool:
         tenant: str = "",
     ) -> int | None:
         """Make a held block matchable under `digest`; the answer is the block that bears the name. While it
-        is cached it counts for the share of `tenant`.
+        has a name it counts for the share of `tenant`.
 
         That is another one if the same content is cached already: the caller may adopt it and drop its own
         (C17). It is None if `block` cannot bear the name, because it has another or because other content has
@@ -305,8 +305,11 @@ class BlockPool:
         name = self._names.get(block)
         if name is not None and name.digest != digest:
             return None
+        if name is None:
+            self._evictor.note_name(tenant, 1)
         if name is None or (tokens and not name.tokens):
-            self._names[block] = _Name(digest, covered, tokens, parent_key if tokens else b"", tenant)
+            first = tenant if name is None else name.tenant
+            self._names[block] = _Name(digest, covered, tokens, parent_key if tokens else b"", first)
             for log in self.logs:
                 log.renamed.add(block)
             if parent_key and tokens:
@@ -319,6 +322,7 @@ class BlockPool:
         name = self._names.pop(block, None)
         if name:
             del self._block_of[name.digest]
+            self._evictor.note_name(name.tenant, -1)
             for log in self.logs:
                 log.renamed.add(block)
             if name.parent_key:
@@ -364,6 +368,7 @@ class BlockPool:
         for log in self.logs:
             log.renamed.update(self._names)
         self._names.clear()
+        self._evictor.named.clear()
         self._block_of.clear()
         self.partial_index.clear()
         self.epoch += 1
@@ -420,6 +425,8 @@ class BlockPool:
         )
         tenants = Counter(name.tenant for block, name in self._names.items() if self._state[block] == CACHED)
         expect(self.cached_by_tenant == dict(tenants), "the evictor counts other blocks for tenants")
+        tenants = Counter(name.tenant for name in self._names.values())
+        expect(self._evictor.named == tenants, "other names are counted for tenants")
         for block, name in self._names.items():
             expect(self._block_of.get(name.digest) == block, f"block {block} and its digest disagree")
             expect(self._state[block] != FREE, f"block {block} is free and has a name")

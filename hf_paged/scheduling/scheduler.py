@@ -26,7 +26,7 @@ from .admission import Admission, Candidate, SchedulerState, why_infeasible
 from .audit import check_groups, check_kv_groups
 from .decode_batch import DecodeBatch
 from .draft import Draft, Steps, fit, samples, share
-from .forecast import ADMISSIONS
+from .forecast import ADMISSIONS, FuturePeak
 from .in_flight_prefixes import InFlightPrefixes
 from .limits import KVCacheGroup, Limits
 from .plan import ScheduledRow, StepPlan, Swaps
@@ -223,6 +223,17 @@ class Scheduler:
     def unfinished(self) -> int:
         """How many groups are not done."""
         return len(self.waiting) + len(self.preempted) + len(self.running)
+
+    @property
+    def future_peak(self) -> float:
+        """The share of the fullest pool that all requests, waiting ones too, will hold at their peak (C40).
+        Admission "future" knows how long answers are; another one takes each to its limit.
+        """
+        forecast = self.admission
+        if not isinstance(forecast, FuturePeak):
+            forecast = FuturePeak(self.kv_groups, self.limits)
+        groups = [*self.running, *self.preempted, *self.waiting]
+        return forecast.share(groups, self.counts["steps"])
 
     # ---- a step
 
