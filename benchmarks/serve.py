@@ -1,14 +1,15 @@
-"""What a server costs beside the engine alone: the same requests, on the same engine of the same process.
+"""What a server costs beside the engine alone: the same requests, on the same engine.
 
     python benchmarks/serve.py --json results.jsonl          # on a GPU: 8B Llama shape, random weights, bfloat16
     OMP_NUM_THREADS=1 python benchmarks/serve.py --shape tiny --requests 24 --at-once 8 --rates 2 --seconds 4 --rounds 1
 
 throughput    output tokens a second of a trace whose requests all come at once: the engine alone, streams of
-              events, and whole answers; each over the same engine, in turns
+              events, and whole answers; each over the same engine, in turns. Beside it the seconds that the
+              processor worked: the engine's thread, its whole process, and the event loop of HTTP
 load          times to the first token and between tokens where requests come one by one, for the engine alone
               and for clients of the server
 
-Clients are a process of their own (serve_client.py), which sends texts. The tokenizer is made here, of as many
+HTTP is a process of its own, as in `hf-paged serve`, and so are the clients (serve_client.py), which send texts. The tokenizer is made here, of as many
 entries as the model has scores. Every run has a salt of its own, so none finds prefixes of another.
 """
 
@@ -18,12 +19,15 @@ import argparse
 import itertools
 import json
 import random
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise, product
 from pathlib import Path
@@ -36,9 +40,9 @@ from traces import TRACES, trace
 from transformers import PreTrainedTokenizerFast
 
 from hf_paged import Engine
+from hf_paged.serve.http_process import HttpProcess, HttpSpec
 from hf_paged.serve.options import ServerLimits, ServerOptions
-from hf_paged.serve.server import Server, tuned
-from hf_paged.serve.service import Service
+from hf_paged.serve.server import tuned
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 BLANK = "Ġ"
@@ -78,13 +82,14 @@ class Ask(NamedTuple):
 
 class Run(NamedTuple):
     """What became of a run: seconds from its begin to its last token, tokens, and each request's time to the
-    first token and gaps between tokens, in seconds.
+    first token and gaps between tokens, in seconds. busy: the processor's seconds, as the table names them.
     """
 
     seconds: float
     tokens: int
     first: list[float]
     gaps: list[float]
+    busy: tuple[float, ...] = ()
 
     @property
     def speed(self) -> float:
@@ -108,7 +113,8 @@ class Bench:
         at_once = options.at_once
         limits = {"max_batch_sequences": at_once, "max_batch_tokens": max(2048, at_once)}
         self.engine = Engine(model, **{**limits, **options.engine})
-        self.server: Any = None
+        self.http: Any = None
+        self.port = 0
         self._salts = itertools.count()
 
     def asks(self, count: int, seed: int = 0) -> list[Ask]:
@@ -121,20 +127,45 @@ class Bench:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Have the server run in a thread, on the engine that is measured alone, too."""
+        """Have the process of HTTP serve the engine that is measured alone, too."""
         waiting = max(1024, 4 * self.options.requests)
         limits = ServerLimits(waiting=waiting, request_seconds=3600.0)
-        service = Service.of(self.engine, self.tokenizer, ServerOptions(port=0, limits=limits))
-        self.server = Server(service)
-        thread = threading.Thread(target=self.server.run)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        options = ServerOptions(port=self.port, limits=limits)
+        self.http = HttpProcess(HttpSpec(options, self.tokenizer, log_level="error"))
+        thread = threading.Thread(target=self.http.serve, args=(self.engine,))
         thread.start()
         try:
-            while service.admission.state == "starting":
-                time.sleep(0.05)
+            self._await_server()
             yield
         finally:
-            self.server.should_exit = True
+            self.http.end()
             thread.join()
+
+    def _await_server(self) -> None:
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/ready"):
+                    return
+            except urllib.error.URLError as error:
+                if not isinstance(error, urllib.error.HTTPError) and self.http.ended:
+                    raise RuntimeError("the server did not start") from error
+                time.sleep(0.1)
+
+    def measured(self, run: Callable[[], Run]) -> Run:
+        """A run with the processor's time of the engine's thread, its process, and the event loop of HTTP."""
+        thread = self.engine.background.thread.native_id
+        places = (f"/proc/self/task/{thread}/schedstat", f"/proc/{self.http.pid}/schedstat")
+
+        def now() -> tuple[float, ...]:
+            own, loop = (int(Path(place).read_text().split()[0]) / 1e9 for place in places)
+            return own, time.process_time(), loop
+
+        before = now()
+        made = run()
+        return made._replace(busy=tuple(b - a for a, b in zip(before, now(), strict=True)))
 
     # ---- runs
 
@@ -169,8 +200,7 @@ class Bench:
             {"prompt": ask.text, "max_tokens": ask.new, "temperature": 0, "ignore_eos": True, "stream": stream, "cache_salt": salt, **usage}
             for ask in asks
         ]  # fmt: skip
-        port = int(self.server.url.rpartition(":")[2])
-        job = {"port": port, "bodies": bodies, "arrivals": arrivals or [0.0] * len(asks)}
+        job = {"port": self.port, "bodies": bodies, "arrivals": arrivals or [0.0] * len(asks)}
         done = subprocess.run([sys.executable, str(CLIENT)], input=json.dumps(job), capture_output=True, text=True, check=False)  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"the client failed: {done.stderr[-2000:]}")
@@ -195,23 +225,25 @@ def throughput(bench: Bench) -> None:
     bench.report.table(
         "serve throughput", f"{len(asks)} requests of the {options.trace} trace, all there from the beginning, up to "
         f"{options.at_once} at once, a tokenizer of {bench.vocabulary} entries", who=("", ""), speed=("tok/s, median", ".0f"),
-        cost=("cost", ".1%"), runs=("tok/s of each run", ""),
+        cost=("cost", ".1%"), busy=("processor, s: engine's thread / process / HTTP", ""), runs=("tok/s of each run", ""),
     )  # fmt: skip
     kinds = {
         "the engine alone": lambda: bench.alone(asks),
         "server, streams": lambda: bench.served(asks),
         "server, whole answers": lambda: bench.served(asks, stream=False),
     }
-    speeds: dict[str, list[float]] = {who: [] for who in kinds}
+    runs: dict[str, list[Run]] = {who: [] for who in kinds}
     for _ in range(options.rounds):
         for who, run in kinds.items():
-            speeds[who].append(run().speed)
-    alone = statistics.median(speeds["the engine alone"])
-    for who, own in speeds.items():
-        speed = statistics.median(own)
+            runs[who].append(bench.measured(run))
+    alone = statistics.median(run.speed for run in runs["the engine alone"])
+    for who, own in runs.items():
+        speed = statistics.median(run.speed for run in own)
+        busy = [statistics.median(times) for times in zip(*(run.busy for run in own), strict=True)]
         bench.report.row(
-            who=who, speed=speed, cost=1 - speed / alone, runs=", ".join(f"{each:.0f}" for each in own)
-        )
+            who=who, speed=speed, cost=1 - speed / alone, busy=" / ".join(f"{each:.1f}" for each in busy),
+            runs=", ".join(f"{run.speed:.0f}" for run in own),
+        )  # fmt: skip
 
 
 def load(bench: Bench) -> None:

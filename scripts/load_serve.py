@@ -137,16 +137,32 @@ class Load:
         self.seconds.append(time.monotonic() - begin)
 
     def watch(self) -> None:
-        """Ask for /health ten times a second, in a thread: the clients' own loop must not be measured."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port)
-        while not self.over.wait(0.1):
-            begin = time.monotonic()
-            connection.request("GET", "/health")
-            answer = connection.getresponse()
-            answer.read()
-            self.health.append((time.monotonic() - begin) * 1000)
-            if answer.status != 200:
-                self.wrong.append(f"/health: {answer.status}")
+        """Have /health asked ten times a second until all clients are done, by a process of its own: the clients'
+        interpreter must not be measured.
+        """
+        command = [sys.executable, __file__, "--watch-health", str(self._port)]
+        watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.over.wait()
+        found, _ = watcher.communicate()
+        for status, milliseconds in json.loads(found):
+            self.health.append(milliseconds)
+            if status != 200:
+                self.wrong.append(f"/health: {status}")
+
+
+def watch_health(port: int) -> list[tuple[int, float]]:
+    """The status and milliseconds of each answer of /health, asked for until standard input ends."""
+    over = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set())).start()
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    found = []
+    while not over.wait(0.1):
+        begin = time.monotonic()
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        answer.read()
+        found.append((answer.status, (time.monotonic() - begin) * 1000))
+    return found
 
 
 def text_of(answer: bytes, stream: bool) -> str:
@@ -198,9 +214,11 @@ def start(flags: list[str]) -> tuple[subprocess.Popen[str], int]:
 
 
 def megabytes(process: int) -> float:
-    """The memory that a process holds."""
-    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    """The memory that a process and those that it has started hold."""
+    proc = Path(f"/proc/{process}")
+    pages = int((proc / "statm").read_text().split()[1])
+    children = [int(each) for tasks in proc.glob("task/*/children") for each in tasks.read_text().split()]
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20 + sum(map(megabytes, children))
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -226,7 +244,11 @@ def main() -> int:
     parser.add_argument("--connections", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=10000)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--watch-health", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.watch_health:
+        print(json.dumps(watch_health(options.watch_health)))
+        return 0
     answers = expected(options.tokens)
     process, port = start([])
     assert process.stderr is not None

@@ -16,7 +16,7 @@ FORMS = {
     "short": (FRAMES, {}),
     "short-timestamps": (FRAMES, {"return_timestamps": True}),
     "short-fields": (FRAMES, {"return_dict_in_generate": True, "output_scores": True}),
-    "long": (3 * FRAMES + 30, {"return_timestamps": True}),
+    "long": (2 * FRAMES + 30, {"return_timestamps": True, "max_new_tokens": 12}),
 }
 
 

@@ -137,7 +137,7 @@ def test_chunks_of_prompts_in_a_graph(
     if form == "spans":
         policy(monkeypatch, pairs=0)
     model = build(BY_NAME[name])
-    params = [PROMPTS[3], PROMPTS[1], PROMPTS[5], PROMPTS[3][:20] + PROMPTS[0], PROMPTS[2], PROMPTS[3]] * 3
+    params = [PROMPTS[3], PROMPTS[1], PROMPTS[5], PROMPTS[3][:20] + PROMPTS[0], PROMPTS[2], PROMPTS[3]] * 2
     with Engine(model, block_size=size, max_batch_tokens=12, max_batch_sequences=4) as engine:
         plans: list[tuple[int, list[int]]] = []
 

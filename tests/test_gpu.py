@@ -290,11 +290,8 @@ def test_the_engine_on_few_blocks(kernels: str) -> None:
         assert tokens == model.generate(ids, **options)[0, len(prompt) :].tolist()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
-def test_layers_on_several_devices(name: str, kernels: str) -> None:
-    """A device map: every layer's pages lie where its keys are, under one table."""
+def _spread(name: str) -> Any:
+    """A model of two layers, one a device."""
     from accelerate import dispatch_model
 
     model = build(BY_NAME[name])
@@ -310,6 +307,15 @@ def test_layers_on_several_devices(name: str, kernels: str) -> None:
     if model.config.tie_word_embeddings:
         places["lm_head"] = 0
     dispatch_model(model, device_map={place: device for place, device in places.items() if place in names})
+    return model
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+def test_layers_on_several_devices(name: str, kernels: str) -> None:
+    """A device map: every layer's pages lie where its keys are, under one table."""
+    model = _spread(name)
     hooked = model.__dict__["forward"]  # accelerate's own
     ids = torch.randint(5, VOCABULARY, (3, 13), generator=torch.Generator().manual_seed(2)).to(0)
     mask = torch.ones_like(ids)
@@ -334,3 +340,22 @@ def test_layers_on_several_devices(name: str, kernels: str) -> None:
     memory_of(model).check()
     assert memory_of(model).held == 0
     assert model.__dict__["forward"] is hooked
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+def test_engine_with_layers_on_several_devices(name: str) -> None:
+    """The engine's requests are those of generate() there, alone and together."""
+    model = _spread(name)
+    chance = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(5, VOCABULARY, (count,), generator=chance).tolist() for count in (13, 5, 30)]
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    with Engine(model, block_size=4, num_blocks=100, max_batch_tokens=16) as engine:
+        outputs = engine.generate([*prompts, prompts[2]], **options)
+        engine.check()
+    for prompt, output in zip([*prompts, prompts[2]], outputs, strict=True):
+        if output.error is not None:
+            raise output.error
+        ids = torch.tensor([prompt], device=0)
+        expected = model.generate(ids, **options)[0, len(prompt) :].tolist()
+        assert output.sequences[0].token_ids == expected

@@ -76,11 +76,11 @@ def test_kernels_and_fused_modules(
     monkeypatch.setitem(RECORDERS, "cpu", rerun)
     model = build(BY_NAME[name])
     setting = model.config._attn_implementation
-    ids = prompts(3, 7)
+    ids = prompts(2, 7)
     mask = torch.ones_like(ids)
     if padded:
         mask[0, :3] = 0
-    stock, paged = both(model, input_ids=ids, attention_mask=mask, max_new_tokens=9, do_sample=False, **call)
+    stock, paged = both(model, input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, **call)
     assert_equal(stock, paged)
     assert counts(model)["replayed"] >= 3, reasons(model)
     del paged

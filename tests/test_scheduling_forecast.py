@@ -76,6 +76,31 @@ def test_the_example_in_a_pool() -> None:
         assert world.scheduler.counts["preemptions"] == 0
 
 
+@pytest.mark.parametrize("admission", ["future", "watermark"])
+def test_the_peak_of_all_requests_is_known(admission: str) -> None:
+    """C40: waiting ones too, whatever admits them. The example needs 31 slots."""
+    for total in (62, 31, 16):
+        world = Simulated.of(
+            total=total, size=1, tokens=64, sequences=8, admission=admission, prefix_caching=False
+        )
+        assert world.scheduler.future_peak == 0
+        for number, (used, left) in enumerate(KNOWN):
+            world.submit(Request(number, prompt(used + 1, number + 1), used + left))
+        assert world.scheduler.future_peak == pytest.approx(31 / total)
+        world.run()
+        assert world.scheduler.future_peak == 0
+
+
+def test_the_peak_expects_answers_as_long_as_others_were() -> None:
+    """C40: 100 answers had 2 tokens of 40, so 4 prompts of 10 are not taken to become 50 long."""
+    world = Simulated.of(total=400, size=1, tokens=64, admission="future", prefix_caching=False)
+    for _ in range(100):
+        world.scheduler.admission.history.add(2)
+    for number in range(4):
+        world.submit(Request(number, prompt(10, number + 1), 50))
+    assert world.scheduler.future_peak < 60 / 400
+
+
 def test_blocks_cost_their_unused_slots() -> None:
     """C40: for B > 1 every sequence may hold B - 1 tokens more than it has."""
     for total, admitted in ((12, 2), (11, 1)):

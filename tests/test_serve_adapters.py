@@ -120,7 +120,7 @@ def test_loading_and_unloading(served: Served, folders: dict[str, str], expected
     assert served.post("/v1/completions", {"prompt": PROMPT, "model": "poet"}).status_code == 404
     assert change(served, "load", lora_name="poet", lora_path=folders["pirate"]).status_code == 200
     assert ask(served, "poet") == expected["pirate"]
-    until(lambda: len(served.service.engine.adapters()) == 2)
+    until(lambda: len(served.engine.adapters()) == 2)
 
 
 def test_an_adapter_in_use_goes_when_its_last_request_has_ended(
@@ -156,7 +156,7 @@ def test_an_adapter_in_use_goes_when_its_last_request_has_ended(
         assert "".join(pieces) == alone
         if way == "replace":
             alone = served.post("/v1/completions", long).json()["choices"][0]["text"]
-    until(lambda: not served.service.engine.adapters())
+    until(lambda: not served.engine.adapters())
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_failed_load_harms_no_other_request(
     assert said in response.json()["error"]["message"]
     assert names(served) == ["demo", "poet"]
     assert ask(served, "poet") == expected["poet"]
-    assert list(served.service.engine.adapters()) == ["poet"]
+    assert list(served.engine.adapters()) == ["poet"]
 
 
 def _wider() -> Any:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from dropout import train_with_dropout
-from serving import serving, until
+from serving import connected, serving, until
 
 from hf_paged.serve.admission import QueueLimit
 from hf_paged.serve.errors import ApiError
@@ -104,13 +104,13 @@ def test_a_deadline_ends_an_answer_or_is_504() -> None:
             else:
                 assert response.status_code == 200
                 assert '"finish_reason":"abort"' in response.text
-        until(lambda: not served.service.engine.stats()["running"])
+        until(lambda: not served.engine.stats()["running"])
 
 
 def test_an_engine_that_dies_is_503_everywhere() -> None:
     """Streams and others end with an error that says so, and the states with it."""
     with serving() as served:
-        engine = served.service.engine
+        engine = served.engine
         found = {}
 
         def ask(stream: bool) -> None:
@@ -141,7 +141,9 @@ def test_a_model_that_cannot_be_warmed_up_stops_the_server(monkeypatch: pytest.M
     from hf_paged.serve.service import Service
 
     model = demo.model()
-    service = Service.of(Engine(model, num_blocks=100), demo.tokenizer(), ServerOptions(port=0))
+    tokenizer = demo.tokenizer()
+    client = connected(Engine(model, num_blocks=100), tokenizer)
+    service = Service.of(client, tokenizer, ServerOptions(port=0))
     model.generation_config.dola_layers = "high"
     codes = []
     thread = threading.Thread(target=lambda: codes.append(run(service)))
@@ -170,14 +172,14 @@ def test_a_request_that_fails_is_500_and_no_other_is() -> None:
     import torch
     from transformers import LogitsProcessor
 
-    from hf_paged.serve import sampling
+    from hf_paged.serve import processors
 
     class Nan(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return scores * float("nan")
 
     with serving() as served, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "Penalties", lambda *_: Nan())
+        patch.setattr(processors, "Penalties", lambda *_: Nan())
         body = {"prompt": "The fox", "max_tokens": 4, "presence_penalty": 1.0, "temperature": 0}
         found = served.post("/v1/completions", body)
         assert found.status_code == 500
@@ -198,7 +200,7 @@ def test_a_second_signal_ends_at_once() -> None:
             )
         )
         thread.start()
-        until(lambda: served.service.engine.stats()["running"] == 1)
+        until(lambda: served.engine.stats()["running"] == 1)
         served.server.handle_exit(signal.SIGINT, None)
         until(lambda: served.service.admission.state == "draining")
         assert served.client.get("/ready").status_code == 503

@@ -202,12 +202,14 @@ def test_the_page_names_every_flag_field_and_metric() -> None:
         TokenizeText,
         UnloadAdapterRequest,
     )
+    from hf_paged.serve.responses import ResponsesRequest
 
     page = (SERVE.parent.parent / "docs" / "serving.md").read_text()
     flags = {flag for flag in parser()[1]["serve"]._option_string_actions if flag.startswith("--")}
     flags -= {"--help", "--enable-prefix-caching"}
     kinds = (
         ChatRequest, CompletionRequest, DetokenizeRequest, LoadAdapterRequest, TokenizeChat, TokenizeText, UnloadAdapterRequest,
+        ResponsesRequest,
     )  # fmt: skip
     fields = {name for kind in kinds for name in kind.model_fields}
     families = [each for each in vars(Metrics("m")).values() if hasattr(each, "samples")]

@@ -92,7 +92,7 @@ def test_draws_are_those_of_their_seed(served: Served) -> None:
     again = served.complete("The owl", **options, return_token_ids=True)
     tokens = [choice["token_ids"] for choice in found["choices"]]
     assert tokens == [choice["token_ids"] for choice in again["choices"]]
-    engine = served.service.engine
+    engine = served.engine
     output = engine.submit(
         ids("The owl"), max_new_tokens=12, do_sample=True, temperature=0.9, top_p=0.9, top_k=30, seed=7,
         num_return_sequences=3,
@@ -105,7 +105,7 @@ def test_without_a_temperature_tokens_are_drawn_from_all(served: Served) -> None
     """As in OpenAI's API: temperature 1, and no top_k of transformers' own."""
     options = {"prompt": "The", "max_tokens": 30, "seed": 3, "return_token_ids": True}
     found = served.post("/v1/completions", options).json()["choices"][0]["token_ids"]
-    output = served.service.engine.submit(
+    output = served.engine.submit(
         ids("The"), max_new_tokens=30, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, seed=3
     ).result(60)
     assert found == output.sequences[0].token_ids
@@ -183,9 +183,7 @@ def test_echo_shows_the_prompt_first(served: Served) -> None:
 
 
 def test_logprobs_of_completions(served: Served) -> None:
-    output = served.service.engine.submit(
-        ids("The fox"), max_new_tokens=6, do_sample=False, logprobs=2
-    ).result(60)
+    output = served.engine.submit(ids("The fox"), max_new_tokens=6, do_sample=False, logprobs=2).result(60)
     notes = output.sequences[0].logprobs
     found = served.complete("The fox", max_tokens=6, logprobs=2)["choices"][0]
     assert found["logprobs"]["token_logprobs"] == pytest.approx([note.logprob for note in notes], abs=1e-4)
@@ -223,7 +221,7 @@ def test_presence_and_frequency_are_openais(served: Served) -> None:
     """score - frequency * count - presence * (count > 0), over the answer alone."""
     import torch
 
-    from hf_paged.serve.sampling import Penalties
+    from hf_paged.serve.processors import Penalties
 
     scores = torch.zeros(1, 6)
     ids = torch.tensor([[5, 5, 1, 2, 2]])
@@ -272,3 +270,32 @@ def test_what_does_not_fit_is_refused_with_the_numbers(served: Served) -> None:
     assert "limit is 32" in served.refusal(n=33, temperature=1)["message"]
     assert "at least one" in served.refusal(prompt="", add_special_tokens=False)["message"]
     assert served.post("/v1/completions", {"prompt": "x" * (32 * longest + 1)}).status_code == 413
+
+
+def test_the_best_of_some_samples(served: Served) -> None:
+    """By the mean logprob of their tokens; the usage counts all of them."""
+    asked = {"prompt": ["The fox", "An owl"], "max_tokens": 8, "temperature": 1.3, "seed": 5}
+    every = served.complete(**asked, n=4, logprobs=0)
+
+    def likeliest(prompt: int) -> list[str]:
+        choices = every["choices"][4 * prompt : 4 * prompt + 4]
+        means = [
+            sum(each["logprobs"]["token_logprobs"]) / len(each["logprobs"]["tokens"]) for each in choices
+        ]
+        assert len(set(means)) > 2
+        return [choices[i]["text"] for i in sorted(range(4), key=lambda i: -means[i])]
+
+    for n in (1, 2):
+        found = served.complete(**asked, n=n, best_of=4)
+        assert [each["index"] for each in found["choices"]] == list(range(2 * n))
+        assert [each["text"] for each in found["choices"]] == likeliest(0)[:n] + likeliest(1)[:n]
+        assert {each["logprobs"] for each in found["choices"]} == {None}
+        used = ("prompt_tokens", "completion_tokens")
+        assert [found["usage"][name] for name in used] == [every["usage"][name] for name in used]
+    for wrong in (
+        {"best_of": 4, "stream": True}, {"best_of": 4, "use_beam_search": True, "temperature": 0}, {"best_of": 2, "n": 3},
+        {"best_of": 4, "temperature": 0}, {"best_of": 33}, {"best_of": 0},
+    ):  # fmt: skip
+        assert "best_of" in served.refusal(**{"temperature": 1, **wrong})["message"] or wrong["best_of"] == 4
+    chat = {"messages": [{"role": "user", "content": "a"}], "best_of": 2}
+    assert "/v1/completions" in served.refusal("/v1/chat/completions", **chat)["message"]

@@ -23,14 +23,13 @@ import pytest
 pytest.importorskip("fastapi")
 
 import httpx
-from serving import GUARD, Served, serving, tokenizer, until
+from serving import GUARD, Served, connected, serving, tokenizer, until
 
 from hf_paged import Engine, demo, trace
 from hf_paged.serve.cli import main
 from hf_paged.serve.html import page
 from hf_paged.serve.keys import Tenant
 from hf_paged.serve.live import BEHIND, LiveMap, Viewer
-from hf_paged.serve.mailbox import Mailbox
 from hf_paged.serve.metrics import Metrics
 from hf_paged.serve.sight import Owner, Owners, Sight, moves
 from hf_paged.trace import MapState, Step
@@ -124,7 +123,7 @@ def traffic(served: Served, keys: list[str | None], count: int = 12) -> None:
         thread.start()
     for thread in threads:
         thread.join(GUARD)
-    until(lambda: not served.service.engine.stats()["running"])
+    until(lambda: not served.engine.stats()["running"])
 
 
 def shown(state: MapState) -> tuple[Any, ...]:
@@ -133,7 +132,7 @@ def shown(state: MapState) -> tuple[Any, ...]:
 
 def settled(served: Served, watch: Watching, folder: Path) -> MapState:
     """The state of a viewer once it has seen all."""
-    held = served.service.engine.stats()["blocks"]["full"]["held"]
+    held = served.engine.stats()["blocks"]["full"]["held"]
     until(lambda: watch.lines[-1]["blocks"][0][0] == held and watch.lines[-1]["requests"] == [0, 0, 0])
     return watch.state(folder)
 
@@ -145,7 +144,7 @@ def test_changes_add_up_to_the_whole_map(tmp_path: Path) -> None:
         seen = settled(served, first, tmp_path)
         with watching(served) as late:
             assert shown(late.state(tmp_path)) == shown(seen)
-        pool = served.service.engine.pools.kv_groups[0].pool
+        pool = served.engine.pools.kv_groups[0].pool
         assert seen.names[0] == {block: digest.hex()[:8] for block, digest in pool.names().items()}
         assert len(seen.cached[0]) == pool.cached
         lines = first.lines
@@ -161,7 +160,7 @@ def test_changes_add_up_to_the_whole_map(tmp_path: Path) -> None:
 
 def test_the_engine_records_nothing_without_viewers(tmp_path: Path) -> None:
     with serving() as served:
-        logs = served.service.engine.pools.kv_groups[0].pool.logs
+        logs = served.engine.pools.kv_groups[0].pool.logs
         assert not logs
         for _ in range(3):
             with watching(served), watching(served):
@@ -359,9 +358,9 @@ def test_a_viewer_that_stops_reading_holds_up_nothing() -> None:
 
     async def run() -> None:
         engine = Engine(demo.model(), block_size=4, num_blocks=200).start()
-        mailbox = Mailbox()
-        mailbox.open()
-        live = LiveMap(engine, mailbox, Metrics("demo"), 2)
+        client = connected(engine, demo.tokenizer())
+        await client.open()
+        live = LiveMap(client, Metrics("demo"), 2)
         slow = live.enter(ALL)
         slow_events = live.events(slow)
         assert (await anext(slow_events)).startswith(b":")
@@ -388,7 +387,7 @@ def test_a_viewer_that_stops_reading_holds_up_nothing() -> None:
         await asyncio.wait_for(reading, 5)
         await live.stop()
         assert not engine.pools.kv_groups[0].pool.logs
-        engine.close()
+        client.close()
 
     asyncio.run(run())
 
@@ -409,7 +408,7 @@ def test_a_socket_that_is_not_read_is_closed_in_the_end() -> None:
             assert sum(len(chunk) for each in list(live.viewers) for chunk in list(each.waiting)) < 2_000_000
         assert not live.viewers
         connection.close()
-        until(lambda: not served.service.engine.pools.kv_groups[0].pool.logs)
+        until(lambda: not served.engine.pools.kv_groups[0].pool.logs)
 
 
 def test_too_many_viewers_are_refused() -> None:

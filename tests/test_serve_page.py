@@ -84,7 +84,7 @@ def test_a_live_map(browser: Browser) -> None:
         browser.until(f"{HELD} === 0")
         browser.until("document.querySelector('#queue').textContent.includes('finished')")
         counts = browser.value(f"{STATE}.pools[0].counts")
-        usage = served.service.engine.stats()["blocks"]["full"]
+        usage = served.engine.stats()["blocks"]["full"]
         assert counts[:4] == [usage["held"], 0, usage["cached"], usage["free"]]
         assert browser.value(f"{STATE}.pools[0].device.cached.reduce((a, b) => a + b)") == usage["cached"]
         browser.until("document.querySelector('#first').textContent.endsWith('s')")
@@ -119,7 +119,7 @@ def test_keys_and_the_table_mirror_the_canvas(browser: Browser) -> None:
         browser.until("document.querySelector('#hover').textContent.startsWith('Block 599 free')")
         browser.value("document.querySelector('#mirror').open = true")
         browser.until("document.querySelectorAll('#mirror-body td').length > 0")
-        cached = served.service.engine.stats()["blocks"]["full"]["cached"]
+        cached = served.engine.stats()["blocks"]["full"]["cached"]
         assert f"cached{cached}0\u2013" in browser.value("document.querySelector('#mirror-body').textContent")
 
 

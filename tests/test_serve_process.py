@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -18,6 +19,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 import httpx
+import psutil
 from serving import events
 
 DRAIN = 3.0
@@ -127,3 +129,28 @@ def test_every_accepted_stream_ends_after_sigterm(process: Process) -> None:
         len([line for line in process.lines if line["message"] == "request" and line["status"] == 200])
         == STREAMS
     )
+
+
+@pytest.mark.parametrize("which", ["engine", "http"])
+def test_if_one_process_dies_the_other_ends(which: str) -> None:
+    """A stream ends with an error or is cut off, the port closes, and the exit code is not 0."""
+    made = Process()
+    try:
+        [http] = psutil.Process(made.popen.pid).children()
+        with (
+            httpx.Client(base_url=made.url, timeout=60) as client,
+            client.stream("POST", "/v1/completions", json=LONG) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            (made.popen if which == "engine" else http).kill()
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                assert '"error"' in "".join(lines)
+        assert made.popen.wait(30) == {"engine": -signal.SIGKILL, "http": 128 + signal.SIGKILL}[which]
+        gone, _ = psutil.wait_procs([http], timeout=30)
+        assert gone
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(made.url)
+    finally:
+        made.popen.kill()
+        made.popen.wait(60)

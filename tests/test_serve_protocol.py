@@ -65,7 +65,7 @@ def test_an_unknown_field_names_the_nearest() -> None:
         ("logit_bias", [1]), ("stream", "yes"), ("stream_options", {"include_usage": True, "other": 1}),
         ("priority", 2**31), ("cache_salt", ""), ("cache_salt", 5), ("length_penalty", 11), ("model", 5), ("prompt", 5),
         ("prompt", []), ("prompt", [[]]), ("prompt", ["a", 1]), ("prompt", [1, True]), ("prompt", [1.0]), ("prompt", {}),
-        ("prompt", [["a"]]), ("prompt", None), ("echo", 1), ("best_of", 2),
+        ("prompt", [["a"]]), ("prompt", None), ("echo", 1), ("best_of", 0),
     ],
 )  # fmt: skip
 def test_wrong_values_are_refused_by_name(field: str, value: Any) -> None:

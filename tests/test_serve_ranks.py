@@ -59,6 +59,7 @@ def test_a_server_of_two_ranks() -> None:
         _until(lines, "ready")
         ranks = psutil.Process(process.pid).children()
         assert len(ranks) == 2
+        assert all("HF_PAGED_STARTED" in each.environ() for each in ranks)  # they end with the command
         body = {"model": "demo", "prompt": "The fox", "max_tokens": 12, "temperature": 0}
         text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
         tokenizer = demo.tokenizer()

@@ -13,60 +13,11 @@ pytest.importorskip("llguidance")
 pytest.importorskip("openai")
 
 import openai
+from reply_cases import CALL, CHAT, CLOCK, WEATHER, reading, saying
 from serving import Served, serving, tokenizer
 
-from hf_paged import demo
 from hf_paged.serve.protocol import ChatRequest
 from hf_paged.serve.replies import Replies
-
-CHAT = [{"role": "user", "content": "What is the weather in Paris?"}]
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather", "description": "The weather of a place",
-        "parameters": {
-            "type": "object", "properties": {"place": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-            "required": ["place", "days"], "additionalProperties": False,
-        },
-    },
-}  # fmt: skip
-CLOCK = {
-    "type": "function",
-    "function": {
-        "name": "clock",
-        "parameters": {
-            "$defs": {"Zone": {"enum": ["UTC", "CET"]}}, "type": "object", "properties": {"zone": {"$ref": "#/$defs/Zone"}},
-            "required": ["zone"], "additionalProperties": False,
-        },
-    },
-}  # fmt: skip
-TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|assistant|>",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": r"\s*(?:<\|eos\|>)", "content": "text"},
-    },
-}  # fmt: skip
-CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Paris", "days": 2}}</tool_call>'
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} {{ c.function.arguments.place }}</tool_call>{% endfor %}"
-    "{% endfor %}{% if tools %}<|system|>{{ tools | map(attribute='function.name') | join(',') }}{% endif %}"
-    "{% if reasoning_effort %}<|system|>{{ reasoning_effort }}{% endif %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def reading() -> Any:
-    """The demo's tokenizer with a response template and a chat template that shows tools."""
-    made = demo.tokenizer()
-    made.response_template = TEMPLATE
-    made.chat_template = CHAT_TEMPLATE
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +30,6 @@ def served() -> Iterator[Served]:
 def client(served: Served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
         yield made
-
-
-def saying(said: str) -> dict[str, Any]:
-    """Fields that make the model say exactly this."""
-    return {"structured_outputs": {"choice": [said]}}
 
 
 def test_what_a_model_says_is_read(client: openai.OpenAI) -> None:
@@ -112,6 +58,29 @@ def test_what_a_model_says_is_read(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     one = client.chat.completions.create(**request, parallel_tool_calls=False).choices[0]
     assert len(one.message.tool_calls) == 1
+
+
+def test_a_chat_template_of_another_form_shows_no_prompt(client: openai.OpenAI) -> None:
+    """Where the response template does not find the beginning of the answer, the answer is read by itself."""
+    made = reading()
+    made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with (
+        serving(tokenizer=made) as served,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as other,
+    ):
+        for said in ("A plain answer.", f"<think>Hm.</think>Well. {CALL}"):
+            request = {
+                "model": "demo",
+                "messages": CHAT,
+                "max_tokens": 200,
+                "temperature": 0,
+                "extra_body": saying(said),
+            }
+            choice = other.chat.completions.create(**request).choices[0]
+            assert (
+                choice.message.content == client.chat.completions.create(**request).choices[0].message.content
+            )
+            assert "weather in Paris" not in choice.message.content
 
 
 def test_a_call_alone_has_no_content(client: openai.OpenAI) -> None:

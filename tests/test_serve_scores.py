@@ -95,7 +95,7 @@ def test_choices_of_a_context_as_a_harness_asks(served: Served) -> None:
     """
     context = ids(TEXT * 3)
     ends = [ids(" The bear slept."), ids(" A mouse ran."), ids(" It was night.")]
-    before = served.service.engine.stats()["tokens"]
+    before = served.engine.stats()["tokens"]
     body = {
         "prompt": [context + end for end in ends],
         "max_tokens": 1,
@@ -104,7 +104,7 @@ def test_choices_of_a_context_as_a_harness_asks(served: Served) -> None:
         "seed": 1234,
     }
     found = served.complete(**body)
-    computed = served.service.engine.stats()["tokens"] - before
+    computed = served.engine.stats()["tokens"] - before
     for choice, end in zip(found["choices"], ends, strict=True):
         scores = right(context + end)[len(context) - 1 :]
         own = choice["logprobs"]["token_logprobs"][len(context) : -1]

@@ -44,16 +44,16 @@ def connect(served: Served, body: dict[str, Any] | None, length: int = 0) -> soc
 
 
 def idle(served: Served) -> bool:
-    stats = served.service.engine.stats()
+    stats = served.engine.stats()
     return not (served.service.admission.in_flight or stats["running"] or stats["waiting"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> None:
     """Its blocks are free long before its answer would have come, and its neighbour's tokens are its own."""
-    before = served.service.engine.stats()["tokens"]
+    before = served.engine.stats()["tokens"]
     connection = connect(served, {**LONG, "stream": stream})
-    until(lambda: served.service.engine.stats()["running"] == 1)
+    until(lambda: served.engine.stats()["running"] == 1)
     if stream:
         connection.recv(100)
     connection.close()
@@ -61,7 +61,7 @@ def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> 
         generated("The owl", max_new_tokens=8)[0]
     )
     until(lambda: idle(served))
-    assert served.service.engine.stats()["tokens"] - before < 800
+    assert served.engine.stats()["tokens"] - before < 800
 
 
 def test_clients_that_leave_at_once(served: Served) -> None:
@@ -79,7 +79,7 @@ def test_a_client_that_does_not_read_delays_no_other(served: Served) -> None:
     slow = connect(
         served, {**LONG, "stream": True, "n": 8, "temperature": 1, "logprobs": 20, "max_tokens": 150}
     )
-    until(lambda: served.service.engine.stats()["running"] == 0 and served.service.admission.in_flight == 1)
+    until(lambda: served.engine.stats()["running"] == 0 and served.service.admission.in_flight == 1)
     begin = time.monotonic()
     assert served.complete("The owl", max_tokens=8)["choices"][0]["text"]
     assert served.client.get("/health").elapsed.total_seconds() < 0.5
@@ -131,8 +131,8 @@ def test_a_stream_without_news_says_that_it_is_alive(served: Served, monkeypatch
         not in served.post("/v1/completions", {**LONG, "stream": True, "max_tokens": 20, "echo": True}).text
     )
     monkeypatch.setattr(generation, "KEEP_ALIVE", 0.05)
-    served.service.engine.pause()
-    timer = threading.Timer(0.5, served.service.engine.resume)
+    served.engine.pause()
+    timer = threading.Timer(0.5, served.engine.resume)
     timer.start()
     body = served.post("/v1/completions", {**LONG, "stream": True, "max_tokens": 5}).text
     timer.join()

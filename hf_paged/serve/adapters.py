@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..engine import Engine
+from .engine_client import CallError, EngineClient
 from .errors import ApiError, invalid
 
 CONFIG = "adapter_config.json"
@@ -40,7 +40,7 @@ class Adapters:
     An adapter that is unloaded or replaced serves the requests that have it to their end.
     """
 
-    def __init__(self, engine: Engine, models: tuple[str, ...], most: int) -> None:
+    def __init__(self, engine: EngineClient, models: tuple[str, ...], most: int) -> None:
         """models: names of the model itself. most: how many there may be."""
         self._engine = engine
         self._models = models
@@ -49,12 +49,12 @@ class Adapters:
         self._loading: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._known: dict[str, ServedAdapter] = {}
-        for name, info in engine.adapters().items():
+        for name, in_model in engine.facts.adapters.items():
             if name in models:
                 raise ValueError(
                     f"{name!r} is the name of the model and of an adapter; give another --served-model-name"
                 )
-            self._known[name] = ServedAdapter(name, name, info.owner == "model")
+            self._known[name] = ServedAdapter(name, name, in_model)
 
     def __iter__(self) -> Iterator[ServedAdapter]:
         return iter(self._known.values())
@@ -92,7 +92,7 @@ class Adapters:
         own = f"{name}#{self._count}"
         self._loading.add(name)
         try:
-            await asyncio.to_thread(self._load, own, path)
+            await self._load(own, path)
         finally:
             self._loading.discard(name)
         old = self._known.get(name)
@@ -100,7 +100,7 @@ class Adapters:
         if old is not None:
             self._leave(old)
 
-    def _load(self, own: str, path: str) -> None:
+    async def _load(self, own: str, path: str) -> None:
         if not os.path.isfile(os.path.join(path, CONFIG)):
             raise ApiError(
                 404,
@@ -108,10 +108,10 @@ class Adapters:
                 "lora_path",
             )
         try:
-            self._engine.add_adapter(own, path)
-        except Exception as error:  # whatever a reader of files raises
+            await self._engine.call("add_adapter", own, path)
+        except CallError as error:  # whatever a reader of files raises
             raise invalid(
-                f"the adapter cannot be loaded: {type(error).__name__}: {error!s:.500}", "lora_path"
+                f"the adapter cannot be loaded: {error.kind}: {error!s:.500}", "lora_path"
             ) from error
 
     def unload(self, name: str) -> None:
@@ -135,8 +135,8 @@ class Adapters:
             task.add_done_callback(self._tasks.discard)
 
     async def _forget(self, own: str) -> None:
-        with suppress(RuntimeError):  # the engine is closed
-            await asyncio.to_thread(self._engine.remove_adapter, own, "idle")
+        with suppress(ApiError, CallError):  # the engine is closed
+            await self._engine.call("remove_adapter", own, "idle")
 
     def shown(self, infos: Mapping[str, Any]) -> dict[str, Any]:
         """`engine.adapters()` by the names that clients know, without those that leave."""

@@ -12,16 +12,18 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..engine import Handle
-from ..engine.sampling.grammar import Grammar
 from .context import Context
+from .engine_client import EngineRequest
 from .errors import ApiError, invalid
-from .forms import ChatForm, CompletionForm, Form, joined
+from .forms import ChatForm, CompletionForm, Form, best, joined
 from .generation import Generation, Piece, Submission, Usage
-from .protocol import NEUTRAL, OF_CHATS, ChatRequest, CompletionRequest, Generating, fields_of, parsed
+from .images import ChatPrompt
+from .items import ResponseForm
+from .protocol import OF_CHATS, OF_COMPLETIONS, ChatRequest, CompletionRequest, Generating, fields_of, parsed
+from .responses import LOGPROBS, OF_RESPONSES, RENAMED, ResponsesRequest
 from .service import Service
 from .sight import Owner
-from .streams import ALIVE, DONE, EventStream, error_event, noticing
+from .streams import ALIVE, EventStream, noticing
 
 log = logging.getLogger("hf_paged.serve")
 COMPLETION_TOKENS = 16
@@ -41,7 +43,7 @@ class EndpointCall(NamedTuple):
 
 async def complete(service: Service, http: Request, body: bytes) -> Response:
     """POST /v1/completions."""
-    request = parsed(CompletionRequest, fields_of(body, {**NEUTRAL, **OF_CHATS}))
+    request = parsed(CompletionRequest, fields_of(body, OF_COMPLETIONS))
     call = _call(service, http, request)
     prompts = request.prompt
     most = service.options.limits.prompts
@@ -52,10 +54,14 @@ async def complete(service: Service, http: Request, body: bytes) -> Response:
             "max_tokens=0 leaves nothing to answer; give 1 or more, or echo=true, or prompt_logprobs",
             "max_tokens",
         )
+    if request.drawn < request.answers:
+        raise invalid(f"best_of={request.best_of} is less than n={request.n}; raise best_of", "best_of")
+    if request.drawn > 1 and request.best_of and (request.stream or request.use_beam_search):
+        raise invalid("best_of ranks whole samples; leave stream and use_beam_search out", "best_of")
 
-    async def ids() -> Ids:
+    async def read() -> list[ChatPrompt]:
         special = request.add_special_tokens is not False
-        return [await service.tokenizer.ids(each, special) for each in prompts]
+        return [ChatPrompt(await service.tokenizer.ids(each, special)) for each in prompts]
 
     def form(number: str, found: Ids) -> Form:
         made = CompletionForm(number, call.model, service.tokenizer, found, request.answers)
@@ -69,12 +75,32 @@ async def complete(service: Service, http: Request, body: bytes) -> Response:
             ]
         return made
 
-    return await _answered(call, len(prompts), ids, form, request.max_tokens, COMPLETION_TOKENS, "cmpl")
+    return await _answered(call, len(prompts), read, form, request.max_tokens, COMPLETION_TOKENS, "cmpl-")
 
 
 async def chat(service: Service, http: Request, body: bytes) -> Response:
     """POST /v1/chat/completions."""
-    request = parsed(ChatRequest, fields_of(body))
+    return await _chat(service, http, parsed(ChatRequest, fields_of(body, OF_CHATS)), ChatForm, "chatcmpl-")
+
+
+async def respond(service: Service, http: Request, body: bytes) -> Response:
+    """POST /v1/responses: a chat in OpenAI's newer form. Nothing is stored."""
+    asked = parsed(ResponsesRequest, fields_of(body, OF_RESPONSES))
+    try:
+        request = asked.chat()
+        if request.logprobs and service.replies.separates(request):
+            raise invalid(f"{LOGPROBS}: parts of this answer are no text; leave it out", "include")
+        return await _chat(service, http, request, partial(ResponseForm, asked), "resp_")
+    except ApiError as error:
+        first = (error.param or "").partition(".")[0]
+        error.param = RENAMED.get(first, error.param)
+        raise
+
+
+async def _chat(
+    service: Service, http: Request, request: ChatRequest, kind: Callable[..., ChatForm], prefix: str
+) -> Response:
+    """The answer to a chat. prefix: of its id."""
     call = _call(service, http, request)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs needs logprobs=true; give it, or leave top_logprobs out", "top_logprobs")
@@ -83,16 +109,16 @@ async def chat(service: Service, http: Request, body: bytes) -> Response:
         raise invalid("max_tokens=0 leaves nothing to answer; give 1 or more", "max_tokens")
     service.replies.check(request, service.options.limits.tools)
 
-    async def ids() -> Ids:
-        return [await service.tokenizer.chat_ids(request)]
+    async def read() -> list[ChatPrompt]:
+        return [await service.tokenizer.chat(request)]
 
     def form(number: str, found: Ids) -> Form:
-        made = ChatForm(number, call.model, service.tokenizer, found, request.answers)
+        made = kind(number, call.model, service.tokenizer, found, request.answers)
         made.replies = service.replies.of(request, lambda: service.tokenizer.text(list(found[0])))
         return made
 
-    default = service.engine.model.generation_config.max_new_tokens
-    return await _answered(call, 1, ids, form, asked, default, "chatcmpl")
+    default = service.engine.facts.defaults.max_new_tokens
+    return await _answered(call, 1, read, form, asked, default, prefix)
 
 
 def _call(service: Service, http: Request, request: Generating) -> EndpointCall:
@@ -104,28 +130,35 @@ def _call(service: Service, http: Request, request: Generating) -> EndpointCall:
 async def _answered(
     call: EndpointCall,
     count: int,
-    ids: Callable[[], Awaitable[Ids]],
+    read: Callable[[], Awaitable[list[ChatPrompt]]],
     form_of: Callable[[str, Ids], Form],
     asked: int | None,
     default: int | None,
     kind: str,
 ) -> Response:
-    """The response to `count` prompts. What it takes of the server is given back with its last byte."""
+    """The response to `count` prompts. What it takes of the server is given back with its last byte.
+
+    kind: what its id begins with.
+    """
     service = call.service
     request = call.request
     with ExitStack() as stack:
         adapter = stack.enter_context(service.adapters.used(call.model))
         stack.enter_context(service.admission.place(count))
-        prompts = await ids()
+        given = await read()
+        stack.enter_context(service.tokenizer.images.held(given))
+        prompts = [each.ids for each in given]
         grammar = await service.structured.grammar(request)
-        submissions = _submissions(call, prompts, asked, default, adapter, grammar)
-        form = form_of(f"{kind}-{call.context.request_id}", prompts)
+        submissions = _submissions(call, given, asked, default, adapter, grammar)
+        form = form_of(kind + call.context.request_id, prompts)
         form.with_logprobs = request.alternatives is not None
         form.scored = request.prompt_logprobs
         form.with_ids = bool(request.return_token_ids)
+        if request.return_tokens_as_token_ids:
+            form.name = "token_id:{}".format
         generation = Generation(
             service.engine,
-            service.mailbox,
+            service.wakes,
             service.metrics,
             call.model if adapter else service.options.names[0],
             bool(request.stream),
@@ -153,7 +186,7 @@ async def _answered(
         )
 
 
-def _own(call: EndpointCall, handle: Handle, ids: tuple[int, ...]) -> None:
+def _own(call: EndpointCall, handle: EngineRequest, ids: tuple[int, ...]) -> None:
     """Let the map know whose a request of the engine is."""
     assert handle.number is not None
     owner = Owner(call.context.tenant.name, call.context.request_id, ids)
@@ -166,11 +199,11 @@ def _disown(call: EndpointCall, generation: Generation) -> None:
 
 def _submissions(
     call: EndpointCall,
-    prompts: Ids,
+    prompts: list[ChatPrompt],
     asked: int | None,
     default: int | None,
     adapter: dict[str, Any],
-    grammar: Grammar | None,
+    grammar: str | None,
 ) -> list[Submission]:
     """What the engine is given; nothing for a prompt that is only to be shown."""
     service = call.service
@@ -180,16 +213,17 @@ def _submissions(
     if asked == 0 and scored is None:
         return []
     made = []
-    for ids in prompts:
+    for ids, media in prompts:
         # The engine answers with one token at least; it is left out where none is asked for.
         new = service.new_tokens(asked or (1 if asked == 0 else None), default, len(ids))
-        keywords = {**service.keywords(request, tenant, len(ids), new), **adapter}
+        keywords = {**service.keywords(request, tenant, new), **adapter}
         if scored is not None:
             keywords["prompt_logprobs"] = scored or True
         if grammar is not None:
-            processors = [*keywords.get("logits_processor", ()), grammar.processor(len(ids))]
-            keywords["logits_processor"] = processors
-        made.append(Submission(ids, keywords, service.texts(request, request.stop or ())))
+            keywords["grammar"] = grammar
+        if media:
+            keywords["media"] = media
+        made.append(Submission(ids, keywords, service.texts(request)))
     return made
 
 
@@ -229,14 +263,18 @@ async def _whole(call: EndpointCall, generation: Generation, form: Form, prompts
     """The answer as one body."""
     pieces = [piece async for some in generation.pieces() for piece in some]
     usage = _usage(call, generation, prompts)
-    answers = joined(_shown(call, pieces)) if generation.answers else _nothing_new(call, prompts)
+    request = call.request
+    if generation.answers:
+        answers = best(joined(_shown(call, pieces)), request.drawn, request.answers)
+    else:
+        answers = _nothing_new(call, prompts)
     reasons = {piece.finish_reason for piece in answers}
     if reasons == {"abort"} and not usage.completion_tokens:
         call.service.admission.require_ready()  # a drain is 503
         raise ApiError(
             504, "the request was broken off before its first token; send it again", code="timeout"
         )
-    if call.request.scored is None:
+    if request.scored is None:
         return JSONResponse(form.whole(answers, usage))
     # Of every token of the prompts there is something to write.
     return await asyncio.to_thread(lambda: JSONResponse(form.whole(answers, usage)))
@@ -262,11 +300,9 @@ async def _chunks(
             if chunk:
                 yield chunk
         usage = _usage(call, generation, prompts)
-        if call.request.with_usage:
-            yield form.usage_chunk(usage)
+        yield form.closing(usage, call.request.with_usage)
     except ApiError as error:
-        yield error_event(error)
+        yield form.failure(error)
     except Exception:
         log.exception("unexpected error", extra={"request_id": call.context.request_id})
-        yield error_event(ApiError(500, "the server failed; see its log"))
-    yield DONE
+        yield form.failure(ApiError(500, "the server failed; see its log"))

@@ -6,41 +6,46 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Scope
 
 import hf_paged
 
-from .answering import chat, complete
+from . import openapi
+from .answering import chat, complete, respond
 from .context import Context
-from .errors import ApiError, invalid, too_large, unavailable
-from .guard import Guard
+from .dev import add_dev_routes
+from .engine_client import CallError
+from .errors import ApiError, invalid, unavailable
+from .guard import OPEN_PATHS, Guard
 from .html import page
-from .options import ServerLimits
 from .protocol import (
-    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     LoadAdapterRequest,
+    Part,
     TokenizeChat,
     TokenizeText,
     UnloadAdapterRequest,
     fields_of,
     parsed,
+    read_body,
 )
+from .responses import ResponsesRequest
 from .service import Service
 from .streams import EventStream
 
 log = logging.getLogger("hf_paged.serve")
+SCHEMAS = "#/components/schemas/"
 Answering = Callable[[Service, Request, bytes], Awaitable[Response]]
 SHOWN_BLOCKS = 256
 """Blocks of a prompt whose text the map shows."""
@@ -57,6 +62,7 @@ def make_app(service: Service, drop: Callable[[Scope], None] = lambda scope: Non
         docs_url=None,
         redoc_url=None,
         lifespan=lambda _: _life(service),
+        responses=openapi.ALWAYS,
         exception_handlers={
             ApiError: _api_error,
             HTTPException: _http_error,
@@ -64,7 +70,7 @@ def make_app(service: Service, drop: Callable[[Scope], None] = lambda scope: Non
         },
     )
     options = service.options
-    app.add_middleware(Guard, options=options, keys=service.keys, metrics=service.metrics, drop=drop)
+    app.add_middleware(Guard, service=service, drop=drop)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
@@ -73,14 +79,15 @@ def make_app(service: Service, drop: Callable[[Scope], None] = lambda scope: Non
     _add_facts(app, service)
     _add_map(app, service)
     _add_posts(app, service)
+    if options.dev:
+        add_dev_routes(app, service)
     return app
 
 
 @asynccontextmanager
 async def _life(service: Service) -> AsyncIterator[None]:
     """From the first connection to the last: the engine runs, and is warm before requests are let in."""
-    service.mailbox.open()
-    service.engine.start()
+    await service.engine.open()
     warm_up = asyncio.create_task(_warm_up(service))
     try:
         yield
@@ -90,19 +97,18 @@ async def _life(service: Service) -> AsyncIterator[None]:
             await warm_up
         await service.live.stop()
         service.tokenizer.close()
+        service.tokenizer.images.close()
         service.structured.close()
-        await asyncio.to_thread(service.engine.close)
+        service.engine.close()
 
 
 async def _warm_up(service: Service) -> None:
     """Compute an answer, so that the first client does not pay for what is made once."""
     try:
-        await asyncio.to_thread(service.sampling.prepare)
+        await service.engine.call("prepare")
         for options in ({"do_sample": False}, {"do_sample": True, "seed": 0}):
-            handle = service.engine.submit([0], max_new_tokens=min(WARM_UP, service.longest - 1), **options)
-            output = await handle
-            if output.error is not None:
-                raise output.error
+            await _answer_once(service, (0,), options)
+        await _try_image(service)
     except Exception as error:
         log.error("the warm-up failed: %s: %s", type(error).__name__, error)
         service.admission.state = "failed"
@@ -110,6 +116,31 @@ async def _warm_up(service: Service) -> None:
     if service.admission.state == "starting":
         service.admission.state = "ready"
         log.info("ready")
+
+
+async def _answer_once(service: Service, ids: tuple[int, ...], options: dict[str, Any]) -> None:
+    """Compute a short answer; RuntimeError if that fails."""
+    ended = asyncio.Event()
+    new = min(WARM_UP, service.longest - 1)
+    request = await service.engine.submit(ids, {"max_new_tokens": new, **options}, ended.set, False)
+    while request.end is None and service.engine.driven:
+        await ended.wait()
+        ended.clear()
+    if request.end is None or request.end.failure is not None:
+        raise RuntimeError(f"the first request has failed: {request.end}")
+
+
+async def _try_image(service: Service) -> None:
+    """Have the model look at an image, if it seems to take some; else requests with images are refused."""
+    images = service.tokenizer.images
+    if images.refusal is not None:
+        return
+    try:
+        ids, media = await service.tokenizer.trial()
+        await _answer_once(service, ids, {"do_sample": False, "media": media})
+    except (ApiError, CallError, RuntimeError) as error:
+        images.refusal = str(error)[:500]
+        log.warning("images are not served: %s", images.refusal)
 
 
 # ---- how the server is
@@ -124,20 +155,20 @@ def _add_states(app: FastAPI, service: Service) -> None:
                 "the engine has stopped after an error; restart the server", 30, "engine_stopped"
             )
 
-    @app.get("/health", summary="200 if requests can be served")
-    async def health() -> dict[str, str]:
+    @app.get("/health", response_model=openapi.ServerState, summary="200 if requests can be served")
+    async def health() -> Any:
         alive()
         if service.admission.state == "starting":
             service.admission.require_ready()
-        return {"status": service.admission.state}
+        return {"status": "draining" if service.admission.state == "draining" else "ready"}
 
-    @app.get("/live", summary="200 unless the process must be restarted")
-    async def live() -> dict[str, str]:
+    @app.get("/live", response_model=openapi.ServerState, summary="200 unless the process must be restarted")
+    async def live() -> Any:
         alive()
         return {"status": "alive"}
 
-    @app.get("/ready", summary="200 if new requests are let in")
-    async def ready() -> dict[str, str]:
+    @app.get("/ready", response_model=openapi.ServerState, summary="200 if new requests are let in")
+    async def ready() -> Any:
         service.admission.require_ready()
         return {"status": "ready"}
 
@@ -145,24 +176,23 @@ def _add_states(app: FastAPI, service: Service) -> None:
 def _add_facts(app: FastAPI, service: Service) -> None:
     """What clients read."""
 
-    @app.get("/version")
-    async def version() -> dict[str, str]:
+    @app.get("/version", response_model=openapi.Version)
+    async def version() -> Any:
         return {"version": hf_paged.__version__}
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    @app.get("/v1/models", response_model=openapi.ServedModels)
+    async def models() -> Any:
         names = [*service.options.names, *(each.name for each in service.adapters)]
         return {"object": "list", "data": [_model(service, name) for name in names]}
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    @app.get("/v1/models/{name:path}", response_model=openapi.ServedModel, responses=openapi.errors(400, 404))
+    async def model(name: str) -> Any:
         return _model(service, service.model(name))
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response, responses={200: {"content": openapi.TEXT}})
     async def metrics() -> Response:
-        # A step may run: the books are asked in another thread.
-        stats = await asyncio.to_thread(service.engine.stats)
-        infos = service.adapters.shown(await asyncio.to_thread(service.engine.adapters))
+        stats = await service.engine.call("stats")
+        infos = service.adapters.shown(await service.engine.call("adapters"))
         text = service.metrics.exposition(stats, service.admission.in_flight, infos)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
@@ -193,7 +223,12 @@ def _add_map(app: FastAPI, service: Service) -> None:
     async def index() -> Response:
         return Response(shown, media_type="text/html", headers=PAGE_HEADERS)
 
-    @app.get("/map", summary="The map of the blocks as it changes, as events in the form of a trace")
+    @app.get(
+        "/map",
+        summary="The map of the blocks as it changes, as events in the form of a trace",
+        response_class=Response,
+        responses={200: {"content": openapi.STREAM}, **openapi.errors(429)},
+    )
     async def live(request: Request) -> Response:
         context = Context.of(request.scope)
         viewer = service.live.enter(context.tenant)
@@ -205,82 +240,23 @@ def _add_map(app: FastAPI, service: Service) -> None:
             lambda: service.live.close(viewer),
         )
 
-    @app.get("/map/requests/{number}", summary="The prompt of a request on the map, block by block")
-    async def prompt(request: Request, number: int) -> dict[str, Any]:
+    @app.get(
+        "/map/requests/{number}",
+        summary="The prompt of a request on the map, block by block",
+        response_model=openapi.MapPrompt,
+        responses=openapi.errors(400, 404),
+    )
+    async def prompt(request: Request, number: int) -> Any:
         owner = owners.of(number, Context.of(request.scope).tenant)
         if owner is None:
             raise ApiError(404, f"request {number} is not under way, or it is not of this key")
-        size = service.engine.config.block_size
+        size = service.engine.facts.block_size
         ids = owner.ids[: SHOWN_BLOCKS * size]
         blocks = [service.tokenizer.text(list(ids[i : i + size])) for i in range(0, len(ids), size)]
         return {"number": number, "request_id": owner.request_id, "blocks": blocks}
 
 
-# ---- bodies
-
-
-def _add_posts(app: FastAPI, service: Service) -> None:
-    """Routes with a body, which is read within limits and checked by name."""
-    routes: list[tuple[str, Answering, tuple[type[Body], ...]]] = [
-        ("/v1/completions", complete, (CompletionRequest,)),
-        ("/v1/chat/completions", chat, (ChatRequest,)),
-        ("/tokenize", tokenize, (TokenizeText, TokenizeChat)),
-        ("/detokenize", detokenize, (DetokenizeRequest,)),
-        ("/v1/load_lora_adapter", load_adapter, (LoadAdapterRequest,)),
-        ("/v1/unload_lora_adapter", unload_adapter, (UnloadAdapterRequest,)),
-    ]
-    for path, answer, kinds in routes:
-        _add_post(app, service, path, answer, kinds)
-    kinds = tuple(kind for _, _, some in routes for kind in some)
-    _, defined = models_json_schema(
-        [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
-    )
-    stock = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        described = stock()
-        described.setdefault("components", {}).setdefault("schemas", {}).update(defined["$defs"])
-        return described
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _add_post(
-    app: FastAPI, service: Service, path: str, answer: Answering, kinds: tuple[type[Body], ...]
-) -> None:
-    schemas = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in kinds]
-    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-    async def route(request: Request) -> Response:
-        await service.turns.take()
-        return await answer(service, request, await read_body(request, service.options.limits))
-
-    app.add_api_route(
-        path, route, methods=["POST"], openapi_extra=described, summary=answer.__doc__, name=path
-    )
-
-
-async def read_body(request: Request, limits: ServerLimits) -> bytes:
-    """The body of a request: JSON by its header, of limited size, in limited time."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"the body has content-type {kind[:80]!r}; send application/json")
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > limits.body_bytes:
-        raise too_large(f"the body has {declared} bytes and the limit is {limits.body_bytes}; send less")
-    body = bytearray()
-    try:
-        async with asyncio.timeout(limits.body_seconds):
-            async for part in request.stream():
-                body += part
-                if len(body) > limits.body_bytes:
-                    raise too_large(f"the body has more than {limits.body_bytes} bytes; send less")
-    except TimeoutError:
-        raise ApiError(408, f"the body took longer than {limits.body_seconds} s; send it faster") from None
-    except ClientDisconnect:
-        raise invalid("the client left before its body was complete") from None
-    return bytes(body)
+# ---- texts and ids
 
 
 async def tokenize(service: Service, http: Request, body: bytes) -> Response:
@@ -291,7 +267,7 @@ async def tokenize(service: Service, http: Request, body: bytes) -> Response:
     service.model(request.model)
     with service.admission.place(1):
         if isinstance(request, TokenizeChat):
-            ids = await service.tokenizer.chat_ids(request)
+            ids = (await service.tokenizer.chat(request)).ids
         else:
             ids = await service.tokenizer.ids(request.prompt, request.add_special_tokens is not False)
     found = {"count": len(ids), "max_model_len": service.longest, "tokens": list(ids)}
@@ -336,6 +312,67 @@ def _require_may_change_adapters(service: Service, http: Request) -> None:
             "adapters are loaded by an admin key here; start the server with --admin-api-key, or with "
             "--allow-runtime-lora-updating",
         )
+
+
+# ---- bodies
+
+
+class Post(NamedTuple):
+    """A route with a body, and what /openapi.json says of it. kinds: the forms of its body."""
+
+    path: str
+    answer: Answering
+    kinds: tuple[type[Part], ...]
+    responses: openapi.Responses
+    example: dict[str, Any]
+
+
+MESSAGES = [{"role": "user", "content": "Tell me a story"}]
+CHANGED: openapi.Responses = {200: {"content": openapi.TEXT}, **openapi.OF_BODIES}
+TOKENIZED: openapi.Responses = {200: {"model": openapi.Tokens}, **openapi.OF_BODIES}
+DETOKENIZED: openapi.Responses = {200: {"model": openapi.Text}, **openapi.OF_BODIES}
+POSTS = (
+    Post("/v1/completions", complete, (CompletionRequest,), openapi.answers(openapi.Completion),
+         {"prompt": "The fox", "max_tokens": 20, "logprobs": 1}),
+    Post("/v1/chat/completions", chat, (ChatRequest,), openapi.answers(openapi.ChatCompletion),
+         {"messages": MESSAGES, "max_tokens": 20}),
+    Post("/v1/responses", respond, (ResponsesRequest,), openapi.answers(openapi.ResponseObject),
+         {"input": "Tell me a story", "max_output_tokens": 20}),
+    Post("/tokenize", tokenize, (TokenizeText, TokenizeChat), TOKENIZED, {"prompt": "The fox"}),
+    Post("/detokenize", detokenize, (DetokenizeRequest,), DETOKENIZED, {"tokens": [5, 6, 7]}),
+    Post("/v1/load_lora_adapter", load_adapter, (LoadAdapterRequest,), CHANGED,
+         {"lora_name": "poet", "lora_path": "adapters/poet"}),
+    Post("/v1/unload_lora_adapter", unload_adapter, (UnloadAdapterRequest,), CHANGED, {"lora_name": "poet"}),
+)  # fmt: skip
+
+
+def _add_posts(app: FastAPI, service: Service) -> None:
+    """Routes with a body, which is read within limits and checked by name."""
+    for each in POSTS:
+        _add_post(app, service, each)
+    kinds = [kind for each in POSTS for kind in each.kinds]
+    _, defined = models_json_schema(
+        [(kind, "validation") for kind in kinds], ref_template=f"{SCHEMAS}{{model}}"
+    )
+    openapi.describe(app, defined["$defs"], not service.keys.open, OPEN_PATHS)
+
+
+def _add_post(app: FastAPI, service: Service, post: Post) -> None:
+    async def route(request: Request) -> Response:
+        return await post.answer(service, request, await read_body(request, service.options.limits))
+
+    app.add_api_route(
+        post.path,
+        route,
+        methods=["POST"],
+        openapi_extra=openapi.body_of(
+            *({"$ref": SCHEMAS + kind.__name__} for kind in post.kinds), example=post.example
+        ),
+        summary=post.answer.__doc__,
+        name=post.path,
+        response_class=Response,
+        responses=post.responses,
+    )
 
 
 # ---- errors

@@ -31,6 +31,7 @@ ABSENT = {
     "--data-parallel-size": "start one server per device",
     "--enable-auto-tool-choice": "tools need no flag",
     "--guided-decoding-backend": "structured output is by llguidance: pip install 'hf_paged[structured]'",
+    "--limit-mm-per-prompt": "see --limit-images and --limit-image-pixels",
     "--max-lora-rank": "the engine takes adapters of any rank",
     "--pipeline-parallel-size": "give --device-map auto",
     "--quantization": "the checkpoint's config decides",
@@ -87,104 +88,94 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
 def _add_source(to: Parser, optional: bool = False) -> None:
     model: dict[str, Any] = {"nargs": "?"} if optional else {}
     to.add_argument("model", metavar="MODEL", help="a name on the Hub, a folder, or demo", **model)
-    group = to.add_argument_group("model")
-    group.add_argument("--revision", help="of the checkpoint on the Hub")
-    group.add_argument("--tokenizer", help="a name or folder, if it is not the model's")
-    group.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
-    group.add_argument("--device", help="as torch names it; the first CUDA device, or cpu")
-    group.add_argument("--device-map", help="instead of --device, as from_pretrained takes it: auto")
-    group.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code that comes with the model"
-    )
+    add = to.add_argument_group("model").add_argument
+    add("--revision", help="of the checkpoint on the Hub")
+    add("--tokenizer", help="a name or folder, if it is not the model's")
+    add("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
+    add("--device", help="as torch names it; the first CUDA device, or cpu")
+    add("--device-map", help="instead of --device, as from_pretrained takes it: auto")
+    add("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
 
 
 def _add_serve(to: Parser) -> None:
     _add_source(to)
-    where = to.add_argument_group("address")
-    where.add_argument("--host", default="127.0.0.1", help="0.0.0.0 serves the network; give --api-key then")
-    where.add_argument("--port", type=int, default=8000)
-    where.add_argument("--uds", help="a Unix socket instead of a port")
-    where.add_argument(
-        "--root-path", default="", help="the path under which a proxy shows the server: /prefix"
-    )
-    where.add_argument("--ssl-keyfile")
-    where.add_argument("--ssl-certfile")
-    where.add_argument("--ssl-keyfile-password")
-    where.add_argument("--ssl-ca-certs", help="of clients")
-    where.add_argument(
-        "--served-model-name", nargs="+", help="what clients call the model; the first is shown"
-    )
-    who = to.add_argument_group("access")
-    who.add_argument("--api-key", action="append", default=[], help="may be repeated; also $HF_PAGED_API_KEY")
-    who.add_argument("--api-key-file", help="a key on each line, where no process list shows them")
-    who.add_argument(
-        "--admin-api-key", action="append", default=[], help="a key that sees the requests of all on the map"
-    )
-    who.add_argument(
+    add = to.add_argument_group("address").add_argument
+    add("--host", default="127.0.0.1", help="0.0.0.0 serves the network; give --api-key then (127.0.0.1)")
+    add("--port", type=int, default=8000, help="0 takes a free one, which the log names (8000)")
+    add("--uds", help="a Unix socket instead of a port")
+    add("--root-path", default="", help="the path under which a proxy shows the server: /prefix")
+    add("--ssl-keyfile", help="for https, with --ssl-certfile")
+    add("--ssl-certfile", help="of the server")
+    add("--ssl-keyfile-password", help="of an encrypted key file")
+    add("--ssl-ca-certs", help="of clients")
+    add("--served-model-name", nargs="+", help="what clients call the model; the first is shown")
+    _add_access(to.add_argument_group("access").add_argument)
+    to.add_argument_group("ranks").add_argument(
+        "--tensor-parallel-size", "--tp", type=int, default=1, metavar="N",
+        help="devices that compute the model together, each a process with its part (1)",
+    )  # fmt: skip
+    _add_adapters(to.add_argument_group("adapters").add_argument)
+    _add_engine(to.add_argument_group("engine").add_argument)
+    _add_limits(to)
+    add = to.add_argument_group("other").add_argument
+    add("--chat-template", help="a Jinja file, or the template itself")
+    add("--response-template", help="a JSON file or the template: how tool calls and reasoning are read")
+    add("--dev", action="store_true", help="routes for training loops: /pause, /load_weights, ...")
+    add("--vllm-metric-names", action="store_true", help="serve the metrics as vllm:..., too")
+    levels = ["debug", "info", "warning", "error"]
+    add("--log-level", default="info", choices=levels, help="the least that is logged (info)")
+    add("--log-format", default="auto", choices=["auto", "json", "text"], help="auto: text in a terminal")
+
+
+def _add_access(add: Any) -> None:
+    add("--api-key", action="append", default=[], help="may be repeated; also $HF_PAGED_API_KEY")
+    add("--api-key-file", help="a key on each line, where no process list shows them")
+    add("--admin-api-key", action="append", default=[], help="a key that sees the requests of all on the map")
+    add(
         "--prefix-cache-share", nargs="+", default=[], metavar="KEY=SHARE",
         help="how large keys' shares of the cached blocks are beside each other, as in key-0=3; 1 for others",
     )  # fmt: skip
-    who.add_argument("--share-prefixes", action="store_true", help="let keys share cached prefixes")
-    who.add_argument("--allowed-host", action="append", default=[], help="a Host header that is answered")
-    who.add_argument(
-        "--allowed-origin", action="append", default=[], help="whose pages may call: https://a.b"
-    )
-    to.add_argument_group("ranks").add_argument(
-        "--tensor-parallel-size",
-        "--tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="devices that compute the model together, each a process with its part (1)",
-    )
-    _add_adapters(to.add_argument_group("adapters"))
-    _add_engine(to.add_argument_group("engine"))
-    _add_limits(to)
-    other = to.add_argument_group("other")
-    other.add_argument("--chat-template", help="a Jinja file, or the template itself")
-    other.add_argument(
-        "--response-template",
-        help="a JSON file, or the template itself: how tool calls and reasoning are read",
-    )
-    other.add_argument("--vllm-metric-names", action="store_true", help="serve the metrics as vllm:..., too")
-    other.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    other.add_argument("--log-format", default="auto", choices=["auto", "json", "text"])
+    add("--share-prefixes", action="store_true", help="let keys share cached prefixes")
+    add("--allowed-host", action="append", default=[], help="a Host header that is answered")
+    add("--allowed-origin", action="append", default=[], help="whose pages may call: https://a.b")
+    add(
+        "--allowed-media-domains", nargs="+", default=[], metavar="HOST",
+        help="from which images of requests are fetched; without it they come in data: URLs alone",
+    )  # fmt: skip
 
 
-def _add_adapters(group: Any) -> None:
-    group.add_argument(
-        "--lora-modules",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME=PATH",
+def _add_adapters(add: Any) -> None:
+    add(
+        "--lora-modules", nargs="+", action="extend", default=[], metavar="NAME=PATH",
         help="LoRA adapters that requests choose as their model",
-    )
-    group.add_argument("--max-loras", type=int, help="adapters on the device at once (16)")
-    group.add_argument("--enable-lora", action="store_true", help="the default")
-    group.add_argument(
-        "--allow-runtime-lora-updating",
-        action="store_true",
+    )  # fmt: skip
+    add("--max-loras", type=int, help="adapters on the device at once (16)")
+    add("--enable-lora", action="store_true", help="the default")
+    add(
+        "--allow-runtime-lora-updating", action="store_true",
         help="let every key load adapters from folders; an admin key always may",
-    )
+    )  # fmt: skip
 
 
-def _add_engine(group: Any) -> None:
-    group.add_argument("--max-model-len", type=int, help="the longest sequence, prompt and answer")
-    group.add_argument("--max-num-seqs", type=int, help="sequences that run at once (256)")
-    group.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens of a step (2048)")
-    group.add_argument("--block-size", type=int, default=16, help="tokens of a block (16)")
-    group.add_argument("--num-blocks", type=int, help="blocks of a pool, instead of a share of the memory")
-    group.add_argument("--gpu-memory-utilization", type=float, help="share of the free memory for pools")
-    group.add_argument("--no-enable-prefix-caching", action="store_true")
-    group.add_argument("--enable-prefix-caching", action="store_true", help="the default")
-    group.add_argument("--scheduling-policy", default="fcfs", choices=["fcfs", "priority"])
-    group.add_argument("--admission", default="watermark", choices=["watermark", "future"])
-    group.add_argument("--preemption", default="auto", choices=["auto", "swap", "recompute"])
-    group.add_argument("--kernels", default="auto", choices=["auto", "triton", "native", "torch"])
-    group.add_argument("--enforce-eager", action="store_true", help="capture no steps")
-    group.add_argument("--compile", action="store_true", help="compile captured steps")
-    group.add_argument("--seed", type=int, help="of requests without one")
+def _add_engine(add: Any) -> None:
+    add("--max-model-len", type=int, help="the longest sequence, prompt and answer")
+    add("--max-num-seqs", type=int, help="sequences that run at once (256)")
+    add("--max-num-batched-tokens", type=int, default=2048, help="tokens of a step (2048)")
+    add("--block-size", type=int, default=16, help="tokens of a block (16)")
+    add("--num-blocks", type=int, help="blocks of a pool, instead of a share of the memory")
+    add("--gpu-memory-utilization", type=float, help="share of the free memory for pools")
+    add("--no-enable-prefix-caching", action="store_true", help="compute every prompt whole")
+    add("--enable-prefix-caching", action="store_true", help="the default")
+    policies = ["fcfs", "priority"]
+    add("--scheduling-policy", default="fcfs", choices=policies, help="who runs next (fcfs: who came first)")
+    add("--admission", default="watermark", choices=["watermark", "future"], help="when a request may begin")
+    preemptions = ["auto", "swap", "recompute"]
+    add("--preemption", default="auto", choices=preemptions, help="of a request whose blocks others need")
+    kernels = ["auto", "triton", "native", "torch"]
+    add("--kernels", default="auto", choices=kernels, help="that read the pages (auto: the fastest here)")
+    add("--enforce-eager", action="store_true", help="capture no steps")
+    add("--compile", action="store_true", help="compile captured steps")
+    add("--seed", type=int, help="of requests without one")
 
 
 def _add_limits(to: Parser) -> None:
@@ -267,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _source(given: argparse.Namespace) -> Any:
+def source_of(given: argparse.Namespace) -> Any:
     from .loading import Source
 
     if given.device and given.device_map:
@@ -284,7 +275,7 @@ def info(given: argparse.Namespace) -> int:
     if getattr(given, "model", None):
         from .info import model_lines
 
-        print("\n".join(["", *model_lines(_source(given))]))
+        print("\n".join(["", *model_lines(source_of(given))]))
     return 0
 
 
@@ -300,7 +291,7 @@ def generate(given: argparse.Namespace) -> int:
     if given.stop:
         options["stop_strings"] = given.stop
     prompts = prompts_of(given.prompt, given.file, given.lines)
-    return run(_source(given), prompts, given.chat, given.json or given.lines, options)
+    return run(source_of(given), prompts, given.chat, given.json or given.lines, options)
 
 
 def _sampling(given: argparse.Namespace) -> dict[str, Any]:
@@ -317,7 +308,7 @@ def chat(given: argparse.Namespace) -> int:
     """hf-paged chat."""
     from .chat import run
 
-    return run(_source(given), given.system, given.max_tokens, _sampling(given))
+    return run(source_of(given), given.system, given.max_tokens, _sampling(given))
 
 
 def bench(given: argparse.Namespace) -> int:
@@ -326,7 +317,7 @@ def bench(given: argparse.Namespace) -> int:
 
     load = Load(given.num_prompts, given.input_len, given.output_len, given.batch_size, given.seed)
     options = {} if given.max_num_seqs is None else {"max_batch_sequences": given.max_num_seqs}
-    return run(_source(given), load, options, given.out, given.json)
+    return run(source_of(given), load, options, given.out, given.json)
 
 
 def completion(given: argparse.Namespace) -> int:
@@ -371,20 +362,18 @@ def trace(given: argparse.Namespace) -> int:
 def serve(given: argparse.Namespace) -> int:
     """hf-paged serve."""
     try:
+        from .http_process import HttpProcess, HttpSpec
         from .keys import Keys
         from .logs import set_up
-        from .server import run
-        from .service import Service
     except ImportError as error:
         raise ImportError(f"the server needs {error.name}: pip install 'hf_paged[serve]'") from error
-    from ..engine import Engine
     from . import ranks
 
     size = given.tensor_parallel_size
     if size < 1:
         raise ValueError(f"--tensor-parallel-size {size} is not a number of devices; give 1 or more")
     set_up(given.log_level, given.log_format)
-    source = _source(given)
+    source = source_of(given)
     options = server_options(given, source.name)
     if size > 1 and not ranks.is_rank():
         return ranks.start(size, given.arguments)
@@ -392,24 +381,42 @@ def serve(given: argparse.Namespace) -> int:
         ranks.check_size(size)
     keys = Keys(options.api_keys, admin_keys=options.admin_api_keys)
     shares = cache_shares(given.prefix_cache_share, keys.names)
+    modules = adapter_sources(given.lora_modules)
+    spec = HttpSpec(
+        options,
+        source.load_processor(),
+        template_of(given.chat_template),
+        response_template_of(given),
+        given.log_level,
+        given.log_format,
+    )
+    if size > 1 and not ranks.leads():
+        return ranks.follow(engine_of(given, source, shares, {}))
+    process = HttpProcess(spec)
+    try:
+        engine = engine_of(given, source, shares, modules)
+        if size > 1:
+            ranks.end_with_parent()
+        _warn_if_open(options)
+        return process.serve(engine)
+    finally:
+        process.end()
+
+
+def engine_of(
+    given: argparse.Namespace, source: Any, shares: dict[str, float], modules: dict[str, str]
+) -> Any:
+    """The engine by the flags, with its adapters."""
+    from ..engine import Engine
+
     if given.seed is not None:
         import torch
 
         torch.manual_seed(given.seed)
-    tokenizer = source.load_tokenizer()
-    modules = adapter_sources(given.lora_modules)
     engine = Engine(source.load(), **engine_options(given), cache_shares=shares)
-    if not engine.leads:
-        return ranks.follow(engine)
-    if size > 1:
-        ranks.end_with_parent()
     for name, path in modules.items():
         engine.add_adapter(name, path)
-    service = Service.of(
-        engine, tokenizer, options, _template(given.chat_template), _response_template(given)
-    )
-    _warn_if_open(options)
-    return run(service)
+    return engine
 
 
 def adapter_sources(given: Sequence[str]) -> dict[str, str]:
@@ -428,14 +435,7 @@ def adapter_sources(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-COMMANDS = {
-    "serve": serve,
-    "generate": generate,
-    "chat": chat,
-    "bench": bench,
-    "trace": trace,
-    "completion": completion,
-}
+COMMANDS = {each.__name__: each for each in (serve, generate, chat, bench, trace, completion)}
 
 
 def engine_options(given: argparse.Namespace) -> dict[str, Any]:
@@ -487,7 +487,7 @@ def server_options(given: argparse.Namespace, name: str) -> Any:
 
     limits = {each.name: getattr(given, f"limit_{each.name}") for each in fields(ServerLimits)}
     plain = (
-        "host", "port", "uds", "root_path", "max_model_len", "vllm_metric_names", "share_prefixes",
+        "host", "port", "uds", "root_path", "max_model_len", "vllm_metric_names", "share_prefixes", "dev",
         "allow_runtime_lora_updating",
     )  # fmt: skip
     tls = ("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs")
@@ -497,6 +497,7 @@ def server_options(given: argparse.Namespace, name: str) -> Any:
         admin_api_keys=tuple(given.admin_api_key),
         allowed_hosts=tuple(given.allowed_host),
         allowed_origins=tuple(given.allowed_origin),
+        allowed_media_domains=tuple(given.allowed_media_domains),
         limits=ServerLimits(**limits),
         **{each: getattr(given, each) for each in (*plain, *tls)},
     )
@@ -515,15 +516,15 @@ def _keys(given: argparse.Namespace) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _template(given: str | None) -> str | None:
+def template_of(given: str | None) -> str | None:
     """The chat template, or the content of its file."""
     if given is None or "{" in given:
         return given
     return Path(given).read_text(encoding="utf-8")
 
 
-def _response_template(given: argparse.Namespace) -> dict[str, Any] | None:
-    text = _template(given.response_template)
+def response_template_of(given: argparse.Namespace) -> dict[str, Any] | None:
+    text = template_of(given.response_template)
     if text is None:
         return None
     found = json.loads(text)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..engine import TokenLogprob
+from .errors import ApiError
 from .generation import Piece, Usage
 from .replies import Reply, call_bodies
-from .streams import event
+from .streams import DONE, event
 from .tokens import Tokenizer
 
 LEAST_LOGPROB = -9999.0
@@ -28,6 +29,19 @@ def joined(pieces: list[Piece]) -> list[Piece]:
         old = found.get(new.choice)
         found[new.choice] = new if old is None else _join(old, new)
     return [found[index] for index in sorted(found)]
+
+
+def best(answers: list[Piece], drawn: int, most: int) -> list[Piece]:
+    """Of the `drawn` answers to each prompt so many, the likeliest tokens on the average first."""
+    if drawn == most:
+        return answers
+    ranked = sorted(answers, key=lambda each: (each.choice // drawn, -_mean_logprob(each)))
+    kept = [each for i, each in enumerate(ranked) if i % drawn < most]
+    return [each._replace(choice=i) for i, each in enumerate(kept)]
+
+
+def _mean_logprob(piece: Piece) -> float:
+    return sum(note.logprob for note in piece.logprobs) / max(len(piece.logprobs), 1)
 
 
 def _join(old: Piece, new: Piece) -> Piece:
@@ -59,7 +73,8 @@ class Form(ABC):
         self._answers = answers
         self.with_logprobs = False
         self.with_ids = False
-        self.with_usage = False
+        self.name = tokenizer.token
+        """How a token is called beside its logprob."""
         self.scored: int | None = None
         """How many alternatives beside each token of the prompt, in vLLM's form; None for no such form."""
         self.prompt_notes: Callable[[int], list[TokenLogprob | None]] = lambda prompt: []
@@ -86,9 +101,13 @@ class Form(ABC):
         text = json.dumps(piece.text, ensure_ascii=False).encode()
         return b'%b"index":%d%b%b%b' % (first, piece.choice, second, text, last)
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        """The last chunk of a stream with `include_usage`."""
-        return self._chunk([], usage)
+    def closing(self, usage: Usage, asked: bool) -> bytes:
+        """What a stream ends with. asked: whether the client wants the usage."""
+        return (self._chunk([], usage) if asked else b"") + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """The end of a stream that has failed, whose status is sent already."""
+        return event(error.body) + DONE
 
     def opening(self) -> Iterable[bytes]:
         """What a stream begins with."""
@@ -125,7 +144,7 @@ class Form(ABC):
             str(token): {
                 "logprob": _finite(value),
                 "rank": ranks.get(token),
-                "decoded_token": self._tokenizer.token(token),
+                "decoded_token": self.name(token),
             }
             for token, value in _candidates(note)
         }
@@ -201,7 +220,7 @@ class CompletionForm(Form):
 
     def _echoed(self, prompt: int) -> dict[str, list[Any]]:
         """The logprobs of a prompt's tokens. The first one follows nothing and has none."""
-        name = self._tokenizer.token
+        name = self.name
         ids = self._prompts[prompt]
         notes = self.prompt_notes(prompt)
         return {
@@ -215,7 +234,7 @@ class CompletionForm(Form):
         """The alternatives to a token by their texts, and itself; the likeliest of those that read alike."""
         found: dict[str, float] = {}
         for token, value in _candidates(note._replace(favourites=note.favourites[: self.favourites])):
-            found.setdefault(self._tokenizer.token(token), _finite(value))
+            found.setdefault(self.name(token), _finite(value))
         return found
 
     def _delta(self, text: str) -> dict[str, Any]:
@@ -224,7 +243,7 @@ class CompletionForm(Form):
     _content = _delta
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        name = self._tokenizer.token
+        name = self.name
         return {
             "tokens": [name(each.token_id) for each in piece.logprobs],
             "token_logprobs": [_finite(each.logprob) for each in piece.logprobs],
@@ -268,6 +287,8 @@ class ChatForm(Form):
         body = self._read(pieces, usage) if self.replies else super().whole(pieces, usage)
         if self.scored is not None:
             body["prompt_logprobs"] = self._prompt_logprobs(0)
+        if self.with_ids:  # here they are the same for all choices
+            body["prompt_token_ids"] = list(self._prompts[0])
         return body
 
     def _read(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
@@ -310,7 +331,7 @@ class ChatForm(Form):
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._tokenizer.token(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        return {"token": self.name(token), "logprob": _finite(logprob), "bytes": list(text.encode())}
 
 
 def _candidates(note: TokenLogprob) -> list[tuple[int, float]]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..engine import Engine, Handle, Increment, Output, TokenLogprob
+from ..engine import Increment, TokenLogprob
+from .engine_client import CallError, EngineClient, EngineRequest
 from .errors import ApiError, invalid, unavailable
-from .mailbox import Mailbox, Turns
 from .metrics import Metrics
 from .text import AnswerText
+from .turns import Turns
+from .wire import End, Failure
 
 KEEP_ALIVE = 15.0
 """Seconds without news after which a stream sends a comment."""
@@ -58,7 +59,7 @@ class TextAnswers:
     """The answers to one prompt: one request of the engine."""
 
     ids: tuple[int, ...]
-    handle: Handle
+    handle: EngineRequest
     texts: list[AnswerText]
     first_index: int
     reasons: list[str | None]
@@ -86,7 +87,7 @@ class TextAnswers:
         if text.stopped:
             reason = "stop"
         self.reasons[increment.index] = reason
-        if text.stopped and self.ended and not self.handle.done:
+        if text.stopped and self.ended and self.handle.end is None:
             self.cancel()
         notes = increment.logprobs or []
         return Piece(
@@ -116,18 +117,18 @@ class Submission(NamedTuple):
 class Generation:
     """The engine's requests of one HTTP request: submitted together, read together, broken off together.
 
-    The engine's thread posts an event when there is something to read; answers that are not read wait in the
-    engine as token ids, so a slow client holds up no other and costs no more than its answers.
+    An event is posted when there is something to read; answers that are not read wait as token ids, so a slow
+    client holds up no other and costs no more than its answers.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        mailbox: Mailbox,
+        engine: EngineClient,
+        wakes: Turns,
         metrics: Metrics,
         model: str,
         each: bool,
-        own: Callable[[Handle, tuple[int, ...]], None],
+        own: Callable[[EngineRequest, tuple[int, ...]], None],
     ) -> None:
         """model: as the metrics call it. each: whether every token is news; else the end alone is. own:
         called with each request and its prompt as soon as the engine has it.
@@ -138,7 +139,7 @@ class Generation:
         self._each = each
         self._own = own
         self._news = asyncio.Event()
-        self._wake: Callable[[], None] = partial(mailbox.post, self._news)
+        self._wake: Callable[[], None] = partial(wakes.post, self._news.set)
         self._begun = time.monotonic()
         self.answers: list[TextAnswers] = []
         self._ticked = False
@@ -152,9 +153,8 @@ class Generation:
         try:
             for i, each in enumerate(submissions):
                 await turns.take()
-                handle = self._accepted(each)
+                handle = await self._accepted(each)
                 self._own(handle, each.ids)
-                handle.watch(self._wake, self._each)
                 self.answers.append(
                     TextAnswers(each.ids, handle, each.texts, i * width, [None] * len(each.texts))
                 )
@@ -162,15 +162,15 @@ class Generation:
             self.close()
             raise
 
-    def _accepted(self, submission: Submission) -> Handle:
+    async def _accepted(self, submission: Submission) -> EngineRequest:
         try:
-            handle = self._engine.submit(list(submission.ids), **submission.keywords)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise invalid(str(error)) from error
-        output = handle.output
-        if output is not None and output.finish_reason == "refused":
-            raise invalid(str(output.error), "max_tokens", "context_length_exceeded")
-        return handle
+            return await self._engine.submit(submission.ids, submission.keywords, self._wake, self._each)
+        except CallError as error:
+            if error.refused:
+                raise invalid(str(error), "max_tokens", "context_length_exceeded") from error
+            if error.wrong:
+                raise invalid(str(error)) from error
+            raise
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """What is new, as often as there is something; an empty list now and then while nothing is."""
@@ -196,7 +196,7 @@ class Generation:
         self._news.set()
 
     def _require_alive(self) -> None:
-        if not self._engine.driven and not all(each.handle.done for each in self.answers):
+        if not self._engine.driven and any(each.handle.end is None for each in self.answers):
             raise unavailable(
                 "the engine has stopped while it computed this; restart the server", 30, "engine_stopped"
             )
@@ -206,13 +206,13 @@ class Generation:
         for each in self.answers:
             if each.noted:
                 continue
-            done = each.handle.done  # asked first: the last increment comes before the output
             increments = each.handle.read()
             if increments:
                 self._time(each, increments)
                 pieces += [piece for piece in map(each.take, increments) if piece is not None]
-            if done and each.ended:
-                self._note_end(each)
+            end = each.handle.end
+            if end is not None and each.ended:
+                self._note_end(each, end)
         return pieces
 
     def _time(self, answers: TextAnswers, increments: list[Increment]) -> None:
@@ -227,25 +227,22 @@ class Generation:
             )
         answers.last_news = now if tokens else answers.last_news
 
-    def _note_end(self, answers: TextAnswers) -> None:
+    def _note_end(self, answers: TextAnswers, end: End) -> None:
         answers.noted = True
-        answers.handle.unwatch(self._wake)
-        output = answers.handle.output
-        assert output is not None
         metrics = self._metrics
         name = self._model
         metrics.prompt_tokens.add(len(answers.ids), model_name=name)
         metrics.queries.add(len(answers.ids), model_name=name)
-        metrics.hits.add(output.cached_tokens, model_name=name)
+        metrics.hits.add(end.cached_tokens, model_name=name)
         metrics.end_to_end.observe(time.monotonic() - self._begun, model_name=name)
-        if output.timing.started is not None:
-            metrics.queued.observe(output.timing.started - self._begun, model_name=name)
-        if output.timing.first_token is not None:
-            metrics.first_token.observe(output.timing.first_token - self._begun, model_name=name)
+        if end.started is not None:
+            metrics.queued.observe(end.started - self._begun, model_name=name)
+        if end.first_token is not None:
+            metrics.first_token.observe(end.first_token - self._begun, model_name=name)
         for reason in answers.reasons:
             metrics.success.add(finished_reason=str(reason), model_name=name)
-        if output.error is not None:
-            raise _failure(output)
+        if end.failure is not None:
+            raise _failed(end.failure)
 
     def cancel(self) -> None:
         """End what is not done; tokens so far stay, and the reason is "abort"."""
@@ -264,10 +261,9 @@ class Generation:
             if each.noted:
                 continue
             each.noted = True
-            each.handle.unwatch(self._wake)
+            self._engine.forget(each.handle)
             self._metrics.success.add(finished_reason="abort", model_name=self._model)
-            with suppress(RuntimeError):  # the engine is closed
-                each.cancel()
+            each.cancel()
 
     def prompt_notes(self, prompt: int) -> list[TokenLogprob | None]:
         """What the model finds of the tokens of a prompt, once it has answered."""
@@ -279,18 +275,17 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """What it has cost so far; cached tokens are known at the end."""
-        outputs = [each.handle.output for each in self.answers]
+        ends = [each.handle.end for each in self.answers]
         return Usage(
             sum(len(each.ids) for each in self.answers),
             sum(each.tokens for each in self.answers),
-            sum(output.cached_tokens for output in outputs if output is not None),
+            sum(end.cached_tokens for end in ends if end is not None),
         )
 
 
-def _failure(output: Output) -> ApiError:
-    error = output.error
+def _failed(failure: Failure) -> ApiError:
     return ApiError(
         500,
-        f"the request ended with {type(error).__name__}: {error!s:.500}; the others are not affected",
+        f"the request ended with {failure.kind}: {failure.message:.500}; the others are not affected",
         code="failed",
     )

@@ -15,9 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .context import KEY, Context
 from .errors import ApiError
-from .keys import Keys, Tenant, bearer
-from .metrics import Metrics
-from .options import ServerOptions
+from .keys import Tenant, bearer
+from .service import Service
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ready"})
 """Paths that need no key: their answers have the server's state and nothing else."""
@@ -31,26 +30,24 @@ log = logging.getLogger("hf_paged.serve")
 class Guard:
     """ASGI middleware around all routes."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        options: ServerOptions,
-        keys: Keys,
-        metrics: Metrics,
-        drop: Callable[[Scope], None],
-    ) -> None:
+    def __init__(self, app: ASGIApp, service: Service, drop: Callable[[Scope], None]) -> None:
         """drop: closes the connection of a request without waiting for its buffer."""
         self._app = app
-        self._options = options
-        self._keys = keys
-        self._metrics = metrics
+        self._options = service.options
+        self._keys = service.keys
+        self._metrics = service.metrics
+        self._turns = service.turns
         self._drop = drop
-        self._hosts = frozenset(options.allowed_hosts) or (LOOPBACK_NAMES if options.loopback else None)
+        self._hosts = frozenset(service.options.allowed_hosts) or (
+            LOOPBACK_NAMES if service.options.loopback else None
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"].removeprefix(self._options.root_path) not in OPEN_PATHS:
+            await self._turns.take()  # a thousand that arrive at once must not delay /health
         scope["root_path"] = self._options.root_path  # with it or without it, as a proxy may pass it on
         headers = Headers(scope=scope)
         context = Context(_request_id(headers), Tenant("unknown", None), lambda: self._slow(scope))
@@ -156,10 +153,5 @@ def _request_id(headers: Headers) -> str:
 
 
 def _without_port(host: str) -> str:
-    return (
-        host
-        if host.endswith("]")
-        else re.sub(r":\d*$", "", host)
-        if host.count(":") == 1 or "]" in host
-        else host
-    )
+    named = not host.endswith("]") and (host.count(":") == 1 or "]" in host)
+    return re.sub(r":\d*$", "", host) if named else host

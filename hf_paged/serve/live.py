@@ -9,17 +9,14 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-from ..engine import Engine
-from ..trace import MapState, Step, encode_header
+from ..trace import MapState, Step
+from .engine_client import CallError, EngineClient
 from .errors import ApiError
 from .keys import Tenant
-from .mailbox import Mailbox
 from .metrics import Metrics
 from .sight import Owners, Sight, moves
 from .streams import event
 
-EVERY = 0.1
-"""The least seconds between two changes of the map."""
 TIMES_EVERY = 1.0
 """Seconds between two events with times; they keep the connection alive, too."""
 WINDOW = 10
@@ -65,22 +62,22 @@ class Viewer:
 class LiveMap:
     """The engine's map and its viewers. The engine records nothing while there are none.
 
-    The engine's thread appends a step and posts an event; the event loop enters it in the state, and makes an
-    event of it for each tenant that watches.
+    What the engine reports is entered in the state, and made an event for each tenant that watches.
     """
 
-    def __init__(self, engine: Engine, mailbox: Mailbox, metrics: Metrics, most: int) -> None:
+    def __init__(self, engine: EngineClient, metrics: Metrics, most: int) -> None:
         self.owners = Owners()
         self.seconds = 0.0
         """What the event loop has done for viewers, beside sending."""
         self.ended = False
         self._engine = engine
-        self._mailbox = mailbox
         self._metrics = metrics
         self._most = most
         self.viewers: set[Viewer] = set()
         self._sights: dict[str, Sight] = {}
         self._steps: deque[Step] = deque()
+        self._lag = False
+        """Whether the engine has dropped the steps behind these."""
         self._news = asyncio.Event()
         self._state: MapState | None = None
         self._last: Step | None = None
@@ -146,33 +143,32 @@ class LiveMap:
             with suppress(Exception):
                 await self._task
 
-    # ---- the engine's side
+    # ---- what the engine reports
 
-    def _report(self, step: Step) -> None:
-        """In the engine's thread."""
-        self._steps.append(step)
-        self._mailbox.post(self._news)
-
-    # ---- the event loop's side
+    def _report(self, steps: list[Step], lag: bool) -> None:
+        self._steps += steps
+        self._lag = self._lag or lag
+        self._news.set()
 
     async def _run(self) -> None:
         """While there are viewers: hand on what the engine reports."""
         self._steps.clear()
+        self._lag = False
         self._last = None
         self._sights.clear()
         try:
-            # A step may run: the books are opened in another thread.
-            recorder = await asyncio.to_thread(self._engine.watch, self._report, EVERY)
-        except RuntimeError:  # the engine is closed
+            kinds, header = await self._engine.watch(self._report)
+        except (ApiError, CallError):  # the engine is closed
             self.end()
             return
         try:
-            self._state = MapState(recorder.header.kinds)
-            self._header = event(encode_header(recorder.header))
+            self._state = MapState(kinds)
+            self._header = event(header)
             await self._hand_on()
         finally:
             self._last = None
-            await asyncio.to_thread(recorder.close)
+            with suppress(ApiError, CallError):
+                await self._engine.call("unwatch")
             if self.viewers and not self.ended:  # that came in the meantime
                 self._task = asyncio.create_task(self._run())
 
@@ -192,6 +188,8 @@ class LiveMap:
             self.seconds += time.perf_counter() - begin
             if not self._engine.driven:
                 self.end()
+            if self._lag:  # a gap: the map begins anew
+                return
 
     def _take(self, step: Step) -> None:
         """Enter a step, and make an event of it for every tenant that watches."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationMixin
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GenerationMixin
 from transformers.utils.peft_utils import find_adapter_config_file
 
+log = logging.getLogger("hf_paged.serve")
 DEMO = ("demo", "hf_paged.demo")
 """Names of the model that comes with hf_paged."""
 
@@ -75,6 +78,18 @@ class Source:
         )
         return loaded.eval()
 
+    def load_processor(self) -> Any:
+        """The processor of a model that takes images, else its tokenizer."""
+        if self.model in DEMO or not takes_images(self._class()):
+            return self.load_tokenizer()
+        try:
+            return AutoProcessor.from_pretrained(
+                self.tokenizer or self.model, revision=self.revision, trust_remote_code=self.trust_remote_code
+            )
+        except Exception as error:  # whatever its code raises, texts can be served
+            log.warning("images are not served, the processor of %s cannot be loaded: %s", self.model, error)
+            return self.load_tokenizer()
+
     def load_tokenizer(self) -> Any:
         """The tokenizer."""
         if self.tokenizer is None and self.model in DEMO:
@@ -113,6 +128,11 @@ class Source:
         found = [getattr(transformers, name, None) for name in names]
         own = [kind for kind in found if isinstance(kind, type) and issubclass(kind, GenerationMixin)]
         return own[0] if own else AutoModelForCausalLM
+
+
+def takes_images(kind: Any) -> bool:
+    """Whether the forward of a model, or of a class of models, takes images."""
+    return any(name.startswith("pixel_values") for name in inspect.signature(kind.forward).parameters)
 
 
 def _divided() -> dict[str, Any]:

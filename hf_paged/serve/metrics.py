@@ -12,26 +12,9 @@ from typing import Any
 PREFIX = "hf_paged"
 VLLM = "vllm"
 SECONDS = (
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-    640.0,
-)
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
+)  # fmt: skip
 CACHED = "Cached blocks that no request holds, by the tenant that left them."
 Labels = tuple[tuple[str, str], ...]
 
@@ -115,9 +98,7 @@ class Metrics:
         self._prefixes = (PREFIX, VLLM) if vllm_names else (PREFIX,)
         self.prompt_tokens = CounterFamily("prompt_tokens", "Tokens of prompts.")
         self.generation_tokens = CounterFamily("generation_tokens", "Generated tokens.")
-        self.queries = CounterFamily(
-            "prefix_cache_queries", "Prompt tokens that were looked for in the cache."
-        )
+        self.queries = CounterFamily("prefix_cache_queries", "Prompt tokens looked for in the cache.")
         self.hits = CounterFamily("prefix_cache_hits", "Prompt tokens that the cache had.")
         self.success = CounterFamily("request_success", "Engine requests by the reason of their end.")
         self.http = CounterFamily("http_requests", "HTTP requests by route and status.")
@@ -186,11 +167,7 @@ def engine_values(stats: Mapping[str, Any], in_flight: int) -> dict[str, tuple[s
         "num_requests_waiting": ("gauge", "Requests that wait.", stats["waiting"]),
         "num_requests_swapped": ("gauge", "Preempted requests.", stats["preempted"]),
         "num_requests_in_flight": ("gauge", "Engine requests that the server waits for.", in_flight),
-        "kv_cache_usage_perc": (
-            "gauge",
-            "Share of the fullest pool that requests hold.",
-            max(held, default=0.0),
-        ),
+        "kv_cache_usage_perc": ("gauge", "Share of the fullest pool that is held.", max(held, default=0.0)),
         "kv_cache_occupied_perc": ("gauge", "The same with cached blocks.", max(used, default=0.0)),
         "num_preemptions": ("counter", "Preemptions.", stats["preemptions"]),
         "engine_steps": ("counter", "Steps of the engine.", stats["steps"]),

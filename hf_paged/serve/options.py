@@ -38,13 +38,16 @@ class ServerLimits:
     body_seconds: float = _limit(30.0, "until a body is complete")
     write_seconds: float = _limit(60.0, "that a client may leave a full connection unread")
     drain_seconds: float = _limit(30.0, "from SIGTERM to the end of all answers")
+    images: int = _limit(8, "images of a request")
+    image_pixels: int = _limit(2**25, "pixels of all images of a request")
+    media_bytes: int = _limit(2**30, "bytes of the inputs made of images, for all requests under way")
     viewers: int = _limit(16, "streams of the map at once")
     adapters: int = _limit(128, "adapters that are loaded at once, where requests may load them")
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            least = 0 if each.name in ("waiting", "logprobs", "drain_seconds") else 1e-3
+            least = 0 if each.name in ("waiting", "logprobs", "drain_seconds", "images") else 1e-3
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 2**53:
                 raise ValueError(f"limit {each.name}={value!r} is not a number from {least} on")
 
@@ -57,9 +60,11 @@ class ServerOptions:
     admin_api_keys: further keys, which see the requests of all on the map. share_prefixes: whether keys share
     cached prefixes; else each key has a salt of its own. allowed_hosts: values of the Host header; empty for
     loopback names on a loopback address, and any elsewhere. allowed_origins: pages of other origins whose
-    scripts may call the server. max_model_len: the longest sequence, at most what the engine has room for.
+    scripts may call the server. allowed_media_domains: hosts from which images are fetched; none by default.
+    max_model_len: the longest sequence, at most what the engine has room for.
     vllm_metric_names: serve the metrics under vLLM's names, too. allow_runtime_lora_updating: let every key
-    load and unload adapters; without it an admin key alone may.
+    load and unload adapters; without it an admin key alone may. dev: have the routes for training loops,
+    which change weights and read files of this machine.
     """
 
     names: tuple[str, ...] = ("model",)
@@ -76,9 +81,11 @@ class ServerOptions:
     share_prefixes: bool = False
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    allowed_media_domains: tuple[str, ...] = ()
     max_model_len: int | None = None
     vllm_metric_names: bool = False
     allow_runtime_lora_updating: bool = False
+    dev: bool = False
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -16,15 +17,16 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
 
-from .errors import ApiError, invalid
+from .errors import ApiError, invalid, too_large
+from .options import ServerLimits
 
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "this server answers in text"),
-    "best_of": ((1,), "this server does not rank samples; ask for n answers, or use_beam_search"),
     "function_call": (("none", "auto"), "give tool_choice"),
     "functions": (([],), "give tools"),
-    "images": ((), "this server takes text"),
+    "images": ((), "give them as image_url parts of messages"),
     "modalities": ((["text"],), "this server answers in text"),
     "prediction": ((), "predicted outputs are not there"),
     "prompt_embeds": ((), "a prompt is a text or token ids"),
@@ -38,13 +40,15 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "this server reaches no other"),
 }
 """Known fields that change nothing with these values or null, and why others are refused."""
-OF_CHATS: dict[str, tuple[tuple[Any, ...], str]] = {
+OF_CHATS = {**NEUTRAL, "best_of": ((1,), "it belongs to /v1/completions")}
+OF_COMPLETIONS = {
+    **NEUTRAL,
     "parallel_tool_calls": ((True, False), "tools belong to /v1/chat/completions"),
     "reasoning_effort": ((), "it belongs to /v1/chat/completions"),
     "tool_choice": (("none", "auto"), "tools belong to /v1/chat/completions"),
     "tools": (([],), "tools belong to /v1/chat/completions"),
 }
-"""The same of completions: fields that chats have."""
+"""The same with fields that only the other kind of request has."""
 WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 """Fields that ask nothing of an answer."""
 
@@ -66,43 +70,33 @@ def _prompts(value: Any) -> Any:
     raise ValueError("a prompt is a text, a list of texts, a list of token ids, or a list of such lists")
 
 
+IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+TEXTS = {"type": "array", "items": {"type": "string"}}
 PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-        {
-            "type": "array",
-            "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-            "minItems": 1,
-        },
+        {**TEXTS, "minItems": 1},
+        IDS,
+        {"type": "array", "items": IDS, "minItems": 1},
     ]
 }
-STOP_SCHEMA = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]
-}
+STOP_SCHEMA = {"anyOf": [{"type": "string"}, TEXTS, {"type": "null"}]}
 Prompts = Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(PROMPT_SCHEMA)]
 Stops = Annotated[list[str] | None, BeforeValidator(_listed), WithJsonSchema(STOP_SCHEMA)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Names = Annotated[str, Field(max_length=256)]
 
 
-class Body(BaseModel):
-    """A body whose fields have exactly these types. Unknown ones are refused."""
+class Part(BaseModel):
+    """A body, or an object within one, whose fields have exactly these types. Unknown ones are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
-class ForModel(Body):
+class Body(Part):
     """A body that may name its model."""
 
     model: Names | None = None
-
-
-class Part(BaseModel):
-    """An object within a body."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
 
 class StreamOptions(Part):
@@ -110,6 +104,7 @@ class StreamOptions(Part):
 
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 Schema = dict[str, Any] | bool
@@ -144,10 +139,9 @@ class StructuredOutputs(Part):
     whitespace_pattern: str | None = None
 
 
-class Generating(ForModel):
-    """What requests for completions and for chat have in common."""
+class Common(Body):
+    """What requests for answers of all kinds have in common."""
 
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -157,24 +151,31 @@ class Generating(ForModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stops = None
     stop_token_ids: list[Token] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    use_beam_search: bool | None = None
-    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
-    early_stopping: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class Generating(Common):
+    """What requests for completions and for chat have in common."""
+
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    early_stopping: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
@@ -184,6 +185,11 @@ class Generating(ForModel):
     def answers(self) -> int:
         """How many answers to a prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def drawn(self) -> int:
+        """How many answers are computed, of which the best are shown."""
+        return self.answers
 
     @property
     def alternatives(self) -> int | None:
@@ -211,8 +217,13 @@ class CompletionRequest(Generating):
 
     prompt: Prompts
     echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def drawn(self) -> int:
+        return self.best_of or self.answers
 
     @property
     def alternatives(self) -> int | None:
@@ -235,6 +246,23 @@ class TextPart(Part):
     text: str
 
 
+class ImageUrl(Part):
+    """Where an image is, as data:image/png;base64,... The processor decides how large it is seen."""
+
+    url: Annotated[str, Field(min_length=1)]
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Part):
+    """An image in the content of a user's message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
 class CalledFunction(Part):
     """The function of a call, and its arguments in JSON."""
 
@@ -254,7 +282,7 @@ class Message(Part):
     """A message of a chat. What a client sends back of an answer is taken as it is."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: Names | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Names | None = None
@@ -270,7 +298,15 @@ class Message(Part):
             raise ValueError(f"a message of the role {self.role} has content; give a text")
         if self.role != "assistant" and (self.tool_calls, self.reasoning_content) != (None, None):
             raise ValueError("tool_calls and reasoning_content belong to messages of the assistant")
+        if self.images and self.role != "user":
+            raise ValueError("images belong to messages of the user")
         return self
+
+    @property
+    def images(self) -> list[str]:
+        """The URLs of its images."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 
 
 class ToolFunction(Part):
@@ -302,7 +338,7 @@ class NamedTool(Part):
     function: NamedFunction
 
 
-class ChatFields(ForModel):
+class ChatFields(Body):
     """What decides the prompt of a chat."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
@@ -333,7 +369,7 @@ class ChatRequest(ChatFields, Generating):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeText(ForModel):
+class TokenizeText(Body):
     """POST /tokenize with a text."""
 
     prompt: str
@@ -347,14 +383,14 @@ class TokenizeChat(ChatFields):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(ForModel):
+class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     tokens: Annotated[list[Token], Field(max_length=10_000_000)]
     skip_special_tokens: bool | None = None
 
 
-class LoadAdapterRequest(Body):
+class LoadAdapterRequest(Part):
     """POST /v1/load_lora_adapter."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -362,13 +398,35 @@ class LoadAdapterRequest(Body):
     load_inplace: bool | None = None
 
 
-class UnloadAdapterRequest(Body):
+class UnloadAdapterRequest(Part):
     """POST /v1/unload_lora_adapter."""
 
     lora_name: Names
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=Part)
+
+
+async def read_body(request: Request, limits: ServerLimits) -> bytes:
+    """The body of a request: JSON by its header, of limited size, in limited time."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"the body has content-type {kind[:80]!r}; send application/json")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > limits.body_bytes:
+        raise too_large(f"the body has {declared} bytes and the limit is {limits.body_bytes}; send less")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.body_bytes:
+                    raise too_large(f"the body has more than {limits.body_bytes} bytes; send less")
+    except TimeoutError:
+        raise ApiError(408, f"the body took longer than {limits.body_seconds} s; send it faster") from None
+    except ClientDisconnect:
+        raise invalid("the client left before its body was complete") from None
+    return bytes(body)
 
 
 def fields_of(body: bytes, neutral: Mapping[str, tuple[tuple[Any, ...], str]] = NEUTRAL) -> dict[str, Any]:
@@ -406,10 +464,16 @@ def parsed(kind: type[B], fields: dict[str, Any]) -> B:
         raise _explained(error, kind) from None
 
 
-def _explained(error: ValidationError, kind: type[Body]) -> ApiError:
+def _explained(error: ValidationError, kind: type[Part]) -> ApiError:
     errors = error.errors(include_url=False, include_input=False, include_context=False)
-    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
-    where = ".".join(str(part) for part in first["loc"])
+    unknown = [each for each in errors if each["type"] == "extra_forbidden"]
+    # Of a value that may have several forms, the one that fits furthest is meant; its type decides.
+    first = (
+        unknown[0]
+        if unknown
+        else max(errors, key=lambda each: (len(each["loc"]), each["loc"][-1:] == ("type",)))
+    )
+    where = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         close = difflib.get_close_matches(where, kind.model_fields, 1)
         hint = f"did you mean {close[0]!r}?" if close else "leave it out"

@@ -25,6 +25,16 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def world_size() -> int:
+    """How many ranks compute the model."""
+    return int(os.environ["WORLD_SIZE"]) if is_rank() else 1
+
+
+def leads() -> bool:
+    """Whether this rank has the engine that is served."""
+    return os.environ["RANK"] == "0"
+
+
 def check_size(size: int) -> None:
     """Raise unless there are as many ranks as the flag says."""
     if int(os.environ["WORLD_SIZE"]) != size:
@@ -81,14 +91,9 @@ def _started(size: int, arguments: Sequence[str]) -> Iterator[list[subprocess.Po
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:
     threads = str(max(1, (os.cpu_count() or 1) // size))
-    own = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    return {"OMP_NUM_THREADS": threads, **os.environ, **{name: str(value) for name, value in own.items()}}
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port, STARTED: 1}
+    given = {name: str(value) for name, value in own.items()}
+    return {"OMP_NUM_THREADS": threads, **os.environ, **given, "MASTER_ADDR": "127.0.0.1"}
 
 
 def _free_port() -> int:

@@ -222,6 +222,10 @@ class Replies:
         """Whether answers to a request are read by the template: with their special tokens."""
         return self._template is not None and not forced(request) and request.skip_special_tokens is not False
 
+    def separates(self, request: ChatRequest) -> bool:
+        """Whether answers to a request may be more than content."""
+        return forced(request) or self.reads(request)
+
     def of(self, request: ChatRequest, prompt: Callable[[], str]) -> list[Reply]:
         """A reply for each answer; none where answers are content alone. prompt: the chat as the template
         wrote it.
@@ -233,24 +237,13 @@ class Replies:
             return []
         from transformers.utils.chat_parsing import ResponseParser
 
-        tools: list[Any] = list(shown_tools(request.offered))
         most = 1 if request.parallel_tool_calls is False else None
-        prefix = prompt()
+        chat = prompt()
+        # A parser that does not find where the answer begins takes the whole chat for a part of it.
+        prefix = chat if self._template.start_anchor_re.search(chat) else ""
+        tools: list[Any] = list(shown_tools(request.offered))
         make = partial(ResponseParser, self._template, prefix=prefix, tools=tools)
         return [ParsedReply(make, most) for _ in count]
-
-
-def template_of(tokenizer: Any, model: Any) -> dict[str, Any] | None:
-    """The response template of a tokenizer, or what transformers knows for the kind of model."""
-    own: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
-    if own is not None:
-        return own
-    try:
-        from transformers.cli.serving.utils import get_response_template
-    except ImportError:  # an older release has none
-        return None
-    found: dict[str, Any] | None = get_response_template(tokenizer, model)
-    return found
 
 
 def call_bodies(calls: Iterable[FunctionCall], first: int | None = None) -> list[dict[str, Any]]:

@@ -1,14 +1,9 @@
-"""What a request means for the engine: the keywords of `submit()`."""
+"""What a request means for the engine: the keywords of `submit()`, as plain values."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
-import torch
-from transformers import LogitsProcessor, StoppingCriteria
-
-from ..engine.requests.stops import StopLists, StopStrings
 from .errors import invalid
 from .options import ServerLimits
 from .protocol import Generating
@@ -30,35 +25,6 @@ OF_BEAMS: dict[str, tuple[float, ...]] = {"length_penalty": (1.0,), "early_stopp
 """Options that others do not take."""
 
 
-class Penalties(LogitsProcessor):
-    """OpenAI's penalties: `presence` off the score of every token of the answer so far, `frequency` off for
-    each time that it came.
-    """
-
-    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
-        """prompt: its length; its tokens cost nothing."""
-        self._prompt = prompt
-        self._presence = presence
-        self._frequency = frequency
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        answer = input_ids[:, self._prompt :]
-        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
-        return scores - self._frequency * counts - self._presence * (counts > 0).to(scores.dtype)
-
-
-class AnswerStops(StoppingCriteria):
-    """Stop strings in the answer alone: one that begins in the prompt ends nothing."""
-
-    def __init__(self, prompt: int, strings: StopStrings) -> None:
-        self._prompt = prompt
-        self._strings = strings
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        stopped: torch.Tensor = self._strings(input_ids[:, self._prompt :], scores)
-        return stopped
-
-
 class Sampling:
     """Reads requests for one model.
 
@@ -67,26 +33,20 @@ class Sampling:
     """
 
     def __init__(
-        self, defaults: Any, tokenizer: Any, limits: ServerLimits, widest: int, priorities: bool
+        self, defaults: Any, ends: list[int], limits: ServerLimits, widest: int, priorities: bool
     ) -> None:
         self._defaults = defaults
-        self._tokenizer = tokenizer
+        self.ends = ends
         self._limits = limits
         self._widest = widest
         self._priorities = priorities
-        self._stops = StopLists()
-        eos = defaults.eos_token_id
-        self.ends = [] if eos is None else list(eos) if isinstance(eos, list) else [int(eos)]
-
-    def prepare(self) -> None:
-        """Make once what requests with stop strings need of the vocabulary."""
-        with suppress(ValueError):  # no token ends with it
-            self._stops.criterion(self._tokenizer, ["\n"])
 
     def check(self, request: Generating, vocabulary: int) -> None:
         """Raise for what is beyond a limit or contradicts itself, before anything is tokenized."""
         limits = self._limits
-        self._require_at_most("n", request.answers, min(limits.n, self._widest))
+        self._require_at_most(
+            "n" if request.drawn == request.n else "best_of", request.drawn, min(limits.n, self._widest)
+        )
         self._require_at_most("logprobs", request.alternatives or 0, limits.logprobs)
         self._require_at_most("prompt_logprobs", request.prompt_logprobs or 0, limits.logprobs)
         if request.prompt_logprobs is not None and request.stream:
@@ -131,10 +91,9 @@ class Sampling:
                 raise invalid(f"{name}={value}: {why}; leave it out", name)
         if beams:
             return
-        if request.answers > 1 and not self.temperature(request):
+        if request.drawn > 1 and not self.temperature(request):
             raise invalid(
-                f"n={request.n} answers with temperature=0 are equal; raise temperature, or use_beam_search",
-                "n",
+                f"{request.drawn} answers with temperature=0 are equal; raise it, or use_beam_search", "n"
             )
 
     def temperature(self, request: Generating) -> float:
@@ -145,8 +104,10 @@ class Sampling:
         value = 1.0 if given is None else float(given)
         return 0.0 if value < GREEDY_BELOW else value
 
-    def keywords(self, request: Generating, prompt: int, new: int) -> dict[str, Any]:
-        """The keywords of `submit()` for a prompt of so many tokens and an answer of at most `new` ones."""
+    def keywords(self, request: Generating, new: int) -> dict[str, Any]:
+        """The keywords of `submit()` for an answer of at most `new` tokens; `penalties` and `stop` stand for
+        the code that the engine's process makes of them.
+        """
         found: dict[str, Any] = {"max_new_tokens": new}
         found |= self._beams(request) if request.use_beam_search else self._draws(request)
         if request.repetition_penalty is not None:
@@ -157,14 +118,13 @@ class Sampling:
         if bias:
             found["sequence_bias"] = [[[token], value] for token, value in bias.items()]
         if request.presence_penalty or request.frequency_penalty:
-            penalties = Penalties(prompt, request.presence_penalty or 0.0, request.frequency_penalty or 0.0)
-            found["logits_processor"] = [penalties]
+            found["penalties"] = (request.presence_penalty or 0.0, request.frequency_penalty or 0.0)
         if request.stop:
-            found["stopping_criteria"] = [AnswerStops(prompt, self._strings(request.stop))]
+            found["stop"] = request.stop
         if request.ignore_eos or request.stop_token_ids:
             ends = [*([] if request.ignore_eos else self.ends), *(request.stop_token_ids or ())]
             found["eos_token_id"] = ends or NO_END
-        if request.alternatives is not None:
+        if request.alternatives is not None or request.drawn > request.answers:
             found["logprobs"] = request.alternatives or True
         if request.priority:
             found["priority"] = request.priority
@@ -178,7 +138,7 @@ class Sampling:
             "do_sample": True,
             "num_beams": 1,
             "temperature": temperature,
-            "num_return_sequences": request.answers,
+            "num_return_sequences": request.drawn,
         }
         # Left out, transformers' own default of 50 would be taken.
         top_k = self._defaults.top_k if request.top_k is None else request.top_k
@@ -207,9 +167,3 @@ class Sampling:
             return {int(token): float(value) for token, value in (request.logit_bias or {}).items()}
         except ValueError:
             raise invalid("logit_bias is an object of token ids and numbers", "logit_bias") from None
-
-    def _strings(self, stops: list[str]) -> StopStrings:
-        try:
-            return self._stops.criterion(self._tokenizer, stops)
-        except ValueError as error:
-            raise invalid(str(error), "stop") from error

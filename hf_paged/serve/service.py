@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..engine import Engine
+from ..engine.requests.prompts import words_of
 from .adapters import Adapters
 from .admission import QueueLimit
+from .engine_client import EngineClient
 from .errors import ApiError, invalid
+from .images import Images
 from .keys import Keys, Tenant
 from .live import LiveMap
-from .mailbox import Mailbox, Turns
 from .metrics import Metrics
 from .options import ServerOptions
 from .protocol import ChatRequest, Generating
-from .replies import Replies, template_of
+from .replies import Replies
 from .sampling import Sampling
 from .structured import StructuredOutput
 from .text import AnswerText
 from .tokens import Tokenizer
+from .turns import BODIES, EVENTS, Turns
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,14 @@ class Service:
     longest: the most tokens of a sequence here.
     """
 
-    engine: Engine
+    engine: EngineClient
     tokenizer: Tokenizer
     options: ServerOptions
     sampling: Sampling
     admission: QueueLimit
     metrics: Metrics
     keys: Keys
-    mailbox: Mailbox
+    wakes: Turns
     turns: Turns
     live: LiveMap
     adapters: Adapters
@@ -50,45 +51,40 @@ class Service:
     @classmethod
     def of(
         cls,
-        engine: Engine,
+        engine: EngineClient,
         tokenizer: Any,
         options: ServerOptions,
         template: str | None = None,
         response_template: dict[str, Any] | None = None,
     ) -> Service:
-        """The service of an engine that was made without a tokenizer: texts are the server's.
+        """The service of an engine.
 
-        template: how chats are written, instead of the tokenizer's chat template. response_template: how
-        answers are read, instead of its response template.
+        tokenizer: the model's, or its processor. template: how chats are written, instead of its chat
+        template. response_template: how answers are read, instead of its response template.
         """
-        if engine.model.config.is_encoder_decoder:
-            raise ValueError(
-                f"{type(engine.model).__name__} is an encoder-decoder, which is not served yet; use "
-                "hf_paged.Engine"
-            )
+        facts = engine.facts
         limits = options.limits
-        longest = min(engine.longest, options.max_model_len or engine.longest)
-        budget = engine.config.limits().sequences
+        words = words_of(tokenizer)
+        processor = None if words is tokenizer else tokenizer
+        images = Images(processor, limits, options.allowed_media_domains, facts.refusal_of_images(processor))
+        longest = min(facts.longest, options.max_model_len or facts.longest)
+        budget = facts.sequences
         metrics = Metrics(options.names[0], options.vllm_metric_names)
-        mailbox = Mailbox()
-        embeddings = engine.model.get_input_embeddings()
-        vocabulary = int(getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0])
-        defaults = engine.model.generation_config
-        sampling = Sampling(defaults, tokenizer, limits, budget, engine.config.policy == "priority")
+        sampling = Sampling(facts.defaults, facts.ends, limits, budget, facts.priorities)
         return cls(
             engine,
-            Tokenizer(tokenizer, vocabulary, longest * limits.chars_per_token, template),
+            Tokenizer(words, images, facts.vocabulary, longest * limits.chars_per_token, template),
             options,
             sampling,
             QueueLimit(budget + limits.waiting, lambda: not engine.driven, lambda: metrics.end_to_end.mean),
             metrics,
             Keys(options.api_keys, options.share_prefixes, options.admin_api_keys),
-            mailbox,
-            Turns(),
-            LiveMap(engine, mailbox, metrics, limits.viewers),
+            Turns(EVENTS),
+            Turns(BODIES),
+            LiveMap(engine, metrics, limits.viewers),
             Adapters(engine, options.names, limits.adapters),
-            StructuredOutput(tokenizer, scores_of(engine.model), sampling.ends, limits.grammar_chars),
-            Replies(response_template or template_of(tokenizer, engine.model)),
+            StructuredOutput(engine, limits.grammar_chars),
+            Replies(response_template or facts.response_template),
             longest,
         )
 
@@ -121,17 +117,17 @@ class Service:
             return asked
         return min(room, room if default is None else default)
 
-    def keywords(self, request: Generating, tenant: Tenant, prompt: int, new: int) -> dict[str, Any]:
+    def keywords(self, request: Generating, tenant: Tenant, new: int) -> dict[str, Any]:
         """The keywords of `submit()` for one prompt of a request."""
         if (request.min_tokens or 0) > new:
             raise invalid(
                 f"min_tokens={request.min_tokens} is more than {new} tokens; lower it", "min_tokens"
             )
-        found = {**self.sampling.keywords(request, prompt, new), "tenant": tenant.name}
+        found = {**self.sampling.keywords(request, new), "tenant": tenant.name}
         salt = tenant.salted(request.cache_salt)
         return found if salt is None else {**found, "salt": salt}
 
-    def texts(self, request: Generating, stops: Sequence[str]) -> list[AnswerText]:
+    def texts(self, request: Generating) -> list[AnswerText]:
         """The texts of the answers to one prompt."""
         read = isinstance(request, ChatRequest) and self.replies.reads(request)
         whole = read or request.skip_special_tokens is False
@@ -140,14 +136,4 @@ class Service:
         hidden = frozenset(() if keep else request.stop_token_ids or ())
         if read:
             hidden |= frozenset(self.sampling.ends)
-        return [AnswerText(decoder, stops, keep, hidden) for _ in range(request.answers)]
-
-
-def scores_of(model: Any) -> int:
-    """How many tokens a model has scores for."""
-    head = model.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    return int(
-        getattr(head, "out_features", None)
-        or (weight.shape[0] if weight is not None else model.config.get_text_config(decoder=True).vocab_size)
-    )
+        return [AnswerText(decoder, request.stop or (), keep, hidden) for _ in range(request.drawn)]

@@ -12,8 +12,6 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import ApiError
-
 ALIVE = b": alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -96,8 +94,3 @@ class EventStream(Response):
             self._drop()  # `send` returns then
             return
         self._watching = asyncio.get_running_loop().call_later(self._patience / 4, self._watch)
-
-
-def error_event(error: ApiError) -> bytes:
-    """An error in the middle of a stream, whose status is sent already."""
-    return event(error.body)

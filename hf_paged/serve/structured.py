@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from ..engine.sampling.grammar import (
-    Grammar,
-    GrammarError,
-    Grammars,
-    choice_grammar,
-    json_grammar,
-    lark_grammar,
-    regex_grammar,
-)
+from ..engine.sampling.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
+from .engine_client import CallError, EngineClient
 from .errors import invalid, too_large
 from .protocol import ChatRequest, Generating, NamedTool, StructuredOutputs
+from .turns import aside
 
 WHITESPACE = r"[ \n\r\t]{0,32}"
 """Between the words of JSON. Without a bound a model may write blanks to the end of its answer."""
@@ -29,21 +22,20 @@ Making = Callable[[], str]
 
 
 class StructuredOutput:
-    """Compiles the grammars of requests, one after another, in a thread of its own."""
+    """Writes the grammars of requests, one after another, in a thread of its own, and has the engine compile
+    them.
+    """
 
-    def __init__(self, tokenizer: Any, vocabulary: int, ends: list[int], most_chars: int) -> None:
-        self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
-        self._ends = ends
+    def __init__(self, engine: EngineClient, most_chars: int) -> None:
+        self._engine = engine
         self._most_chars = most_chars
-        self._grammars: Grammars | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_paged grammars")
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def grammar(self, request: Generating) -> Grammar | None:
+    async def grammar(self, request: Generating) -> str | None:
         """The grammar that a request's answers follow, or 400 for one that is impossible."""
         asked = self._asked(request)
         if not asked:
@@ -55,18 +47,17 @@ class StructuredOutput:
         if request.ignore_eos or request.min_tokens:
             raise invalid(f"{name} decides where the answer ends; leave ignore_eos and min_tokens out", name)
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, partial(self._compiled, make))
-        except (GrammarError, ValueError, TypeError) as error:
+            grammar = await aside(self._thread, make)
+            await self._engine.call("grammar", grammar)
+            return grammar
+        except CallError as error:
+            if not error.wrong:
+                raise
+            raise invalid(f"{name}: {error!s:.500}", name) from error
+        except (ValueError, TypeError) as error:
             raise invalid(f"{name}: {error!s:.500}", name) from error
         except ImportError as error:
             raise invalid(f"{name} is not served here: {error}", name, "unsupported_parameter") from error
-
-    def _compiled(self, make: Making) -> Grammar:
-        grammar = make()
-        if self._grammars is None:
-            self._grammars = Grammars(self._tokenizer, self._vocabulary, self._ends)
-        return self._grammars.compiled(grammar)
 
     def _asked(self, request: Generating) -> dict[str, Making]:
         """What gives the answer a form, by the field that asks for it."""

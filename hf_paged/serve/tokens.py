@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +11,18 @@ from jinja2 import TemplateError
 
 from ..engine.outputs.text import Detokeniser
 from .errors import invalid, too_large
-from .protocol import ChatFields, Message
+from .images import ChatPrompt, Images
+from .protocol import ChatFields, ImagePart, Message, TextPart
 from .replies import shown_tools
 from .text import Decoder
+from .turns import aside
 
 T = TypeVar("T")
+BLANK = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABAAQAAAACCEkxzAAAAD0lEQVR4nGNgGAWjgHwAAAJAAAFZNqEDAAAAAElFTkSuQmCC"
+)
+"""A black image of 64 x 64 pixels."""
 RESERVED = frozenset(
     {
         "add_generation_prompt", "chat_template", "conversation", "continue_final_message", "documents",
@@ -32,14 +38,22 @@ class Tokenizer:
     hold up the event loop.
     """
 
-    def __init__(self, tokenizer: Any, vocabulary: int, most_chars: int, template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        images: Images,
+        vocabulary: int,
+        most_chars: int,
+        template: str | None = None,
+    ) -> None:
         """vocabulary: how many ids the model has embeddings for. most_chars: of a text. template: instead of
-        the tokenizer's own chat template.
+        the chat template of the processor or of the tokenizer.
         """
         self.hf = tokenizer
+        self.images = images
         self.vocabulary = vocabulary
         self._most_chars = most_chars
-        self._template = template
+        self._template = template or _default(getattr(images.processor, "chat_template", None))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_paged tokenizer")
         self.shown = Decoder(tokenizer)
         self.whole = Decoder(tokenizer, skip_special_tokens=False)
@@ -60,10 +74,13 @@ class Tokenizer:
             self._require_short(len(found), "prompt")
         return self._known(found)
 
-    async def chat_ids(self, request: ChatFields) -> tuple[int, ...]:
-        """The ids of a chat, through its template."""
-        messages = [_shown(each) for each in request.messages]
-        self._require_short(sum(len(each.get("content", "")) for each in messages), "messages")
+    async def chat(self, request: ChatFields) -> ChatPrompt:
+        """The prompt of a chat, through its template."""
+        urls = [url for each in request.messages for url in each.images]
+        if urls:
+            self.images.check(len(urls))
+        messages = [_shown(each, self.images.processor is not None) for each in request.messages]
+        self._require_short(sum(map(_length, messages)), "messages")
         extra = dict(request.chat_template_kwargs or {})
         taken = sorted(RESERVED & extra.keys())
         if taken:
@@ -85,13 +102,32 @@ class Tokenizer:
                 "continue_final_message and add_generation_prompt exclude each other; give one of them",
                 "continue_final_message",
             )
-        special = bool(request.add_special_tokens)
-        return self._known(await self._aside(lambda: self._chat(messages, {**extra, **options}, special)))
+        text = await self._aside(lambda: self._written(messages, {**extra, **options}))
+        special = request.add_special_tokens
+        if special is None:  # templates of processors may leave the first token to the tokenizer
+            first = getattr(self.hf, "bos_token", None)
+            begun = first is None or text.startswith(first)
+            special = self.images.processor is not None and not begun
+        if urls:
+            found = await self.images.prompt(text, urls, special)
+        else:
+            found = ChatPrompt(await self._aside(lambda: self._encode(text, special)))
+        self._known(found.ids)
+        return found
+
+    async def trial(self) -> ChatPrompt:
+        """A chat with an image, by which it is found out whether the model takes one."""
+        parts = [{"type": "image_url", "image_url": {"url": BLANK}}, {"type": "text", "text": "?"}]
+        return await self.chat(ChatFields.model_validate({"messages": [{"role": "user", "content": parts}]}))
 
     def text(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """The text of ids."""
         self._known(tuple(ids), "tokens")
         return (self.shown if skip_special_tokens else self.whole).decode(ids)
+
+    def count(self, text: str) -> int:
+        """How many tokens a text has."""
+        return len(self._encode(text, False)) if text else 0
 
     def token(self, token: int) -> str:
         """How one token reads by itself."""
@@ -112,9 +148,8 @@ class Tokenizer:
     def _encode(self, text: str, special: bool) -> tuple[int, ...]:
         return tuple(self.hf(text, add_special_tokens=special)["input_ids"])
 
-    def _chat(
-        self, messages: list[dict[str, Any]], options: dict[str, Any], special: bool
-    ) -> tuple[int, ...]:
+    def _written(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        """A chat as its template writes it."""
         template = self._template or getattr(self.hf, "chat_template", None)
         if not template:
             raise invalid(
@@ -123,13 +158,13 @@ class Tokenizer:
             )
         chosen = {} if self._template is None else {"chat_template": self._template}
         try:
-            text = self.hf.apply_chat_template(messages, tokenize=False, **chosen, **options)
+            text: str = self.hf.apply_chat_template(messages, tokenize=False, **chosen, **options)
         except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise invalid(
                 f"the chat template does not take these messages: {error!s:.300}", "messages"
             ) from error
         self._require_short(len(text), "messages")
-        return self._encode(text, special)
+        return text
 
     def _require_effort(self) -> None:
         template = self._template or getattr(self.hf, "chat_template", None) or ""
@@ -140,7 +175,7 @@ class Tokenizer:
             )
 
     async def _aside(self, act: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, act)
+        return await aside(self._thread, act)
 
     def _require_short(self, length: int, name: str) -> None:
         if length > self._most_chars:
@@ -161,11 +196,35 @@ class Tokenizer:
         return ids
 
 
-def _shown(message: Message) -> dict[str, Any]:
-    """A message as chat templates take it: content as one text, arguments of calls as objects."""
-    found = message.model_dump(exclude_none=True)
-    if isinstance(found.get("content"), list):
-        found["content"] = "".join(part["text"] for part in found["content"])
+def _default(templates: Any) -> str | None:
+    """The template of chats among those of a processor."""
+    found: str | None = templates.get("default") if isinstance(templates, dict) else templates
+    return found
+
+
+def _length(message: dict[str, Any]) -> int:
+    """The characters of a message's texts."""
+    content = message.get("content", "")
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.get("text", "")) for part in content)
+
+
+def _shown(message: Message, in_parts: bool) -> dict[str, Any]:
+    """A message as chat templates take it: content as one text, or in parts as templates of processors do;
+    arguments of calls as objects.
+    """
+    found = message.model_dump(exclude_none=True, exclude={"content"})
+    content = message.content
+    if content is not None:
+        parts = [TextPart(type="text", text=content)] if isinstance(content, str) else content
+        if in_parts:
+            shown = [
+                {"type": "image"} if isinstance(each, ImagePart) else each.model_dump() for each in parts
+            ]
+            found["content"] = shown
+        else:
+            found["content"] = "".join(each.text for each in parts if isinstance(each, TextPart))
     if not found.get("tool_calls"):
         found.pop("tool_calls", None)
     for call in found.get("tool_calls", ()):

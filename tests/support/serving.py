@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from typing import Any
 import httpx
 
 from hf_paged import Engine, demo
+from hf_paged.serve.engine_client import EngineClient
+from hf_paged.serve.engine_host import EngineHost
 from hf_paged.serve.options import ServerLimits, ServerOptions
 from hf_paged.serve.server import Server
 from hf_paged.serve.service import Service
@@ -28,6 +31,7 @@ class Served:
     """A server that runs."""
 
     url: str
+    engine: Engine
     service: Service
     server: Server
     client: httpx.Client
@@ -83,7 +87,8 @@ def serving(
     chosen = ServerOptions(
         **{"names": ("demo",), "port": 0, "limits": ServerLimits(**(limits or {})), **options}
     )
-    service = Service.of(made, tokenizer or demo.tokenizer(), chosen)
+    texts = tokenizer or demo.tokenizer()
+    service = Service.of(connected(made, texts), texts, chosen)
     server = Server(service)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -95,7 +100,7 @@ def serving(
         with httpx.Client(
             base_url=url + chosen.root_path, headers=headers, timeout=GUARD, transport=transport
         ) as client:
-            yield Served(url, service, server, client)
+            yield Served(url, made, service, server, client)
         if made.driven:
             until(lambda: not service.admission.in_flight)
             made.check()
@@ -103,6 +108,13 @@ def serving(
         server.should_exit = True
         thread.join(GUARD)
     assert not thread.is_alive()
+
+
+def connected(engine: Engine, tokenizer: Any) -> EngineClient:
+    """A client of an engine in this process, whose side is run by a thread of its own."""
+    ours, theirs = socket.socketpair()
+    threading.Thread(target=EngineHost(engine, tokenizer, theirs).run, daemon=True).start()
+    return EngineClient(ours)
 
 
 def until(true: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any, Protocol
 
 from ..job import Job
-from .output import Increment, Output, TokenLogprob
+from .output import Increment, NewTokens, Output, TokenLogprob
 from .queue import Wake
 
 
@@ -92,6 +92,12 @@ class Handle:
         increments = self._job.queue.drain()
         self._see_to_trouble()
         return increments
+
+    def read_tokens(self) -> list[NewTokens]:
+        """As `read()`, without text and with all new tokens of an answer in one: for servers, which make the
+        text elsewhere. A handle is read by one of the two.
+        """
+        return self._job.queue.drain_tokens()
 
     def watch(self, wake: Wake, each: bool = True) -> None:
         """Have `wake` called at the end of the request or of the engine's thread, and at `each` increment;

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from ...kv import fork_safe_lock
-from .output import Increment
+from .output import Increment, NewTokens
 from .stream import Stream
 
 Wake = Callable[[], None]
@@ -53,6 +53,17 @@ class OutputQueue:
             increments = list(self._made)
             self._made.clear()
         return increments
+
+    def drain_tokens(self) -> list[NewTokens]:
+        """The unread tokens of all answers, without their text. A reader uses this or the others."""
+        found = []
+        with self._reading:
+            for stream in self._streams:
+                new = stream.take_tokens()
+                while new is not None:
+                    found.append(new)
+                    new = None if stream.finish_reason is None else stream.take_tokens()
+        return found
 
     def next(self) -> Increment | None:
         """The first unread increment. The others stay for the next call."""

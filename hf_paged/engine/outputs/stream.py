@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .output import FinishReason, Increment, SequenceOutput, TokenLogprob
+from .output import FinishReason, Increment, NewTokens, SequenceOutput, TokenLogprob
 from .text import Detokeniser
 
 
@@ -86,6 +86,22 @@ class Stream:
         if end is not None and not self._closed:
             made.append(self._increment([], end.reason))
         return made
+
+    def take_tokens(self) -> NewTokens | None:
+        """The unread tokens without their text; None if nothing is new. An end that came apart is the next
+        ones'.
+        """
+        end = self._end
+        read = self._read
+        tokens = self.so_far if end is None else end.tokens
+        there = len(tokens)
+        if there == read and (end is None or self._closed):
+            return None
+        self._read = there
+        reason = None if end is None or (end.apart and there > read) else end.reason
+        self._closed = reason is not None
+        notes = self.logprobs[read:there] if self.logprobs else None
+        return NewTokens(self.index, tokens[read:there], reason, notes)
 
     def _increment(
         self, tokens: list[int], reason: FinishReason | None, notes: list[TokenLogprob] | None = None

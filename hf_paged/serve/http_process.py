@@ -1,0 +1,118 @@
+"""HTTP in a process of its own, so that it takes nothing of the interpreter in which the engine computes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine import Engine
+from . import logs
+from .engine_client import EngineClient
+from .engine_host import EngineHost
+from .options import ServerOptions
+from .server import run, tuned
+from .service import Service
+from .wire import first_message, frame
+
+LAST_SECONDS = 15.0
+"""For the process to end behind its connection."""
+
+
+@dataclass(frozen=True)
+class HttpSpec:
+    """What the process of HTTP is started with.
+
+    tokenizer: the model's, or its processor. template: how chats are written, instead of its chat template.
+    response_template: how answers
+    are read, instead of its response template.
+    """
+
+    options: ServerOptions
+    tokenizer: Any
+    template: str | None = None
+    response_template: dict[str, Any] | None = None
+    log_level: str = "info"
+    log_style: logs.Style = "auto"
+
+
+class HttpProcess:
+    """The process of HTTP, as that of the engine sees it. If one of the two ends, so does the other."""
+
+    def __init__(self, spec: HttpSpec) -> None:
+        """Start it: it imports what it needs, and waits for an engine."""
+        self._tokenizer = spec.tokenizer
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's interrupt comes by way of this process, once
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        self._connection.sendall(frame(spec))
+
+    def serve(self, engine: Engine) -> int:
+        """Serve an engine until a signal comes, and close it: the exit code."""
+        host = EngineHost(engine, self._tokenizer, self._connection)
+        with tuned(), _signals(host.pass_signal):
+            host.run()
+        return self.end()
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def end(self) -> int:
+        """Close the connection, with which the process ends: its exit code."""
+        with contextlib.suppress(OSError):  # it is closed
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+        try:
+            code = self._process.wait(LAST_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _signals(take: Callable[[int], None]) -> Iterator[None]:
+    """Have signals taken by a function; those of other threads than the first are not there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {each: signal.signal(each, lambda number, _: take(number)) for each in numbers}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def main(descriptor: int) -> int:
+    """Run in the process: serve the engine at the other end of a connection. The answer is the exit code."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # they come by way of the engine's process
+        signal.signal(each, signal.SIG_IGN)
+    connection = socket.socket(fileno=descriptor)
+    try:
+        spec: HttpSpec = first_message(connection)
+        logs.set_up(spec.log_level, spec.log_style)
+        client = EngineClient(connection)
+    except (EOFError, ConnectionError):  # the engine's process has ended, and its log has the reason
+        return 1
+    return run(Service.of(client, spec.tokenizer, spec.options, spec.template, spec.response_template))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

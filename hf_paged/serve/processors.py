@@ -1,0 +1,101 @@
+"""What of a request is no plain value in the engine: penalties, stop strings, grammars, media."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, StoppingCriteria
+
+from ..engine.requests.stops import StopLists, StopStrings
+from ..engine.sampling.grammar import Grammars
+
+
+class Penalties(LogitsProcessor):
+    """OpenAI's penalties: `presence` off the score of every token of the answer so far, `frequency` off for
+    each time that it came.
+    """
+
+    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
+        """prompt: its length; its tokens cost nothing."""
+        self._prompt = prompt
+        self._presence = presence
+        self._frequency = frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        answer = input_ids[:, self._prompt :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0).to(scores.dtype)
+
+
+class AnswerStops(StoppingCriteria):
+    """Stop strings in the answer alone: one that begins in the prompt ends nothing."""
+
+    def __init__(self, prompt: int, strings: StopStrings) -> None:
+        self._prompt = prompt
+        self._strings = strings
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        stopped: torch.Tensor = self._strings(input_ids[:, self._prompt :], scores)
+        return stopped
+
+
+class Processors:
+    """Makes them, and keeps what is the same for many requests."""
+
+    def __init__(self, tokenizer: Any, scores: int, ends: list[int], dtype: torch.dtype) -> None:
+        """scores: how many tokens the model has scores for. ends: its ends of sequence. dtype: in which it
+        computes.
+        """
+        self._tokenizer = tokenizer
+        self._dtype = dtype
+        self._scores = scores
+        self._ends = ends
+        self._stops = StopLists()
+        self._grammars: Grammars | None = None
+
+    def prepare(self) -> None:
+        """Make once what requests with stop strings need of the vocabulary."""
+        with suppress(ValueError):  # no token ends with it
+            self._stops.criterion(self._tokenizer, ["\n"])
+
+    def compile(self, grammar: str) -> None:
+        """Compile a grammar, and keep it for the request that comes; raises for one that is impossible."""
+        self._compiled(grammar)
+
+    def _compiled(self, grammar: str) -> Any:
+        if self._grammars is None:
+            self._grammars = Grammars(self._tokenizer, self._scores, self._ends)
+        return self._grammars.compiled(grammar)
+
+    def keywords(self, given: dict[str, Any], prompt: int) -> dict[str, Any]:
+        """The keywords of `submit()`, where `penalties`, `stop`, `grammar` and `media` are plain
+        values.
+        """
+        found = dict(given)
+        media = found.pop("media", {})
+        found.update({name: self._tensor(value) for name, value in media.items()})
+        processors: list[LogitsProcessor] = []
+        penalties = found.pop("penalties", None)
+        if penalties is not None:
+            processors.append(Penalties(prompt, *penalties))
+        grammar = found.pop("grammar", None)
+        if grammar is not None:
+            processors.append(self._compiled(grammar).processor(prompt))
+        if processors:
+            found["logits_processor"] = processors
+        stop = found.pop("stop", None)
+        if stop:
+            strings = self._stops.criterion(self._tokenizer, stop)
+            found["stopping_criteria"] = [AnswerStops(prompt, strings)]
+        return found
+
+    def _tensor(self, value: Any) -> Any:
+        """An array as a tensor, in the model's dtype where it has numbers with a point."""
+        if isinstance(value, list):
+            return [self._tensor(each) for each in value]
+        if type(value).__module__ != "numpy":
+            return value
+        found = torch.from_numpy(value)
+        return found.to(self._dtype) if found.is_floating_point() else found
