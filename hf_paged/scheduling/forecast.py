@@ -174,6 +174,18 @@ class FuturePeak(Watermark):
             if taken:
                 yield entry, taken
 
+    def share(self, groups: Iterable[SequenceGroup], step: int) -> float:
+        """The share of the fullest pool that groups hold at their future peak if all of them run from `step`
+        on; more than 1 if they do not fit. Blocks that several have in common are counted for each.
+        """
+        unshared: list[list[int]] = [[] for _ in self.kv_groups]
+        entries = [self._entry(group, step, True, unshared) for group in groups]
+        entries.sort(key=lambda entry: entry.key)
+        return max(
+            peak(entry.parts[i] for entry in entries) / (kv_group.pool.total * kv_group.pool.block_size)
+            for i, kv_group in enumerate(self.kv_groups)
+        )
+
     # ---- entries
 
     def _newcomer(self, candidate: Candidate, state: SchedulerState) -> _Entry:

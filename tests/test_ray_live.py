@@ -1,0 +1,217 @@
+"""hf_paged.ray with Ray live: two replicas of the demo model on this machine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="ray is an extra: pip install 'hf_paged[ray]'")
+
+import ray
+import torch
+from ray import serve
+from ray_serving import DEMO, NAME, Application, free_port, kill_worker, local_ray, together, until
+
+from hf_paged import demo
+from hf_paged.ray import map_batches
+
+PROMPTS = demo.prompts()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Application]:
+    with local_ray(cpus=8):
+        port = free_port()
+        serve.start(http_options={"port": port})
+        application = Application(port)
+        application.deploy(DEMO, num_replicas=2, autoscaling_config=None)
+        yield application
+
+
+def greedy(prompt: str, tokens: int) -> str:
+    tokenizer = demo.tokenizer()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    found = demo.model().generate(**inputs, max_new_tokens=tokens, do_sample=False)
+    text: str = tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def test_answers_are_those_of_the_model(served: Application) -> None:
+    for prompt in PROMPTS[:2]:
+        response = served.complete(prompt, 12)
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"][0]["text"] == greedy(prompt, 12)
+    assert served.client.get("/v1/models").json()["data"][0]["id"] == "demo"
+    assert served.client.get("/health").status_code == 200
+
+
+def test_errors_are_the_servers(served: Application) -> None:
+    assert served.complete("The fox", 100_000).status_code == 400
+    refused = served.complete("The fox", model="other")
+    assert refused.status_code == 404
+    assert refused.json()["error"]["code"] == "model_not_found"
+    assert "several" in served.client.get("/metrics").json()["error"]["message"]
+    assert served.client.post("/v1/completions", content=b"x").status_code == 415
+
+
+def test_a_prompt_returns_to_the_replica_that_holds_it(served: Application) -> None:
+    """Each is sent again, one at a time: all its full blocks are cached there."""
+    long = [prompt + " and" * 30 for prompt in PROMPTS[:4]]
+    for prompt in long:
+        assert served.complete(prompt, 1).status_code == 200
+    for prompt in long:
+        usage: dict[str, Any] = served.complete(prompt, 1).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] // 8 * 8 - 8
+
+
+def test_a_replicas_death_loses_nothing_that_had_not_streamed(served: Application) -> None:
+    """6 streams, begun one after the other, and 12 whole answers run on both replicas when one is killed."""
+    before = served.actors()
+    begun = [threading.Event() for _ in range(6)]
+
+    def ask(i: int) -> Any:
+        prompt = list(range(100 + 30 * i, 120 + 30 * i))  # none begins like another
+        if 12 < i < 18:
+            assert begun[i - 13].wait(60)
+        if 12 <= i < 18:
+            return served.stream(prompt, 800, begun[i - 12].set)
+        assert begun[5].wait(60)
+        if i < 12:
+            return served.complete(prompt, 400, ignore_eos=True)
+        time.sleep(0.3)
+        served.kill(before[0])
+        return None
+
+    found = together(19, ask)
+    for response in found[:12]:
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["completion_tokens"] == 400
+    ended = [stream[-2].get("error") for stream in found[12:18]]
+    assert all(stream[-1] == "[DONE]" for stream in found[12:18])
+    lost = [error for error in ended if error]
+    assert all(error["code"] == "replica_died" for error in lost)
+    assert 0 < len(lost) < 6, "the streams ran on both"
+    until(lambda: len(served.actors()) == 2 and before[0] not in served.actors())
+    until(lambda: served.states == {"RUNNING": 2})
+    assert served.complete(PROMPTS[0]).status_code == 200
+
+
+def test_a_client_that_leaves_ends_its_request(served: Application) -> None:
+    """Both replicas have five answers of 800 tokens, which take seconds, and are free at once."""
+    replicas = serve.get_deployment_handle("Replica", NAME)
+
+    def busy() -> bool:
+        stats = [replicas.record_autoscaling_stats.remote() for _ in range(8)]
+        return any(each.result()["rows"] for each in stats)
+
+    with ExitStack() as streams:
+        reading = []
+        for first in range(500, 800, 30):  # until both have some, and none is left for `busy`
+            prompt = list(range(first, first + 20))
+            body = {"prompt": prompt, "max_tokens": 800, "stream": True, "ignore_eos": True, "n": 5}
+            response = streams.enter_context(served.client.stream("POST", "/v1/completions", json=body))
+            reading.append(response.iter_lines())  # a reader that is collected closes its stream
+            next(reading[-1])
+            if busy():
+                break
+        assert busy()
+    assert until(lambda: not busy()) < 1
+
+
+def test_an_update_of_weights_and_adapters_loses_nothing(served: Application, tmp_path: Path) -> None:
+    """While answers of 100 tokens are under way all the time, both replicas get other weights and an adapter.
+    An answer is by the old or the new ones.
+    """
+    folder, adapter = changed(tmp_path)
+    prompt = PROMPTS[0]
+    over = threading.Event()
+    texts: list[str] = []
+
+    def ask(i: int) -> None:
+        while not over.is_set():
+            response = served.complete(prompt, 100, ignore_eos=True)
+            assert response.status_code == 200, response.text
+            texts.append(response.json()["choices"][0]["text"])
+
+    before = served.actors()
+    with ThreadPoolExecutor(4) as clients:
+        asking = [clients.submit(ask, i) for i in range(4)]
+        config = {"weights": str(folder), "adapters": {"poet": str(adapter)}}
+        served.deploy(DEMO, num_replicas=2, autoscaling_config=None, user_config=config)
+        asked = len(texts)
+        until(lambda: len(texts) > asked + 8)
+        over.set()
+        for each in asking:
+            each.result()
+    assert served.actors() == before, "in place: no replica was started anew"
+    new = served.complete(prompt, 100, ignore_eos=True).json()["choices"][0]["text"]
+    assert len(set(texts)) == 2
+    assert texts[-1] == new != texts[0]
+    for _ in range(4):
+        assert served.complete(prompt, model="poet").status_code == 200
+
+
+def changed(tmp_path: Path) -> tuple[Path, Path]:
+    """Folders of the demo model with other weights, and of an adapter of it."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = demo.model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    model.save_pretrained(tmp_path / "weights")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(demo.model(), lora).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "weights", tmp_path / "adapter"
+
+
+def test_batches_survive_a_worker(served: Application, tmp_path: Path) -> None:
+    """One of two workers is killed midway: every row comes out once, with its answer; a second call computes
+    nothing.
+    """
+    texts = {prompt: greedy(prompt, 6) for prompt in PROMPTS}
+    rows = [{"id": i, "prompt": PROMPTS[i % 8]} for i in range(400)]
+    rows[7]["prompt"] = "long " * 5000
+    data = ray.data.from_items(rows, override_num_blocks=8)
+    folder = tmp_path / "answers"
+
+    def run() -> list[dict[str, Any]]:
+        answers = map_batches(
+            data, "demo", checkpoint=folder, key="id", batch_size=10, concurrency=2, num_cpus=1,
+            engine={"num_blocks": 600}, max_new_tokens=6, do_sample=False,
+        )  # fmt: skip
+        return sorted(answers.take_all(), key=lambda row: row["id"])
+
+    with ThreadPoolExecutor(1) as aside:
+        killed = aside.submit(kill_worker, "MapWorker", folder, 4)
+        found = run()
+        assert killed.result()
+    assert [row["id"] for row in found] == list(range(400))
+    assert "tokens long" in found[7]["error"]
+    assert not found[7]["generated_text"]
+    for row in [*found[:7], *found[8:]]:
+        assert row["error"] is None
+        assert row["generated_text"] == texts[row["prompt"]]
+    files = set(folder.iterdir())
+    assert run() == found
+    assert set(folder.iterdir()) == files
+
+
+def test_batches_take_no_live_model(served: Application) -> None:
+    data = ray.data.from_items([{"prompt": "The fox"}])
+    with pytest.raises(TypeError, match=r"live LlamaForCausalLM.*give its path, or a function"):
+        map_batches(data, demo.model())
+    with pytest.raises(ValueError, match="checkpoint and key belong together"):
+        map_batches(data, "demo", key="id")
+    with pytest.raises(ValueError, match="unknown option 'blocks' of the engine"):
+        map_batches(data, "demo", engine={"blocks": 1})
+    made = map_batches(
+        data, lambda: (demo.model(), demo.tokenizer()), output="said", max_new_tokens=2, num_cpus=1
+    )
+    assert made.take_all()[0]["finish_reason"] == "length"
