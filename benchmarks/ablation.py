@@ -1,16 +1,16 @@
 """The studies of the design's sources, replayed: block sizes, waste, swap against recompute, paged against
 contiguous, sharing.
 
-    python benchmarks/ablation.py --json results.jsonl                                     # on a GPU: the 8B
-    shape OMP_NUM_THREADS=1 python benchmarks/ablation.py --shape tiny --rows 4 --context 64 --requests 12
-    --at-once 6   # on any CPU OMP_NUM_THREADS=1 python benchmarks/ablation.py --sections waste sharing
-    # the books alone
+    python benchmarks/ablation.py --json results.jsonl     # on a GPU: the 8B shape
+    OMP_NUM_THREADS=1 python benchmarks/ablation.py --shape tiny --rows 4 --context 64 --requests 12 --at-once 6
+    OMP_NUM_THREADS=1 python benchmarks/ablation.py --sections waste sharing     # the books alone
 
 blocks      milliseconds of a decoding step by block size, and how much of the blocks held is unused then
 waste       slots that are held and unused, over all steps of a trace: the books alone (PagedAttention: under
-4 % at 16) preemption  a trace in a pool that is too small, by block size and by what happens to those that
-must go attention   one layer's decode attention on scattered pages against torch's on contiguous keys and
-values sharing     blocks saved by samples, in closed form (`sharing.py` has the beams)
+            4 % at 16)
+preemption  a trace in a pool that is too small, by block size and by what happens to those that must go
+attention   one layer's decode attention on scattered pages against torch's on contiguous keys and values
+sharing     blocks saved by samples, in closed form (`sharing.py` has the beams)
 """
 
 from __future__ import annotations

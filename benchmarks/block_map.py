@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import socket
+import threading
 import time
 from collections import Counter
 from statistics import median
@@ -23,9 +25,10 @@ from typing import Any
 import torch
 
 from hf_paged import Engine, demo
+from hf_paged.serve.engine_client import EngineClient
+from hf_paged.serve.engine_host import EngineHost
 from hf_paged.serve.keys import Tenant
 from hf_paged.serve.live import LiveMap
-from hf_paged.serve.mailbox import Mailbox
 from hf_paged.serve.metrics import Metrics
 from hf_paged.serve.sight import Owner
 
@@ -71,10 +74,13 @@ async def read(live: LiveMap, tenant: Tenant, seen: Counter[str]) -> None:
 async def run(options: Any) -> None:
     engine = Engine(
         demo.model(), block_size=16, num_blocks=options.blocks, max_batch_sequences=options.sequences
-    ).start()
-    mailbox = Mailbox()
-    mailbox.open()
-    live = LiveMap(engine, mailbox, Metrics("demo"), 8)
+    )
+    ours, theirs = socket.socketpair()
+    host = threading.Thread(target=EngineHost(engine, demo.tokenizer(), theirs).run)
+    host.start()
+    client = EngineClient(ours)
+    await client.open()
+    live = LiveMap(client, Metrics("demo"), 8)
     recorders: list[Any] = []
     watch = engine.watch
 
@@ -111,7 +117,8 @@ async def run(options: Any) -> None:
     print(f"tokens   {median(plain):,.0f} unwatched, {median(watched):,.0f} watched")
     await loading
     await live.stop()
-    engine.close()
+    client.close()
+    await asyncio.to_thread(host.join)
 
 
 def main() -> None:

@@ -1,16 +1,19 @@
 """The engine on the requests of a trace: 8B Llama shape, random weights, bfloat16, lengths forced, greedy.
 
-    python benchmarks/engine.py --json results.jsonl                      # on a GPU OMP_NUM_THREADS=1 python
-    benchmarks/engine.py --shape tiny --requests 24 --at-once 8 --rows 1 4   # does it run? on any CPU
+    python benchmarks/engine.py --json results.jsonl                # on a GPU
+    OMP_NUM_THREADS=1 python benchmarks/engine.py --shape tiny --requests 24 --at-once 8 --rows 1 4   # on any CPU
 
-steps    milliseconds of a step in which every sequence takes one token, by the clock around `Engine.step()`
-trace    output tokens a second, time to the first token, time between tokens, and what the books did, beside
-other engines load     the same where requests come one by one shared   requests that begin alike beams
-seconds of 16 beam searches of width 4 and 8, beside paged and stock generate() over the same rows beside   a
-step of 64 rows some of which need the host for their next token host     what the host does in a decoding
-step and how long that takes, with a model of next to no width startup  seconds from `Engine(model)` to the
-first token, and to the first replayed step, with and without compiled layers profile  where the time of a
-decoding step goes on the host
+steps     milliseconds of a step in which every sequence takes one token, by the clock around `Engine.step()`
+trace     output tokens a second, time to the first token, time between tokens, and what the books did, beside
+          other engines
+load      the same where requests come one by one
+shared    requests that begin alike
+beams     seconds of 16 beam searches of width 4 and 8, beside paged and stock generate() over the same rows
+beside    a step of 64 rows some of which need the host for their next token
+host      what the host does in a decoding step and how long that takes, with a model of next to no width
+startup   seconds from `Engine(model)` to the first token, and to the first replayed step, with and without
+          compiled layers
+profile   where the time of a decoding step goes on the host
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """generate() as a user calls it, stock against paged, beside the bars: 8B Llama shape, random weights,
 bfloat16, no compile.
 
-    python benchmarks/generate.py --json results.jsonl             # every section, about five minutes on an
-    H200 python benchmarks/generate.py --sections steps --rows 1 8      # a part of it OMP_NUM_THREADS=1
-    python benchmarks/generate.py --shape tiny   # does it run? on any CPU, in two minutes
+    python benchmarks/generate.py --json results.jsonl             # every section, five minutes on an H200
+    python benchmarks/generate.py --sections steps --rows 1 8      # a part of it
+    OMP_NUM_THREADS=1 python benchmarks/generate.py --shape tiny   # does it run? on any CPU, in two minutes
 
 Each row is printed as soon as it is known, and kept as a JSON line; a row that fails says so, and the next
 one goes on. `benchmarks/plot.py` draws the steps from the JSON. The sections:
 
-warmup  the first paged calls of a process: a short one must not pay for a capture, the first long one may,
-for up to 5 s memory  bytes of keys and values of a beam search of width 8 over a long prompt steps
-milliseconds of a greedy step: (a call of 80 tokens - a call of 16) / 64, and by a clock inside the loop beams
-seconds of 16 beam searches of width 4 and 8 modes   every way of calling generate() that the tests compare:
-milliseconds a call, nowhere more than 2 % over stock
+warmup  the first paged calls of a process: a short one must not pay for a capture, the first long one may, for
+        up to 5 s
+memory  bytes of keys and values of a beam search of width 8 over a long prompt
+steps   milliseconds of a greedy step: (a call of 80 tokens - a call of 16) / 64, and by a clock inside the loop
+beams   seconds of 16 beam searches of width 4 and 8
+modes   every way of calling generate() that the tests compare: milliseconds a call, nowhere more than 2 % over
+        stock
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Draw the time of a greedy step against rows, as benchmarks/generate.py measured it: python
-benchmarks/plot.py results.jsonl
+"""Draw the time of a greedy step against rows, as benchmarks/generate.py measured it.
+
+    python benchmarks/plot.py results.jsonl
 
 Writes docs/steps.svg. Its colours are readable on white and on black, its ground is transparent. Where a
 number of rows was measured several times, the last one counts.

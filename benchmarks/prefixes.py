@@ -1,13 +1,13 @@
 """Prefix reuse as a user meets it: calls that share a long beginning, a chat, and what the look at the
 weights costs.
 
-    python benchmarks/prefixes.py --json results.jsonl             # 8B Llama shape on a GPU, random weights,
-    about two minutes OMP_NUM_THREADS=1 python benchmarks/prefixes.py --shape tiny   # does it run? on any
-    CPU, in a minute
+    python benchmarks/prefixes.py --json results.jsonl             # 8B shape on a GPU, about two minutes
+    OMP_NUM_THREADS=1 python benchmarks/prefixes.py --shape tiny   # does it run? on any CPU, in a minute
 
 calls   64 calls one after the other, 1,024 shared + 128 own + 32 new tokens: stock, pages, pages with prefix
-caching turns   a chat of ten turns: the seconds of each with and without check   milliseconds that a call
-spends on seeing whether the model is the same, against the call; the bar is 1 %
+        caching
+turns   a chat of ten turns: the seconds of each with and without
+check   milliseconds that a call spends on seeing whether the model is the same, against the call; the bar is 1 %
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 preempted in every way.
 
     python benchmarks/pressure.py --json results.jsonl --timeline steps.jsonl                # on a GPU
-    OMP_NUM_THREADS=1 python benchmarks/pressure.py --shape tiny --requests 24 --at-once 12  # does it run? on
-    any CPU
+    OMP_NUM_THREADS=1 python benchmarks/pressure.py --shape tiny --requests 24 --at-once 12  # on any CPU
 
 First the requests run with enough blocks, up to --at-once at once: that is the throughput they are compared
 with. Then with a fifth (--share) of the demand, and each preemption mode. The demand is what all requests

@@ -1,5 +1,6 @@
-"""Draw a run under pressure, as benchmarks/pressure.py wrote it down: python benchmarks/timeline.py
-timeline.jsonl results.jsonl
+"""Draw a run under pressure, as benchmarks/pressure.py wrote it down.
+
+    python benchmarks/timeline.py timeline.jsonl results.jsonl
 
 Writes docs/pressure.svg: who ran and who had to wait, how many blocks went out and came back, and by how much
 steps came later for it.
