@@ -24,6 +24,16 @@ def _whole_pools() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _gradients_are_computed() -> Iterator[None]:
+    """A test that leaves gradients off fails, and not the tests after it."""
+    yield
+    enabled = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert enabled
+    assert (torch.ones(1, requires_grad=True) * 2).requires_grad
+
+
+@pytest.fixture(autouse=True)
 def _nothing_is_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool begins with NaN in every slot that has not been written, as fresh memory may: a read of such a slot
     shows.

@@ -20,6 +20,7 @@ import hf_paged
 from hf_paged.engine import Engine
 from hf_paged.engine.forward_batch import LastTokens
 from hf_paged.generate import call as calls
+from hf_paged.kv.ops import invariant
 from hf_paged.model.attention import running
 from hf_paged.model.registry import memory_of
 from hf_paged.model.snapshot import watching
@@ -59,7 +60,13 @@ def facts(model: Any) -> list[Any]:
         watching.get(),
         running.get(),
         gc.isenabled(),
+        *thread_facts(),
     ]
+
+
+def thread_facts() -> list[object]:
+    """What torch keeps for this thread. Modes that it pushes again when a traceback goes do nothing."""
+    return [torch.is_grad_enabled(), invariant.get()]
 
 
 def in_another_thread(act: Callable[[], Any]) -> Any:
@@ -174,6 +181,65 @@ def assert_engine_through_interrupts(
 @pytest.mark.parametrize("files", [DRIVING, ("",)], ids=["driving", "anywhere"])
 def test_a_step_of_the_engine(files: tuple[str, ...], ahead: bool) -> None:
     assert_engine_through_interrupts(files, most=60 if files == DRIVING else 25, run_ahead=ahead)
+
+
+TORCH_FILES = (
+    "/autograd/grad_mode.py",
+    "/utils/_contextlib.py",
+    "/overrides.py",
+    "/utils/_python_dispatch.py",
+)
+"""Where torch's context managers set what they keep for a thread."""
+
+
+@pytest.mark.parametrize("how", ["generate", "engine", "invariant"])
+def test_what_torch_keeps_for_a_thread(how: str) -> None:
+    """C22: an interrupt in the first or last lines of torch's context managers leaves gradients on, and modes off."""
+    model = build(BY_NAME["llama"])
+    with Engine(model, block_size=4, num_blocks=40, batch_invariant=how == "invariant") as engine:
+
+        def act() -> Any:
+            if how == "generate":
+                return generate(model, **PAGED)
+            return answers(engine.submit([5, 6, 7], max_new_tokens=3, do_sample=False).result())
+
+        expected, before = act(), thread_facts()
+        probe = Interrupted(files=("/batch_invariant.py",), torch_files=TORCH_FILES)
+        assert probe(act)
+        assert probe.count > 40
+        for at in range(1, probe.count + 1, max(1, probe.count // 100)):
+            interrupted = Interrupted(at, ("/batch_invariant.py",), TORCH_FILES)
+            interrupted(act)
+            assert thread_facts() == before, interrupted.where
+        found = act()
+        assert torch.equal(found, expected) if how == "generate" else found == expected
+
+
+def test_an_interrupt_while_weights_are_found_to_be_others() -> None:
+    """C22, C24: no block of the old weights is handed out after it, and the books are whole."""
+    model = build(BY_NAME["llama"])
+    prompt = list(range(5, 22))
+    options = {"max_new_tokens": 3, "do_sample": False}
+    files = ("/engine/engine.py", "/engine/model_check.py", "/engine/pools.py", "/blocks/pool.py")
+    with Engine(model, block_size=4, num_blocks=40) as engine:
+        engine.generate([prompt], **options)
+
+        def change() -> None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(-1.01)
+
+        change()
+        probe = Interrupted(files=files)
+        assert probe(lambda: engine._look())
+        for at in range(1, probe.count + 1):
+            engine.generate([prompt], **options)
+            change()
+            interrupted = Interrupted(at, files)
+            interrupted(lambda: engine._look())
+            output = engine.generate([prompt], **options)[0]
+            assert output.cached_tokens == 0, interrupted.where
+            engine.check()
 
 
 def test_the_places_of_rows_survive_an_interrupt() -> None:

@@ -184,6 +184,8 @@ class Engine:
         """
         self._torn = False
         """Whether a change of the books has begun that has not come to its end."""
+        self._stale = False
+        """Whether blocks of other weights may still be there, after an interrupt."""
         self._numbers = itertools.count()
         self._inbox: deque[tuple[Job, Request]] = deque()
         """Requests that the books do not know yet."""
@@ -909,7 +911,7 @@ class Engine:
         with self.pools.memory.lock:
             if kv == "drop":
                 self._changing(self._put_down)
-                self.pools.forget()
+                self._changing(self.pools.forget)
             self._model_check.changed()
             self._loop.forget()
             self.runner.look()
@@ -972,11 +974,7 @@ class Engine:
         admits = bool(scheduler.waiting or scheduler.preempted) and scheduler.may_admit
         if not running:
             self._adapters.refresh()
-            changed = self._model_check.changed
-            if changed() if self._leader is None else self._leader.any_changed(changed):
-                self.pools.forget()
-                self._loop.forget()
-                self.runner.look()
+            self._changing(self._look_anew)
         elif due or admits:
             look = partial(self._model_check.require_untouched, running)
             if self.checks.unseen:
@@ -990,6 +988,18 @@ class Engine:
         if not running or (self._adapters.layers and (due or admits or self._adapters.fresh)):
             self._aside += self._changing(self._loop.end_lost)
             self._changing(self._loop.renew_adapters)
+
+    def _look_anew(self) -> None:
+        """Forget what was computed with other weights. What an interrupt has kept from being forgotten is
+        forgotten by the next look.
+        """
+        stale, self._stale = self._stale, True
+        changed = self._model_check.changed
+        if (changed() if self._leader is None else self._leader.any_changed(changed)) or stale:
+            self.pools.forget()
+            self._loop.forget()
+            self.runner.look()
+        self._stale = False
 
     @in_turn
     def _let_go(self) -> None:

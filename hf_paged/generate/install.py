@@ -20,6 +20,7 @@ from ..model.capture.replay import drop_captures
 from ..model.mla import restore_expansion
 from ..model.snapshot import Watch, runs_foreign_code
 from ..model.support import prepares_none, warn, why_dropped, why_not
+from ..model.thread_state import restoring
 from ..model.training import why_random
 from .cache import PagedCache, paged_parts
 from .call import Call, current, settle_models
@@ -155,7 +156,7 @@ def _wrap_generate(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any
         answer = None
         try:
             call.open(watch)
-            answer = stock(self, *args, **kwargs)
+            answer = restoring(lambda: stock(self, *args, **kwargs))
             return answer
         finally:
             try:

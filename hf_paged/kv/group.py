@@ -427,8 +427,10 @@ class Memory:
         """Drop every hash: no prefix is found again, cached blocks become free, caches in use continue."""
         with self.lock:
             self.drain()
+            self.suspect = True
             for group in self.groups.values():
                 group.pool.forget()
+            self.suspect = False
 
     @property
     def held(self) -> int:
@@ -446,8 +448,10 @@ class Memory:
             self.drain()
             idle = [group for group in self.groups.values() if not group.pool.held]
             freed = sum(group.bytes for group in idle)
+            self.suspect = True
             for group in idle:
                 group.give_back()
+            self.suspect = False
             return freed
 
     def make_way(self) -> None:
@@ -469,11 +473,13 @@ class Memory:
                     "captured steps",
                     reason,
                 )
+            self.suspect = True
             for group in idle:
                 if group.kept is False or (group.kept is None and reason is not None):
                     group.give_back()
                 else:
                     group.pool.forget()
+            self.suspect = False
             self.training.begin(devices)
 
     def check(self) -> None:

@@ -8,8 +8,7 @@ decoding step. An operation without a fixed order is refused by name.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kv.ops import invariant, invariant_kernels
 from .switch import decoder_configs, original_implementation
+from .thread_state import mode_depths, pop_modes
 
 Operation = Callable[..., Any]
 
@@ -78,8 +78,7 @@ class NotInvariant(NotImplementedError):
     """What a model calls has no order that is known not to depend on the batch."""
 
 
-@contextmanager
-def batch_invariant() -> Iterator[None]:
+class batch_invariant:
     """Compute so that a token's logits depend on its own sequence alone: not on the sequences beside it, on
     padding, chunks, cached prefixes or preemption. A forward that trains gives the bits of one that samples.
 
@@ -87,16 +86,26 @@ def batch_invariant() -> Iterator[None]:
         model.generate(**inputs, cache_implementation="paged")
         loss(model(**inputs).logits).backward()
     """
-    if invariant.get():
-        yield
-        return
-    attention, operations = _modes()
-    token = invariant.set(True)
-    try:
-        with attention, operations:
-            yield
-    finally:
-        invariant.reset(token)
+
+    def __enter__(self) -> None:
+        self._operations: _Operations | None = None
+        if invariant.get():
+            return
+        self._before = mode_depths()
+        attention, self._operations = _modes()
+        attention.__enter__()  # type: ignore[no-untyped-call]
+        self._operations.__enter__()  # type: ignore[no-untyped-call]
+        invariant.set(True)  # last: an interrupt leaves modes that do nothing
+
+    def __exit__(self, *_: object) -> None:
+        if self._operations is None:
+            return
+        invariant.set(False)
+        try:
+            if mode_depths()[1] > self._before[1]:
+                self._operations.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        finally:
+            pop_modes(self._before)
 
 
 _of_thread = threading.local()
@@ -120,7 +129,7 @@ class _AttentionCalls(TorchFunctionMode):
         self.kernels = kernels
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is scaled_dot_product_attention:
+        if func is scaled_dot_product_attention and invariant.get():
             return self.attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -217,7 +226,8 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch._C._current_autograd_node() is not None:  # gradients are not promised
+        # Gradients are not promised.
+        if not invariant.get() or torch._C._current_autograd_node() is not None:
             return func(*args, **kwargs)
         operation = self._known.get(func)
         if operation is None:

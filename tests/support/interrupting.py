@@ -13,9 +13,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 import hf_paged
 
 PACKAGE = str(Path(hf_paged.__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
 OUTER = ("/generate/install.py", "/generate/call.py", "/model/switch.py", "/model/hooks.py", "/model/mla.py")
 """The files that change a model for the time of a call."""
 
@@ -36,15 +39,18 @@ SIGNAL: Any = _Signal()
 
 class Interrupted:
     """Calls `act` with Ctrl-C at place number `at`, counted over the code of the package (of the files that
-    end with `files`).
+    end with `files`), and over code of torch in files that end with `torch_files`.
 
     The places are those where the interpreter looks for signals: at the beginning of a function, after a
     call, and where a loop goes back. `count` is how many there were, `where` it came; without `at` nothing is
     interrupted.
     """
 
-    def __init__(self, at: int | None = None, files: tuple[str, ...] = ("",)) -> None:
-        self.at, self.files, self.count = at, files, 0
+    def __init__(
+        self, at: int | None = None, files: tuple[str, ...] = ("",), torch_files: tuple[str, ...] = ()
+    ) -> None:
+        self.at, self.count = at, 0
+        self.files, self.torch_files = files, torch_files
         self.where = "nowhere"
         self._places: dict[CodeType, frozenset[int]] = {}
 
@@ -64,7 +70,8 @@ class Interrupted:
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
         name = frame.f_code.co_filename
-        if not name.startswith(PACKAGE) or not name.endswith(self.files):
+        ends = self.files if name.startswith(PACKAGE) else self.torch_files
+        if not name.startswith((PACKAGE, TORCH)) or not name.endswith(ends):
             return None
         if frame.f_code not in self._places:
             self._places[frame.f_code] = _places(frame.f_code)
