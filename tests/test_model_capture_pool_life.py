@@ -25,6 +25,8 @@ from transformers import LogitsProcessor, StoppingCriteria
 import hf_paged
 from hf_paged.model.capture.graph import Graph
 from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.lazy import NotCapturable
+from hf_paged.model.registry import memory_of
 
 NEW = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 
@@ -401,6 +403,27 @@ def test_a_capture_that_fails_costs_no_answer(
     assert_same(llama, input_ids=ids, **NEW)
     assert type(error).__name__ in reasons(llama)
     assert counts(llama) == {"refused": 1}
+
+
+def test_a_capture_that_fails_holds_no_cache(
+    llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C7: its blocks are back with the last reference to its cache, without a collection of garbage."""
+
+    def fails(*_: Any) -> Any:
+        raise NotCapturable("on purpose")
+
+    monkeypatch.setitem(RECORDERS, "cpu", fails)
+    cache = hf_paged.PagedCache(llama, block_size=4)
+    gc.collect()
+    gc.disable()
+    try:
+        llama.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **NEW)
+        assert "on purpose" in reasons(llama)
+        del cache
+        assert memory_of(llama).held == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("place", ["prepare", "hand_out"])

@@ -260,6 +260,7 @@ class CapturePool:
             trouble = trouble or NotCapturable("another rank could not capture it")
         if trouble is not None:
             self._drop_failed(key, trouble)
+        del trouble  # its traceback holds this frame, and with it the step's cache
 
     def _drop_failed(self, key: _Key, error: Exception) -> None:
         """Let a step go whose capture, or the comparison behind it, has failed."""
