@@ -13,6 +13,7 @@ import hf_paged
 from hf_paged.engine import Engine
 from hf_paged.kv import store
 from hf_paged.model.registry import memories
+from hf_paged.model.thread_state import mode_depths
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,7 @@ def _gradients_are_computed() -> Iterator[None]:
     torch.set_grad_enabled(True)
     assert enabled
     assert (torch.ones(1, requires_grad=True) * 2).requires_grad
+    assert mode_depths() == (0, 0)
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ from hf_paged.kv.ops import invariant
 from hf_paged.model.attention import running
 from hf_paged.model.registry import memory_of
 from hf_paged.model.snapshot import watching
+from hf_paged.model.thread_state import mode_depths
 
 IDS = torch.randint(5, 80, (2, 6), generator=torch.Generator().manual_seed(3))
 PAGED = {"cache_implementation": "paged", "cache_config": {"prefix_caching": True, "block_size": 4}}
@@ -65,7 +66,7 @@ def facts(model: Any) -> list[Any]:
 
 
 def thread_facts() -> list[object]:
-    """What torch keeps for this thread. Modes that it pushes again when a traceback goes do nothing."""
+    """What torch keeps for this thread. Modes that it enters again when a traceback goes do nothing."""
     return [torch.is_grad_enabled(), invariant.get()]
 
 
@@ -213,6 +214,7 @@ def test_what_torch_keeps_for_a_thread(how: str) -> None:
             assert thread_facts() == before, interrupted.where
         found = act()
         assert torch.equal(found, expected) if how == "generate" else found == expected
+        assert mode_depths() == (0, 0)
 
 
 def test_an_interrupt_while_weights_are_found_to_be_others() -> None:

@@ -23,10 +23,12 @@ from hf_paged.serve.wire import Cancel, EngineCall, News, Submit, first_message,
 
 
 @contextmanager
-def hosted(**options: Any) -> Iterator[tuple[Engine, socket.socket]]:
-    """An engine of the demo model, and the server's end of its connection."""
+def hosted(sent: int | None = None, **options: Any) -> Iterator[tuple[Engine, socket.socket]]:
+    """An engine of the demo model, and the server's end of its connection. sent: bytes that may wait there."""
     engine = Engine(demo.model(), **{"block_size": 8, "num_blocks": 600, **options})
     ours, theirs = socket.socketpair()
+    if sent is not None:
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sent)
     thread = threading.Thread(target=EngineHost(engine, demo.tokenizer(), theirs).run)
     thread.start()
     try:
@@ -85,8 +87,7 @@ def test_one_message_has_the_tokens_of_all_requests_of_a_step() -> None:
 
 def test_a_server_that_does_not_read_holds_up_nothing() -> None:
     """The engine goes on to the end, and what was not read comes in few messages."""
-    with hosted() as (engine, connection):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with hosted(sent=4096) as (engine, connection):
         body = {"max_new_tokens": 400, "do_sample": False, "eos_token_id": 2**31 - 1, "logprobs": 20}
         asked = [Submit(i, (1, 2, 3 + i), body, True) for i in range(4)]
         connection.sendall(b"".join(map(frame, asked)))
@@ -109,8 +110,7 @@ def test_a_server_that_does_not_read_holds_up_nothing() -> None:
 def test_steps_of_the_map_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the last one that was kept the server is given notice of a gap."""
     monkeypatch.setattr(engine_host, "EVERY", 0.0)
-    with hosted() as (engine, connection):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with hosted(sent=4096) as (engine, connection):
         body = {"max_new_tokens": 900, "do_sample": False, "eos_token_id": 2**31 - 1}
         asked = [EngineCall(0, "watch", ()), *(Submit(i, (1, 2, i), body, True) for i in range(1, 9))]
         connection.sendall(b"".join(map(frame, asked)))

@@ -27,6 +27,7 @@ from ..model.patches import note_restless
 from ..model.registry import base_model
 from ..model.snapshot import ModelSnapshot
 from ..model.support import why_dropped
+from ..model.thread_state import restoring
 from ..model.training import why_random
 from ..scheduling import Count, Infeasible, Request, Scheduler, SequenceGroup, why_infeasible
 from ..trace import Step, Trace, Writer
@@ -117,7 +118,7 @@ class Engine:
         with nullcontext() if self._ranks is None else tried_alike(self._ranks, self.pools, self.runner):
             written = versions(self.model)
             with self._arithmetic():
-                self.runner.try_out()
+                restoring(self.runner.try_out)
             check_writes(self.model, written)
             self.pools.settle(self._longest, longest_across, self.runner.capture_bytes)
         self.preemption = Preemption(self.pools, self.config.preemption)
@@ -542,7 +543,7 @@ class Engine:
         """
         self.checks.mark_dirty()
         try:
-            answer = steps()
+            answer = restoring(steps)
         except BaseException:
             with suppress(WeightsChanged):
                 self._let_go()
@@ -929,7 +930,7 @@ class Engine:
         if not paused:
             self.pause()
         try:
-            return load_into(self.model, weights)
+            return restoring(partial(load_into, self.model, weights))
         finally:
             self.weights_changed()
             if not paused:

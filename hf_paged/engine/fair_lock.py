@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..kv import fork_safe_lock
-from ..model.thread_state import restoring
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,7 +82,7 @@ def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P
                 try:
                     if self._torn or self._closing:
                         self._settle()
-                    return restoring(lambda: method(self, *args, **kwargs))
+                    return method(self, *args, **kwargs)
                 finally:
                     if self._torn or self._closing:
                         self._settle()

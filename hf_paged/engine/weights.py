@@ -70,15 +70,13 @@ class HostWeights:
                 f"accelerate has offloaded the weights of {type(model).__name__} already; use sleep(level=1)"
             )
         self._places: list[tuple[torch.Tensor, torch.device]] = []
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                if tensor.device.type != "cpu":
-                    self._places.append((tensor, tensor.device))
-                    tensor.data = tensor.data.cpu()
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.device.type != "cpu":
+                self._places.append((tensor, tensor.device))
+                tensor.data = tensor.data.cpu()
 
     def bring_back(self) -> None:
         """Put the weights where they were."""
-        with torch.no_grad():
-            for tensor, device in self._places:
-                tensor.data = tensor.data.to(device)
+        for tensor, device in self._places:
+            tensor.data = tensor.data.to(device)
         self._places = []

@@ -91,8 +91,12 @@ class batch_invariant:
         self._operations: _Operations | None = None
         if invariant.get():
             return
-        self._before = mode_depths()
         attention, self._operations = _modes()
+        functions, operations = mode_depths()
+        # Torch steps out of a mode to call it, and back in later if an interrupt came meanwhile.
+        while functions and torch._C._get_function_stack_at(functions - 1) is attention:
+            functions -= 1
+        self._before = functions, operations
         attention.__enter__()  # type: ignore[no-untyped-call]
         self._operations.__enter__()  # type: ignore[no-untyped-call]
         invariant.set(True)  # last: an interrupt leaves modes that do nothing
