@@ -51,7 +51,7 @@ BUDGETS = {
     "hf_paged/engine/sampling": 1815,
     "hf_paged/generate": 2350,
     "hf_paged/kv": 4030,
-    "hf_paged/model": 4620,
+    "hf_paged/model": 4650,
     "hf_paged/model/adapters": 1400,
     "hf_paged/model/capture": 2300,
     "hf_paged/ray": 1220,

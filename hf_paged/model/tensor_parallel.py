@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from .patches import mark_wrapper
 from .symmetric_memory import SymmetricMemory, symmetric_memory_of
@@ -33,20 +34,40 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def why_not_divided(model: nn.Module) -> str | None:
-    """Why the ranks of a model cannot have their part of its heads; None if they can, or if there is one.
+    """Why the ranks of a model cannot have their part of it; None if they can, or if there is one.
 
-    Transformers pairs queries with the wrong keys there, or fails within the first forward.
+    Transformers loads or pairs the wrong weights there, or fails within the first forward.
     """
     mesh = mesh_of(model)
     if mesh is None:
         return None
-    size = mesh.size()
+    plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+    fused = _cut_after_dividing(model, plan)
+    if fused is not None:
+        return (
+            f"transformers divides {fused!r} of {type(model).__name__} among ranks before it cuts it into "
+            "projections, so that each rank has parts of the wrong ones"
+        )
+    return _why_heads_not_divided(model, plan, mesh.size())
+
+
+def _cut_after_dividing(model: nn.Module, plan: dict[str, str]) -> str | None:
+    """A weight of a checkpoint that loading cuts into several which the plan divides."""
+    config: Any = model.config
+    divided = {key.rsplit(".", 1)[-1] for key in plan}
+    for conversion in get_checkpoint_conversion_mapping(config.model_type) or ():
+        made = [target.removesuffix(".weight").rsplit(".", 1)[-1] for target in conversion.target_patterns]
+        if len(made) > 1 and not divided.isdisjoint(made):
+            return str(conversion.source_patterns[0])
+    return None
+
+
+def _why_heads_not_divided(model: nn.Module, plan: dict[str, str], size: int) -> str | None:
     config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     queries = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None) or queries
     if not isinstance(queries, int) or not isinstance(keys, int):
         return None
-    plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     name = type(model).__name__
     if _style(plan, QUERIES) != "colwise":
         return None
