@@ -16,6 +16,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import hf_paged
 from hf_paged import NotInvariant, batch_invariant
+from hf_paged.kv.ops import invariant
+from hf_paged.model.thread_state import mode_depths
 
 pytestmark = compiles
 
@@ -151,6 +153,22 @@ def test_the_mode_ends_with_its_block() -> None:
         thread.join()
         assert len(found) == 1
     assert torch.equal(F.linear(x, w), ordinary)
+
+
+def test_a_function_that_computes_so() -> None:
+    """Also where it calls itself: the mode ends with its last call."""
+    seen: list[bool] = []
+
+    @batch_invariant()
+    def compute(again: bool) -> None:
+        if again:
+            compute(False)
+        seen.append(invariant.get())
+
+    compute(True)
+    assert seen == [True, True]
+    assert not invariant.get()
+    assert mode_depths() == (0, 0)
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ContextDecorator
 from functools import partial
 from typing import Any
 
@@ -78,7 +79,7 @@ class NotInvariant(NotImplementedError):
     """What a model calls has no order that is known not to depend on the batch."""
 
 
-class batch_invariant:
+class batch_invariant(ContextDecorator):
     """Compute so that a token's logits depend on its own sequence alone: not on the sequences beside it, on
     padding, chunks, cached prefixes or preemption. A forward that trains gives the bits of one that samples.
 
@@ -86,6 +87,9 @@ class batch_invariant:
         model.generate(**inputs, cache_implementation="paged")
         loss(model(**inputs).logits).backward()
     """
+
+    def _recreate_cm(self) -> batch_invariant:  # of a decorated function, for each of its calls
+        return batch_invariant()
 
     def __enter__(self) -> None:
         self._operations: _Operations | None = None
