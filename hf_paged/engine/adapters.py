@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +19,7 @@ from ..model.adapters import Adapter, AdapterBatch, AdapterTable, LoraLayers, ap
 from ..model.adapters.identity import AdapterSnapshot
 from ..model.adapters.joint import note_places
 from ..model.adapters.loading import HostAdapter, load_adapter
+from ..model.adapters.lora import LowRank
 from ..model.adapters.peft_layers import BASE
 from ..model.adapters.warmup import compiling
 from ..model.identity import identity_of
@@ -73,6 +74,9 @@ class EngineAdapters:
         self.leaving: set[str] = set()
         """Those that go when their last request has ended."""
         self._own: dict[str, HostAdapter] = {}
+        self.numbers: dict[str, int] = {}
+        """What the engine's own are called among ranks. No number is given twice."""
+        self._next_number = 0
         self._known: dict[str, _Known] = {}
         self._stepped: set[str] = set()
         """Those that an optimizer has taken a step on since: fused ones write without torch's counting."""
@@ -89,9 +93,11 @@ class EngineAdapters:
         """The content of what lies in slots."""
         self.layers: list[nn.Module] = []
         """The layers whose forward is ours while a step runs; none if no adapter is known."""
-        self._last: tuple[tuple[TokenSequence, ...], tuple[int, ...], torch.Tensor | None] | None = None
-        self._changes = 0
-        """How often a slot was given to another adapter."""
+        self._last: tuple[tuple[TokenSequence, ...], tuple[int, ...]] | None = None
+        self._indexed: tuple[Sequence[int], torch.Tensor] | None = None
+        """The last slots that were brought to the device."""
+        self.changes = 0
+        """How often a slot was given to another adapter, or an adapter came or went."""
         self._seen_changes = 0
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._compiling: Warming | None = None
@@ -172,6 +178,7 @@ class EngineAdapters:
             self.table.clear(slot)
         self._loading.clear()
         self._last = None
+        self._indexed = None
         if self._compiling is not None:
             self._compiling.stop()
 
@@ -189,22 +196,28 @@ class EngineAdapters:
             found[name] = AdapterInfo("engine", own.rank, own.bytes, name in there, users(name))
         return found
 
-    def load(self, name: str, source: Any, config: Any) -> HostAdapter:
-        """Read an adapter from a folder, a state dict or another peft model."""
+    def read(self, name: str, source: Any, config: Any) -> dict[str, LowRank]:
+        """An adapter from a folder, a state dict or another peft model: what it adds to layers."""
         if not isinstance(name, str) or name in ("", BASE, ACTIVE):
             raise ValueError(f"an adapter has a name of its own, got {name!r}")
-        self._require_new(name)
-        layers = load_adapter(self.model, source, config, name)
+        self.require_new(name)
+        return load_adapter(self.model, source, config, name)
+
+    def hold(self, layers: Mapping[str, LowRank]) -> HostAdapter:
+        """An adapter on the host, on several ranks the part of this one."""
         return HostAdapter(self.model, layers, pinned=self.device.type == "cuda")
 
     def add(self, name: str, loaded: HostAdapter) -> None:
         """Let requests name it."""
-        self._require_new(name)
+        self.require_new(name)
         self._own[name] = loaded
+        self.numbers[name] = self._next_number
+        self._next_number += 1
+        self.changes += 1
         self._note_layers()
         self._expect([loaded.host])
 
-    def _require_new(self, name: str) -> None:
+    def require_new(self, name: str) -> None:
         if self._has(name):
             raise ValueError(f"there is an adapter {name!r} already; remove it first, or take another name")
 
@@ -219,6 +232,8 @@ class EngineAdapters:
     def remove(self, name: str) -> None:
         """Forget an adapter of the engine's own, which no request has."""
         del self._own[name]
+        del self.numbers[name]
+        self.changes += 1
         self.leaving.discard(name)
         self._note_layers()
         self._release(name)
@@ -359,7 +374,7 @@ class EngineAdapters:
 
     def _load(self, names: Names, slot: int) -> None:
         """Begin to bring adapters into a slot."""
-        self._changes += 1
+        self.changes += 1
         try:
             if self._side is None or not any(name in self._own for name in names):
                 self._enter(names, slot)
@@ -402,6 +417,7 @@ class EngineAdapters:
             self.table.put(slot, adapter)
         except Exception as error:
             self.failed[names] = error
+        self.changes += 1
         del self._loading[names]  # behind the put, which an interrupt may have to do again
         return names not in self.failed
 
@@ -422,31 +438,46 @@ class EngineAdapters:
                 self.table.clear(slot)
         return failed
 
+    # ---- several ranks
+
+    def places(self) -> dict[int, tuple[int, ...]]:
+        """By slot the numbers of the adapters that have come there."""
+        there = (names for names in self.slots if names not in self._loading and names not in self.failed)
+        return {self.slots.slot(names): tuple([self.numbers[name] for name in names]) for names in there}
+
+    def place(self, slot: int, names: Names) -> None:
+        """Let a slot hold what it holds on rank 0."""
+        before = self.slots.release(names)
+        if before not in (None, slot):
+            self.table.clear(before)
+        self.slots.place(names, slot)
+        self.table.put(slot, self._on_device(names))
+
     # ---- a step
 
     def of_rows(self, sequences: tuple[TokenSequence, ...]) -> tuple[int, ...] | None:
         """The slot of each row's adapter; None if all are the model alone."""
-        if self._last is None or self._last[0] != sequences or self._seen_changes != self._changes:
+        if self._last is None or self._last[0] != sequences or self._seen_changes != self.changes:
             slots = tuple([self.slots.slot(sequence.group.request.adapter) for sequence in sequences])
-            self._last = sequences, slots, None
-            self._seen_changes = self._changes
+            self._last = sequences, slots
+            self._seen_changes = self.changes
         slots = self._last[1]
         if max(slots, default=-1) < 0:
             return None
+        self.wait_for_kernels()
+        return slots
+
+    def wait_for_kernels(self) -> None:
+        """Wait until the kernels that a step with adapters needs are compiled."""
         if self._compiling is not None:
             self._compiling.wait()
             self._compiling = None
-        return slots
 
     def index(self, slots: Sequence[int]) -> torch.Tensor:
         """Slots on the device, the same tensor as long as they are the last batch's."""
-        last = self._last
-        if last is None or last[1] is not slots:
-            return upload(slots, self.device, torch.int32)
-        if last[2] is None:
-            last = self._last = last[0], last[1], upload(slots, self.device, torch.int32)
-        assert last[2] is not None
-        return last[2]
+        if self._indexed is None or self._indexed[0] is not slots:
+            self._indexed = slots, upload(slots, self.device, torch.int32)
+        return self._indexed[1]
 
     def of_request(self, names: Names) -> AdapterBatch | None:
         """The adapters of a running request, for a forward of its own."""

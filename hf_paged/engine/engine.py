@@ -21,6 +21,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transfo
 from ..blocks import check_salt, extra_key
 from ..kv import fork_safe_lock, in_forked_process
 from ..model.adapters.loading import HostAdapter
+from ..model.adapters.lora import LowRank
 from ..model.batch_invariant import batch_invariant, require_invariant
 from ..model.offloaded import input_device
 from ..model.patches import note_restless
@@ -197,7 +198,7 @@ class Engine:
     def _join(self, ranks: Ranks) -> None:
         """Take part in an engine of several ranks: one leads, the others follow."""
         if ranks.leads:
-            self._loop.leader = Leader(ranks, self.pools, self.checks, self._loop.last_tokens)
+            self._loop.leader = Leader(ranks, self.pools, self._adapters, self.checks, self._loop.last_tokens)
             self._leader = self._loop.leader
         else:
             self._follower = Follower(ranks, self.runner, self._model_check, self.pools.forget)
@@ -606,8 +607,8 @@ class Engine:
         """Raise on ranks that follow, and for a request that ranks cannot compute together."""
         if self._follower is not None:
             raise RuntimeError(
-                f"this is rank {self._follower.ranks.rank} of a tensor-parallel engine, whose requests go to "
-                "rank 0; call engine.follow() here"
+                f"this is rank {self._follower.ranks.rank} of a tensor-parallel engine, whose requests and "
+                "adapters go to rank 0; call engine.follow() here"
             )
         if params is not None and self._leader is not None and not params.of_ids:
             raise ValueError(
@@ -1028,17 +1029,25 @@ class Engine:
 
         source: a folder as peft saves it, a state dict with its LoraConfig as `config`, or another peft model
         that has an adapter of that name. The model's own modules stay as they are, and so do its answers to
-        other requests. Adapters of a peft model are there by their names without this.
+        other requests. Adapters of a peft model are there by their names without this. On several ranks
+        rank 0 calls this, and every rank takes its part.
         """
         self._require_open()
-        if self._ranks is not None:
-            raise ValueError("a tensor-parallel engine has no adapters; merge them into the model")
-        loaded = self._adapters.load(name, source, config)
-        self._enter_adapter(name, loaded)
+        self._require_lead()
+        layers = self._adapters.read(name, source, config)
+        self._enter_adapter(name, layers, self._adapters.hold(layers))
 
     @in_turn
-    def _enter_adapter(self, name: str, loaded: HostAdapter) -> None:
-        self._adapters.add(name, loaded)
+    def _enter_adapter(self, name: str, layers: Mapping[str, LowRank], loaded: HostAdapter) -> None:
+        if self._leader is None:
+            self._adapters.add(name, loaded)
+            return
+        if self._paused:
+            raise RuntimeError(
+                "the engine is paused and other ranks do not follow; call resume() before add_adapter"
+            )
+        self._adapters.require_new(name)
+        self._leader.add_adapter(name, layers, lambda: self._adapters.add(name, loaded))
 
     @in_turn
     def remove_adapter(self, name: str, when: Literal["now", "idle"] = "now") -> None:
@@ -1047,6 +1056,7 @@ class Engine:
         """
         if when not in ("now", "idle"):
             raise ValueError(f"when={when!r} is neither 'now' nor 'idle'")
+        self._require_lead()
         users = self._users_of(name)
         if users and when == "now":
             raise ValueError(

@@ -100,7 +100,16 @@ def _style(plan: dict[str, str], names: tuple[str, ...]) -> str | None:
     return next((style for key, style in plan.items() if key.rsplit(".", 1)[-1] in names), None)
 
 
+def style_of(model: nn.Module, path: str) -> str | None:
+    """How a model's plan divides a module."""
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    return plan.get(re.sub(r"\d+", "*", path))
+
+
 # ---- layers on a rank's own part
+
+SUMS = "hf_paged_sums"
+"""Of a layer's forward the same with a further argument: what adds to this rank's part of the sum."""
 
 
 class LocalLayers:
@@ -116,14 +125,16 @@ class LocalLayers:
         mesh = mesh_of(model)
         if mesh is None:
             return
-        plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
         ranks = RankGroup(mesh.get_group(), symmetric_memory_of(mesh.get_group()))
         for name, module in model.named_modules():
-            make = LOCAL.get((type(module), plan.get(re.sub(r"\d+", "*", name), "")))
+            make = LOCAL.get((type(module), style_of(model, name) or ""))
             own = module.__dict__.get("forward")
-            if make is not None and own is not None and _is_divided(module, mesh.size()):
-                ours = functools.wraps(own)(_or(make(module, ranks), own))
+            if make is not None and own is not None and is_divided(module, mesh.size()):
+                local = make(module, ranks)
+                ours = functools.wraps(own)(_or(local, own))
                 mark_wrapper(ours)
+                if make is _rows:
+                    setattr(ours, SUMS, local)
                 self._forwards.append((module.__dict__, own, ours))
 
     def put_in(self) -> None:
@@ -139,6 +150,7 @@ class LocalLayers:
 
 
 Forward = Callable[..., Any]
+Add = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RankGroup(NamedTuple):
@@ -148,14 +160,21 @@ class RankGroup(NamedTuple):
     memory: SymmetricMemory | None
     """What the devices of all ranks reach, if they do."""
 
-    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [..., in / ranks] times a part of a weight [out, in / ranks], summed over ranks: [..., out]."""
+    def product(self, x: torch.Tensor, weight: torch.Tensor, add: Add | None = None) -> torch.Tensor:
+        """x [..., in / ranks] times a part of a weight [out, in / ranks], summed over ranks: [..., out].
+
+        add: adds to this rank's part of the sum, perhaps in its place.
+        """
         shape = (*x.shape[:-1], len(weight))
         cast = x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type)
         room = None if self.memory is None or cast else self.memory.room(shape, x.dtype)
         if self.memory is None or room is None:
-            return self.sum(functional.linear(x, weight))
+            part = functional.linear(x, weight)
+            return self.sum(part if add is None else add(part))
         torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out=room.view(-1, len(weight)))
+        found = room if add is None else add(room)
+        if found is not room:
+            room.copy_(found)
         return self.memory.sum(room)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,7 +183,7 @@ class RankGroup(NamedTuple):
         return x
 
 
-def _is_divided(module: nn.Module, size: int) -> bool:
+def is_divided(module: nn.Module, size: int) -> bool:
     """Whether each rank has an equal part of a layer's weight, and nothing is quantized."""
     weight: Any = module._parameters.get("weight")
     if not hasattr(weight, "placements") or hasattr(module, "_hf_quantized_needs_local_tp"):
@@ -197,8 +216,8 @@ def _columns(module: nn.Module, ranks: RankGroup) -> Forward:
 def _rows(module: nn.Module, ranks: RankGroup) -> Forward:
     """A part of the inputs: x [..., in / ranks] to [..., out], summed over the ranks."""
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        found = ranks.product(x, _local(module, "weight"))
+    def forward(x: torch.Tensor, add: Add | None = None) -> torch.Tensor:
+        found = ranks.product(x, _local(module, "weight"), add)
         bias = _local(module, "bias")
         return found if bias is None else found + bias
 

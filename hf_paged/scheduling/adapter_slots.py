@@ -66,6 +66,11 @@ class AdapterSlots:
         """Give a slot back: which it was, None if the adapter had none."""
         return self._slots.pop(adapter, None)
 
+    def place(self, adapter: Names, slot: int) -> None:
+        """Let an adapter have a slot that another rank's slots have chosen."""
+        self._slots = OrderedDict((other, taken) for other, taken in self._slots.items() if taken != slot)
+        self._slots[adapter] = slot
+
     def check(self, running: Collection[Names]) -> None:
         """Recount: no slot is two adapters', and every running adapter has one."""
         slots = set(self._slots.values())

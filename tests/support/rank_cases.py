@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_answers
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from engine_answers import KINDS, PROMPTS, alone, answers, checked_answers, righ
 from families import BY_NAME, build
 from rank_models import DIVIDED
 from rank_names import CASES
+from safetensors.torch import save_file
 from tape import record
 
 from hf_paged.engine import Engine, RankError
@@ -279,7 +281,6 @@ def wrong_uses(rank: int) -> None:
     with Engine(model, **SMALL) as engine:
         if rank == 0:
             raises(RuntimeError, "leads", engine.follow)
-            raises(ValueError, "merge them", lambda: engine.add_adapter("a", "nowhere"))
             embeds = torch.zeros(3, model.config.hidden_size)
             raises(
                 ValueError, "token ids only", lambda: engine.submit(inputs_embeds=embeds, max_new_tokens=2)
@@ -287,6 +288,8 @@ def wrong_uses(rank: int) -> None:
         else:
             raises(RuntimeError, "rank 1 .*rank 0; call engine.follow", lambda: engine.submit([5, 6]))
             raises(RuntimeError, "rank 1", engine.step)
+            raises(RuntimeError, "rank 1 .*rank 0", lambda: engine.add_adapter("one", {}, lora()))
+            raises(RuntimeError, "rank 1 .*rank 0", lambda: engine.remove_adapter("one"))
             assert not engine.follow()
             raises(RuntimeError, "closed", engine.follow)
     raises(ValueError, "different options", lambda: Engine(model, block_size=4 << rank))
@@ -326,6 +329,161 @@ def heads_that_ranks_do_not_divide(rank: int) -> None:
     raises(ValueError, words, lambda: Engine(model, **SMALL))
     ids = torch.tensor([PROMPTS[1]], device=model.device)
     raises(ValueError, words, lambda: model.generate(ids, cache_implementation="paged"))
+
+
+# ---- adapters
+
+RANKS_OF = {"one": 4, "two": 3, "three": 8}
+ADAPTED = ["one", None, "two", "three", ["one", "three"], "two", "one"]
+
+
+def lora(**options: Any) -> Any:
+    return peft.LoraConfig(lora_alpha=8, **options)
+
+
+def adapter_of(name: str, seed: int, rank: int, **more: list[int]) -> dict[str, torch.Tensor]:
+    """A state dict for all linear layers of a family that an adapter may have, each with large weights."""
+    draw = torch.Generator().manual_seed(seed)
+    found: dict[str, torch.Tensor] = {}
+    for path, module in whole(name).named_modules():
+        if type(module) is torch.nn.Linear and "router" not in path:
+            found[f"{path}.lora_A.weight"] = torch.randn(rank, module.in_features, generator=draw) / 8
+            found[f"{path}.lora_B.weight"] = torch.randn(module.out_features, rank, generator=draw) / 8
+    return found
+
+
+def add_all(engine: Engine, name: str) -> None:
+    for seed, (adapter, rank) in enumerate(RANKS_OF.items()):
+        engine.add_adapter(adapter, adapter_of(name, seed, rank), lora(r=rank))
+
+
+def asked_with_adapters(engine: Engine, requests: list[tuple[int, int]]) -> list[Any]:
+    """The answers of requests with an adapter each, submitted together; then of the first of them again."""
+    found = []
+    for several in (requests, requests[:3]):
+        handles = [
+            engine.submit(
+                PROMPTS[p], adapter=ADAPTED[i % len(ADAPTED)], max_new_tokens=NEW, seed=p, **KINDS[k]
+            )
+            for i, (p, k) in enumerate(several)
+        ]
+        found.append(checked_answers(engine, handles))
+    return found
+
+
+def compare_adapters(name: str, rank: int, requests: list[tuple[int, int]], **options: Any) -> dict[str, Any]:
+    """Requests with adapters on all ranks, held to the same in one process: the engine's counts."""
+
+    def act(engine: Engine) -> dict[str, Any]:
+        with Engine(whole(name), **SMALL) as one:
+            add_all(one, name)
+            expected = asked_with_adapters(one, requests)
+            plain = asked(one, requests)
+        assert expected[0] != plain
+        add_all(engine, name)
+        found = asked_with_adapters(engine, requests)
+        assert found == expected, (found, expected)
+        assert asked(engine, requests[:3]) == plain[:3]
+        return engine.stats()
+
+    stats: dict[str, Any] = led(rank, loaded(name), act, **options) or {}
+    return stats
+
+
+def adapters_in_few_places(rank: int) -> None:
+    """Mixed batches, beams, samples, sets of adapters, prefixes found, and requests that begin again."""
+    name = "llama-3" if dist.get_world_size() == 3 else "llama"
+    requests = ASKED if dist.get_world_size() == 2 else ASKED[2:9]
+    options = {"preemption": "recompute", "num_blocks": 26, "max_batch_sequences": 10}
+    stats = compare_adapters(name, rank, requests, max_adapters=2, **options)
+    if rank == 0:
+        assert stats["preemptions"] > 0
+        assert stats["hits"] > 0
+        assert stats["adapters"]["on_device"] == 2
+
+
+def adapters_and_swap(rank: int) -> None:
+    options = {"preemption": "swap", "num_blocks": 26, "max_batch_sequences": 10}
+    stats = compare_adapters("llama", rank, ASKED, run_ahead=True, **options)
+    if rank == 0:
+        assert stats["swapped_in"] > 0
+
+
+def adapters_of_other_families(rank: int) -> None:
+    """Biases behind the sum, norms of heads, experts, KV heads that lie whole on every rank."""
+    for name in ("mixtral", "qwen3", "gpt-oss"):
+        compare_adapters(name, rank, FEW + [(1, 2)])
+
+
+def adapters_that_come_and_go(rank: int) -> None:
+    """A folder, a name that is given again, and what is refused: other requests go on."""
+    state = adapter_of("llama", 0, 4)
+    again = adapter_of("llama", 5, 16)
+    layer = "model.layers.0.self_attn.q_proj"
+    if rank == 0:
+        save_file(state, FOLDER / "adapter_model.safetensors")
+        lora(r=4).save_pretrained(FOLDER)
+
+    def answered(engine: Engine, **options: Any) -> Any:
+        return answers(
+            engine.submit(PROMPTS[1], max_new_tokens=NEW, do_sample=False, adapter="one", **options).result()
+        )
+
+    def act(engine: Engine) -> None:
+        with Engine(whole("llama"), **SMALL) as one:
+            expected = []
+            for source, config in ((state, lora(r=4)), (again, lora(r=16))):
+                one.add_adapter("one", source, config)
+                expected.append(answered(one))
+                one.remove_adapter("one")
+        assert expected[0] != expected[1]
+        engine.add_adapter("one", FOLDER)
+        assert answered(engine) == expected[0]
+        running = engine.submit(PROMPTS[1], max_new_tokens=NEW, do_sample=False, adapter="one")
+        engine.step()
+        raises(ValueError, "already", lambda: engine.add_adapter("one", again, lora(r=16)))
+        raises(ValueError, "1 requests have", lambda: engine.remove_adapter("one"))
+        few = {f"{layer}.lora_A.weight": torch.ones(2, 3), f"{layer}.lora_B.weight": torch.ones(3, 2)}
+        raises(ValueError, "for another model", lambda: engine.add_adapter("few", few, lora(r=2)))
+        raises(ValueError, "expected a linear", lambda: engine.add_adapter("few", embedded, lora(r=2)))
+        raises(ValueError, "DoRA", lambda: engine.add_adapter("few", state, lora(r=4, use_dora=True)))
+        engine.remove_adapter("one", when="idle")
+        assert answers(running.result()) == expected[0]
+        raises(ValueError, "no adapter 'one'", lambda: answered(engine))
+        engine.add_adapter("one", again, lora(r=16))
+        assert answered(engine) == expected[1]
+        engine.pause()
+        raises(RuntimeError, "resume", lambda: engine.add_adapter("two", state, lora(r=4)))
+        engine.remove_adapter("one")
+        engine.resume()
+        engine.add_adapter("one", state, lora(r=4))
+        assert answered(engine) == expected[0]
+
+    table = "model.embed_tokens"
+    embedded = {f"{table}.lora_A.weight": torch.ones(2, 3), f"{table}.lora_B.weight": torch.ones(3, 2)}
+    model = loaded("llama")
+    with Engine(model, max_adapters=1, **SMALL) as engine:
+        if rank == 0:
+            act(engine)
+        else:
+            assert engine.follow()
+            assert not engine.follow()
+            assert set(engine._adapters.numbers) == {"2"}, "what rank 0 has removed is gone here as well"
+
+
+def layers_divided_in_another_way(rank: int) -> None:
+    """An adapter of a layer whose part the engine does not know is refused by the layer's name."""
+
+    def act(engine: Engine) -> None:
+        state = adapter_of("llama", 0, 4)
+        words = "layers.0.mlp.gate_proj is divided over 2 ranks as 'packed_colwise'"
+        raises(ValueError, words, lambda: engine.add_adapter("one", state, lora(r=4)))
+        found = answers(engine.submit(PROMPTS[1], max_new_tokens=NEW, do_sample=False).result())
+        assert found == alone(whole("llama"), PROMPTS[1], max_new_tokens=NEW, do_sample=False)
+
+    model = loaded("llama")
+    model._tp_plan = {**model.tp_plan, "model.layers.*.mlp.gate_proj": "packed_colwise"}
+    led(rank, model, act)
 
 
 # ---- generate()
@@ -424,6 +582,27 @@ def a_rank_that_raises(rank: int) -> None:
         raise ValueError("mine")
 
     _broken(rank, act, "rank 1 raised ValueError: mine", 8.0)
+
+
+def a_rank_that_cannot_take_an_adapter(rank: int) -> None:
+    begin_again(3)
+    model = loaded("llama-3")
+    engine = Engine(model, **SMALL)
+    begin = time.monotonic()
+    words = "rank 1 raised MemoryError: full"
+    if rank == 0:
+        state = adapter_of("llama-3", 0, 4)
+        raises(RankError, words, lambda: engine.add_adapter("one", state, lora(r=4)))
+    else:
+        if rank == 1:
+            engine._adapters.hold = _full  # type: ignore[method-assign]
+        raises(RankError, words, engine.follow)
+    assert time.monotonic() - begin < 8
+    engine.close()
+
+
+def _full(*_: Any) -> Any:
+    raise MemoryError("full")
 
 
 def a_rank_that_hangs(rank: int) -> None:

@@ -13,7 +13,7 @@ from ..forward_batch import LastTokens
 from ..model_check import ModelCheck
 from ..runner import Runner
 from .leader import MessageKind
-from .message import Received, StepDecoder
+from .message import AdapterNews, Received, StepDecoder
 from .ranks import RankError, Ranks
 
 logger = logging.getLogger("hf_paged")
@@ -33,6 +33,8 @@ class Follower:
         self.ranks = ranks
         self.runner = runner
         self.pools = runner.eager.pools
+        assert runner.eager.adapters is not None
+        self._adapters = runner.eager.adapters
         self._model_check = model_check
         self._forget = forget
         self._last_tokens = LastTokens(self.pools.config.limits().sequences, runner.eager.device)
@@ -67,6 +69,8 @@ class Follower:
                 with self.ranks.together():
                     if kind is MessageKind.CHECK:
                         self._check()
+                    elif kind is MessageKind.ADAPTER:
+                        self._add_adapter(AdapterNews.read(iter(numbers[1:])))
                     else:
                         self._carry_out(self._decoder.decode(numbers[1:]))
             except RankError:
@@ -94,6 +98,19 @@ class Follower:
         self._hold()
         self.runner.look()
 
+    def _add_adapter(self, news: AdapterNews) -> None:
+        """Take this rank's part of an adapter that rank 0 was given."""
+        self._note(news)
+        number, layers = self.ranks.give()
+        self._adapters.add(str(number), self._adapters.hold(layers))
+        self.ranks.any(False)
+
+    def _note(self, news: AdapterNews) -> None:
+        for number in news.gone:
+            self._adapters.remove(str(number))
+        for slot, numbers in news.places:
+            self._adapters.place(slot, tuple(map(str, numbers)))
+
     def _carry_out(self, received: Received) -> None:
         checks = self.runner.eager.checks
         if received.checks:
@@ -111,6 +128,9 @@ class Follower:
             device = self._last_tokens.tokens.device
             tokens = upload(list(received.known.values()), device)
             self._last_tokens.write(array("i", received.known), tokens)
+        self._note(received.news)
+        if received.batch.adapters is not None:
+            self._adapters.wait_for_kernels()
         self.runner.run(received.batch)
 
     def _make_room(self, swaps: Swaps) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 
 import torch
 
+from ...model.adapters.lora import LowRank
 from ...scheduling import StepPlan
+from ..adapters import EngineAdapters
 from ..check_policy import CheckPolicy
 from ..forward_batch import ForwardBatch, LastTokens
 from ..pools import Pools
 from ..sampling.answers import Answer
-from .message import Preparation, StepEncoder
+from .message import AdapterNews, Preparation, StepEncoder
 from .ranks import Ranks
 
 
@@ -24,6 +26,7 @@ class MessageKind(IntEnum):
     CHECK = 1
     PAUSE = 2
     CLOSE = 3
+    ADAPTER = 4
 
 
 class Leader:
@@ -32,9 +35,22 @@ class Leader:
     One message a forward: the scheduler, the sampler and the code of requests know nothing of it.
     """
 
-    def __init__(self, ranks: Ranks, pools: Pools, checks: CheckPolicy, last_tokens: LastTokens) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        pools: Pools,
+        adapters: EngineAdapters,
+        checks: CheckPolicy,
+        last_tokens: LastTokens,
+    ) -> None:
         self.ranks = ranks
         self._pools = pools
+        self._adapters = adapters
+        self._adapter_changes = 0
+        self._places: dict[int, tuple[int, ...]] = {}
+        """What the other ranks know of slots."""
+        self._numbers: set[int] = set()
+        """The adapters that they have."""
         self._checks = checks
         self._last_tokens = last_tokens
         self._encoder = StepEncoder()
@@ -53,12 +69,38 @@ class Leader:
         """Compute a batch on all ranks: rank 0's answer."""
         with self.ranks.together():
             tops = [group.pool.top for group in self._pools.groups.values()]
-            numbers, shares = self._encoder.encode(batch, self._preparations, tops, not self._checks.unseen)
+            numbers, shares = self._encoder.encode(
+                batch, self._preparations, tops, not self._checks.unseen, self._news()
+            )
             self.ranks.send(array("i", [MessageKind.STEP]) + numbers)
             self._preparations = []
             if shares:
                 self.ranks.share(self._last_tokens.tokens)
             return run(batch)
+
+    def _news(self) -> AdapterNews:
+        """What the other ranks do not know of adapters."""
+        if self._adapter_changes == self._adapters.changes:
+            return AdapterNews()
+        self._adapter_changes = self._adapters.changes
+        gone = self._numbers.difference(self._adapters.numbers.values())
+        self._numbers -= gone
+        before = self._places
+        self._places = self._adapters.places()
+        places = [(slot, held) for slot, held in self._places.items() if before.get(slot) != held]
+        return AdapterNews(tuple(gone), tuple(places))
+
+    def add_adapter(self, name: str, layers: Mapping[str, LowRank], add: Callable[[], None]) -> None:
+        """Give an adapter to all ranks, each of which keeps its part. add: lets requests name it here."""
+        with self.ranks.together():
+            message = array("i", [MessageKind.ADAPTER])
+            self._news().write(message)
+            self.ranks.send(message)
+            add()
+            number = self._adapters.numbers[name]
+            self.ranks.give((number, {path: _on_host(part) for path, part in layers.items()}))
+            self._numbers.add(number)
+            self.ranks.any(False)  # all of them have it
 
     def wait(self, wait: Callable[[], bool], device: bool) -> bool:
         """Wait for tokens, which wait for all ranks; device: for all of its work, not for theirs alone.
@@ -85,3 +127,8 @@ class Leader:
     def close(self) -> None:
         """Let the other ranks' `follow()` return for good, or raise the error that rank 0 ends with."""
         self.ranks.announce_end(array("i", [MessageKind.CLOSE]))
+
+
+def _on_host(part: LowRank) -> LowRank:
+    """A layer's weights as they can be sent, without what lies beside them in memory."""
+    return LowRank(part.a.detach().cpu().clone(), part.b.detach().cpu().clone(), part.scale)

@@ -27,6 +27,30 @@ class Preparation(NamedTuple):
         return StepPlan(copies=self.copies, swaps=self.swaps)
 
 
+class AdapterNews(NamedTuple):
+    """What has become of adapters since the message before. They have numbers here."""
+
+    gone: tuple[int, ...] = ()
+    """Those that the engine has forgotten."""
+    places: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Slots that hold others now, and which."""
+
+    def write(self, out: array[int]) -> None:
+        """Append this as numbers."""
+        out.append(len(self.gone))
+        out.extend(self.gone)
+        out.append(len(self.places))
+        for slot, numbers in self.places:
+            out.extend((slot, len(numbers), *numbers))
+
+    @classmethod
+    def read(cls, numbers: Iterator[int]) -> AdapterNews:
+        """What `write` has written."""
+        gone = tuple(_take(numbers, next(numbers)))
+        places = [(next(numbers), tuple(_take(numbers, next(numbers)))) for _ in range(next(numbers))]
+        return cls(gone, tuple(places))
+
+
 class Received(NamedTuple):
     """A step as another rank got it."""
 
@@ -40,6 +64,7 @@ class Received(NamedTuple):
     known: dict[int, int]
     """By row the last tokens that rank 0's host has: they count, whatever came along."""
     batch: ForwardBatch
+    news: AdapterNews
 
 
 class StepEncoder:
@@ -51,9 +76,15 @@ class StepEncoder:
         self._tables: tuple[BlockTableArray, ...] = ()
         self._columns: tuple[array[int], ...] = ()
         self._rows: tuple[TokenSequence, ...] = ()
+        self._adapters: tuple[int, ...] | None = None
 
     def encode(
-        self, batch: ForwardBatch, preparations: Sequence[Preparation], tops: Sequence[int], checks: bool
+        self,
+        batch: ForwardBatch,
+        preparations: Sequence[Preparation],
+        tops: Sequence[int],
+        checks: bool,
+        news: AdapterNews,
     ) -> tuple[array[int], bool]:
         """The numbers of a step, and whether the last tokens on the device must come along."""
         rows = batch.rows
@@ -78,7 +109,19 @@ class StepEncoder:
         out.append(len(ids))
         out.extend(ids)
         self._write_tables(out, rows)
+        self._write_adapters(out, batch, news)
         return out, shares
+
+    def _write_adapters(self, out: array[int], batch: ForwardBatch, news: AdapterNews) -> None:
+        """The slots of rows, if they are others than in the step before."""
+        news.write(out)
+        slots = batch.adapters
+        same = slots is self._adapters
+        out.append(same)
+        if not same:
+            self._adapters = slots
+            out.append(0 if slots is None else len(slots))
+            out.extend(slots or ())
 
     def _write_tables(self, out: array[int], rows: ScheduledBatch) -> None:
         """What was written in the tables since the last step; of arrays that are new the rows of the step."""
@@ -106,6 +149,7 @@ class StepDecoder:
         self._columns = (array("i"), array("i"), array("i"))
         self._sequences: dict[int, _RankRow] = {}
         self._members: tuple[TokenSequence, ...] = ()
+        self._adapters: tuple[int, ...] | None = None
 
     def decode(self, numbers: Sequence[int]) -> Received:
         """The step that numbers stand for."""
@@ -124,6 +168,9 @@ class StepDecoder:
             for _ in range(next(read)):
                 row, first, count = _take(read, 3)
                 tables.write(row, first, array("i", _take(read, count)))
+        news = AdapterNews.read(read)
+        if not next(read):
+            self._adapters = tuple(_take(read, next(read))) or None
         members = self._members
         row_ids, offsets, counts = self._columns
         alone = tuple([(each,) for each in members[:decodes]])
@@ -143,8 +190,8 @@ class StepDecoder:
         own = [] if unseen else ids[:decodes]
         inputs = self._enter(rows, ids[len(own) :], scored)
         on_host = {row: token for row, token in zip(row_ids, own, strict=False) if token != UNSEEN}
-        batch = ForwardBatch(rows, self._last_tokens, inputs, members[:decodes])
-        return Received(preparations, tops, bool(checks), bool(shares), on_host, batch)
+        batch = ForwardBatch(rows, self._last_tokens, inputs, members[:decodes], self._adapters)
+        return Received(preparations, tops, bool(checks), bool(shares), on_host, batch, news)
 
     def _row(self, number: int) -> _RankRow:
         found = self._sequences.get(number)

@@ -114,6 +114,12 @@ class Ranks:
             found += rest.tolist()
         return found
 
+    def give(self, value: Any = None) -> Any:
+        """Rank 0's value, on all ranks; for what is rare."""
+        found = [value]
+        dist.broadcast_object_list(found, self._first, self._group, device=torch.device("cpu"))
+        return found[0]
+
     def share(self, tensor: torch.Tensor) -> None:
         """Give rank 0's tensor to all, in the order of the device's work."""
         dist.broadcast(tensor, self._first, group=self.model_group)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...kv.upload import upload
 from ..patches import mark_wrapper
+from ..tensor_parallel import SUMS
 from .lora import Adapter, LowRank
 from .table import AdapterTable
 
@@ -99,6 +100,12 @@ class AdapterBatch:
             return self._add_in_torch(module, x, y)
         number = self.table.layers.get(module)
         return y if number is None else self._add_in_kernels(module, number, x, y)
+
+    def add_at_once(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The same for a part of an output, which is read as soon as this returns: ranks sum theirs."""
+        found = self.add(module, x, y)
+        self.flush()
+        return found
 
     # ---- plain torch
 
@@ -295,6 +302,7 @@ def _replacement(module: nn.Module, own: Any) -> Callable[..., Any]:
     """
     stock = own or type(module).forward.__get__(module)
     base: Any = getattr(module, "base_layer", None) if hasattr(module, "lora_A") else stock
+    summing = getattr(own, SUMS, None)
 
     @functools.wraps(stock)
     def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -305,6 +313,8 @@ def _replacement(module: nn.Module, own: Any) -> Callable[..., Any]:
         batch = _applied.get()
         if batch is not None:
             batch.begin(module, x)
+        if batch is not None and summing is not None:
+            return summing(x, lambda part: batch.add_at_once(module, x, part))
         y = base(x, *args, **kwargs)
         return y if batch is None else batch.add(module, x, y)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from .divided import part_here
 from .lora import Adapter, LowRank
 
 KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.([^.]+))?\.weight")
@@ -39,7 +40,7 @@ ALIGNMENT = 16
 
 class HostAdapter:
     """An adapter that no module holds: its weights lie together on the host, and are copied to the device
-    when a request needs them. They never change.
+    when a request needs them. They never change. On several ranks it is the part of this one.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[str, LowRank], pinned: bool) -> None:
@@ -47,7 +48,7 @@ class HostAdapter:
         delays nothing else.
         """
         self.rank = max(part.a.shape[0] for part in layers.values())
-        parts = {path: _padded(part) for path, part in layers.items()}
+        parts = {path: _padded(part) for path, part in part_here(model, layers).items()}
         sizes = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for part in parts.values() for each in part[:2]]
         self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._parts = {
@@ -57,11 +58,8 @@ class HostAdapter:
         for module, part in zip(self._modules, parts.values(), strict=True):
             self.host.layers[module].a.copy_(part.a)
             self.host.layers[module].b.copy_(part.b)
-        digest = blake2b(self._memory.numpy().data, digest_size=32)
-        facts = [(path, part.scale, part.a.dtype, part.a.shape, part.b.shape) for path, part in parts.items()]
-        digest.update(repr(facts).encode())
-        self.key = digest.digest()
-        """Its content, and where it belongs."""
+        self.key = _content(layers)
+        """Its content on all ranks, and where it belongs."""
 
     def follow(self, model: nn.Module) -> None:
         """Find its layers in the model: peft puts others in their places and takes them away again."""
@@ -88,6 +86,18 @@ class HostAdapter:
                 begin += -(-each.nbytes // ALIGNMENT) * ALIGNMENT
             layers[module] = LowRank(found[0], found[1], part.scale)
         return Adapter(layers)
+
+
+def _content(layers: Mapping[str, LowRank]) -> bytes:
+    """A digest of an adapter's weights, their scales and the layers that they belong to."""
+    digest = blake2b(digest_size=32)
+    for path, part in layers.items():
+        digest.update(repr((path, part.scale, part.a.shape, part.b.shape)).encode())
+        for each in (part.a, part.b):
+            own = each.detach().cpu().contiguous()
+            digest.update(repr(own.dtype).encode())
+            digest.update(own.flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _padded(part: LowRank) -> LowRank:

@@ -1,0 +1,55 @@
+"""Adapters of a model that ranks compute together: the part of each that a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ..tensor_parallel import is_divided, mesh_of, style_of
+from .lora import LowRank
+
+WHOLE = (
+    None,
+    "replicated_with_grad_allreduce",
+    "mla_kv_a_proj",
+    "colwise_gather_output",
+    "colwise_rep",
+    "rowwise_split_input",
+    "rowwise_rep",
+)
+"""Styles of layers that take whole inputs and give whole outputs, whatever a rank has of their weights."""
+
+
+def part_here(model: nn.Module, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
+    """What this rank holds of an adapter, by the names of layers; all of it if one process has the model.
+
+    Where ranks divide a layer's outputs, each has B's rows of its own. Where they divide its inputs, each has
+    A's columns of its own: the products of all ranks are added up with the layer's output.
+    Raises ValueError for layers that are divided in another way, on all ranks alike.
+    """
+    mesh = mesh_of(model)
+    if mesh is None:
+        return dict(layers)
+    rank = mesh.get_local_rank()
+    size = mesh.size()
+    return {path: _part(model, path, part, rank, size) for path, part in layers.items()}
+
+
+def _part(model: nn.Module, path: str, part: LowRank, rank: int, size: int) -> LowRank:
+    module = model.get_submodule(path)
+    style = style_of(model, path)
+    names = path.split(".")
+    above = [style_of(model, ".".join(names[:count])) for count in range(1, len(names))]
+    divided = is_divided(module, size)
+    if not any(above) and style in WHOLE and (style is not None or not divided):
+        return part
+    if any(above) or style not in ("colwise", "rowwise") or not divided or type(module) is not nn.Linear:
+        how = next((each for each in above if each), style)
+        raise ValueError(
+            f"{path} is divided over {size} ranks as {how!r}, as the engine divides no adapter; "
+            "leave the layer out of target_modules, or merge the adapter into the model"
+        )
+    if style == "colwise":
+        return part._replace(b=part.b.chunk(size)[rank].contiguous())
+    return part._replace(a=part.a.chunk(size, dim=1)[rank].contiguous())
