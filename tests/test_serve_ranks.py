@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 import httpx
+import peft
 import torch
 
 from hf_paged import demo
@@ -43,10 +45,30 @@ def _until(lines: queue.SimpleQueue[dict[str, Any] | None], message: str) -> dic
     raise AssertionError(f"the server has ended before {message!r}")
 
 
-def test_a_server_of_two_ranks() -> None:
-    """The same tokens as of one process; a signal drains it, and no rank is left behind."""
+def _adapted(folder: Path) -> Any:
+    """The demo model with an adapter that lies in a folder, too."""
+    torch.manual_seed(0)
+    targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, init_lora_weights=False)
+    made = peft.get_peft_model(demo.model(), config).eval()
+    made.save_pretrained(folder)
+    return made
+
+
+def _continued(model: Any) -> str:
+    tokenizer = demo.tokenizer()
+    ids = tokenizer("The fox", return_tensors="pt").input_ids
+    whole = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    text: str = tokenizer.decode(torch.as_tensor(whole), skip_special_tokens=True)
+    return text
+
+
+def test_a_server_of_two_ranks(tmp_path: Path) -> None:
+    """The same tokens as of one process, of the model and of an adapter; a signal drains it, and no rank is left behind."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    adapted = _adapted(tmp_path)
     flags = ["--tensor-parallel-size", "2", "--port", "0", "--log-format", "json"]
+    flags += ["--lora-modules", f"poet={tmp_path}"]
     process = subprocess.Popen(
         [sys.executable, "-m", "hf_paged", "serve", "demo", *flags],
         stderr=subprocess.PIPE,
@@ -60,12 +82,12 @@ def test_a_server_of_two_ranks() -> None:
         ranks = psutil.Process(process.pid).children()
         assert len(ranks) == 2
         assert all("HF_PAGED_STARTED" in each.environ() for each in ranks)  # they end with the command
-        body = {"model": "demo", "prompt": "The fox", "max_tokens": 12, "temperature": 0}
-        text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
-        tokenizer = demo.tokenizer()
-        ids = tokenizer("The fox", return_tensors="pt").input_ids
-        whole = demo.model().generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
-        assert text == tokenizer.decode(torch.as_tensor(whole), skip_special_tokens=True)
+        expected = {"demo": _continued(demo.model()), "poet": _continued(adapted)}
+        assert expected["demo"] != expected["poet"]
+        for name, text in expected.items():
+            body = {"model": name, "prompt": "The fox", "max_tokens": 12, "temperature": 0}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            assert answer["choices"][0]["text"] == text
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         gone, left = psutil.wait_procs(ranks, timeout=5)
