@@ -61,6 +61,54 @@ def test_errors_are_the_servers(served: Application) -> None:
     assert served.client.post("/v1/completions", content=b"x").status_code == 415
 
 
+def respond(served: Application, asked: str, **fields: Any) -> Any:
+    body = {"input": asked, "max_output_tokens": 8, "temperature": 0, "store": False, **fields}
+    return served.client.post("/v1/responses", json=body)
+
+
+def test_responses_are_routed_as_chats(served: Application) -> None:
+    """The same text and blocks as of the chat that they mean, also where a field asks for nothing."""
+    for i in range(4):
+        story = f"{i} times " + "a story about the fox and the hare " * 8
+        messages = [{"role": "user", "content": story}]
+        chat = {"messages": messages, "max_tokens": 8, "temperature": 0, "store": False}
+        spoken = served.client.post("/v1/chat/completions", json=chat)
+        assert spoken.status_code == 200, spoken.text
+        response = respond(served, story)
+        assert response.status_code == 200, response.text
+        found = response.json()
+        (item,) = found["output"]
+        assert item["content"][0]["text"] == spoken.json()["choices"][0]["message"]["content"]
+        usage = found["usage"]
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        assert cached >= usage["input_tokens"] // 8 * 8 - 8 > 0
+        again = served.client.post("/v1/chat/completions", json=chat).json()["usage"]
+        assert again["prompt_tokens_details"]["cached_tokens"] >= cached
+
+
+def test_responses_stream_and_are_refused(served: Application) -> None:
+    stream = respond(served, "The fox", stream=True)
+    kinds = [line.removeprefix("event: ") for line in stream.text.splitlines() if line.startswith("event: ")]
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.incomplete")
+    assert "[DONE]" not in stream.text
+    refused = respond(served, "The fox", previous_response_id="resp_1")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "previous_response_id"
+    assert respond(served, "The fox", model="other").json()["error"]["code"] == "model_not_found"
+
+
+def test_texts_and_ids_are_any_replicas(served: Application) -> None:
+    ids = served.client.post("/tokenize", json={"prompt": "The fox"}).json()["tokens"]
+    assert served.client.post("/detokenize", json={"tokens": ids}).json()["prompt"].endswith("The fox")
+    for path in ("/live", "/ready", "/version", "/openapi.json"):
+        assert served.client.get(path).status_code == 200
+    assert served.client.get("/v1/models/demo").json()["id"] == "demo"
+    for path in ("/", "/map", "/metrics"):
+        assert served.client.get(path).status_code == 404
+    loading = served.client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "a"})
+    assert (loading.status_code, "user_config" in loading.text) == (404, True)
+
+
 def test_a_prompt_returns_to_the_replica_that_holds_it(served: Application) -> None:
     """Each is sent again, one at a time: all its full blocks are cached there."""
     long = [prompt + " and" * 30 for prompt in PROMPTS[:4]]

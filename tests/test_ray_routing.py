@@ -24,7 +24,8 @@ from hf_paged.ray.flags import namespace
 from hf_paged.ray.relay import HeldAnswer, ReplicaFailed
 from hf_paged.ray.routing import LoadBound, PrefixIndex, ranked
 from hf_paged.serve.errors import unavailable
-from hf_paged.serve.streams import ALIVE, DONE
+from hf_paged.serve.items import failed
+from hf_paged.serve.streams import ALIVE, DONE, event
 
 NAMES = ["a", "b", "c", "d"]
 IDLE = dict.fromkeys(NAMES, 0)
@@ -252,8 +253,79 @@ def test_errors_of_the_request_are_not() -> None:
     assert (client.status, client.body) == (400, error)
 
 
+# ---- answers of /v1/responses
+
+
+def of_responses(*kinds: str, first: int = 0, **more: Any) -> bytes:
+    """Events with their names and numbers."""
+    found = []
+    for number, kind in enumerate(kinds, first):
+        said = {"type": kind, "response": {"id": "resp_1", "status": "in_progress"}, **more}
+        found.append(f"event: {kind}\n".encode() + event({**said, "sequence_number": number}))
+    return b"".join(found)
+
+
+OPENING = of_responses("response.created", "response.in_progress")
+
+
+def last_event(client: Client) -> dict[str, Any]:
+    """What the last event says that a client has."""
+    name, data = client.body.rstrip(b"\n").rpartition(b"\n\n")[2].split(b"\n")
+    found: dict[str, Any] = json.loads(data.removeprefix(b"data: "))
+    assert name == b"event: " + found["type"].encode()
+    return found
+
+
+def test_responses_end_by_an_error_in_their_own_form() -> None:
+    """With the response as it began, and the number behind the last one that the client has."""
+    client, answer = held()
+    token = of_responses("response.output_text.delta", first=2, delta="data: \n\n")
+    asyncio.run(take(answer, start(), body(OPENING), body(token), body(ALIVE)))
+    asyncio.run(answer.fail(unavailable("the replica has died", 1, "replica_died")))
+    assert client.ended
+    assert DONE not in client.body
+    ending = last_event(client)
+    assert (ending["type"], ending["code"], ending["sequence_number"]) == (
+        "response.failed", "replica_died", 3
+    )  # fmt: skip
+    assert ending["response"] == {
+        "id": "resp_1", "status": "failed", "error": {"code": "server_error", "message": "the replica has died"}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("code", ["engine_stopped", "draining"])
+def test_responses_of_a_failed_replica_are_left_to_another(code: str) -> None:
+    client, answer = held()
+    ending = failed({"id": "resp_1"}, "stopped", code, 2)
+    with pytest.raises(ReplicaFailed, match="stopped"):
+        asyncio.run(take(answer, start(), body(OPENING), body(ending)))
+    assert not client.status
+    answer.begin()
+    asyncio.run(take(answer, start(), body(OPENING), body(b"token", False)))
+    assert client.body == OPENING + b"token"
+
+
+def test_a_response_that_fails_by_itself_is_passed_on() -> None:
+    client, answer = held()
+    ending = failed({"id": "resp_1"}, "wrong", "timeout", 2)
+    asyncio.run(take(answer, start(), body(OPENING), body(ending, False)))
+    assert client.body == OPENING + ending
+
+
+def test_a_refused_response_behind_a_comment_is_an_event() -> None:
+    error = b'{"error":{"message":"too long","code":"context_length_exceeded"}}'
+    client, answer = held()
+    asyncio.run(take(answer, start(), body(OPENING), body(ALIVE)))
+    answer.begin()
+    asyncio.run(take(answer, start(400, b"application/json"), body(error, False)))
+    ending = last_event(client)
+    assert client.ended
+    assert (ending["sequence_number"], ending["code"]) == (0, "context_length_exceeded")
+    assert ending["response"]["error"]["message"] == "too long"
+
+
 def test_a_refusal_behind_a_comment_is_an_event() -> None:
-    error = json.dumps({"error": {"message": "too long", "code": None}}).encode()
+    error = b'{"error":{"message":"too long","code":null}}'
     client, answer = held()
     asyncio.run(take(answer, start(), body(b"opening"), body(ALIVE)))
     answer.begin()

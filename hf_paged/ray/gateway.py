@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray import exceptions
@@ -21,17 +21,29 @@ from ..serve.errors import ApiError, unavailable
 from ..serve.guard import REQUEST_ID
 from ..serve.images import Images
 from ..serve.keys import Keys, bearer
-from ..serve.protocol import ChatRequest, CompletionRequest, fields_of, parsed, read_body
+from ..serve.protocol import (
+    OF_CHATS,
+    OF_COMPLETIONS,
+    ChatRequest,
+    CompletionRequest,
+    fields_of,
+    parsed,
+    read_body,
+)
+from ..serve.responses import OF_RESPONSES, ResponsesRequest
 from ..serve.tokens import Tokenizer
 from .flags import namespace
 from .relay import HeldAnswer, ReplicaFailed
 from .replica import HttpCall
 
 log = logging.getLogger("hf_paged.ray")
-PROMPTED: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
+Prompted = ChatRequest | CompletionRequest
+PROMPTED: dict[str, Callable[[bytes], Prompted]] = {
+    "/v1/completions": lambda body: parsed(CompletionRequest, fields_of(body, OF_COMPLETIONS)),
+    "/v1/chat/completions": lambda body: parsed(ChatRequest, fields_of(body, OF_CHATS)),
+    "/v1/responses": lambda body: parsed(ResponsesRequest, fields_of(body, OF_RESPONSES)).chat(),
 }
+"""How the body of a request with a prompt is read."""
 PATHS = frozenset(
     {
         *PROMPTED, "/tokenize", "/detokenize", "/v1/models", "/version", "/openapi.json",
@@ -129,14 +141,14 @@ class Gateway:
         return HttpCall(scope, body, await self._digests(request, PROMPTED.get(path), body))
 
     async def _digests(
-        self, request: Request, kind: type[ChatRequest] | type[CompletionRequest] | None, body: bytes
+        self, request: Request, read: Callable[[bytes], Prompted] | None, body: bytes
     ) -> tuple[bytes, ...]:
         """The names of the prompt's blocks; none of a request that a replica is going to refuse."""
         tenant = self._keys.tenant(bearer(request.headers.get("authorization")))
-        if kind is None or tenant is None:
+        if read is None or tenant is None:
             return ()
         try:
-            asked = parsed(kind, fields_of(body, {}))
+            asked = read(body)
             if isinstance(asked, ChatRequest):
                 ids = (await self._tokenizer.chat(asked)).ids
             else:

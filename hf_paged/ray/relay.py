@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import Message, Scope, Send
 
 from ..serve.errors import ApiError
+from ..serve.items import failed
 from ..serve.streams import ALIVE, DONE, event
 
-FAILED = b'data: {"error":'
-"""How an event begins that ends a stream with an error."""
+OF_RESPONSES = b"event: response."
+"""How events of /v1/responses begin; those of chats and completions have no names."""
+FAILED = (b'data: {"error":', OF_RESPONSES + b"failed\n")
+"""How an event begins that ends a stream with an error: of chats and completions, of responses."""
 OF_REPLICA = frozenset({"engine_stopped", "draining", "starting"})
 """Codes of errors that another replica would not answer with."""
-
-
-NUMBER = b"x-request-id"
 
 
 class ReplicaFailed(Exception):
@@ -37,6 +38,10 @@ class HeldAnswer:
         """Whether the client has had a part of the answer: no other replica can continue it."""
         self._opened = False
         """Whether the client has had status 200 of a stream."""
+        self._opening = b""
+        """What the stream of a replica began with."""
+        self._passed = b""
+        """The events that the client had last."""
         self.begin()
 
     def begin(self) -> None:
@@ -65,9 +70,11 @@ class HeldAnswer:
 
     async def _take_event(self, body: bytes, last: bool) -> None:
         if body.startswith(FAILED):
-            _require_other(body.removeprefix(b"data: ").partition(b"\n")[0])
+            said = _data(body.partition(b"\n\n")[0])
+            _require_other(said.get("error") or {**said["response"]["error"], "code": said.get("code")})
         if not self._held and not last:  # the opening, which has no token
             self._held.append(body)
+            self._opening = body
         elif body == ALIVE:
             await self._open()
             await self._pass(body, False)
@@ -79,10 +86,11 @@ class HeldAnswer:
     async def _finish(self, body: bytes) -> None:
         """Send a response that is no stream; behind the status of a stream, as an event."""
         if self._start["status"] == 503:
-            _require_other(body)
+            with suppress(ValueError, KeyError, TypeError):
+                _require_other(json.loads(body)["error"])
         self.streamed = True
         if self._opened:
-            await self._pass(b"data: " + body + b"\n\n" + DONE, True)
+            await self._pass(self._ending(json.loads(body)["error"]), True)
             return
         await self._send(self._start)
         await self._pass(body, True)
@@ -90,11 +98,19 @@ class HeldAnswer:
     async def fail(self, error: ApiError) -> None:
         """End the answer with an error, in the form in which it was begun."""
         if self._opened:
-            await self._pass(event(error.body) + DONE, True)
+            await self._pass(self._ending(error.body["error"]), True)
         elif not self.streamed:
             self.streamed = True
             response = JSONResponse(error.body, error.status, headers=error.headers)
             await response(self._scope, _nothing, self._send)
+
+    def _ending(self, error: dict[str, Any]) -> bytes:
+        """The end of a stream by an error, in the form in which it began."""
+        if not self._opening.startswith(OF_RESPONSES):
+            return event({"error": error}) + DONE
+        response = _latest(self._opening)["response"]
+        number = _latest(self._passed)["sequence_number"] + 1 if self._passed else 0
+        return failed(response, error["message"], error["code"], number)
 
     async def _open(self) -> None:
         if not self._opened:
@@ -102,17 +118,25 @@ class HeldAnswer:
             await self._send(self._start)
 
     async def _pass(self, body: bytes, last: bool) -> None:
+        if body and body != ALIVE:
+            self._passed = body
         await self._send({"type": "http.response.body", "body": body, "more_body": not last})
 
 
-def _require_other(body: bytes) -> None:
-    """Raise ReplicaFailed if an error in OpenAI's form is of the replica and not of the request."""
-    try:
-        error: Any = json.loads(body)["error"]
-    except (ValueError, KeyError, TypeError):
-        return
+def _require_other(error: dict[str, Any]) -> None:
+    """Raise ReplicaFailed if an error is of the replica and not of the request."""
     if error.get("code") in OF_REPLICA:
         raise ReplicaFailed(error.get("message"))
+
+
+def _latest(events: bytes) -> dict[str, Any]:
+    """What the last of some events says."""
+    return _data(events.rstrip(b"\n").rpartition(b"\n\n")[2])
+
+
+def _data(event: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(event.rpartition(b"\n")[2].removeprefix(b"data: "))
+    return found
 
 
 def _is_stream(start: Message) -> bool:

@@ -135,8 +135,7 @@ class ResponseForm(ChatForm):
         return self._event({"type": f"response.{body['status']}", "response": body})
 
     def failure(self, error: ApiError) -> bytes:
-        body = self._body("failed") | {"error": {"code": "server_error", "message": error.message}}
-        return self._event({"type": "response.failed", "response": body})
+        return failed(self._body("failed"), error.message, error.code, self._events)
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
         for piece in pieces:
@@ -151,9 +150,9 @@ class ResponseForm(ChatForm):
         return self._items.add(delta, self._logprobs(piece)["content"] if self.with_logprobs else [], last)
 
     def _event(self, found: Event) -> bytes:
-        numbered = {**found, "sequence_number": self._events}
+        made = _numbered(found, self._events)
         self._events += 1
-        return b"event: " + str(found["type"]).encode() + b"\n" + event(numbered)
+        return made
 
     def _body(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
         asked = self._asked
@@ -196,6 +195,18 @@ class ResponseForm(ChatForm):
             "output_tokens_details": {"reasoning_tokens": self._tokenizer.count(reasoning)},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
+
+
+def failed(response: dict[str, Any], message: str, code: str | None, number: int) -> bytes:
+    """The last event of a stream that an error ends. response: as it stood in an event before. code: that of
+    the error; the code within a response is one of OpenAI's few.
+    """
+    body = {**response, "status": "failed", "error": {"code": "server_error", "message": message}}
+    return _numbered({"type": "response.failed", "response": body, "code": code}, number)
+
+
+def _numbered(found: Event, number: int) -> bytes:
+    return b"event: " + str(found["type"]).encode() + b"\n" + event({**found, "sequence_number": number})
 
 
 def _id(kind: str) -> str:
