@@ -154,3 +154,40 @@ def test_if_one_process_dies_the_other_ends(which: str) -> None:
     finally:
         made.popen.kill()
         made.popen.wait(60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+def test_both_processes_have_the_same_imports() -> None:
+    """The process of HTTP is a fork: no second interpreter imports torch and transformers."""
+    made = Process()
+    try:
+        [http] = psutil.Process(made.popen.pid).children()
+        assert http.cmdline() == psutil.Process(made.popen.pid).cmdline()
+        assert os.getsid(http.pid) == http.pid, "a terminal's interrupt comes by way of the engine's process"
+        shared = http.memory_full_info()
+        assert shared.pss < 0.7 * shared.rss
+    finally:
+        made.popen.terminate()
+        assert made.popen.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["serve", "no/such-model"], "couldn't find them in the cached files"),
+        (["serve", "demo", "--num-blocks", "0"], "num_blocks=0"),
+        (["serve", "demo", "--prot", "1"], "did you mean --port"),
+        (["serve", "demo", "--response-template", "[{}]"], "is a JSON object"),
+        (["serve", "demo", "--lora-modules", "poet=no/such"], "no/such"),
+    ],
+)
+def test_a_start_that_fails_says_why_and_leaves_no_process(arguments: list[str], reason: str) -> None:
+    """One line on stderr from the command, and the end of all processes that have its stderr."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "hf_paged", *arguments], stderr=subprocess.PIPE, text=True, env=environment,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode in (1, 2)
+    assert reason in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -372,7 +372,6 @@ def serve(given: argparse.Namespace) -> int:
     size = given.tensor_parallel_size
     if size < 1:
         raise ValueError(f"--tensor-parallel-size {size} is not a number of devices; give 1 or more")
-    set_up(given.log_level, given.log_format)
     source = source_of(given)
     options = server_options(given, source.name)
     if size > 1 and not ranks.is_rank():
@@ -382,18 +381,22 @@ def serve(given: argparse.Namespace) -> int:
     keys = Keys(options.api_keys, admin_keys=options.admin_api_keys)
     shares = cache_shares(given.prefix_cache_share, keys.names)
     modules = adapter_sources(given.lora_modules)
-    spec = HttpSpec(
-        options,
-        source.load_processor(),
-        template_of(given.chat_template),
-        response_template_of(given),
-        given.log_level,
-        given.log_format,
-    )
     if size > 1 and not ranks.leads():
+        set_up(given.log_level, given.log_format)
         return ranks.follow(engine_of(given, source, shares, {}))
-    process = HttpProcess(spec)
+    process = HttpProcess(fork=sys.platform == "linux")  # before there are threads
     try:
+        set_up(given.log_level, given.log_format)
+        process.begin(
+            HttpSpec(
+                options,
+                source.load_processor(),
+                template_of(given.chat_template),
+                response_template_of(given),
+                given.log_level,
+                given.log_format,
+            )
+        )
         engine = engine_of(given, source, shares, modules)
         if size > 1:
             ranks.end_with_parent()

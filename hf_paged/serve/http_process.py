@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 from ..engine import Engine
@@ -46,18 +47,31 @@ class HttpSpec:
 class HttpProcess:
     """The process of HTTP, as that of the engine sees it. If one of the two ends, so does the other."""
 
-    def __init__(self, spec: HttpSpec) -> None:
-        """Start it: it imports what it needs, and waits for an engine."""
-        self._tokenizer = spec.tokenizer
+    def __init__(self, spec: HttpSpec | None = None, fork: bool = False) -> None:
+        """Start it: it waits for an engine. Without a spec it first waits for `begin`.
+
+        fork: it has the imports of this process instead of its own. Only for a process of Linux with one
+        thread that has computed nothing and has no CUDA context.
+        """
         self._connection, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's interrupt comes by way of this process, once
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+            self._process: subprocess.Popen[bytes] | _Fork
+            if fork:
+                self._process = _Fork(self._connection, theirs)
+            else:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # a terminal's interrupt comes by way of this process, once
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                )
+        if spec is not None:
+            self.begin(spec)
+
+    def begin(self, spec: HttpSpec) -> None:
+        """Have it prepare what it serves, while this process loads the model."""
+        self._tokenizer = spec.tokenizer
         self._connection.sendall(frame(spec))
 
     def serve(self, engine: Engine) -> int:
@@ -70,6 +84,7 @@ class HttpProcess:
     @property
     def pid(self) -> int:
         """The process."""
+        assert self._process.pid is not None
         return self._process.pid
 
     def end(self) -> int:
@@ -83,6 +98,29 @@ class HttpProcess:
             self._process.kill()
             code = self._process.wait()
         return code if code >= 0 else 128 - code
+
+
+class _Fork(ForkProcess):
+    """A copy of this process that runs `main`, with what is used of subprocess.Popen."""
+
+    def __init__(self, ours: socket.socket, theirs: socket.socket) -> None:
+        super().__init__()
+        self._ours = ours
+        self._theirs = theirs
+        self.start()
+
+    def run(self) -> None:
+        """In the copy."""
+        os.setsid()  # a terminal's interrupt comes by way of the engine's process, once
+        self._ours.close()  # the connection ends with the engine's process
+        sys.exit(main(self._theirs.detach()))
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, or the signal that ended it as a negative number."""
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired(self.name, timeout or 0)
+        return self.exitcode
 
 
 @contextlib.contextmanager
@@ -107,11 +145,14 @@ def main(descriptor: int) -> int:
     connection = socket.socket(fileno=descriptor)
     try:
         spec: HttpSpec = first_message(connection)
-        logs.set_up(spec.log_level, spec.log_style)
+        write_logs = logs.set_up(spec.log_level, spec.log_style)
         client = EngineClient(connection)
     except (EOFError, ConnectionError):  # the engine's process has ended, and its log has the reason
         return 1
-    return run(Service.of(client, spec.tokenizer, spec.options, spec.template, spec.response_template))
+    try:
+        return run(Service.of(client, spec.tokenizer, spec.options, spec.template, spec.response_template))
+    finally:
+        write_logs()  # a fork leaves out what an interpreter does at its end
 
 
 if __name__ == "__main__":

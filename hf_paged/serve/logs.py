@@ -8,6 +8,7 @@ import logging
 import queue
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any, Literal
@@ -77,8 +78,11 @@ class _Writer(QueueListener):
             thread.join(LAST_SECONDS)
 
 
-def set_up(level: str, style: Style) -> None:
-    """Log to stderr from now on, in a thread of its own."""
+def set_up(level: str, style: Style) -> Callable[[], None]:
+    """Log to stderr from now on, in a thread of its own.
+
+    The answer is a function that ends this thread when all is written, as the end of the interpreter does.
+    """
     writer = logging.StreamHandler(sys.stderr)
     plain = style == "text" or (style == "auto" and sys.stderr.isatty())
     writer.setFormatter(LogFormatter() if plain else JsonLines())
@@ -94,3 +98,4 @@ def set_up(level: str, style: Style) -> None:
         logger.setLevel(
             level.upper() if name == "hf_paged" else max(logging.WARNING, logging.getLevelName(level.upper()))
         )
+    return listener.stop
