@@ -64,6 +64,8 @@ class EngineConfig:
         or whose answers would change, is served without it, and a warning gives the reason.
     batch_invariant: whether a token's logits have the same bits whatever is computed beside it, and the bits
         of a forward in `hf_paged.batch_invariant()`.
+    lm_head_fp32: whether the logits of a model in half precision are computed in float32, from the head's
+        weight converted in each step. Nothing changes where the head is float32.
     """
 
     block_size: int = 16
@@ -87,6 +89,7 @@ class EngineConfig:
     max_adapters: int = 16
     cache_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     batch_invariant: bool = False
+    lm_head_fp32: bool = False
 
     def __post_init__(self) -> None:
         self.pages()
@@ -100,6 +103,7 @@ class EngineConfig:
         self._check_host_blocks()
         for name in (
             "prefix_caching", "check_hits", "compile", "graphs", "run_ahead", "batch_invariant",
+            "lm_head_fp32",
         ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "run_ahead" and value is None):
@@ -222,3 +226,4 @@ class EngineOptions(TypedDict, total=False):
     max_adapters: int
     cache_shares: Mapping[str, float]
     batch_invariant: bool
+    lm_head_fp32: bool

@@ -15,6 +15,7 @@ from ..kv import Batch, FlatBatch, LayerKind
 from ..kv.upload import upload
 from ..model.attention import NAME, Forward, running
 from ..model.dispatch import below_autograd
+from ..model.fp32_head import Fp32Head
 from ..model.mla import defer_expansion, expanding_classes
 from ..model.offloaded import input_device
 from ..model.slots import CROSS
@@ -76,6 +77,8 @@ class EagerModel:
         self.adapters: EngineAdapters | None = None
         """Those of requests, once the model has been tried out as it is."""
         self._local = LocalLayers(model)
+        self.head = Fp32Head(model, pools.config.lm_head_fp32)
+        """Computes the logits in float32, where that is wanted."""
         self._spread = len({each.device for each in model.parameters()}) > 1
         """Whether layers lie on several devices: the head's need not be the one of the ids."""
         self._plugged = False
@@ -263,6 +266,7 @@ class EagerModel:
             defer_expansion(self.expanding)
             switch(self.configs, NAME, self)
             self._local.put_in()
+            self.head.put_in()
             return act()
         finally:
             self.unplug()
@@ -272,6 +276,7 @@ class EagerModel:
         again.
         """
         self._plugged = False
+        self.head.take_out()
         self._local.take_out()
         restore(self.configs, self)
 

@@ -1035,7 +1035,13 @@ class Engine:
         self._require_open()
         self._require_lead()
         layers = self._adapters.read(name, source, config)
-        self._enter_adapter(name, layers, self._adapters.hold(layers))
+        loaded = self._adapters.hold(layers)
+        if self.config.lm_head_fp32 and self.model.get_output_embeddings() in loaded.host.layers:
+            raise ValueError(
+                f"lm_head_fp32=True and the adapter {name!r} of lm_head: its products are not computed in "
+                "float32; leave one of them out"
+            )
+        self._enter_adapter(name, layers, loaded)
 
     @in_turn
     def _enter_adapter(self, name: str, layers: Mapping[str, LowRank], loaded: HostAdapter) -> None:

@@ -312,8 +312,9 @@ class Runner:
                 if self.eager.takes_positions:
                     arguments["position_ids"] = torch.arange(len(row), device=self.eager.device)[None]
                 part = {} if across is None else across.part(0, len(row), stored=False).arguments
-                with given(self.eager.model, part):
+                with given(self.eager.model, part), self.eager.head.in_place():
                     answer = self.eager.model(**arguments, use_cache=False, return_dict=True)
+                    self.eager.head.require(answer.logits)
                 last.append(answer.logits[0, -1].to(torch.float32))
         return torch.stack(last)
 

@@ -294,6 +294,7 @@ def wrong_uses(rank: int) -> None:
             raises(RuntimeError, "closed", engine.follow)
     raises(ValueError, "different options", lambda: Engine(model, block_size=4 << rank))
     raises(ValueError, "compile=True", lambda: Engine(model, compile=True))
+    raises(ValueError, "lm_head_fp32=True is for one", lambda: Engine(model, lm_head_fp32=True))
 
 
 def raises(kind: type[BaseException], words: str, act: Callable[[], Any]) -> None:

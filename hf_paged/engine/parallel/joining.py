@@ -56,6 +56,8 @@ def _why_not(model: Any, config: EngineConfig, size: int) -> str | None:
         return f"compile=True is for one process and {name} is on {size} ranks; leave it out"
     if config.batch_invariant:
         return f"batch_invariant=True is for one process and {name} is on {size} ranks; leave it out"
+    if config.lm_head_fp32:
+        return f"lm_head_fp32=True is for one process and {name} is on {size} ranks; leave it out"
     reason = why_not_divided(model)
     return None if reason is None else f"{reason}; use fewer ranks"
 
