@@ -13,6 +13,7 @@ hf_paged; it is trained for real, with a learning rate that changes its answers 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import tempfile
 import time
@@ -32,6 +33,12 @@ except ImportError as error:
     sys.exit(f"this needs TRL ({error}); pip install trl")
 
 PROMPTS, SAMPLES, NEW = 4, 4, 24
+EXPERIMENTAL = {"OnlineDPO": "online_dpo", "GKD": "gkd", "GOLD": "gold"}
+"""Trainers outside of TRL's own front door, and where they are."""
+WITHOUT_FIELD = ("GKD", "GOLD")
+"""Their configs have no cache_implementation; the trainer's generation_config takes the word."""
+REWARDED = ("GRPO", "RLOO", "OnlineDPO")
+CHAT = "{% for each in messages %}{{ each.content }}{% endfor %}"
 
 
 class Case(NamedTuple):
@@ -45,6 +52,16 @@ class Case(NamedTuple):
     """Whether rollouts run on pages; else there must be one warning with the reason."""
 
 
+def teacher() -> Any:
+    """A model whose answers are others: the tiny one with noise in its weights."""
+    model = demo.model().float()
+    chance = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=chance)
+    return model.eval()
+
+
 def drop_attention(model: Any) -> None:
     """Let attention drop some of what it reads, in training mode."""
     for layer in model.model.layers:
@@ -54,6 +71,10 @@ def drop_attention(model: Any) -> None:
 CASES = {
     "grpo": Case({}),
     "rloo": Case({}, trainer="RLOO"),
+    "distillation": Case({}, trainer="Distillation"),
+    "online-dpo": Case({}, trainer="OnlineDPO"),
+    "gkd": Case({"lmbda": 1.0}, trainer="GKD"),
+    "gold": Case({"lmbda": 1.0}, trainer="GOLD"),
     "checkpointing": Case({"gradient_checkpointing": True}),
     "peft": Case({"beta": 0.04}, lora={}),  # beta: the reference is the model with its adapter disabled
     "peft-dropout": Case({}, lora={"lora_dropout": 0.1}, paged=False),
@@ -63,44 +84,95 @@ CASES = {
 }
 
 
+def classes(trainer: str) -> tuple[Any, Any]:
+    """The config and the trainer of a name."""
+    place = trl
+    if trainer in EXPERIMENTAL:
+        place = importlib.import_module(f"trl.experimental.{EXPERIMENTAL[trainer]}")
+    return getattr(place, f"{trainer}Config"), getattr(place, f"{trainer}Trainer")
+
+
+def options_of(trainer: str, word: str | None) -> dict[str, Any]:
+    """How the trainers name what a rollout is."""
+    length = "max_new_tokens" if trainer in ("OnlineDPO", "GKD") else "max_completion_length"
+    options: dict[str, Any] = {length: NEW}
+    if trainer not in WITHOUT_FIELD:
+        options["cache_implementation"] = word
+    if trainer in ("GRPO", "RLOO"):
+        options["num_generations"] = SAMPLES
+    return options
+
+
+def data_of(trainer: str) -> Any:
+    """Prompts, or for trainers that may also learn from answers conversations."""
+    prompts = demo.prompts()[:12]
+    if trainer not in ("GRPO", "RLOO"):  # which repeat them themselves
+        prompts = prompts * SAMPLES
+    if trainer not in WITHOUT_FIELD:
+        return Dataset.from_dict({"prompt": prompts})
+    turns = [
+        [{"role": "user", "content": each}, {"role": "assistant", "content": " The end."}] for each in prompts
+    ]
+    return Dataset.from_dict({"messages": turns})
+
+
+def note_answers(model: Any, seen: list[Any]) -> None:
+    """Enter what every generate() of the model answers."""
+    generate = type(model).generate
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        answer = generate(model, *args, **kwargs)
+        rows = getattr(answer, "sequences", answer)
+        seen.append(rows.tolist())
+        return answer
+
+    model.generate = noting
+
+
 def train(case: Case, word: str | None, steps: int) -> tuple[list[Any], Any, float]:
     """The completions of every step, the model, and the seconds of all rollouts and steps."""
     torch.manual_seed(0)
     model, tokenizer = demo.model().float(), demo.tokenizer()
     case.prepare(model)
+    if case.trainer in WITHOUT_FIELD:
+        tokenizer.chat_template = CHAT
     seen: list[Any] = []
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        seen.append([list(map(int, each)) for each in completion_ids])
         return [len(set(each)) / NEW for each in completion_ids]
 
     with tempfile.TemporaryDirectory() as folder:
         given = {
             "per_device_train_batch_size": PROMPTS * SAMPLES,
-            "num_generations": SAMPLES,
-            "max_completion_length": NEW,
             "max_steps": steps,
             "learning_rate": 1e-3,
             "gradient_checkpointing": False,
             "bf16": False,
-            "cache_implementation": word,
+            **options_of(case.trainer, word),
             **case.options,
         }
         quiet = {"report_to": [], "save_strategy": "no", "logging_steps": 10**6, "disable_tqdm": True}
-        config = getattr(trl, f"{case.trainer}Config")(folder, use_cpu=True, seed=0, **quiet, **given)
+        config_class, trainer_class = classes(case.trainer)
+        config = config_class(folder, use_cpu=True, seed=0, **quiet, **given)
         lora = None
         if case.lora is not None:
             from peft import LoraConfig
 
             lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **case.lora)
-        trainer = getattr(trl, f"{case.trainer}Trainer")(
+        source: dict[str, Any] = (
+            {"reward_funcs": reward} if case.trainer in REWARDED else {"teacher_model": teacher()}
+        )
+        trainer = trainer_class(
             model=model,
             args=config,
-            train_dataset=Dataset.from_dict({"prompt": demo.prompts()[:12]}),
-            reward_funcs=reward,
+            train_dataset=data_of(case.trainer),
             processing_class=tokenizer,
             peft_config=lora,
+            **source,
         )
+        if case.trainer in WITHOUT_FIELD:
+            trainer.generation_config.cache_implementation = word
+        note_answers(model, seen)
         begin = time.perf_counter()
         trainer.train()
         return seen, model, time.perf_counter() - begin
