@@ -8,7 +8,7 @@ import pytest
 from engine_answers import KINDS, PROMPTS, _model, small_engine
 
 from hf_paged.engine.forward_batch import ForwardBatch, LastTokens
-from hf_paged.engine.parallel.message import StepDecoder, StepEncoder
+from hf_paged.engine.parallel.message import AdapterNews, StepDecoder, StepEncoder
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-window"])
@@ -25,8 +25,17 @@ def test_a_batch_is_the_same_on_the_other_side(
         decoding = []
 
         def watched(batch: ForwardBatch) -> Any:
-            numbers, shares = encoder.encode(batch, [], [7] * groups, checks=True)
+            step = len(decoding)
+            news = AdapterNews((step,) * (step % 2), ((0, ()), (1, (step, step + 1)))[: step % 3])
+            slots = (
+                None,
+                *[tuple([(i + k) % 3 - 1 for i in range(len(batch.rows.sequences))]) for k in (0, 1)],
+            )
+            sent = batch._replace(adapters=slots[step // 2 % 3])
+            numbers, shares = encoder.encode(sent, [], [7] * groups, True, news)
             found = decoder.decode(numbers)
+            assert found.news == news
+            assert found.batch.adapters == sent.adapters
             assert found.tops == [7] * groups
             assert (found.checks, found.shares) == (True, shares)
             rows, other = batch.rows, found.batch.rows
