@@ -995,7 +995,8 @@ class Engine:
         """Forget what was computed with other weights. What an interrupt has kept from being forgotten is
         forgotten by the next look.
         """
-        stale, self._stale = self._stale, True
+        stale = self._stale
+        self._stale = True
         changed = self._model_check.changed
         if (changed() if self._leader is None else self._leader.any_changed(changed)) or stale:
             self.pools.forget()

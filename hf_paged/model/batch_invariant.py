@@ -101,6 +101,7 @@ class batch_invariant(ContextDecorator):
         while functions and torch._C._get_function_stack_at(functions - 1) is attention:
             functions -= 1
         self._before = functions, operations
+        # Torch has no types for these.
         attention.__enter__()  # type: ignore[no-untyped-call]
         self._operations.__enter__()  # type: ignore[no-untyped-call]
         invariant.set(True)  # last: an interrupt leaves modes that do nothing
