@@ -12,7 +12,7 @@ engine    output tokens a second of the engine with and without log-probabilitie
 batch     `model.generate_batch` on transformers' engine and on this one
 weights   seconds and bytes of pause, new weights, sleep and wake_up
 invariant what batch_invariant costs the sampler, generate() and the trainer's forward, and the largest
-          difference of log-probabilities between sampler and trainer; on a CPU
+          difference of log-probabilities between sampler and trainer
 """
 
 from __future__ import annotations
@@ -339,29 +339,34 @@ def invariant(bench: Bench) -> None:
         stock=("stock generate() s", ".2f"), trainer=("forward s", ".2f"),
         largest=("largest difference", ".1e"), differ=("tokens that differ", ".1%"),
     )  # fmt: skip
+    rows = prompts * copies
+    limits = {"max_batch_sequences": rows, "max_batch_tokens": max(2048, 2 * rows)}
     for mode in (False, True):
         bench.rest()
         context = hf_paged.batch_invariant if mode else nullcontext
-        with bench.report.surviving(f"invariant, {mode}"), Engine(bench.model, batch_invariant=mode) as own:
+        with bench.report.surviving(f"invariant, {mode}"):
+            with Engine(bench.model, batch_invariant=mode, **limits) as own:
 
-            def call(own: Engine = own) -> Any:
-                return own.generate(
-                    ids.tolist(), num_return_sequences=copies, progress=False, strict=True, **asked
-                )
+                def call(own: Engine = own) -> Any:
+                    return own.generate(
+                        ids.tolist(), num_return_sequences=copies, progress=False, strict=True, **asked
+                    )
 
-            outputs, _ = bench.timed(call)
-            sampler = statistics.median(bench.seconds(call) for _ in range(bench.options.rounds))
+                outputs, _ = bench.timed(call)
+                sampler = statistics.median(bench.seconds(call) for _ in range(bench.options.rounds))
+            bench.rest()
             sequences = [each for output in outputs for each in output.sequences]
             answers = torch.tensor([list(each.token_ids) for each in sequences])
-            rows = torch.cat([ids.repeat_interleave(copies, 0), answers.to(ids.device)], 1)
+            full = torch.cat([ids.repeat_interleave(copies, 0), answers.to(ids.device)], 1)
             theirs = torch.tensor([[token.logprob for token in each.logprobs or ()] for each in sequences])
 
-            def forward(rows: torch.Tensor = rows, context: Any = context) -> Any:
+            def forward(full: torch.Tensor = full, context: Any = context) -> Any:
                 with context():
-                    return logprobs_of(bench.model, rows, tokens, bench.options.micro)
+                    return logprobs_of(bench.model, full, tokens, bench.options.micro)
 
             ours, _ = bench.timed(forward)
             trainer = statistics.median(bench.seconds(forward) for _ in range(bench.options.rounds))
+            bench.rest()
             seconds = {}
             for word in ("paged", None):
 

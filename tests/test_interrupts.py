@@ -20,7 +20,7 @@ import hf_paged
 from hf_paged.engine import Engine
 from hf_paged.engine.forward_batch import LastTokens
 from hf_paged.generate import call as calls
-from hf_paged.kv.ops import invariant
+from hf_paged.kv.reference import invariant
 from hf_paged.model.attention import running
 from hf_paged.model.registry import memory_of
 from hf_paged.model.snapshot import watching

@@ -1,201 +1,157 @@
-"""The batch-invariant functions of CPUs: right, and the same bits of a row in all company."""
+"""Attention and products of the batch-invariant kernels: what masks say, which product is used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from kernel_cases import DEVICE, load
 from torch.nn import functional as F  # its usual name
 
-import hf_paged_native as native
-
-pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler to build it with")
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "exp": torch.exp,
-    "log": lambda x: x.abs().log(),
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "erf": torch.erf,
-    "softplus": F.softplus,
-    "expm1": torch.expm1,
-    "log1p": lambda x: x.abs().log1p(),
-    "pow": lambda x: x.abs() ** 1.7,
-}
-OF_SIZES = {"log", "log1p", "pow"}
-"""Functions that are given no negative numbers."""
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> native.Invariant:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("native")))
-        return native.Invariant(native.load(native.build()))
+kernels = load()
+TOKENS = 37
+PLACE = torch.arange(TOKENS, device=DEVICE)
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
-    """Two threads of torch's."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+def invariant() -> Any:
+    return kernels.Invariant(kernels)
 
 
-def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-# ---- products
+QUERY, KEYS, VALUES = (
+    noise(3, 4, TOKENS, 16),
+    noise(3, 2, TOKENS, 16, seed=1),
+    noise(3, 2, TOKENS, 24, seed=2),
+)
 
 
-@given(
-    st.integers(1, 70), st.integers(1, 80), st.integers(1, 140), st.sampled_from(DTYPES), st.booleans(),
-    st.booleans(),
-)  # fmt: skip
-@settings(deadline=None, max_examples=40)
-def test_a_row_of_a_product(
-    kernels: native.Invariant, rows: int, columns: int, depth: int, dtype: torch.dtype, lanes: bool, add: bool
-) -> None:
-    """A row alone has the bits that it has among others, and the product is right."""
-    x = numbers(2, rows, depth, dtype=dtype)
-    w = (
-        numbers(2, columns, depth, dtype=dtype, seed=1).mT
-        if lanes
-        else numbers(2, depth, columns, dtype=dtype)
+def stock(mask: torch.Tensor | None = None, query: torch.Tensor = QUERY, **options: Any) -> torch.Tensor:
+    return F.scaled_dot_product_attention(query, KEYS, VALUES, attn_mask=mask, enable_gqa=True, **options)
+
+
+def padded(window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens are there, [3, tokens], and a mask over them: padding before, behind and in the middle."""
+    there = torch.ones(3, TOKENS, dtype=torch.bool, device=DEVICE)
+    there[0, :9] = there[1, 30:] = there[2, 11:14] = False
+    rank = there.cumsum(-1)
+    mask = (PLACE[None] <= PLACE[:, None]) & there[:, None]
+    if window is not None:
+        mask &= rank[:, :, None] - rank[:, None] < window
+    return there, mask[:, None]
+
+
+def test_causal(invariant: Any) -> None:
+    torch.testing.assert_close(
+        invariant.attend(QUERY, KEYS, VALUES, causal=True), stock(is_causal=True), rtol=0, atol=2e-5
     )
-    bias = numbers(columns, dtype=dtype, seed=2) if add else None
-    found = kernels.product(x, w, bias, lanes=lanes)
-    right = x.double() @ w.double() + (0 if bias is None else bias.double())
-    assert (found.double() - right).abs().max() <= ROUNDING[dtype] * (right.abs().max() + depth**0.5)
-    for row in {0, rows // 2, rows - 1}:
-        assert torch.equal(kernels.product(x[:, row : row + 1], w, bias, lanes=lanes)[:, 0], found[:, row])
+    last = invariant.attend(QUERY[:, :, -1:], KEYS, VALUES, scale=0.3)
+    torch.testing.assert_close(last, stock(query=QUERY[:, :, -1:], scale=0.3), rtol=0, atol=2e-5)
 
 
-def test_zeros_change_no_bit_of_a_product(kernels: native.Invariant) -> None:
-    """Masked tokens, whose weights are zero, may stand anywhere among the others."""
-    x = numbers(1, 5, 20)
-    w = numbers(1, 20, 30, seed=1)
-    found = kernels.product(x, w, lanes=False)
-    more = torch.cat([x.new_zeros(1, 5, 7), x[..., :9], x.new_zeros(1, 5, 2), x[..., 9:]], -1)
-    beside = torch.cat([w[:, :7], w[:, :9], w[:, :2], w[:, 9:]], 1)
-    assert torch.equal(kernels.product(more, beside, lanes=False), found)
-
-
-def test_strided_products(kernels: native.Invariant) -> None:
-    x = numbers(3, 40, 9).permute(2, 0, 1)
-    w = numbers(40, 9, 6, seed=1).permute(1, 0, 2)
-    for lanes in (True, False):
-        assert torch.allclose(kernels.product(x, w, lanes=lanes), x @ w, atol=1e-5)
-
-
-def test_products_of_other_shapes_are_refused(kernels: native.Invariant) -> None:
-    with pytest.raises(ValueError, match=r"expected \[2, 5, columns\], got \[2, 4, 3\]"):
-        kernels.product(numbers(2, 3, 5), numbers(2, 4, 3), lanes=True)
-
-
-# ---- attention
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_attention_of_a_query(
-    kernels: native.Invariant, threads: None, dtype: torch.dtype, softcap: float | None
-) -> None:
-    """A query alone over what it sees has the bits that it has in a causal prompt; grouped heads, sinks, and
-    values of another width.
-    """
-    query = numbers(2, 6, 19, 24, dtype=dtype)
-    keys = numbers(2, 3, 19, 24, dtype=dtype, seed=1)
-    values = numbers(2, 3, 19, 20, dtype=dtype, seed=2)
-    sinks = numbers(6, seed=3)
-    found = kernels.attend(query, keys, values, causal=True, softcap=softcap, sinks=sinks)
-    scores = query.double() @ keys.double().repeat_interleave(2, 1).mT / 24**0.5
-    if softcap:
-        scores = (scores / softcap).tanh() * softcap
-    scores = scores.masked_fill(torch.ones(19, 19).triu(1).bool(), -torch.inf)
-    scores = torch.cat([scores, sinks.double().view(1, 6, 1, 1).expand(2, 6, 19, 1)], -1)
-    right = scores.softmax(-1)[..., :-1] @ values.double().repeat_interleave(2, 1)
-    assert (found.double() - right).abs().max() <= 3 * ROUNDING[dtype]
-    for token in range(19):
-        own = slice(token, token + 1)
-        alone = kernels.attend(
-            query[:, :, own], keys[:, :, : token + 1], values[:, :, : token + 1], softcap=softcap, sinks=sinks
-        )
-        assert torch.equal(alone[:, :, 0], found[:, :, token])
-
-
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("added", [False, True])
-def test_masked_tokens_take_no_part(kernels: native.Invariant, added: bool) -> None:
-    """Padding changes no bit, wherever it stands and whatever it holds; a query that sees nothing gives 0."""
-    query = numbers(1, 4, 5, 16)
-    keys = numbers(1, 2, 11, 16, seed=1)
-    values = numbers(1, 2, 11, 16, seed=2)
-    found = kernels.attend(query, keys, values)
-    unknown = torch.full((1, 2, 6, 16), 1e30 if added else torch.nan)
-    seen = torch.tensor([False] * 3 + [True] * 4 + [False] * 3 + [True] * 7)
-    mask = seen.expand(1, 1, 5, 17).clone()
-    mask[0, 0, 4] = False
-    spread = [
-        torch.cat([unknown[:, :, :3], x[:, :, :4], unknown[:, :, 3:], x[:, :, 4:]], 2) for x in (keys, values)
-    ]
-    bias = torch.zeros(1, 1, 5, 17).masked_fill(~mask, -torch.inf)
-    padded = kernels.attend(query, *spread, bias if added else mask)
-    assert torch.equal(padded[:, :, :4], found[:, :, :4])
-    assert not padded[:, :, 4].any()
+def test_padding(invariant: Any, window: int | None, added: bool) -> None:
+    there, mask = padded(window)
+    given = (
+        torch.zeros(mask.shape, device=DEVICE).masked_fill(~mask, torch.finfo(torch.float32).min)
+        if added
+        else mask
+    )
+    found = invariant.attend(QUERY, KEYS, VALUES, given)
+    seen = there[:, None, :, None].expand_as(found)
+    torch.testing.assert_close(found[seen], stock(mask)[seen], rtol=0, atol=2e-5)
+    assert not found[~seen].any()
 
 
-# ---- rows and numbers
+def test_several_sequences_in_a_row(invariant: Any) -> None:
+    of = torch.tensor([0] * 10 + [1] * 20 + [2] * 7, device=DEVICE)
+    mask = ((PLACE[None] <= PLACE[:, None]) & (of[None] == of[:, None]))[None, None].expand(3, 1, -1, -1)
+    found = invariant.attend(QUERY, KEYS, VALUES, mask)
+    torch.testing.assert_close(found, stock(mask), rtol=0, atol=2e-5)
+    # Each is computed as if it were alone, so its sums begin with its own first token.
+    own = (each[:, :, 10:30] for each in (QUERY, KEYS, VALUES))
+    assert torch.equal(invariant.attend(*own, causal=True), found[:, :, 10:30])
 
 
-@pytest.mark.parametrize("kind", ["sum", "softmax", "log_softmax", "logsumexp"])
-def test_a_row_of_a_sum(kernels: native.Invariant, threads: None, kind: str) -> None:
-    x = 3 * numbers(37, 1001)
-    found = kernels.rows(kind, x)
-    right = getattr(torch, kind)(x.double(), -1)
-    assert (found.double() - right).abs().max() < 1e-4
-    assert torch.equal(kernels.rows(kind, x[5:6])[0], found[5])
+def test_a_chunk_behind_what_is_known(invariant: Any) -> None:
+    mask = (PLACE[None] <= PLACE[-4:, None])[None, None].expand(3, 4, -1, -1)
+    found = invariant.attend(QUERY[:, :, -4:], KEYS, VALUES, mask)
+    torch.testing.assert_close(found, stock(mask, QUERY[:, :, -4:]), rtol=0, atol=2e-5)
 
 
-def test_softmax_with_masked_tokens_before(kernels: native.Invariant) -> None:
-    x = numbers(3, 21)
-    masked = torch.cat([torch.full((3, 4), -torch.inf), x], 1)
-    assert torch.equal(kernels.rows("softmax", masked)[:, 4:], kernels.rows("softmax", x))
-    nothing = kernels.rows("logsumexp", torch.full((1, 3), -torch.inf))
-    assert nothing.item() == -torch.inf
+def test_a_mask_is_read_anew_when_it_has_changed(invariant: Any) -> None:
+    mask = padded()[1].clone()
+    before = invariant.attend(QUERY, KEYS, VALUES, mask)
+    mask[:, :, :, 20] = False
+    found = invariant.attend(QUERY, KEYS, VALUES, mask)
+    assert not torch.equal(before, found)
+    assert torch.equal(found, kernels.Invariant(kernels).attend(QUERY, KEYS, VALUES, mask))
+    assert torch.equal(invariant.attend(QUERY, KEYS, VALUES, mask[:, :, :, :TOKENS]), found)
 
 
-def test_log_softmax_is_the_number_less_the_logsumexp(kernels: native.Invariant) -> None:
-    """Trainers compute log-probabilities in both ways, and both have the same bits."""
-    x = numbers(64, 1000)
-    assert torch.equal(kernels.rows("log_softmax", x), x - kernels.rows("logsumexp", x)[:, None])
+MASKS = {
+    "holes": (PLACE[None] <= PLACE[:, None]) & ((PLACE[None] + PLACE[:, None]) % 3 > 0),
+    "what comes later": PLACE[None] <= PLACE[:, None] + 1,
+    "a bias": torch.where(PLACE[None] <= PLACE[:, None], -0.5, torch.finfo(torch.float32).min),
+}
 
 
-@pytest.mark.parametrize("kind", FUNCTIONS)
-def test_functions_of_one_number(kernels: native.Invariant, threads: None, kind: str) -> None:
-    """Right to some units of the last place, also where numbers are huge, and the same at every place."""
-    x = torch.cat([4 * numbers(2000), torch.tensor([0.0, 1e-30, 87.5, 500.0, -500.0])])
-    x = x.abs() if kind in OF_SIZES else x
-    found = kernels.mapped(kind, x, 1.7)
-    right = FUNCTIONS[kind](x.double()).float()
-    assert torch.allclose(found, right, rtol=2e-6, atol=3e-6)
-    for begin in (1, 7, 600):
-        assert torch.equal(kernels.mapped(kind, x[begin:], 1.7), found[begin:])
-    assert kernels.mapped(kind, torch.tensor([torch.nan]), 1.7).isnan()
+@pytest.mark.parametrize("case", MASKS)
+def test_other_masks_are_refused(invariant: Any, case: str) -> None:
+    with pytest.raises(
+        kernels.NoFixedOrder, match="a mask that is not causal over the tokens of each sequence"
+    ):
+        invariant.attend(QUERY, KEYS, VALUES, MASKS[case].expand(3, 1, -1, -1))
 
 
-def test_nothing_to_compute(kernels: native.Invariant) -> None:
-    assert kernels.product(numbers(1, 0, 4), numbers(1, 4, 3), lanes=True).shape == (1, 0, 3)
-    assert kernels.attend(numbers(1, 2, 0, 8), numbers(1, 2, 5, 8), numbers(1, 2, 5, 8)).shape == (1, 2, 0, 8)
-    assert kernels.rows("sum", numbers(0, 4)).shape == (0,)
-    assert kernels.mapped("exp", numbers(0)).shape == (0,)
+def test_other_attention_is_refused(invariant: Any) -> None:
+    with pytest.raises(kernels.NoFixedOrder, match="attention that is not causal"):
+        invariant.attend(QUERY, KEYS, VALUES)
+    with pytest.raises(kernels.NoFixedOrder, match="of some tokens over more keys without a mask"):
+        invariant.attend(QUERY[:, :, :3], KEYS, VALUES, causal=True)
+    with pytest.raises(
+        kernels.NoFixedOrder, match=r"a mask of \[3, 4, 37, 37\], not \[batches, 1, tokens, columns\]"
+    ):
+        invariant.attend(QUERY, KEYS, VALUES, padded()[1].repeat(1, 4, 1, 1))
+
+
+def test_torchs_product_only_where_it_has_the_same_bits(
+    invariant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C44: another order would be seen on the first random numbers."""
+    x, w, bias = noise(40, 64), noise(32, 64).t(), noise(32)
+    ours = kernels.product(x[None], w[None], bias)[0]
+    module = type(invariant).mm.__globals__
+    calls = []
+
+    def same(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        calls.append(x)
+        return kernels.product(x[None], w[None], bias)[0]
+
+    monkeypatch.setitem(module, "_torchs", same)
+    assert torch.equal(invariant.mm(x, w, bias), ours)
+    assert calls[0] is not x
+    assert calls[-1] is x
+    other = kernels.Invariant(kernels)
+    monkeypatch.setitem(module, "_torchs", lambda *given: same(*given) + 1e-6)
+    assert torch.equal(other.mm(x, w, bias), ours)
+
+
+def test_fused_kernels_round_as_the_operations_do(invariant: Any) -> None:
+    """C44: captured steps launch them, trainers' forwards compute one operation after the other."""
+    for width in (64, 96, 3000):
+        x, residual, weight = noise(7, width), noise(7, width, seed=1), noise(width, seed=2)
+        total = residual + x
+        scaled = total * torch.rsqrt(invariant.rows("mean", total * total)[:, None] + 1e-6)
+        found = invariant.add_rms_norm(x, residual, weight, 1e-6)
+        assert torch.equal(found[0], total)
+        torch.testing.assert_close(found[1], weight * scaled, rtol=1e-6, atol=1e-6)
+        assert torch.equal(invariant.rms_norm(total, weight, 1e-6), found[1])
+        for name in ("silu", "gelu_tanh"):
+            gated = invariant.mapped(name, x) * residual
+            assert torch.equal(invariant.swiglu(x, residual, activation=name), gated)

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import hf_paged
 from hf_paged import NotInvariant, batch_invariant
-from hf_paged.kv.ops import invariant
+from hf_paged.kv.reference import invariant
 from hf_paged.model.thread_state import mode_depths
 
 pytestmark = compiles

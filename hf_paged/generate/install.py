@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..config import CacheConfig
 from ..model.attention import NAME, paged_attention, paged_mask
+from ..model.batch_invariant import require_whole_sequences
 from ..model.capture.replay import drop_captures
 from ..model.mla import restore_expansion
 from ..model.snapshot import Watch, runs_foreign_code
@@ -203,6 +204,7 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
             warn(OWN.format(type(self).__name__))
             generation_config.cache_implementation = None
         if call is None or not patch.active or not _takes(self, generation_config, model_kwargs):
+            require_whole_sequences(self)
             return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         check_ranks(self, generation_config)
         given = model_kwargs.get("past_key_values")

@@ -8,7 +8,6 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -18,6 +17,7 @@ from .batch import PLANS, Batch
 from .flat import FlatBatch
 from .layout import Layout
 from .ops_torch import Ops, Pages, Seen
+from .reference import invariant
 from .spans import StaticSpans
 from .static import StaticBatch
 from .upload import upload
@@ -26,10 +26,6 @@ logger = logging.getLogger("hf_paged")
 
 WIDEST_HEAD = 256
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-invariant: ContextVar[bool] = ContextVar("hf_paged_batch_invariant", default=False)
-"""Whether what is computed must not depend on the batch: then the calls of torch's attention are replaced."""
 
 
 class NoKernels(ValueError):
@@ -44,7 +40,12 @@ class TritonOps(Ops):
     def __init__(self) -> None:
         import hf_paged_kernels
 
-        self.kernels = hf_paged_kernels
+        self._kernels = hf_paged_kernels
+
+    @property
+    def kernels(self) -> Any:
+        """The package of kernels, or the same in fixed orders."""
+        return invariant_kernels("cuda") if invariant.get() else self._kernels
 
     @property
     def first(self) -> list[Callable[[], None]]:
@@ -118,6 +119,8 @@ class TritonOps(Ops):
         whole = query.shape[2] > 1 and (not seen.causal or batch.fresh or batch.starts is not None)
         # The encoder's output is visible whole, without a mask if no row is shorter.
         masked = not seen.causal and (seen.mask is not None or not isinstance(batch, StaticBatch))
+        if invariant.get():  # there is one order, and one kernel that has it
+            whole = not seen.causal
         if masked or whole or query.dtype != pages.keys.dtype:
             return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
         options = {"scale": scale, "softcap": softcap, "sinks": None if sinks is None else sinks.float()}
@@ -150,7 +153,10 @@ class TritonOps(Ops):
         """The step's plan for layers of one shape and window: kept from step to step, updated once in
         each.
         """
-        key = (query.shape, query.dtype, query.device, values.shape[2:], window, batch.columns.bit_length())
+        key = (
+            query.shape, query.dtype, query.device, values.shape[2:], window, batch.columns.bit_length(),
+            invariant.get(),
+        )  # fmt: skip
         plans = batch.workspace.setdefault("plans", {})
         plan, planned = plans.get(key, (None, None))
         if plan is None:
@@ -224,7 +230,7 @@ class TritonOps(Ops):
         out = packed.new_zeros(*packed.shape[:2], values.shape[3])
         plan = self._plan(packed[:few], keys, values, window, batch, batch.alone[:few])
         self.kernels.decode(packed[:few], keys, values, batch.blocks[:few], plan, out=out[:few], **options)
-        key = (query.shape, query.dtype, query.device, values.shape[2:])
+        key = (query.shape, query.dtype, query.device, values.shape[2:], invariant.get())
         known = batch.workspace.setdefault("spans", {})
         spans, laid_out = known.get(key, (None, None))
         if spans is None:
@@ -460,8 +466,15 @@ def why_not_built() -> str | None:
 
 
 @cache
-def invariant_kernels() -> Any:
-    """The batch-invariant functions of CPUs, built if they are not."""
+def invariant_kernels(device: str) -> Any:
+    """The batch-invariant functions of a type of devices; those of CPUs are built if they are not."""
+    if device == "cuda":
+        reason = _why_not_here(torch.device("cuda"), torch.float32)
+        if reason is not None:
+            raise NoKernels(f"batch_invariant() on a CUDA device needs the Triton kernels: {reason}")
+        import hf_paged_kernels
+
+        return hf_paged_kernels.Invariant(hf_paged_kernels)
     import hf_paged_native
 
     try:
@@ -488,7 +501,7 @@ def digester(device: torch.device) -> Callable[[torch.Tensor, list[tuple[int, in
 
 def lora_kernels(wanted: str, device: torch.device, dtype: torch.dtype) -> Any:
     """The package of kernels that add adapters' products, None where plain torch does."""
-    if wanted not in ("auto", "triton") or _why_not_here(device, dtype) is not None:
+    if invariant.get() or wanted not in ("auto", "triton") or _why_not_here(device, dtype) is not None:
         return None
     import hf_paged_kernels
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .batch import Batch
 from .static import StaticBatch
+
+invariant: ContextVar[bool] = ContextVar("hf_paged_batch_invariant", default=False)
+"""Whether what is computed must not depend on the batch: then the calls of torch's attention are replaced."""
 
 
 def write(data: torch.Tensor, batch: Batch | StaticBatch, tokens: torch.Tensor) -> None:
@@ -90,6 +95,12 @@ def attend(
     rows, query_heads, new, _ = query.shape
     heads = keys.shape[1]
     repeats = query_heads // heads
+    if query.is_cuda and invariant.get() and softcap is None and sinks is None:
+        # What replaces torch's attention knows masks as models make them.
+        out = scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=repeats > 1
+        )
+        return out.transpose(1, 2)
     if causal and softcap is None and sinks is None:
         grouped = repeats > 1 and not query.is_cuda  # a CUDA device may have no fast kernel for it
         if not grouped:

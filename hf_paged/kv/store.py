@@ -12,6 +12,7 @@ from .flat import FlatBatch
 from .layout import Layout
 from .ops import choose
 from .ops_torch import Ops, Pages
+from .reference import invariant
 from .static import StaticBatch
 from .upload import upload
 
@@ -56,6 +57,8 @@ class Store:
         # One launch for a whole flat row is worth its price in every step, captured or not.
         if isinstance(batch, FlatBatch):
             captured = self.captured.kernels is not None
+        # So is a launch in an order that no batch changes.
+        captured = captured or (invariant.get() and keys.is_cuda)
         return Pages(keys, values, batch, self.captured if captured else self.ops, self, place)
 
     def lanes(

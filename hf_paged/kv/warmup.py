@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,6 +65,7 @@ class Warming:
         self._compiled = threading.Event()
         self._stopped = False
         self._left: list[tuple[Hashable, Sequence[Job]]] = []
+        self._context = copy_context()  # it says which arithmetic is wanted
         self.ready: set[Hashable] = set()
         """What the later jobs have been done for."""
         self.done = False
@@ -115,7 +117,7 @@ class Warming:
             return None
         try:
             with on(self._device):
-                return job()
+                return self._context.copy().run(job)
         except Exception as error:  # its result is not used
             logger.debug("a kernel is not compiled ahead (%s: %s)", type(error).__name__, error)
             return None

@@ -13,7 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kv import FlatBatch, Seen, Sequences, StaticBatch
-from ..kv.ops import invariant
+from ..kv.reference import invariant
 from .capture.traced import UNDERSTOOD, Stored, attend_traced
 from .lazy import LazyMask, LazyPages, LazyTensor, NotCapturable, NotFlat, as_dense
 from .lengths import GrowingOnes

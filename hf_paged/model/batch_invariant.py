@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..kv.ops import invariant, invariant_kernels
+from ..kv.ops import invariant_kernels
+from ..kv.reference import invariant
 from .switch import decoder_configs, original_implementation
 from .thread_state import mode_depths, pop_modes
 
@@ -28,13 +29,12 @@ Operation = Callable[..., Any]
 EXACT = frozenset(
     (
         "abs", "add", "amax", "amin", "any", "all", "argmax", "argmin", "bitwise_and", "bitwise_not",
-        "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "div",
-        "eq", "floor", "floor_divide", "frac", "ge", "gt", "hardtanh", "isfinite", "isin", "isinf",
-        "isnan", "le", "leaky_relu", "logical_and", "logical_not", "logical_or", "logical_xor", "lt",
-        "masked_fill", "nan_to_num", "fmin", "fmax", "fmod", "copysign", "aminmax",
-        "max", "maximum", "min", "minimum", "mul", "ne", "neg", "reciprocal", "relu", "remainder",
-        "round", "rsqrt", "sgn", "sign", "sqrt", "square", "sub", "threshold", "tril", "triu",
-        "trunc", "where",
+        "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "eq", "floor",
+        "floor_divide", "frac", "ge", "gt", "hardtanh", "isfinite", "isin", "isinf", "isnan", "le",
+        "leaky_relu", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill",
+        "nan_to_num", "fmin", "fmax", "fmod", "copysign", "aminmax", "max", "maximum", "min", "minimum",
+        "mul", "ne", "neg", "reciprocal", "relu", "remainder", "round", "rsqrt", "sgn", "sign", "sqrt",
+        "square", "sub", "threshold", "tril", "triu", "trunc", "where",
     )
 )  # fmt: skip
 """Each number of the answer is rounded once, from numbers at its own place, or none is rounded at all."""
@@ -43,7 +43,7 @@ MOVES = frozenset(
         "_local_scalar_dense", "_reshape_alias", "_reshape_copy", "_to_copy", "_unsafe_view", "alias",
         "arange", "as_strided", "cat", "clone", "constant_pad_nd", "copy", "detach", "diagonal",
         "embedding", "empty", "empty_like", "empty_strided", "equal", "expand", "fill", "flip", "full",
-        "full_like", "gather", "index", "index_add", "index_copy", "index_fill", "index_put",
+        "full_like", "gather", "index", "index_copy", "index_fill", "index_put",
         "index_select", "lift", "lift_fresh", "lift_fresh_copy", "masked_scatter", "masked_select",
         "movedim", "narrow", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
         "nonzero", "ones", "ones_like", "permute", "pin_memory", "repeat", "repeat_interleave", "roll",
@@ -53,7 +53,7 @@ MOVES = frozenset(
         "zeros", "zeros_like", "resize", "is_same_size",
     )
 )  # fmt: skip
-"""The numbers only change places; `index_add` adds a token's own, one index after the other."""
+"""The numbers only change places."""
 RANDOM = frozenset(
     (
         "bernoulli", "exponential", "multinomial", "normal", "rand", "rand_like", "randint", "randn",
@@ -63,7 +63,7 @@ RANDOM = frozenset(
 """Draws, which are not promised."""
 AFTER = frozenset(
     (
-        "cumsum", "cumprod", "searchsorted", "bucketize", "bincount", "histc", "nll_loss_forward",
+        "cumprod", "searchsorted", "bucketize", "bincount", "histc", "nll_loss_forward",
         "nll_loss2d_forward",
     )
 )  # fmt: skip
@@ -123,19 +123,28 @@ _of_thread = threading.local()
 
 def _modes() -> tuple[_AttentionCalls, _Operations]:
     """The modes of this thread."""
-    kernels = invariant_kernels()
+    if not torch.cuda.is_available():
+        invariant_kernels("cpu")  # an error that comes now is a clear one
     known: tuple[_AttentionCalls, _Operations] | None = getattr(_of_thread, "modes", None)
-    if known is None or known[0].kernels is not kernels:
-        known = _of_thread.modes = (_AttentionCalls(kernels), _Operations(kernels))
+    if known is None:
+        known = _of_thread.modes = (_AttentionCalls(), _Operations())
     return known
+
+
+def _kernels_for(x: torch.Tensor) -> Any:
+    """What computes on tensors like x."""
+    if x.dtype == torch.float64 or x.is_complex():
+        raise NotInvariant(f"batch_invariant() knows float32 and half numbers, got {x.dtype}")
+    if x.device.type not in ("cpu", "cuda"):
+        raise NotInvariant(
+            f"batch_invariant() computes on CPUs and CUDA devices, got a tensor on {x.device}; leave it out "
+            "there"
+        )
+    return invariant_kernels(x.device.type)
 
 
 class _AttentionCalls(TorchFunctionMode):
     """Computes what models ask of `scaled_dot_product_attention`, above autograd."""
-
-    def __init__(self, kernels: Any) -> None:
-        super().__init__()
-        self.kernels = kernels
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is scaled_dot_product_attention and invariant.get():
@@ -154,7 +163,7 @@ class _AttentionCalls(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """`scaled_dot_product_attention`, each query's sums in the order of the tokens that it sees."""
-        _require_host(query)
+        kernels = _kernels_for(query)
         if dropout_p:
             raise NotInvariant(f"batch_invariant() with attention dropout of {dropout_p}; set it to zero")
         if query.dim() != 4 or key.dim() != 4:
@@ -165,14 +174,27 @@ class _AttentionCalls(TorchFunctionMode):
         given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
         learns = torch.is_grad_enabled() and any(each.requires_grad for each in given)
         if not learns:
-            answer: torch.Tensor = self.kernels.attend(
-                query, key, value, attn_mask, causal=is_causal, scale=scale
-            )
-            return answer
+            return _attended(kernels, query, key, value, attn_mask, is_causal, scale)
         trained: torch.Tensor = _TrainedAttention.apply(  # type: ignore[no-untyped-call]  # torch's own
-            self.kernels, query, key, value, attn_mask, is_causal, scale
+            kernels, query, key, value, attn_mask, is_causal, scale
         )
         return trained
+
+
+def _attended(
+    kernels: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    try:
+        answer: torch.Tensor = kernels.attend(query, key, value, mask, causal=causal, scale=scale)
+    except NotImplementedError as error:
+        raise NotInvariant(f"batch_invariant() has no fixed order on {query.device} for {error}") from error
+    return answer
 
 
 class _TrainedAttention(torch.autograd.Function):
@@ -191,8 +213,7 @@ class _TrainedAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value, mask)
         ctx.options = {"is_causal": causal, "scale": scale}
-        answer: torch.Tensor = kernels.attend(query, key, value, mask, causal=causal, scale=scale)
-        return answer
+        return _attended(kernels, query, key, value, mask, causal, scale)
 
     @staticmethod
     @once_differentiable
@@ -213,9 +234,8 @@ class _TrainedAttention(torch.autograd.Function):
 class _Operations(TorchDispatchMode):
     """Computes what sums or rounds in orders of its own; what does neither passes."""
 
-    def __init__(self, kernels: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.kernels = kernels
         self._known: dict[Any, Operation] = {}
         self._own: dict[str, Operation] = {
             **{name: partial(self._mapped, name) for name in FUNCTIONS},
@@ -226,7 +246,8 @@ class _Operations(TorchDispatchMode):
             "_softmax": self._softmax, "_log_softmax": self._log_softmax,
             "native_layer_norm": self._native_layer_norm, "polar": self._polar, "gelu": self._gelu,
             "softplus": self._softplus, "pow": self._pow, "rsub": self._rsub, "addcmul": self._addcmul,
-            "addcdiv": self._addcdiv, "lerp": self._lerp,
+            "addcdiv": self._addcdiv, "lerp": self._lerp, "div": self._div, "cumsum": self._cumsum,
+            "index_add": self._index_add,
         }  # fmt: skip
 
     @classmethod
@@ -296,8 +317,13 @@ class _Operations(TorchDispatchMode):
 
     # ---- products
 
-    def _mm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-        return self._product(one[None], two)[0]
+    def _mm(self, one: torch.Tensor, two: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows one [rows, depth] by a layer's weight two [depth, columns], plus bias [columns]."""
+        kernels = _kernels_for(one)
+        if not one.is_floating_point():
+            return torch.mm(one, two)
+        answer: torch.Tensor = kernels.mm(one, two, bias)
+        return answer
 
     def _mv(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
         return self._bmm(one[None], two[None, :, None])[0, :, 0]
@@ -307,17 +333,17 @@ class _Operations(TorchDispatchMode):
 
     def _bmm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
         """Products of what tokens make of each other: a masked one adds zeros."""
-        _require_host(one)
+        kernels = _kernels_for(one)
         if not one.is_floating_point():
             return torch.bmm(one, two)
-        answer: torch.Tensor = self.kernels.product(one, two, lanes=False)
+        answer: torch.Tensor = kernels.bmm(one, two)
         return answer
 
     def _addmm(
         self, bias: torch.Tensor, one: torch.Tensor, two: torch.Tensor, beta: float = 1, alpha: float = 1
     ) -> torch.Tensor:
         if bias.dim() == 1 and beta == alpha == 1:
-            return self._product(one[None], two, bias.expand(two.shape[1]))[0]
+            return self._mm(one, two, bias.expand(two.shape[1]))
         return bias * beta + self._mm(one, two) * alpha
 
     def _baddbmm(
@@ -329,8 +355,8 @@ class _Operations(TorchDispatchMode):
     def _linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        flat = x.reshape(1, x.numel() // max(1, x.shape[-1]), x.shape[-1])
-        return self._product(flat, weight.t(), bias).view(*x.shape[:-1], len(weight))
+        flat = x.reshape(x.numel() // max(1, x.shape[-1]), x.shape[-1])
+        return self._mm(flat, weight.t(), bias).view(*x.shape[:-1], len(weight))
 
     def _grouped_mm(
         self,
@@ -349,37 +375,24 @@ class _Operations(TorchDispatchMode):
             or out_dtype not in (None, one.dtype)
         ):
             raise NotInvariant("batch_invariant() knows grouped products of rows by experts only")
-        answer = one.new_zeros(len(one), two.shape[2])
-        begin = 0
-        for expert, end in enumerate(offs.tolist()):
-            if end > begin:
-                answer[begin:end] = self._mm(one[begin:end], two[expert])
-            begin = end
-        return answer
-
-    def _product(
-        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """rows [1, rows, depth] by a layer's weight [depth, columns]."""
-        _require_host(rows)
-        if not rows.is_floating_point():
-            return rows @ weight
-        lanes = weight.stride(0) == 1  # as a layer keeps it, so always the same of one layer
-        answer: torch.Tensor = self.kernels.product(rows, weight[None], bias, lanes=lanes)
+        answer: torch.Tensor = _kernels_for(one).grouped(one, two, offs)
         return answer
 
     # ---- sums
 
     def _rows(self, kind: str, x: torch.Tensor, dims: Any, keepdim: bool) -> torch.Tensor:
-        """Sums or logsumexps over `dims` of x, in float32."""
+        """Sums, means or logsumexps over `dims` of x, in float32."""
         count = x.dim()
+        if count and dims in (-1, [-1]) and x.is_contiguous() and x.numel():
+            found: torch.Tensor = _kernels_for(x).rows(kind, x.float().view(-1, x.shape[-1]))
+            return found.view(*x.shape[:-1], 1) if keepdim else found.view(x.shape[:-1])
         over = sorted(
             {dim % max(count, 1) for dim in ([dims] if isinstance(dims, int) else dims or range(count))}
         )
         if not count:
             over = []
         kept = [dim for dim in range(count) if dim not in over]
-        _require_host(x)
+        kernels = _kernels_for(x)
         if not x.numel():
             empty: torch.Tensor = getattr(torch, kind)(x.float(), over, keepdim)
             return empty
@@ -389,7 +402,7 @@ class _Operations(TorchDispatchMode):
         for dim in over:
             width *= x.shape[dim]
         rows = moved.reshape(x.numel() // max(1, width), width)
-        answer: torch.Tensor = self.kernels.rows(kind, rows).view(shape)
+        answer: torch.Tensor = kernels.rows(kind, rows).view(shape)
         for dim in over if keepdim else []:
             answer = answer.unsqueeze(dim)
         return answer
@@ -404,6 +417,8 @@ class _Operations(TorchDispatchMode):
     def _mean(
         self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
+        if x.is_cuda:
+            return self._rows("mean", x, dim, keepdim).to(dtype or x.dtype)
         total = self._rows("sum", x, dim, keepdim)
         return (total / (x.numel() / max(1, total.numel()))).to(dtype or x.dtype)
 
@@ -443,6 +458,26 @@ class _Operations(TorchDispatchMode):
     def _logsumexp(self, x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
         return self._rows("logsumexp", x, dim, keepdim).to(x.dtype)
 
+    def _cumsum(self, x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if not x.is_cuda or not x.is_floating_point() or not x.dim():
+            return torch.cumsum(x, dim, dtype=dtype)  # one number after the other
+        wide = x.dtype == torch.float64 or dtype == torch.float64
+        moved = x.to(torch.float64 if wide else torch.float32).movedim(dim, -1)
+        width = moved.shape[-1]
+        rows = moved.reshape(x.numel() // max(1, width), width)
+        found: torch.Tensor = invariant_kernels("cuda").rows("cumsum", rows)
+        return found.view(moved.shape).movedim(-1, dim).to(dtype or x.dtype)
+
+    @staticmethod
+    def _index_add(
+        x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
+    ) -> torch.Tensor:
+        """What is added to a place is the token's own, one index after the other."""
+        if not x.is_cuda:
+            return torch.index_add(x, dim, index, source, alpha=alpha)
+        added = (source if alpha == 1 else source * alpha).movedim(dim, 0)
+        return x.movedim(dim, 0).index_put((index,), added, accumulate=True).movedim(0, dim)
+
     def _softmax(self, x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
         return self._normalized("softmax", x, dim, half_to_float)
 
@@ -451,12 +486,12 @@ class _Operations(TorchDispatchMode):
         return self._normalized("log_softmax", x, dim, half_to_float)
 
     def _normalized(self, kind: str, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-        _require_host(x)
+        kernels = _kernels_for(x)
         if not x.dim():
             return self._normalized(kind, x[None], 0, half_to_float)[0]
         moved = x.float().movedim(dim, -1)
         width = moved.shape[-1]
-        found: torch.Tensor = self.kernels.rows(kind, moved.reshape(x.numel() // max(1, width), width))
+        found: torch.Tensor = kernels.rows(kind, moved.reshape(x.numel() // max(1, width), width))
         return found.view(moved.shape).movedim(-1, dim).to(torch.float32 if half_to_float else x.dtype)
 
     def _native_layer_norm(
@@ -482,10 +517,10 @@ class _Operations(TorchDispatchMode):
     # ---- functions of one number
 
     def _mapped(self, kind: str, x: torch.Tensor, parameter: float = 0.0) -> torch.Tensor:
-        _require_host(x)
-        dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-        answer: torch.Tensor = self.kernels.mapped(kind, x.float(), parameter)
-        return answer.view(x.shape).to(dtype)
+        kernels = _kernels_for(x)
+        floats = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+        answer: torch.Tensor = kernels.mapped(kind, floats, parameter)
+        return answer.view(x.shape)
 
     def _polar(self, size: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
         return torch.complex(size * self._mapped("cos", angle), size * self._mapped("sin", angle))
@@ -499,6 +534,26 @@ class _Operations(TorchDispatchMode):
                 f"batch_invariant() knows softplus of beta 1 and threshold 20, got {beta}, {threshold}"
             )
         return self._mapped("softplus", x)
+
+    @staticmethod
+    def _div(one: Any, two: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
+        """A quotient, rounded once: a CUDA device multiplies by the reciprocal of what is no tensor of its
+        own.
+        """
+        number = not isinstance(two, torch.Tensor) or (two.dim() == 0 and not two.is_cuda)
+        wanted = torch.result_type(one, two) if number else None
+        if (
+            wanted is None
+            or not one.is_cuda
+            or rounding_mode is not None
+            or wanted.is_complex
+            or (wanted == torch.float64)
+        ):
+            return torch.div(one, two, rounding_mode=rounding_mode)
+        floats = wanted if wanted.is_floating_point else torch.get_default_dtype()
+        divisor = torch.full((), float(two), dtype=torch.float32, device=one.device)
+        answer: torch.Tensor = (one.float() / divisor).to(floats)
+        return answer
 
     @staticmethod
     def _rsub(x: torch.Tensor, other: Any, alpha: float = 1) -> torch.Tensor:
@@ -538,15 +593,32 @@ class _Operations(TorchDispatchMode):
 
 
 def require_invariant(model: Any) -> None:
-    """Raise NotInvariant unless a model is on the host, with attention that has the same bits on pages."""
+    """Raise NotInvariant unless a model is on a device that has fixed orders, with attention that has the
+    same bits on pages.
+    """
     for parameter in model.parameters():
-        _require_host(parameter)
+        _kernels_for(parameter)
     for config in decoder_configs(model) or [model.config]:
         setting = original_implementation(config)
         if setting not in ("sdpa", "eager"):
             raise NotInvariant(
                 f"batch_invariant=True needs attention by 'sdpa' or 'eager', {type(model).__name__} has "
                 f"{setting!r}; call model.set_attn_implementation('sdpa'), or leave it out"
+            )
+
+
+def require_whole_sequences(model: Any) -> None:
+    """Raise NotInvariant if stock's cache would forget tokens whose number decides an order: on a CUDA
+    device a query's sums begin with the first token of its sequence.
+    """
+    if not invariant.get() or model.device.type != "cuda":
+        return
+    for config in decoder_configs(model) or [model.config]:
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if not kinds <= {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
+            raise NotInvariant(
+                f"batch_invariant() on {model.device} needs a cache of whole sequences, and stock's keeps a "
+                f"window of them for {type(model).__name__}; give generate() cache_implementation='paged'"
             )
 
 
@@ -566,12 +638,3 @@ def _writing(func: Any, own: Operation) -> Operation:
 
         return in_place
     return own
-
-
-def _require_host(x: torch.Tensor) -> None:
-    if x.dtype == torch.float64 or x.is_complex():
-        raise NotInvariant(f"batch_invariant() knows float32 and half numbers, got {x.dtype}")
-    if x.device.type != "cpu":
-        raise NotInvariant(
-            f"batch_invariant() computes on a CPU so far, got a tensor on {x.device}; leave it out there"
-        )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..kv import fork_safe_lock
-from ..kv.ops import invariant
+from ..kv.reference import invariant
 from .snapshot import StateKey
 from .weights_digest import Contents, tensor_facts
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..kv.reference import invariant
 from . import patches
 from .adapters.peft_layers import MODEL_SETTINGS, OWN_SETTINGS, LoraLayers, adapter_names_of
 from .offloaded import offloaded, stored
@@ -455,13 +456,15 @@ def hooks_everywhere() -> bool:
 
 
 def torch_settings() -> tuple[Any, ...]:
-    """How torch multiplies float32 matrices, and whether it must be deterministic."""
+    """How torch multiplies float32 matrices, whether it must be deterministic, and whether bits must not
+    depend on the batch.
+    """
     matmul = torch.backends.cuda.matmul
     try:
         precision = matmul.fp32_precision
     except (AttributeError, RuntimeError):  # an older torch, or a program that uses both names of the setting
         precision = matmul.allow_tf32
-    return precision, torch.are_deterministic_algorithms_enabled()
+    return precision, torch.are_deterministic_algorithms_enabled(), invariant.get()
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from ..kv.ops import invariant
+from ..kv.reference import invariant
 
 T = TypeVar("T")
 

@@ -10,18 +10,23 @@ from .copy import copy
 from .decode import Plan, decode
 from .digest import GOLDEN, digest
 from .gather import gather
+from .invariant import Invariant, NoFixedOrder
 from .launching import find_driver, know_triton
 from .lora import AdapterPlan, LoraWeights, fits, lora_expand, lora_shrink
 from .norm import add_rms_norm, rms_norm
 from .prefill import Spans, prefill
+from .product import product
 from .rotary import rotary, rotary_write
+from .rows import mapped, rows
 from .swiglu import swiglu
 from .write import write
 
 __all__ = [
     "GOLDEN",
     "AdapterPlan",
+    "Invariant",
     "LoraWeights",
+    "NoFixedOrder",
     "Plan",
     "Spans",
     "add_rms_norm",
@@ -35,10 +40,13 @@ __all__ = [
     "know_triton",
     "lora_expand",
     "lora_shrink",
+    "mapped",
     "prefill",
+    "product",
     "rms_norm",
     "rotary",
     "rotary_write",
+    "rows",
     "swiglu",
     "write",
 ]

@@ -7,9 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .exact import weight_sum
 from .launching import launch
 from .tiles import LOG2E, Strides, block_ids, capped, check, load_tile, precision, token_offsets
-from .tuning import Tiling, decode_tiling
+from .tuning import Tiling, decode_tiling, in_fixed_tiles
 
 RECORD = 8
 _RECORD = tl.constexpr(RECORD)
@@ -34,10 +35,12 @@ class Plan:
         mean_length: int,
         window: int | None = None,
         tiling: Tiling | None = None,
+        invariant: bool = False,
     ) -> None:
         """For tensors shaped as decode() takes them; `mean_length` only chooses the tiling, any length is
-        served.
+        served. invariant: a row's bits depend on that row alone, so none is cut.
         """
+        self.invariant = invariant
         self.rows, self.query_heads, self.key_dim = query.shape
         self.block_size, self.heads, self.value_dim = values.shape[1:]
         self.window = window
@@ -48,7 +51,9 @@ class Plan:
         if window is not None:
             mean_length = min(mean_length, window)
         self.tiling = tiling or decode_tiling(group, token_bytes, self.rows, self.heads, mean_length)
-        self.target = self.tiling.per_sm * _multiprocessors(query.device)
+        if invariant:
+            self.tiling = in_fixed_tiles(self.tiling, token_bytes, keys.dtype == torch.float32)
+        self.target = 0 if invariant else self.tiling.per_sm * _multiprocessors(query.device)
         self.most = self.target // self.heads + self.rows
         ints = {"dtype": torch.int32, "device": query.device}
         self.pieces = torch.zeros(self.most, RECORD, **ints)
@@ -127,8 +132,9 @@ def decode(
         GROUPS=triton.next_power_of_2(group), PAGE=plan.block_size,
         BLOCK_M=max(tiling.block_m, triton.next_power_of_2(group)), TILE=tiling.block_n, STAGES=tiling.stages,
         AT_ONCE=max(1, min(16, 2048 * tiling.warps // several)), SOFTCAP=softcap or 0.0,
-        HAS_SINK=sinks is not None, HAS_SLOPE=slopes is not None, PRECISION=precision(query.dtype),
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        HAS_SINK=sinks is not None, HAS_SLOPE=slopes is not None, INVARIANT=plan.invariant,
+        PRECISION=precision(query.dtype, plan.invariant), num_warps=tiling.warps, num_stages=tiling.stages,
+        enable_fp_fusion=not plan.invariant,
     )  # fmt: skip
     return out
 
@@ -159,7 +165,9 @@ def _plan(
     if WINDOW > 0:
         start = tl.maximum(start, length - WINDOW)
     tiles = tl.where(length > start, (length + TILE - 1) // TILE - start // TILE, 0)
-    share = tl.maximum((tl.sum(tiles) * heads + target - 1) // target, 1)
+    share = tl.maximum((tl.sum(tiles) * heads + target - 1) // tl.maximum(target, 1), 1)
+    if target == 0:
+        share = 2**29  # no row is cut
     size = tl.cdiv(tiles, tl.where(tiles < 2 * share, 1, tl.cdiv(tiles, share)))
     pieces = tl.where(
         real, tl.maximum(tl.cdiv(tiles, tl.maximum(size, 1)), 1), 0
@@ -196,7 +204,7 @@ def _decode(
     KEY_DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HAS_SINK: tl.constexpr, HAS_SLOPE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SINK: tl.constexpr, HAS_SLOPE: tl.constexpr, INVARIANT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o = sum_t 2^(s_t - m) v_t / sum_t 2^(s_t - m), s = log2(e) (softcap(q k_t * scale) + slope (t - length
     + 1)), m = max s.
@@ -255,7 +263,7 @@ def _decode(
         highest = tl.maximum(m, tl.max(s, 1))
         fade = tl.exp2(m - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * fade + tl.sum(p, 1)
+        total = total * fade + weight_sum(p, INVARIANT)
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         m = highest
     if HAS_SINK:

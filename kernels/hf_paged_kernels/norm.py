@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import exact
 from .launching import launch
 
 WIDEST = 16384
@@ -50,13 +51,15 @@ def rms_norm(
     *,
     out: torch.Tensor | None = None,
     centered: bool = False,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """weight * (h * rsqrt(mean(h^2) + eps)).to(x.dtype) with h = x.float(); centered: (h * rsqrt(...) * (1 +
     weight)).to(x.dtype).
 
     x [..., n] with the last stride 1 and n up to 16384; weight [n]. The answer lies in memory in the order of
     x and has x's dtype or, if not centered, the one that torch promotes it and weight's to. `out` of that
-    shape and dtype may be x itself.
+    shape and dtype may be x itself. invariant: with the bits of these operations one by one, the sum in fixed
+    point as `rows` has it.
     """
     _check(x, weight)
     dtype = x.dtype if centered else torch.promote_types(x.dtype, weight.dtype)
@@ -68,12 +71,18 @@ def rms_norm(
         raise ValueError(
             f"Invalid shape of out: expected {list(x.shape)} of {dtype}, got {list(out.shape)} of {out.dtype}"
         )
-    _launch(x, None, weight, None, out, eps, centered)
+    _launch(x, None, weight, None, out, eps, centered, invariant)
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, centered: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    centered: bool = False,
+    invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(total, rms_norm(total)) with total = residual + x, rounded to their dtype before the norm reads it.
 
@@ -90,7 +99,7 @@ def add_rms_norm(
         residual = residual.contiguous()
     total = _like(x, x.dtype)
     out = _like(x, x.dtype if centered else torch.promote_types(x.dtype, weight.dtype))
-    _launch(x, residual, weight, total, out, eps, centered)
+    _launch(x, residual, weight, total, out, eps, centered, invariant)
     return total, out
 
 
@@ -118,6 +127,7 @@ def _launch(
     out: torch.Tensor,
     eps: float,
     centered: bool,
+    invariant: bool,
 ) -> None:
     """One program for TILE elements or one line, whichever is more."""
     add = residual is not None
@@ -133,8 +143,9 @@ def _launch(
         _norm, (triton.cdiv(found.count, at_once),),
         x, residual if add else x, weight, total if add else out, out, eps, found.count, found.inner,
         *found.strides,
-        N=n, PADDED=padded, AT_ONCE=at_once, ADD=add, CENTERED=centered,
-        num_warps=min(16, at_once * padded // 256),
+        N=n, PADDED=padded, AT_ONCE=at_once, ADD=add, CENTERED=centered, INVARIANT=invariant,
+        LOG2=padded.bit_length() - 1, num_warps=min(16, at_once * padded // 256),
+        enable_fp_fusion=not invariant,
     )  # fmt: skip
 
 
@@ -143,6 +154,7 @@ def _norm(
     X, RESIDUAL, WEIGHT, TOTAL, OUT, eps, count, inner,
     x_outer, x_inner, residual_outer, residual_inner, total_outer, total_inner, out_outer, out_inner,
     N: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, ADD: tl.constexpr, CENTERED: tl.constexpr,
+    INVARIANT: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
     """OUT = WEIGHT * round(h * rsqrt(mean(h^2) + eps)), or round(h * rsqrt(mean(h^2) + eps) * (1 + WEIGHT))
     if CENTERED.
@@ -163,7 +175,11 @@ def _norm(
         h = (tl.load(RESIDUAL + at, mask=real, other=0.0).to(tl.float32) + h).to(x.dtype)
         tl.store(TOTAL + (far * total_outer + near * total_inner)[:, None] + column[None, :], h, mask=real)
         h = h.to(tl.float32)
-    h = h * tl.rsqrt(tl.sum(h * h, 1) * (1.0 / N) + eps)[:, None]
+    if INVARIANT:
+        squares = exact.fixed_sum(h * h, LOG2)
+    else:
+        squares = tl.sum(h * h, 1)
+    h = h * tl.rsqrt(squares * (1.0 / N) + eps)[:, None]
     if CENTERED:
         y = h * (1.0 + weight)
     else:

@@ -7,9 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .exact import weight_sum
 from .launching import launch
 from .tiles import LOG2E, Strides, block_ids, capped, check, load_tile, precision, token_offsets
-from .tuning import Tiling, prefill_tiling
+from .tuning import Tiling, in_fixed_tiles, prefill_tiling
 
 
 class Spans:
@@ -30,11 +31,12 @@ class Spans:
         *,
         least: int = 1,
         tiling: Tiling | None = None,
+        invariant: bool = False,
     ) -> None:
         """For tensors shaped as prefill() takes them, and that many rows."""
         tokens = query.shape[0]
         group = query.shape[1] // keys.shape[2]
-        self.tiling = tiling or _tiling(query, keys, values, tokens)
+        self.tiling = tiling or _tiling(query, keys, values, tokens, invariant)
         self.rows = rows
         self.least = least
         self.queries = self.tiling.block_m // triton.next_power_of_2(group)
@@ -65,11 +67,15 @@ class Spans:
         self.tiles[:, 1] = place - (ends - tiles)[known]
 
 
-def _tiling(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most_queries: int) -> Tiling:
+def _tiling(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most_queries: int, invariant: bool
+) -> Tiling:
     """The tiling for rows of at most so many query tokens."""
     dims = sum(max(16, triton.next_power_of_2(data.shape[3])) for data in (keys, values))
     group = query.shape[1] // keys.shape[2]
-    return prefill_tiling(dims * query.element_size(), group * most_queries, query.dtype == torch.float32)
+    exact = query.dtype == torch.float32
+    tiling = prefill_tiling(dims * query.element_size(), group * most_queries, exact)
+    return in_fixed_tiles(tiling, dims * query.element_size(), exact) if invariant else tiling
 
 
 def prefill(
@@ -91,6 +97,7 @@ def prefill(
     out: torch.Tensor | None = None,
     tiling: Tiling | None = None,
     spans: Spans | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """softmax(softcap(query keys^T * scale) + slope * distance) values, each query token over what is at or
     before it.
@@ -102,7 +109,8 @@ def prefill(
     not seen, nor those `window` or more behind a query token. With causal False every query token sees what
     the last one sees. sinks and slopes [query_heads], fp32. The answer is [tokens, query_heads, value_dim]; a
     query token that sees nothing gives 0. spans: instead of most_queries, which tiles there are, updated for
-    these borders; tokens of no tile are left as they are.
+    these borders; tokens of no tile are left as they are. invariant: a query token's bits depend on its own
+    row alone, and are those of `decode`.
     """
     check(query, keys, values, table)
     rows, (block_size, heads, key_dim), value_dim = table.shape[0], keys.shape[1:], values.shape[3]
@@ -120,7 +128,7 @@ def prefill(
         tiling = spans.tiling
         grid = (len(spans.tiles), heads, 1)
     else:
-        tiling = tiling or _tiling(query, keys, values, most_queries)
+        tiling = tiling or _tiling(query, keys, values, most_queries, invariant)
         grid = (triton.cdiv(most_queries, tiling.block_m // triton.next_power_of_2(group)), heads, rows)
     launch(
         _prefill, grid,
@@ -138,8 +146,8 @@ def prefill(
         STAGES=tiling.stages, WINDOW=window or 0, CAUSAL=causal, HAS_START=starts is not None,
         SOFTCAP=softcap or 0.0,
         HAS_SINK=sinks is not None, HAS_SLOPE=slopes is not None, HAS_SPANS=spans is not None,
-        PRECISION=precision(query.dtype), num_warps=tiling.warps, num_stages=tiling.stages,
-        maxnreg=tiling.registers,
+        INVARIANT=invariant, PRECISION=precision(query.dtype, invariant), num_warps=tiling.warps,
+        num_stages=tiling.stages, maxnreg=tiling.registers, enable_fp_fusion=not invariant,
     )  # fmt: skip
     return out
 
@@ -155,7 +163,8 @@ def _prefill(
     TILE: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, HAS_START: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HAS_SINK: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_SPANS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SINK: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_SPANS: tl.constexpr, INVARIANT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o_i = sum_t 2^(s_it - m_i) v_t / sum_t 2^(s_it - m_i), s_it = log2(e) (softcap(q_i k_t * scale) + slope
     (t - at_i)).
@@ -232,7 +241,7 @@ def _prefill(
                 total, acc,
                 KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW,
                 SOFTCAP, HAS_SLOPE,
-                PRECISION, True,
+                INVARIANT, PRECISION, True,
             )  # fmt: skip
     # As in decoding, the ids of a tile's blocks are loaded one tile ahead.
     ids = block_ids(table, opened, end, offsets, PAGE, TILE)
@@ -243,8 +252,7 @@ def _prefill(
             q, keys, values, these, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m,
             total, acc,
             KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW, SOFTCAP,
-            HAS_SLOPE,
-            PRECISION, False,
+            HAS_SLOPE, INVARIANT, PRECISION, False,
         )  # fmt: skip
     for n in tl.range(closed, end, TILE, num_stages=1):
         ids = block_ids(table, n, end, offsets, PAGE, TILE)
@@ -252,8 +260,7 @@ def _prefill(
             q, keys, values, ids, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m,
             total, acc,
             KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW, SOFTCAP,
-            HAS_SLOPE,
-            PRECISION, True,
+            HAS_SLOPE, INVARIANT, PRECISION, True,
         )  # fmt: skip
     if HAS_SINK:
         sink = tl.load(SINKS + query_head, mask=real, other=0.0).to(tl.float32) * LOG2E
@@ -273,7 +280,7 @@ def _attend(
     WIDE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HAS_SLOPE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    HAS_SLOPE: tl.constexpr, INVARIANT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of the running softmax: `tokens` [TILE] of the blocks `ids` for the queries q [BLOCK_M,
     KEY_DIMS] at `at`.
@@ -305,6 +312,6 @@ def _attend(
         shown = tl.where(top == -float("inf"), 0.0, top)
         p = tl.exp2(s - shown[:, None])
         fade = tl.exp2(m - shown)
-    total = total * fade + tl.sum(p, 1)
+    total = total * fade + weight_sum(p, INVARIANT)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return top, total, acc

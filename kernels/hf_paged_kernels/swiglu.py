@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
+from . import exact
 from .launching import launch
 from .norm import Lines
 
@@ -15,12 +15,14 @@ TILE = 1024
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu") -> torch.Tensor:
+def swiglu(
+    gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu", invariant: bool = False
+) -> torch.Tensor:
     """activation(gate).to(dtype) * up, the activation in fp32: x / (1 + exp(-x)), or torch's gelu with
     approximate="tanh".
 
     gate and up [..., n] with the last stride 1: two tensors, or the two halves of one. The answer is [..., n]
-    without gaps.
+    without gaps. invariant: with the bits of `mapped` and a product.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"Invalid activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
@@ -47,6 +49,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu") ->
         _swiglu, (found.count, triton.cdiv(n, TILE)),
         out, gate, up, found.inner, *found.strides,
         N=n, TILE=TILE, GELU=activation == "gelu_tanh", EXACT=gate.device.type != "cpu", num_warps=4,
+        enable_fp_fusion=not invariant,
     )  # fmt: skip
     return out
 
@@ -66,28 +69,8 @@ def _swiglu(
     up = tl.load(UP + far * up_outer + near * up_inner + column, mask=column < N, other=0.0)
     x = gate.to(tl.float32)
     if GELU:
-        y = 0.5 * x * (1.0 + _tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x)), EXACT))
+        y = exact.gelu_tanh(x, EXACT)
     else:
-        y = tl.div_rn(x, 1.0 + _exp(-x, EXACT))
+        y = exact.silu(x, EXACT)
     y = y.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(OUT + far * out_outer + near * out_inner + column, y.to(OUT.dtype.element_ty), mask=column < N)
-
-
-@triton.jit
-def _exp(x, EXACT: tl.constexpr):
-    """e^x: EXACT is CUDA's own, as torch has it, which the interpreter lacks."""
-    if EXACT:
-        y = libdevice.exp(x)
-    else:
-        y = tl.exp(x)
-    return y
-
-
-@triton.jit
-def _tanh(x, EXACT: tl.constexpr):
-    """tanh(x), likewise."""
-    if EXACT:
-        y = libdevice.tanh(x)
-    else:
-        y = 2.0 * tl.sigmoid(2.0 * x) - 1.0
-    return y

@@ -121,6 +121,10 @@ def check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: 
         raise ValueError("Invalid strides: the last of query and of table must be 1")
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How a product is taken: fp32 in three tf32 passes, which keeps fp32's digits on the tensor cores."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
+def precision(dtype: torch.dtype, invariant: bool = False) -> str:
+    """How a product is taken: fp32 in three tf32 passes, which keeps fp32's digits on the tensor cores; if
+    invariant, one number after the other.
+    """
+    if dtype != torch.float32:
+        return "tf32"
+    return "ieee" if invariant else "tf32x3"

@@ -87,3 +87,15 @@ def fit(choice: Tiling, token_bytes: int, query_bytes: int = 0) -> Tiling:
         else:
             stages -= 1
     return choice._replace(block_n=block_n, stages=stages)
+
+
+def in_fixed_tiles(tiling: Tiling, token_bytes: int, exact: bool) -> Tiling:
+    """A tiling of decode or prefill with the tile of tokens that both have for this width of heads: a query's
+    sums run from tile to tile.
+    """
+    block_n = 16 if exact else 64 if token_bytes <= 512 else 32
+    warps = max(4, tiling.warps)
+    stages = tiling.stages
+    while block_n * token_bytes * stages + tiling.block_m * token_bytes // 2 > SHARED_MEMORY and stages > 1:
+        stages -= 1
+    return tiling._replace(block_n=block_n, warps=warps, stages=stages)

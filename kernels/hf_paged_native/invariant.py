@@ -90,6 +90,30 @@ class Invariant:
             self.library.product(ctypes.addressof(call))
         return out
 
+    def mm(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [rows, depth] by a layer's weight w [depth, columns], plus bias [columns]: [rows, columns]. A
+        weight is always kept the same way, so its sums always run the same way.
+        """
+        return self.product(x[None], w[None], bias, lanes=w.stride(0) == 1)[0]
+
+    def bmm(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """x [batches, rows, depth] w [batches, depth, columns]; zeros on either side of the others change no
+        bit.
+        """
+        return self.product(x, w, lanes=False)
+
+    def grouped(self, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Rows of x [rows, depth] by experts w [experts, depth, columns]; ends [experts]: where each one's
+        rows end.
+        """
+        answer = x.new_zeros(len(x), w.shape[2])
+        begin = 0
+        for expert, end in enumerate(ends.tolist()):
+            if end > begin:
+                answer[begin:end] = self.mm(x[begin:end], w[expert])
+            begin = end
+        return answer
+
     def attend(
         self,
         query: torch.Tensor,
@@ -157,10 +181,11 @@ class Invariant:
         return out
 
     def mapped(self, kind: str, x: torch.Tensor, parameter: float = 0.0) -> torch.Tensor:
-        """A function of every number of x, float32."""
-        x = x.contiguous()
+        """A function of every number of x, computed in float32 and rounded to x's dtype."""
+        dtype = x.dtype
+        x = x.float().contiguous()
         out = torch.empty_like(x)
         if out.numel():
             numbers = x.data_ptr(), out.data_ptr(), x.numel()
             self.library.map(MAPS.index(kind), *numbers, parameter, torch.get_num_threads())
-        return out
+        return out.to(dtype)

@@ -76,11 +76,11 @@ def trainer_numbers(model: Any, sequences: list[Sampled], side: str) -> list[lis
     in training mode if no dropout is active then.
     """
     width = max(len(each.tokens) for each in sequences)
-    ids = torch.zeros(len(sequences), width, dtype=torch.long)
+    ids = torch.zeros(len(sequences), width, dtype=torch.long, device=model.device)
     mask = torch.zeros_like(ids)
     begins = [width - len(each.tokens) if side == "left" else 0 for each in sequences]
     for row, (begin, each) in enumerate(zip(begins, sequences, strict=True)):
-        ids[row, begin : begin + len(each.tokens)] = torch.tensor(each.tokens)
+        ids[row, begin : begin + len(each.tokens)] = torch.tensor(each.tokens, device=ids.device)
         mask[row, begin : begin + len(each.tokens)] = 1
     arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     if "position_ids" in inspect.signature(model.forward).parameters:

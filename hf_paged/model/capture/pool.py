@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kv import LayerGroup, Memory, is_out_of_memory
+from ...kv.reference import invariant
 from ..lazy import NotCapturable
 from ..lengths import LengthsOnDevice, lengths_on_device
 from ..snapshot import StateKey
@@ -358,6 +359,9 @@ class CapturePool:
     def _compiled(self, source: StepSource[Any], step: CapturedStep, fusion: Fusion) -> CompiledFusion | None:
         """The step's layers compiled, and run once; None if they are not wanted, or cannot be had."""
         if self.compilation is None or self.compilation.why_not is not None:
+            return None
+        if invariant.get():
+            self.compilation.give_up("the compiler's code has no order that batch_invariant=True knows")
             return None
         try:
             made = source.compile(fusion)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...kv import LayerGroup
+from ...kv.reference import invariant
 from ..snapshot import ModelSnapshot
 from .compile import CompiledFusion
 from .fusion import Fusion
@@ -139,6 +140,8 @@ def agree(one: Any, other: Any) -> bool:
     first, second = (next(leaves(answer), None) for answer in (one, other))
     if first is None or second is None or first.shape != second.shape:
         return False
+    if invariant.get():
+        return torch.equal(first, second)
     bound = NOISE.get(second.dtype, 0.0) * second.float().abs().amax().clamp(min=1)
     return bool(((first.float() - second.float()).abs() <= bound).all())
 
