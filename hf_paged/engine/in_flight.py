@@ -63,7 +63,8 @@ class InFlightStep:
     _download: Download | None = None
     _scores: Download | None = None
     _tokens: list[int] = field(default_factory=list)
-    _logprobs: list[list[float]] = field(default_factory=list)
+    _logprobs: dict[int, list[float]] = field(default_factory=dict)
+    """What is told of chosen tokens, by place."""
     _ending: list[int] = field(default_factory=list)
     """Places whose sequence ends with its token."""
     sequences: tuple[TokenSequence, ...] = ()
@@ -139,7 +140,8 @@ class InFlightStep:
             return False
         tokens, *logprobs = self._download.wait()
         self._tokens = tokens.tolist()
-        self._logprobs = [row for each in logprobs for row in each.tolist()]
+        for numbers in logprobs:
+            self._logprobs = dict(zip(columns.logprobs, numbers.tolist(), strict=True))
         self._ending = list(self.batch.last)
         if not columns.any_end.isdisjoint(self._tokens):
             self._ending += columns.ending(self._tokens)
@@ -206,19 +208,19 @@ class InFlightStep:
                 failed[job] = no_token(job)
             elif tokens:
                 try:
-                    job.take(scheduler, tokens, self._notes(columns, job, found), self.answer.logits.device)
+                    job.take(scheduler, tokens, self._notes(job, found), self.answer.logits.device)
                 except (
                     Exception
                 ) as error:  # a criterion or a tokenizer of this request failed; others continue
                     failed[job] = error
         return failed
 
-    def _notes(self, columns: InputBatch, job: Job, found: Mapping[TokenSequence, int]) -> Any:
+    def _notes(self, job: Job, found: Mapping[TokenSequence, int]) -> Any:
         """The logprobs of a job's tokens, if it requested any."""
         favourites = job.params.favourites
         if favourites is None:
             return None
-        rows = dict(zip(columns.logprobs, self._logprobs, strict=True))
         return {
-            sequence: chosen_note_of(rows[i], self._tokens[i], favourites) for sequence, i in found.items()
+            sequence: chosen_note_of(self._logprobs[i], self._tokens[i], favourites)
+            for sequence, i in found.items()
         }

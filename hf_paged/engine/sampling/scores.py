@@ -30,6 +30,8 @@ def numbers_of(logprobs: torch.Tensor, tokens: torch.Tensor, favourites: int) ->
 
 def note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:
     """A row of `numbers_of`, perhaps with more favourites than are wanted."""
+    if not favourites:
+        return TokenLogprob(token, numbers[0])
     most = len(numbers) // 2
     pairs = zip(map(int, numbers[1 + most : 1 + most + favourites]), numbers[1 : 1 + favourites], strict=True)
     return TokenLogprob(token, numbers[0], tuple(pairs))
@@ -58,7 +60,9 @@ def chosen_numbers_of(
 
 def chosen_note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:
     """A row of `chosen_numbers_of`, perhaps with more favourites than are wanted."""
-    return note_of(numbers[:-2], token, favourites)._replace(processed=numbers[-2], kept=numbers[-1])
+    *own, processed, kept = numbers
+    favoured = note_of(own, token, favourites).favourites if favourites else ()
+    return TokenLogprob(token, numbers[0], favoured, processed, kept)
 
 
 def scores_of(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> torch.Tensor:
