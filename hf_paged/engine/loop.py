@@ -86,9 +86,10 @@ class StepLoop:
         if not self.scheduler.running:
             self.pools.expect([*self.scheduler.preempted, *self.scheduler.waiting])
         plan = self.scheduler.schedule()
-        if self.leader is not None:
-            self.leader.prepare(plan)
-        self.pools.prepare(plan)
+        if plan.takes_blocks:
+            if self.leader is not None:
+                self.leader.prepare(plan)
+            self.pools.prepare(plan)
         ended = self._end_unloadable() if self.adapters.failed else []
         if not plan.batch.sequences:
             return ended + (self.finish_in_flight() if ended else self._idle())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -34,8 +33,8 @@ class DecodeBatch:
     """The running groups of one sequence that take one token in every step.
 
     A block is needed when the one before it is full, which is known beforehand for each member: the rest of a
-    step adds a token to every table. The scheduler decides which group joins and leaves; groups outside are
-    planned row by row.
+    step adds a token to every table. The last use of a table is stamped when its sequence leaves. The
+    scheduler decides which group joins and leaves; groups outside are planned row by row.
     """
 
     def __init__(self, kv_groups: tuple[KVCacheGroup, ...]) -> None:
@@ -58,7 +57,6 @@ class DecodeBatch:
         """By the number of a step: members that are complete before it, if nothing happens until then."""
         self.growing = self._growing[0]
         """Members that need a new block in the next step."""
-        self._now: Sequence[int] = [0 for _ in self.kv_groups]
         self._columns: _Columns | None = None
 
     def __len__(self) -> int:
@@ -101,8 +99,8 @@ class DecodeBatch:
         if not self.ends[end]:
             del self.ends[end]
         del self._growing[-self._offsets.pop(sequence) % self.block_size][sequence]
-        for table, now in zip(self._tables_of(sequence), self._now, strict=True):
-            table.stamp = max(table.stamp, now)
+        for table in self._tables_of(sequence):
+            table.stamp = table.pool.tick()
         self._columns = None
 
     def complete(self) -> list[TokenSequence]:
@@ -127,13 +125,12 @@ class DecodeBatch:
             if kv_group.window is not None:
                 for sequence in self.growing:
                     table = sequence.tables[i]
-                    table.stamp = max(table.stamp, self._now[i])
+                    table.stamp = kv_group.pool.tick()
                     table.release_before(table.length - kv_group.window + 1)
         return len(self.growing)
 
-    def step(self, now: Sequence[int]) -> ScheduledBatch:
+    def step(self) -> ScheduledBatch:
         """One token of every member; every pool has the blocks for it."""
-        self._now = now[: len(self.kv_groups)]
         for sequence in self.growing:
             self._add_block(sequence)
         columns = self._columns = self._columns or self._made_columns()
@@ -141,8 +138,6 @@ class DecodeBatch:
             table.length += 1
         self.steps += 1
         self.growing = self._growing[self.steps % self.block_size]
-        full = [(each, each.tables[0].length) for each in self.growing]
-        last = [columns.sequences.index(each) for each in self.ends.get(self.steps, ())]
         return ScheduledBatch(
             columns.sequences,
             columns.row_ids,
@@ -154,8 +149,8 @@ class DecodeBatch:
             columns.most + self.steps,
             len(columns.sequences),
             len(columns.sequences),
-            tuple(full),
-            tuple(last),
+            tuple([(each, each.tables[0].length) for each in self.growing]),
+            tuple([columns.sequences.index(each) for each in self.ends.get(self.steps, ())]),
         )
 
     def _made_columns(self) -> _Columns:
@@ -173,8 +168,7 @@ class DecodeBatch:
 
     def _add_block(self, sequence: TokenSequence) -> None:
         """A new block for a sequence whose blocks are full."""
-        for tables, table, now in zip(self.tables, self._tables_of(sequence), self._now, strict=True):
-            table.stamp = now
+        for tables, table in zip(self.tables, self._tables_of(sequence), strict=True):
             table.blocks.append(table.pool.take(table.blocks[-1] + 1 if table.blocks else NOWHERE))
             tables.add(sequence.row, table)
 

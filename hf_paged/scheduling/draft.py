@@ -41,7 +41,7 @@ class Draft:
             pool.drop(source, stamp)
         copies = tuple(tuple(copies) for copies in self.copies)
         batch = self.batch.followed_by(self.rows) if self.rows else self.batch
-        return StepPlan(batch, copies, swaps, tuple(self.admitted), tuple(self.preempted))
+        return StepPlan(batch, copies, swaps, tuple(self.admitted), tuple(self.preempted), True)
 
 
 def samples(sequence: TokenSequence, count: int) -> tuple[TokenSequence, ...]:

@@ -152,9 +152,9 @@ class Swaps(NamedTuple):
 class StepPlan(NamedTuple):
     """What a step does, in this order: swaps, copies, rows.
 
-    copies: for every KV cache group the copies on write. swaps: the blocks of preempted
-    groups on their way to the host and back. admitted, preempted: the groups that begin to run in it and that
-    do not run any more.
+    copies: for every KV cache group the copies on write. swaps: the blocks of preempted groups on their way
+    to the host and back. admitted, preempted: the groups that begin to run in it and that do not run any
+    more. takes_blocks: whether it may take, copy or swap any, which the pools prepare.
     """
 
     batch: ScheduledBatch = NOTHING
@@ -162,6 +162,7 @@ class StepPlan(NamedTuple):
     swaps: Swaps = Swaps()
     admitted: tuple[SequenceGroup, ...] = ()
     preempted: tuple[SequenceGroup, ...] = ()
+    takes_blocks: bool = False
 
     def __bool__(self) -> bool:
         """Whether anything is computed."""

@@ -240,7 +240,6 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step. Its blocks are taken in the books; `commit` reports that it has been computed."""
         batch = self.decode_batch
-        now = [kv_group.pool.tick() for kv_group in self.kv_groups]
         if batch.steps in batch.ends:
             for sequence in batch.complete():
                 self._leave_batch(sequence.group)
@@ -249,18 +248,18 @@ class Scheduler:
         waiting = self.preempted or self.waiting or self.swapping.moves
         # Most steps take one token of every sequence, for which their blocks have room.
         planned = self._others or batch.growing or waiting
-        plan = self._plan(now) if planned else StepPlan(batch.step(now), self._no_copies)
+        plan = self._plan() if planned else StepPlan(batch.step(), self._no_copies)
         self.counts["steps"] += bool(plan.batch.sequences)
         self.counts["tokens"] += plan.batch.tokens
         return plan
 
-    def _plan(self, now: list[int]) -> StepPlan:
+    def _plan(self) -> StepPlan:
         """A step that takes blocks, or in which groups come and go."""
         draft = Draft(len(self.kv_groups), self.limits.tokens)
         steps: list[Steps] = []
         if self._others or self.decode_batch.growing:
             steps = self._make_room(draft)
-        draft.batch = self.decode_batch.step(now)
+        draft.batch = self.decode_batch.step()
         draft.room -= draft.batch.decodes
         for of_group in steps:
             self._take(draft, of_group)

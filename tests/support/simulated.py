@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import le
 
 from hf_paged.blocks import BlockPool
 from hf_paged.scheduling import (
@@ -166,8 +167,13 @@ class Simulated:
     def step(self) -> StepPlan:
         """One step: plan, copy, compute, commit, choose."""
         scheduler = self.scheduler
+        held = [kv_group.pool.held for kv_group in scheduler.kv_groups]
         plan = scheduler.schedule()
         assert plan.tokens <= self.limits.tokens
+        if not plan.takes_blocks:
+            assert all(map(le, [kv_group.pool.held for kv_group in scheduler.kv_groups], held))
+            assert not plan.swaps
+            assert not any(plan.copies)
         self.carry(plan.swaps)
         self.copy(plan)
         failed = [group for group in plan.groups if self.fails(group)]
