@@ -152,14 +152,9 @@ class InFlightStep:
 
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
         """Give the tokens to the requests that still want them: those that failed, and why."""
-        scheduler.confirm(self.plan, self.failed)
-        if self.answer.scores:
-            self.note_prompts(scheduler)
         columns = self._input_batch
-        if columns is None:
-            return {}
         sequences = self.sequences
-        streams = columns.streams
+        streams = [] if columns is None else columns.streams
         tokens = self._tokens
         one_by_one = {*range(self.batch.decodes, len(tokens)), *self._ending}
         one_by_one.update([place for place, sequence in enumerate(sequences) if sequence.row < 0])
@@ -169,9 +164,13 @@ class InFlightStep:
             streams = [streams[place] for place in here]
             tokens = [tokens[place] for place in here]
         # All that is done for a sequence that goes on: its token is written down.
-        scheduler.extend(sequences, tokens)
+        scheduler.confirm(self.plan, self.failed, sequences, tokens)
         for stream, token in zip(streams, tokens, strict=True):
             stream.so_far.append(token)
+        if self.answer.scores:
+            self.note_prompts(scheduler)
+        if columns is None:
+            return {}
         for job in columns.jobs:
             if job.queue.readers:
                 job.queue.put()

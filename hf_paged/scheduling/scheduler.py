@@ -302,10 +302,18 @@ class Scheduler:
             if not group.forked and sequence.computed >= group.common:
                 group.fork()
 
-    def confirm(self, plan: StepPlan, without: Collection[SequenceGroup] = ()) -> None:
+    def confirm(
+        self,
+        plan: StepPlan,
+        without: Collection[SequenceGroup] = (),
+        sequences: Iterable[TokenSequence] = (),
+        tokens: Iterable[int] = (),
+    ) -> None:
         """The rows of the plan are computed, and the host has their tokens: their blocks may be cached now,
-        and no sooner (C22).
+        and no sooner (C22). `sequences` run on with these `tokens`; others get theirs by `extend`.
         """
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.tokens.append(token)
         batch = plan.batch
         for sequence, end in batch.full:
             if sequence.computed >= end and sequence.group not in without:
