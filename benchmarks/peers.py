@@ -74,7 +74,7 @@ class Ours(Peer):
                     time.sleep(max(0.0, due[len(handles)] - time.monotonic()))
                     continue
                 start, slept = time.perf_counter(), sum(waited)
-                engine._advance()
+                engine._advance_in_turn()
                 busy.append(time.perf_counter() - start - (sum(waited) - slept))
                 waited[:] = [sum(waited)]
                 if len(busy) % 32 == 0:

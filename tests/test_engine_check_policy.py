@@ -96,20 +96,21 @@ def written(model: Any) -> None:
 def test_when_the_model_must_be_checked() -> None:
     now = [0.0]
     checks = CheckPolicy(clock=lambda: now[0])
-    assert checks.due
+    assert not checks.skip(list)
     checks.seen()
     for step in range(STEPS):
-        assert not checks.due
-        checks.skip(lambda: ["memory"])
+        assert checks.skip(lambda: ["memory"])
         assert checks.unseen == step + 1
-    assert checks.due
+    assert not checks.skip(list)
+    assert checks.unseen == STEPS
     checks.seen()
-    assert not checks.due
+    assert checks.skip(list)
     now[0] = SECONDS
-    assert checks.due
+    assert not checks.skip(list)
     checks.seen()
     checks.mark_dirty()
-    assert checks.due
+    assert not checks.skip(list)
+    assert checks.skip(list, told=True)
 
 
 def test_memory_is_kept_while_steps_go_unseen() -> None:
@@ -128,7 +129,7 @@ def test_memory_is_kept_while_steps_go_unseen() -> None:
     assert kept() is not None
     checks.release()
     assert kept() is None
-    assert checks.due
+    assert not checks.skip(memory)
 
 
 # ---- how often
@@ -454,6 +455,6 @@ def test_a_thread_that_stops_lets_go(model: Any) -> None:
         handle = engine.submit(PROMPTS[0], **LONG)
         next(iter(handle))
         engine.stop()
-        assert engine.checks.due
+        assert not engine.checks.skip(list)
         assert (engine.checks.unseen, engine.checks.kept) == (0, ())
         assert answers(handle.result()) == alone(model, PROMPTS[0], **LONG)

@@ -39,11 +39,6 @@ class CheckPolicy:
         self._until = 0.0
         self.kept: Sequence[object] = ()
 
-    @property
-    def due(self) -> bool:
-        """Whether the next step must check."""
-        return self._dirty or self.unseen >= STEPS or self.clock() >= self._until
-
     def mark_dirty(self) -> None:
         """Foreign code has run or is about to run."""
         self._dirty = True
@@ -58,10 +53,15 @@ class CheckPolicy:
         self._dirty = False
         self._until = self.clock() + SECONDS
 
-    def skip(self, memory: Callable[[], Sequence[object]]) -> None:
-        """A step begins without a check. `memory` finds what is kept alive until `release`."""
+    def skip(self, memory: Callable[[], Sequence[object]], told: bool = False) -> bool:
+        """Begin a step without a check, unless one is due; whether it has begun so. `memory` finds what is
+        kept alive until `release`. told: rank 0 has decided that none is due.
+        """
+        if not told and (self._dirty or self.unseen >= STEPS or self.clock() >= self._until):
+            return False
         self.unseen += 1
         self.kept = self.kept or memory()
+        return True
 
     def release(self) -> None:
         """The driver returns to its caller: mark the model dirty and keep none of its memory."""

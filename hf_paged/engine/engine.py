@@ -703,31 +703,41 @@ class Engine:
     def step(self) -> list[Output]:
         """One step of all requests; the answer is what ended in it. Without work it does nothing."""
         self.lock.give_way()
-        return self._driving(self._advance)
+        return self._driving(self._advance_in_turn)
 
-    @in_turn
     def _advance(self) -> list[Output]:
-        if self._follower is not None:
-            self._require_lead()
-        if self._closed or self._paused or self._stepping:
+        """A step of all requests, by a caller that has the lock: what has ended since the step before."""
+        if self._follower is not None or self._closed or self._paused or self._stepping:
             self._refuse_step()
         if self._inbox:
             self._take_in()
         self._stepping = True
         try:
-            ended = self._step()
+            cancelled = [job for job in list(self._jobs.values()) if job.cancelled]
+            if cancelled:
+                self._aside += self._end(cancelled)
+            if self._adapters.leaving:
+                self._remove_idle_adapters()
+            if self._jobs:
+                self._aside += self._step()
+            else:
+                self._loop.in_flight = None  # it has only tokens too many
+            if self._adapters.leaving:
+                self._remove_idle_adapters()
         finally:
             self._stepping = False
-        ended = self._aside + ended
-        self._aside = []
         if self._loop.interrupted:
-            self._aside = ended
             self._pass_on()
-            self._aside = []
+        ended = self._aside
+        self._aside = []
         return ended
+
+    _advance_in_turn = in_turn(_advance)
+    """The same by any caller."""
 
     def _refuse_step(self) -> NoReturn:
         """Raise the reason why no step can be taken now."""
+        self._require_lead()
         self._require_open()
         if self._paused:
             raise RuntimeError("the engine is paused; call resume() first")
@@ -736,24 +746,18 @@ class Engine:
         )
 
     def _step(self) -> list[Output]:
-        cancelled = [job for job in list(self._jobs.values()) if job.cancelled]
-        if cancelled:
-            self._aside += self._end(cancelled)
-        if self._adapters.leaving:
-            self._remove_idle_adapters()
-        if not self._jobs:
-            self._loop.in_flight = None  # it has only tokens too many
-            return []
+        """A step of the running requests and of those that are admitted, on a model that is what it was."""
         if self.model.training and not (self._training and self.scheduler.running):
             self._require_no_dropout()
         self._training = self.model.training
+        scheduler = self.scheduler
         with self.pools.memory.lock:  # no other forward is in progress then
-            self._look()
+            admits = bool(scheduler.waiting or scheduler.preempted) and scheduler.may_admit
+            fresh = self._adapters.fresh and bool(self._adapters.layers)
+            if admits or fresh or not scheduler.running or not self.checks.skip(self._model_check.memory):
+                self._look()
             with self._arithmetic():
-                ended = self._changing(self._loop.step)
-        if self._adapters.leaving:
-            self._remove_idle_adapters()
-        return ended
+                return self._changing(self._loop.step)
 
     def _changing(self, act: Callable[[], T]) -> T:
         """The answer of `act`, which changes the books. Whatever breaks it off, they are whole before
@@ -968,17 +972,12 @@ class Engine:
             self._asleep = None
 
     def _look(self) -> None:
-        """Check that cached blocks match the current weights: fully when idle, cheaply after user code has
-        run or before admitting.
-        """
-        scheduler = self.scheduler
-        running = len(scheduler.running)
-        due = self.checks.due or not running
-        admits = bool(scheduler.waiting or scheduler.preempted) and scheduler.may_admit
+        """Check that cached blocks match the current weights: fully when idle, else cheaply."""
+        running = len(self.scheduler.running)
         if not running:
             self._adapters.refresh()
             self._changing(self._look_anew)
-        elif due or admits:
+        else:
             look = partial(self._model_check.require_untouched, running)
             if self.checks.unseen:
                 self._changing(look)
@@ -986,9 +985,7 @@ class Engine:
                 look()
             if self._adapters.layers:
                 self._aside += self._changing(self._loop.end_changed_adapters)
-        else:
-            self.checks.skip(self._model_check.memory)
-        if not running or (self._adapters.layers and (due or admits or self._adapters.fresh)):
+        if not running or self._adapters.layers:
             self._aside += self._changing(self._loop.end_lost)
             self._changing(self._loop.renew_adapters)
 

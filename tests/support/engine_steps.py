@@ -36,8 +36,9 @@ def new_tokens(handle: Handle) -> list[int]:
 
 def own_steps(engine: Engine, count: int = 1) -> None:
     """A row of steps as the engine's own loop takes them, without its caller's code in between."""
-    for _ in range(count):
-        engine._advance()
+    with engine.lock.lock:
+        for _ in range(count):
+            engine._advance()
 
 
 def known_tokens(sequence: TokenSequence) -> int:

@@ -116,7 +116,7 @@ class Follower:
         if received.checks:
             self._model_check.require_untouched(len(received.batch.rows))
         else:
-            checks.skip(self._model_check.memory)
+            checks.skip(self._model_check.memory, told=True)
         for group, top in zip(self.pools.groups.values(), received.tops, strict=True):
             group.reserve(top)
         for preparation in received.preparations:
