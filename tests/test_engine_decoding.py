@@ -271,3 +271,38 @@ def test_pools_of_generate_that_move_drop_no_step_of_the_engine(llama: Any) -> N
         engine.generate([PROMPTS[0]], **GREEDY)
         llama.generate(torch.tensor([PROMPTS[1]] * 9), **GREEDY, cache_implementation="paged")
         assert kept(engine) == before
+
+
+def test_steps_make_the_greedy_choice_themselves(llama: Any) -> None:
+    """Beside their logits, of all rows, in the same memory for all steps."""
+    with Engine(llama, block_size=4, max_batch_sequences=4) as engine:
+        engine.generate(PROMPTS[:4], **GREEDY)
+        steps = list(pool_of(engine))
+        assert steps
+        for step in steps:
+            assert step.best.tolist() == [step.logits.argmax(-1).tolist()] * 2
+            assert step.logits.data_ptr() == steps[0].logits.data_ptr()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_row_of_a_captured_step_that_has_no_token(ahead: bool) -> None:
+    """One of the crew comes to a token whose embedding is NaN while its steps are replayed: it ends there,
+    its neighbours go on.
+    """
+    model, options = build(BY_NAME["llama"]), {"do_sample": False, "max_new_tokens": 16}
+    right: list[Any] = [alone(model, prompt, **options) for prompt in PROMPTS[:3]]
+    seen = {token for row in right[1:] for token in row[0]} | {
+        token for prompt in PROMPTS[:3] for token in prompt
+    }
+    place = next(i for i, token in enumerate(right[0][0]) if i > 6 and token not in seen)
+    with Engine(model, block_size=4, run_ahead=ahead) as engine:
+        with torch.no_grad():
+            model.get_input_embeddings().weight[right[0][0][place]] = torch.nan
+        outputs = engine.generate(PROMPTS[:3], **options)
+        assert engine.stats()["graphs"]["replayed"] > 6
+        engine.check()
+    assert outputs[0].finish_reason == "error"
+    assert "NaN" in str(outputs[0].error)
+    first = right[0][0].index(right[0][0][place])
+    assert outputs[0].sequences[0].token_ids == right[0][0][: first + 1]
+    assert [answers(output) for output in outputs[1:]] == right[1:]

@@ -21,7 +21,8 @@ from transformers.generation.logits_process import (
 )
 
 from hf_paged.engine.numbers import gumbel, uniform
-from hf_paged.engine.sampling.warp import Warp, cut, draw, penalised, scaled, warp_of
+from hf_paged.engine.sampling.warp import Warp, best, cut, draw, mend, penalised, scaled, warp_of
+from hf_paged.scheduling import UNKNOWN
 
 VOCABULARY = 40
 warps = st.builds(
@@ -147,3 +148,16 @@ def test_the_largest_number_is_nan(place: int, dtype: torch.dtype) -> None:
     scores[1, place], scores[1, 5], scores[2, 7] = torch.nan, torch.inf, torch.inf
     assert scores.argmax(-1)[1] == place
     assert scores.amax(-1).isnan().tolist() == [False, True, False]
+
+
+def test_logits_without_an_answer_are_reported() -> None:
+    """Where there is NaN some token of the vocabulary goes on, and the host is told that there is none."""
+    scores = torch.tensor([[1.0, 3.0, 2.0], [1.0, torch.nan, 5.0], [torch.inf, 0.0, 0.0]])
+    tokens, told = best(scores)
+    assert tokens.tolist() == [1, 1, 0]
+    assert told.tolist() == [1, UNKNOWN, 0]
+    chosen = torch.stack([tokens, told])
+    chosen[0, 2] = 3  # a draw that found nothing
+    tokens, told = mend(chosen, 3)
+    assert tokens.tolist() == [1, 1, 2]
+    assert told.tolist() == [1, UNKNOWN, UNKNOWN]

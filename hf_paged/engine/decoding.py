@@ -30,8 +30,8 @@ from ..model.capture.step import CapturedStep, Size, StepSource, agree, bucket_o
 from ..model.snapshot import ModelSnapshot, StateKey
 from ..scheduling import ScheduledBatch
 from .eager import EagerModel
-from .forward_batch import ForwardBatch
-from .sampling.answers import Answer, place_for
+from .forward_batch import Answer, ForwardBatch
+from .sampling.warp import best
 
 WIDTHS = [512 * 8**i for i in range(7)]
 """Blocks of a row in the tables of graphs."""
@@ -60,7 +60,8 @@ class _CapturedStep(CapturedStep):
         places: torch.Tensor | None,
         shift: torch.Tensor | None,
         batches: dict[LayerKind, StaticBatch],
-        answer: Answer,
+        logits: torch.Tensor,
+        best: torch.Tensor,
         spans: bool,
         slots: torch.Tensor | None,
         tables: Sequence[torch.Tensor],
@@ -72,8 +73,11 @@ class _CapturedStep(CapturedStep):
         """ids [rows, 1]. places [most sequences]: the rows whose logits are wanted; None if all are. shift
         [rows]: the RoPE delta of each token, where any may have one.
         """
-        self.answer = answer
-        """Of the wanted rows, the same memory for all graphs: the next replay writes over it."""
+        self.logits = logits
+        self.best = best
+        """[most sequences, vocabulary] and [2, most sequences]: the answer for the wanted rows, in the same
+        memory for all graphs. The next replay writes over it.
+        """
         self.spans = spans
         """Whether chunks of prompts are spans."""
         self.slots = slots
@@ -91,8 +95,7 @@ class _CapturedStep(CapturedStep):
 
     @property
     def shared(self) -> Sequence[torch.Tensor]:
-        answer = [each for each in (self.answer.logits, self.answer.best) if each is not None]
-        return [*self._tables, *answer]
+        return [*self._tables, self.logits, self.best]
 
 
 class Decoding:
@@ -105,7 +108,8 @@ class Decoding:
         """Whether tokens may have a RoPE delta, which captured steps are then given."""
         self._most = bucket_of(eager.pools.config.limits().sequences)
         """Rows whose logits may be wanted in one step."""
-        self._answer: Answer | None = None
+        self._answer: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Where captured steps answer: one runs at a time, and its answer is read before the next."""
         self._snapshot: ModelSnapshot | None = None
         """The model when it was checked last."""
         self._state: StateKey | None = None
@@ -167,9 +171,8 @@ class Decoding:
         if not self.eager.checks.unseen and self._check() is not state:
             return None
         self.captures.counts["replayed"] += 1
-        answer = step.answer.first(
-            len(batch.wanted) if step.places is not None else len(batch.rows.sequences)
-        )
+        count = len(batch.wanted) if step.places is not None else len(batch.rows.sequences)
+        answer = Answer(step.logits[:count], step.best[:, :count])
         if step.size != size:
             source = _EngineSource(self, size, batch)
             if self.captures.is_due(state, source, step):
@@ -315,11 +318,16 @@ class Decoding:
             places = torch.zeros(self._most, dtype=torch.long, device=device) if mixed else None
             shift = torch.zeros(rows, dtype=torch.long, device=device) if self.moves else None
             slots = torch.full((rows,), -1, dtype=torch.int32, device=device) if size.adapters else None
+            if self._answer is None:
+                logits = torch.empty(self._most, self._vocabulary, dtype=torch.float32, device=device)
+                self._answer = logits, torch.empty(2, self._most, dtype=torch.long, device=device)
+        logits, tokens = self._answer
+        wanted = self._most if mixed else rows
         tables = self.eager.adapters.table.weights.tensors if size.adapters and self.eager.adapters else ()
-        if self._answer is None:
-            self._answer = place_for(self._most, self._vocabulary, device)
-        answer = self._answer.first(self._most if mixed else rows)
-        return _CapturedStep(ids, places, shift, batches, answer, size.form == "spans", slots, tables)
+        spans = size.form == "spans"
+        return _CapturedStep(
+            ids, places, shift, batches, logits[:wanted], tokens[:, :wanted], spans, slots, tables
+        )
 
     def _batch(self, size: Size, group: LayerGroup) -> StaticBatch:
         form, rows, width, _ = size
@@ -347,7 +355,8 @@ class Decoding:
                     **arguments, past_key_values=eager.cache, use_cache=True, return_dict=True
                 )
             logits: torch.Tensor = answer.logits[:, -1]
-            step.answer.enter(logits if step.places is None else logits.index_select(0, step.places))
+            step.logits.copy_(logits if step.places is None else logits.index_select(0, step.places))
+            step.best.copy_(best(step.logits))
         finally:
             running.set(outer)
             sequences.static = None
@@ -398,7 +407,7 @@ class _EngineSource(StepSource[_CapturedStep]):
     def agrees(self, step: _CapturedStep, answer: Any) -> bool:
         logits = answer.logits
         dtype = self._decoding.eager.dtype
-        return agree(step.answer.logits[: len(logits)].to(dtype), logits.to(dtype))
+        return agree(step.logits[: len(logits)].to(dtype), logits.to(dtype))
 
     def recompute(self) -> None:
         self._decoding.eager.plugged(lambda: self._decoding.eager.flat(self._batch))

@@ -25,11 +25,10 @@ from ..scheduling import TokenSequence
 from .adapters import EngineAdapters
 from .cache import StepCache
 from .check_policy import CheckPolicy
-from .forward_batch import PLAIN, ForwardBatch, Scored
+from .forward_batch import PLAIN, Answer, ForwardBatch, Scored
 from .multimodal.encoder import Encoder, EncoderInput
 from .multimodal.extras import given, joined
 from .pools import Pools
-from .sampling.answers import Answer
 from .sampling.scores import scores_of
 from .support import Unservable
 

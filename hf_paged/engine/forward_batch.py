@@ -1,4 +1,4 @@
-"""What a step computes, as the runner takes it, and the tokens that only the device has."""
+"""What a forward computes, as the runner takes it, and its answer; the tokens that only the device has."""
 
 from __future__ import annotations
 
@@ -211,3 +211,22 @@ class ForwardBatch(NamedTuple):
         if adapters is not None and max(adapters, default=-1) < 0:
             adapters = None
         return ForwardBatch(self.rows.select(rows), self.last_tokens, inputs, self.unseen, adapters)
+
+
+class Answer(NamedTuple):
+    """The logits that follow the last tokens of some sequences, and the greedy choice among them where a
+    captured step has made it.
+
+    Those of a captured step are its own memory: the next step writes over them.
+    """
+
+    logits: torch.Tensor
+    """[sequences, vocabulary] in fp32"""
+    best: torch.Tensor | None = None
+    """[2, sequences], as `best` makes it of the logits."""
+    scores: Mapping[TokenSequence, torch.Tensor] = MappingProxyType({})
+    """Of sequences whose prompts are scored, the numbers of the tokens behind the first of their rows."""
+
+    def clone(self) -> Answer:
+        """The same in memory of its own."""
+        return Answer(self.logits.clone(), None if self.best is None else self.best.clone())

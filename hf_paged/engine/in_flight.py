@@ -17,9 +17,8 @@ from ..scheduling import (
     StepPlan,
     TokenSequence,
 )
-from .forward_batch import LastTokens
+from .forward_batch import Answer, LastTokens
 from .job import Job
-from .sampling.answers import Answer
 from .sampling.input_batch import InputBatch
 from .sampling.penalties import PenaltyState
 from .sampling.sampler import HostSampler, SamplingRows, no_token

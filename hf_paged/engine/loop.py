@@ -11,7 +11,7 @@ import torch
 from ..scheduling import ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan, TokenSequence
 from .adapters import EngineAdapters
 from .check_policy import WeightsChanged
-from .forward_batch import ForwardBatch, LastTokens, RowInputs
+from .forward_batch import Answer, ForwardBatch, LastTokens, RowInputs
 from .in_flight import InFlightStep, SamplingState
 from .job import Job
 from .model_check import ModelCheck
@@ -25,7 +25,6 @@ from .preemption import Preemption
 from .recorder import Recorder
 from .requests.params import RequestParams
 from .runner import Runner
-from .sampling.answers import Answer
 from .sampling.sampler import HostSampler
 
 

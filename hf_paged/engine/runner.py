@@ -24,7 +24,7 @@ from ..model.slots import CROSS
 from ..scheduling import Names, Request, ScheduledBatch, ScheduledRow, SequenceGroup, TokenSequence
 from .decoding import Decoding
 from .eager import EagerModel, Form
-from .forward_batch import ForwardBatch, LastTokens, RowInputs
+from .forward_batch import Answer, ForwardBatch, LastTokens, RowInputs
 from .multimodal.cross import STATES, CrossInputs, trial_inputs, why_not_across
 from .multimodal.encoder import EncoderInput
 from .multimodal.extras import given
@@ -32,7 +32,6 @@ from .multimodal.media import Media
 from .multimodal.merging import Merger
 from .pools import Pools
 from .probe import distance, far, otherwise, require_numbers, tried
-from .sampling.answers import Answer
 from .support import check_routers, longest
 from .warmup import label_of, warming, without_plans
 

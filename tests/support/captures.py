@@ -93,4 +93,4 @@ def why_not_compiled(engine: Engine) -> str | None:
 
 def logits_of(engine: Engine) -> list[torch.Tensor]:
     """Where an engine's captured steps answer."""
-    return [step.answer.logits for step in pool_of(engine)]  # type: ignore[attr-defined]
+    return [step.logits for step in pool_of(engine)]  # type: ignore[attr-defined]

@@ -12,9 +12,8 @@ from ...model.adapters.lora import LowRank
 from ...scheduling import StepPlan
 from ..adapters import EngineAdapters
 from ..check_policy import CheckPolicy
-from ..forward_batch import ForwardBatch, LastTokens
+from ..forward_batch import Answer, ForwardBatch, LastTokens
 from ..pools import Pools
-from ..sampling.answers import Answer
 from .message import AdapterNews, Preparation, StepEncoder
 from .ranks import Ranks
 
