@@ -246,16 +246,19 @@ def test_an_interrupt_while_weights_are_found_to_be_others() -> None:
 
 def test_the_places_of_rows_survive_an_interrupt() -> None:
     """Rows whose places were being looked up are looked up again."""
-    rows = array("i", [1, 3])
+
+    def write(last: LastTokens, rows: list[int], tokens: list[int]) -> None:
+        last.tokens[last.index_of(array("i", rows))] = torch.tensor(tokens)
+
     at = 0
     reached = True
     while reached:
         at += 1
         last = LastTokens(4, torch.device("cpu"))
-        last.write(array("i", [0, 2]), torch.tensor([7, 8]))
+        write(last, [0, 2], [7, 8])
         reached = not Interrupted(at, ("/forward_batch.py", "/upload.py"))(
-            lambda last=last: last.write(rows, torch.tensor([5, 6]))
+            lambda last=last: write(last, [1, 3], [5, 6])
         )
-        last.write(rows, torch.tensor([5, 6]))
+        write(last, [1, 3], [5, 6])
         assert last.tokens.tolist() == [7, 5, 8, 6]
     assert at > 5

@@ -30,10 +30,6 @@ class LastTokens:
         self._index: tuple[array[int], slice | torch.Tensor] = (array("i"), slice(0))
         """The rows that were used last, and their places: one value, so that no interrupt parts them."""
 
-    def write(self, row_ids: array[int], tokens: torch.Tensor) -> None:
-        """The rows' sequences have these tokens [rows] next."""
-        self.tokens[self.index_of(row_ids)] = tokens.to(self.tokens.device)
-
     def move(self, device: torch.device) -> None:
         """Keep the tokens on a device from now on."""
         self._index = (array("i"), slice(0))

@@ -90,7 +90,8 @@ class InFlightStep:
         columns = self._input_batch = self._sampling.columns
         positions = [sequence.computed for sequence in self.sequences] if columns.uses_positions else []
         tokens, for_host = columns.choose(answer.logits, positions, answer.best)
-        self._sampling.last_tokens.write(row_ids, tokens)
+        last = self._sampling.last_tokens
+        last.tokens[last.index_of(row_ids)] = tokens.to(last.tokens.device)
         wanted = [for_host]
         if columns.logprobs:
             index = upload(columns.logprobs, tokens.device)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..blocks import BlockTableArray
-from .static import LONGS, StaticBatch, blocks_of, tokens_of
+from .static import LONGS, StaticBatch, tokens_of
 
 
 class StaticSpans(StaticBatch):
@@ -58,7 +58,8 @@ class StaticSpans(StaticBatch):
         starts = np.asarray(offsets) + step
         places, positions = tokens_of(np.arange(len(rows)), starts, counts)
         width = int(positions.max()) // self.block_size + 1
-        ids.reshape(self.most, self.width)[: len(rows), :width] = blocks_of(tables, rows, width)
+        blocks = np.asarray(tables.ids).reshape(tables.height, tables.width)
+        ids.reshape(self.most, self.width)[: len(rows), :width] = blocks.take(rows, 0)[:, :width]
         tokens[: len(places)] = positions
         owners[: len(places)] = places
         totals[: len(rows)] = starts + many

@@ -26,13 +26,6 @@ def tokens_of(
     return rows.repeat(many), np.arange(many.sum()) + (starts - firsts).repeat(many)
 
 
-def blocks_of(tables: BlockTableArray, rows: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
-    """The first `width` block ids of some rows: [rows, width]."""
-    blocks = np.asarray(tables.ids).reshape(tables.height, tables.width)
-    found: np.ndarray[Any, Any] = blocks.take(rows, 0)[:, :width]
-    return found
-
-
 class StaticBatch:
     """The contents of a `Batch` in static tensors, for at most `rows` rows of at most `width` blocks.
 
@@ -139,7 +132,8 @@ class StaticBatch:
             rows, positions = tokens_of(rows, positions, counts)
         width = int(positions.max()) // self.block_size + 1
         tokens[: len(rows)] = positions
-        ids.reshape(self.rows, self.width)[: len(rows), :width] = blocks_of(tables, rows, width)
+        blocks = np.asarray(tables.ids).reshape(tables.height, tables.width)
+        ids.reshape(self.rows, self.width)[: len(rows), :width] = blocks.take(rows, 0)[:, :width]
         self._send()
 
     def _stage(self) -> list[Any]:

@@ -125,9 +125,9 @@ class Follower:
         if received.shares:
             self.ranks.share(self._last_tokens.tokens)
         if received.known:
-            device = self._last_tokens.tokens.device
-            tokens = upload(list(received.known.values()), device)
-            self._last_tokens.write(array("i", received.known), tokens)
+            last = self._last_tokens
+            tokens = upload(list(received.known.values()), last.tokens.device)
+            last.tokens[last.index_of(array("i", received.known))] = tokens
         self._note(received.news)
         if received.batch.adapters is not None:
             self._adapters.wait_for_kernels()
