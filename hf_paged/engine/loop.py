@@ -92,8 +92,20 @@ class StepLoop:
         ended = self._end_unloadable() if self.adapters.failed else []
         if not plan.batch.sequences:
             return ended + (self.finish_in_flight() if ended else self._idle())
+        if plan.admitted or self.recorders:
+            self._note(plan)
+        begin = time.perf_counter()
+        batch = plan.batch
+        failed: dict[SequenceGroup, Exception] = {}
+        try:
+            answer = self._run(batch)
+        except RankError:  # there is no rank to try requests with
+            raise
+        except Exception as error:
+            batch, answer, failed = self._run_apart(plan, error)
+        self.scheduler.launch(plan, failed)
         previous = self.in_flight
-        step = self.in_flight = self._launch(plan)
+        step = self.in_flight = InFlightStep(plan, batch, answer, failed, begin, self._sampling)
         step.sample()
         ended += self._apply(previous) if self.ahead else self.finish_in_flight()
         if step.host is not None or step.failed:
@@ -114,8 +126,8 @@ class StepLoop:
             )
         return self.finish_in_flight()
 
-    def _launch(self, plan: StepPlan) -> InFlightStep:
-        """Launch the forward of a plan. If it fails each request is tried by itself, on the same blocks."""
+    def _note(self, plan: StepPlan) -> None:
+        """Enter a plan in traces, and what it begins in the requests that are admitted."""
         for recorder in self.recorders:
             recorder.planned(plan)
         for group in plan.admitted:
@@ -124,22 +136,13 @@ class StepLoop:
             if job.prompt_scores is not None:
                 begun = group.leader.computed
                 job.prompt_scores.recall(self.scheduler.prompt_scores, group.prompt, begun)
-        begin = time.perf_counter()
-        batch = plan.batch
-        failed = dict[SequenceGroup, Exception]()
-        try:
-            answer = self._run(batch)
-        except RankError:  # there is no rank to try requests with
-            raise
-        except Exception as error:
-            batch, answer, failed = self._run_apart(plan, error)
-        self.scheduler.launch(plan, failed)
-        return InFlightStep(plan, batch, answer, failed, begin, self._sampling)
 
     def _run_apart(
         self, plan: StepPlan, error: Exception
     ) -> tuple[ScheduledBatch, Answer, dict[SequenceGroup, Exception]]:
-        """Each request by itself: the rows that were computed, their logits, and the requests that failed."""
+        """Each request by itself, on the same blocks: the rows that were computed, their logits, and the
+        requests that failed.
+        """
         done: list[int] = []
         logits: list[torch.Tensor] = []
         scores: dict[TokenSequence, torch.Tensor] = {}

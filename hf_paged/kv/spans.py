@@ -52,22 +52,21 @@ class StaticSpans(StaticBatch):
         """Upload a step in which row_ids[i] has taken counts[i] tokens after offsets[i] + step; rows of one
         token come first.
         """
-        _, ids, tokens, owners, totals, borders = self._stage()
         rows = np.asarray(row_ids)
         many = np.asarray(counts)
         starts = np.asarray(offsets) + step
         places, positions = tokens_of(np.arange(len(rows)), starts, counts)
         width = int(positions.max()) // self.block_size + 1
         blocks = np.asarray(tables.ids).reshape(tables.height, tables.width)
-        ids.reshape(self.most, self.width)[: len(rows), :width] = blocks.take(rows, 0)[:, :width]
-        tokens[: len(places)] = positions
-        owners[: len(places)] = places
-        totals[: len(rows)] = starts + many
-        totals[len(rows) :] = 0
-        borders[0] = 0
-        borders[1 : len(rows) + 1] = many.cumsum()
-        borders[len(rows) + 1 :] = len(places)
-        self._send()
+        with self._upload() as (_, ids, tokens, owners, totals, borders):
+            ids.reshape(self.most, self.width)[: len(rows), :width] = blocks.take(rows, 0)[:, :width]
+            tokens[: len(places)] = positions
+            owners[: len(places)] = places
+            totals[: len(rows)] = starts + many
+            totals[len(rows) :] = 0
+            borders[0] = 0
+            borders[1 : len(rows) + 1] = many.cumsum()
+            borders[len(rows) + 1 :] = len(places)
 
     def begin(self, advance: Callable[..., None]) -> None:
         """Begin a run: work out where the new tokens are written, and which sequences bring one."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -104,20 +105,15 @@ class StaticBatch:
         """Upload a step of `new` tokens that `tables` have taken already, as it was before it, at `columns`
         columns.
         """
-        before, ids, tokens, sources, targets = self._stage()
-        for i, table in enumerate(tables):
-            begin = i * self.width + table.released
-            ids[begin : begin + len(table.blocks)] = table.blocks
-            tokens[i] = table.length - new
-        before[:] = (
-            columns,
-            0,
-            columns,
-            0,
-        )  # two numbers of 64 bits, on a machine that puts the low half first
-        if copies:
-            sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
-        self._send()
+        with self._upload() as (before, ids, tokens, sources, targets):
+            for i, table in enumerate(tables):
+                begin = i * self.width + table.released
+                ids[begin : begin + len(table.blocks)] = table.blocks
+                tokens[i] = table.length - new
+            # Two numbers of 64 bits, on a machine that puts the low half first.
+            before[:] = (columns, 0, columns, 0)
+            if copies:
+                sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
 
     def spread(
         self, tables: BlockTableArray, row_ids: array[int], offsets: array[int], step: int, counts: array[int]
@@ -125,28 +121,26 @@ class StaticBatch:
         """Upload a step in which row_ids[i] has taken counts[i] tokens after offsets[i] + step; every token
         is a row here.
         """
-        _, ids, tokens, _, _ = self._stage()
         rows = np.asarray(row_ids)
         positions = np.asarray(offsets) + step
         if len(rows) != np.asarray(counts).sum():
             rows, positions = tokens_of(rows, positions, counts)
         width = int(positions.max()) // self.block_size + 1
-        tokens[: len(rows)] = positions
         blocks = np.asarray(tables.ids).reshape(tables.height, tables.width)
-        ids.reshape(self.rows, self.width)[: len(rows), :width] = blocks.take(rows, 0)[:, :width]
-        self._send()
+        with self._upload() as (_, ids, tokens, _, _):
+            tokens[: len(rows)] = positions
+            ids.reshape(self.rows, self.width)[: len(rows), :width] = blocks.take(rows, 0)[:, :width]
 
-    def _stage(self) -> list[Any]:
-        """A buffer that the device has read already, in parts, as numpy's arrays: no row is there yet."""
+    @contextmanager
+    def _upload(self) -> Iterator[list[Any]]:
+        """Upload what is written meanwhile: the parts of a buffer, as numpy's arrays, with no row in them."""
         self._turn = (self._turn + 1) % BUFFERS
         event = self._events[self._turn]
         if event is not None:
             event.synchronize()  # two uploads ago: long done
         parts = self._views[self._turn]
         parts[2].fill(-1)
-        return parts
-
-    def _send(self) -> None:
+        yield parts
         self._data.copy_(self._staging[self._turn], non_blocking=True)
         if self.device.type == "cuda":
             event = self._events[self._turn] = torch.cuda.Event()
