@@ -55,7 +55,7 @@ from .requests.params import RequestParams, check_model, check_transformers, rea
 from .requests.prompts import words_of
 from .runner import Runner
 from .support import check_servable, check_writes, longest, longest_source, versions
-from .weights import HostWeights, KeptBlocks, PauseMode, check_choice, load_into
+from .weights import KeptBlocks, PauseMode, check_choice, load_into, move_to_host
 
 T = TypeVar("T")
 LONG_WORK = 3.0
@@ -169,8 +169,8 @@ class Engine:
         self._closed = self._closing = self._paused = False
         self._mode: PauseMode = "recompute"
         """How it was paused."""
-        self._asleep: HostWeights | None = None
-        """The model's weights, while they are in the host's memory."""
+        self._asleep: list[tuple[torch.Tensor, torch.device]] | None = None
+        """The model's weights while they are in the host's memory, and where they belong."""
         self._counts: Counter[str] = Counter(weights_changed=0, kv_kept=0)
         self._freed = False
         """Whether it was closed and nothing is left to do about that."""
@@ -954,7 +954,7 @@ class Engine:
             self.pause()
         self._drop_pools()
         if level == 2 and self._asleep is None:
-            self._asleep = HostWeights(self.model)
+            self._asleep = move_to_host(self.model)
 
     @in_turn
     def _drop_pools(self) -> None:
@@ -967,9 +967,9 @@ class Engine:
         self.resume()
 
     def _wake_weights(self) -> None:
-        if self._asleep is not None:
-            self._asleep.bring_back()
-            self._asleep = None
+        for tensor, device in self._asleep or ():
+            tensor.data = tensor.data.to(device)
+        self._asleep = None
 
     def _look(self) -> None:
         """Check that cached blocks match the current weights: fully when idle, else cheaply."""

@@ -61,22 +61,15 @@ def _own_name(given: str, own: dict[str, torch.Tensor]) -> str:
     return name
 
 
-class HostWeights:
-    """A model's weights in the host's memory, and where they belong."""
-
-    def __init__(self, model: nn.Module) -> None:
-        if offloaded(modules_of(model)):
-            raise ValueError(
-                f"accelerate has offloaded the weights of {type(model).__name__} already; use sleep(level=1)"
-            )
-        self._places: list[tuple[torch.Tensor, torch.device]] = []
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.device.type != "cpu":
-                self._places.append((tensor, tensor.device))
-                tensor.data = tensor.data.cpu()
-
-    def bring_back(self) -> None:
-        """Put the weights where they were."""
-        for tensor, device in self._places:
-            tensor.data = tensor.data.to(device)
-        self._places = []
+def move_to_host(model: nn.Module) -> list[tuple[torch.Tensor, torch.device]]:
+    """Move a model's weights into the host's memory: those that were on a device, and on which."""
+    if offloaded(modules_of(model)):
+        raise ValueError(
+            f"accelerate has offloaded the weights of {type(model).__name__} already; use sleep(level=1)"
+        )
+    moved = []
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "cpu":
+            moved.append((tensor, tensor.device))
+            tensor.data = tensor.data.cpu()
+    return moved
