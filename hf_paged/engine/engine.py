@@ -123,10 +123,9 @@ class Engine:
             check_writes(self.model, written)
             self.pools.settle(self._longest, longest_across, self.runner.capture_bytes)
         self.preemption = Preemption(self.pools, self.config.preemption)
-        kernels = "torch" if self.config.batch_invariant else self.config.kernels
-        self._adapters = EngineAdapters(
-            self.model, self.config.max_adapters, self.runner.eager.device, kernels
-        )
+        device = self.runner.eager.device
+        with self._arithmetic():  # it decides whether kernels add the adapters
+            self._adapters = EngineAdapters(self.model, self.config.max_adapters, device, self.config.kernels)
         self.runner.eager.adapters = self._adapters
         self.scheduler = self._make_scheduler()
         self._jobs: dict[SequenceGroup, Job] = {}
