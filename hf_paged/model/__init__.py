@@ -1,3 +1,1 @@
-"""A foreign model, adapted: its attention reads pages, its state is known, its decoding steps are
-captured.
-"""
+"""A foreign model, adapted: attention over pages, a known state, captured decoding steps."""

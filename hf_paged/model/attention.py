@@ -54,9 +54,7 @@ running: ContextVar[Forward | None] = ContextVar("hf_paged_forward", default=Non
 
 
 def paged_mask(**arguments: Any) -> torch.Tensor | None:
-    """Make an attention mask: a lazy one where the pages imply the same mask, else what the model's own
-    setting makes.
-    """
+    """Make an attention mask: lazy where pages imply the same, else what the model's own setting makes."""
     implementation = _dense_implementation(original_implementation(arguments["config"]))
     forward = running.get()
     if forward is not None and forward.flat:
@@ -93,9 +91,7 @@ def paged_mask(**arguments: Any) -> torch.Tensor | None:
 
 
 def _keep_to_yourself(cache: OnPages) -> None:
-    """Under such a mask a token may depend on later ones: no other prompt may begin with these keys and
-    values.
-    """
+    """Under a mask by which tokens see later ones, no other prompt may begin with these keys and values."""
     if cache.reuse is not None:
         cache.reuse.disable("the attention mask is more than causal or sliding")
 
@@ -281,9 +277,7 @@ def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def drops_caps(module: nn.Module) -> bool:
-    """Whether the model's own setting computes without softcap and sinks, whatever the model passes: our
-    answer is stock's.
-    """
+    """Whether the model's own setting ignores softcap and sinks, whatever the model passes: so do we."""
     return _setting(module) == "sdpa"
 
 

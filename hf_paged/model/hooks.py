@@ -1,6 +1,4 @@
-"""Other people's hooks: one that only looks on does not keep a prompt from being reused, one that changes
-something does.
-"""
+"""Other people's hooks: one that changes something keeps prompts from being reused, others do not."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ class HookMonitor:
         self._places: list[tuple[weakref.ref[nn.Module], str, int]] = []
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
-        """Look at the hooks of these modules until `leave`. An interrupt in here leaves nothing that `leave`
-        does not find.
-        """
+        """Look at the hooks of these modules until `leave`, which undoes what an interrupt leaves, too."""
         for module in modules:
             for kind in HOOKS:
                 hooks = module.__dict__[kind]
@@ -46,9 +42,7 @@ class HookMonitor:
         return bool(self._places)
 
     def know(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether all hooks of these modules that may change something have been looked at since this was
-        made.
-        """
+        """Whether all hooks of these modules that may change something were looked at since the start."""
         hooks = (hook for module in modules for kind in HOOKS for hook in module.__dict__[kind].values())
         return all(
             self in hook.onlookers if isinstance(hook, MonitoredHook) else _is_harmless(hook)
@@ -56,9 +50,7 @@ class HookMonitor:
         )
 
     def leave(self) -> None:
-        """Put the hooks back that no other call looks at, if their owners have not removed them. Twice is
-        once.
-        """
+        """Put back the hooks that no other call looks at and no owner has removed. Twice is once."""
         for module, kind, key in self._places:
             hooks = getattr(module(), kind, {})
             hook = hooks.get(key)
@@ -95,9 +87,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _is_harmless(hook: object) -> bool:
-    """Whether a hook is known to change nothing, or nothing but what it says: peft's gives a layer each row's
-    adapter.
-    """
+    """Whether a hook changes nothing, or as peft's only gives a layer the adapter of each row."""
     return adapter_names_of(hook) is not None or only_observes(hook)
 
 

@@ -1,6 +1,4 @@
-"""Which state of a model keys and values come from: a number, and another one as soon as anything changes
-them (contract C24).
-"""
+"""The state of a model that keys and values come from: another number after each change of them (C24)."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ class Identity:
             return self._adapters.setdefault(name, Identity())
 
     def prefix_key(self, snapshot: Snapshot) -> int:
-        """The number of the model's state, once some of its weights are read. Raises Unreadable if they
-        cannot be.
-        """
+        """The number of the model's state, once some of its weights are read. Raises Unreadable."""
         with self._lock:
             tensors, files = snapshot.weights()
             contents = self._contents if self._are(tensors) else None
@@ -108,9 +104,7 @@ class Identity:
         return self._numbers
 
     def still(self, snapshot: Snapshot, number: int, moves: int) -> bool:
-        """Whether the host sees no change since the model was found in the state `number`, nor has seen one
-        since `moves`.
-        """
+        """Whether the model is surely still in the state `number`, and no change was seen since `moves`."""
         with self._lock:
             settings, weights, known = self._states[-1]
             if known != number or moves != self.moves or not settings.fits(snapshot.facts):

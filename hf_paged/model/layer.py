@@ -57,9 +57,7 @@ class PagedLayer(DynamicLayer):
     # ---- a step
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Note the shape of keys [rows, heads, new, key_dim] and values; memory is taken with the first
-        token.
-        """
+        """Note the shape of keys [rows, heads, new, key_dim] and values; the first token takes memory."""
         self.dtype = key_states.dtype
         self.device = key_states.device
         heads = key_states.shape[1]
@@ -69,9 +67,7 @@ class PagedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys [rows, heads, new, key_dim] and values, and return everything that the new tokens
-        may attend to.
-        """
+        """Store new keys [rows, heads, new, key_dim] and values; return all that the new tokens see."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError(
                 "a paged cache keeps no gradients; call the model under torch.no_grad(), or train without a "
@@ -172,9 +168,7 @@ class PagedLayer(DynamicLayer):
             return self._past(self._pages(), which)
 
     def _nothing(self, which: Literal["keys", "values"]) -> torch.Tensor:
-        """Keys or values of an empty layer: [rows, heads, 0, dim] after a crop, [0] before the first
-        token.
-        """
+        """Keys or values of an empty layer: [rows, heads, 0, dim] after a crop, [0] before a first token."""
         rows = self.rows.count
         heads, dim = self.widths[which]
         return torch.empty((rows, heads, 0, dim) if rows else 0, dtype=self.dtype, device=self.device)

@@ -25,9 +25,7 @@ class NotCapturable(RuntimeError):
 
 
 class NotFlat(RuntimeError):
-    """A forward over several sequences in one row wants keys, values or a mask as if they were one
-    sequence.
-    """
+    """A forward over several sequences in one row wants keys, values or a mask of a single sequence."""
 
 
 class LazyTensor(torch.Tensor):
@@ -216,9 +214,7 @@ class LazyMask(LazyTensor):
 
 
 class Rotation:
-    """Queries and keys on their way to their positions: a layer that stores the keys turns both in one
-    launch.
-    """
+    """Queries and keys before rotation: a layer that stores the keys turns both in one launch."""
 
     def __init__(self, kernels: Any, *inputs: torch.Tensor) -> None:
         self.kernels = kernels

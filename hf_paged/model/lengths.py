@@ -35,9 +35,7 @@ WARNING = "warn_if_padding_and_no_attention_mask"
 
 
 class DeviceNumber(torch.Tensor):
-    """A number that only the device knows: values computed from it change from replay to replay, and the host
-    cannot read it.
-    """
+    """A number that only the device knows: it grows from replay to replay, and the host cannot read it."""
 
     base: torch.Tensor
     """The number that this one was made from, by adding `more`."""
@@ -85,9 +83,7 @@ def _plain(value: Any) -> Any:
 
 
 class GrowingOnes(LazyTensor):
-    """A mask of ones over everything the cache holds: it masks nothing, and no static length of it would stay
-    right.
-    """
+    """A mask of ones over all that the cache holds. It masks nothing; no static length would stay right."""
 
     def _make(self) -> torch.Tensor:
         raise NotCapturable("the model computes with an attention mask that grows from step to step")

@@ -1,6 +1,4 @@
-"""Offloaded weights: accelerate keeps them in host memory or in files, and hooks load them for each
-forward.
-"""
+"""Offloaded weights: accelerate keeps them on the host or in files, and its hooks load them for a forward."""
 
 from __future__ import annotations
 

@@ -75,9 +75,7 @@ def asked_fields(model: nn.Module, arguments: Mapping[str, Any]) -> Hashable | N
 
 
 def layout_of(few: Any, many: Any, rows: int, index: torch.Tensor) -> Any:
-    """Where two answers have their rows; raises `Unlike` unless one is the other with its rows picked by
-    `index`.
-    """
+    """Where two answers have their rows. Raises `Unlike` unless one is rows of the other, by `index`."""
     if isinstance(many, Cache) or many is None:
         return None
     if isinstance(few, torch.Tensor) and isinstance(many, torch.Tensor):

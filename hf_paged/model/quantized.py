@@ -1,6 +1,4 @@
-"""Tensors that quantized layers keep in addition to their weights, and which layers round a token by the rest
-of the batch.
-"""
+"""What quantized layers keep beside their weights, and which ones round a token by the rest of the batch."""
 
 from __future__ import annotations
 

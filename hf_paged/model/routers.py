@@ -32,9 +32,7 @@ CROWD = 0.7
 
 
 class RouterInputs(NamedTuple):
-    """The arguments of a module's call: some tokens' hidden states, the shape of the batch, and the other
-    arguments.
-    """
+    """The arguments of a module's call: hidden states of some tokens, the batch's shape, and the others."""
 
     kinds: torch.Tensor
     """[kinds, hidden]"""

@@ -1,6 +1,4 @@
-"""What each layer of a cache keeps: keys and values in pages, something else in tensors of its own, or
-both.
-"""
+"""What each layer of a cache keeps: keys and values in pages, something in tensors of its own, or both."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ KEPT_FROM_STOCK = ("update", "get_seq_length", "get_mask_sizes", "lazy_initializ
 
 
 class Slot(NamedTuple):
-    """A layer's place in a cache: the pages it gets, the class of the layer that uses them, and what else it
-    keeps.
-    """
+    """A layer's place in a cache: its pages, the class of the layer on them, and what else it keeps."""
 
     kind: LayerKind | None
     paged: Any

@@ -538,9 +538,7 @@ watching: ContextVar[Watch | None] = ContextVar("hf_paged_watch", default=None)
 
 
 def runs_foreign_code(arguments: dict[str, Any]) -> bool:
-    """Whether code that is not transformers' own runs between the steps of a generate() with these
-    arguments.
-    """
+    """Whether code other than transformers' own runs between steps of generate() with these arguments."""
     several = [*(arguments.get("logits_processor") or ()), *(arguments.get("stopping_criteria") or ())]
     given = [each for each in (*several, arguments.get("streamer")) if each is not None]
     if any(not type(each).__module__.startswith("transformers.") for each in given):

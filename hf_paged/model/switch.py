@@ -39,9 +39,7 @@ def original_implementation(config: Any) -> str:
 
 
 def switch(configs: list[Any], name: str, owner: object) -> None:
-    """Set the attention of `configs` to `name` until `restore`. A second switch by the same owner changes
-    nothing.
-    """
+    """Set the attention of `configs` to `name` until `restore`. Twice by the same owner is once."""
     with _lock:
         for config in configs:
             entry = _switched.get(id(config))
@@ -53,9 +51,7 @@ def switch(configs: list[Any], name: str, owner: object) -> None:
 
 
 def restore(configs: list[Any], owner: object) -> None:
-    """Undo the `switch` of an owner, or what an interrupt has left of it; the last owner puts the user's
-    setting back.
-    """
+    """Undo an owner's `switch`, or an interrupt's rest of it; the last owner puts the user's setting back."""
     with _lock:
         for config in configs:
             entry = _switched.get(id(config))
@@ -112,9 +108,7 @@ def is_stock(setting: str) -> bool:
 
 @cache
 def is_told_its_layer(cls: Any) -> bool:
-    """Whether a module serves several layers and learns with every call which one it is (Zamba's
-    attention).
-    """
+    """Whether a module serves several layers and learns at each call which it is (Zamba's attention)."""
     return "layer_idx" in inspect.signature(cls.forward).parameters
 
 

@@ -23,9 +23,7 @@ WORDS = ("drop", "jitter")
 
 
 def training_effect(modules: Iterable[nn.Module]) -> str | None:
-    """What makes the answers of modules in training mode random, or dependent on their batch; None if nothing
-    does.
-    """
+    """What makes answers in training mode random, or dependent on their batch; None if nothing does."""
     for module in modules:
         effect = _effect_of(module) if module.training else None
         if effect is not None:
@@ -62,9 +60,7 @@ def _effect_of(module: nn.Module) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _probabilities(kind: Any, attributes: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """The attributes of a kind of modules that are named like probabilities, and the names that its code may
-    read from its config instead.
-    """
+    """Attributes of a kind of modules named like probabilities, and names it may read from its config."""
     named = [name for name in attributes if any(word in name for word in WORDS)]
     own = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in ("torch", "builtins")]
     functions = [

@@ -1,6 +1,4 @@
-"""Whether a model's tensors still hold what they held: some words of each at every look, and in turns all of
-them.
-"""
+"""Whether a model's tensors hold what they held: some words of each at every look, in turns all of them."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ class Contents:
         return max((len(kv_group.turns) for kv_group in self._kv_groups.values()), default=1)
 
     def look(self, tensors: Sequence[torch.Tensor]) -> list[Reading]:
-        """Begin to read some of it again. The tensors must be those that this was made for, where they
-        were.
-        """
+        """Begin to read some of it again. The tensors must be those of before, where they were."""
         self._looks += 1
         for place, parts in _by_place([tensors[i] for i in self._by_hand]).items():
             self._kv_groups[place].parts = parts
@@ -122,9 +118,7 @@ class Contents:
 
 
 class DeviceParts:
-    """The parts that lie in one place, cut into pieces: first a sample of each, then all of the large
-    ones.
-    """
+    """The parts that lie in one place, in pieces: first a sample of each, then all of the large ones."""
 
     def __init__(self, parts: list[torch.Tensor], place: Place) -> None:
         self.device, by_address = place
