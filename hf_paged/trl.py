@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,9 +25,12 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
 
     The answer has prompt_ids, completion_ids and logprobs, a list of each row. A logprob is that of the
     processed logits that a token was drawn from: `log_softmax(logits / temperature)`, where top_k, top_p and
-    min_p cut nothing.
+    min_p cut nothing. With batch_invariant=True the trainer's forwards count positions as the engine does.
     """
     model = _whole_model(trainer)
+    if engine_options.get("batch_invariant"):
+        for each in filter(None, (model, getattr(trainer, "ref_model", None))):
+            _count_positions(trainer.accelerator.unwrap_model(each))
     prompt_ids = _prompt_ids(prompts, trainer)
     config = _generation_config(trainer)
     counts: dict[tuple[int, ...], int] = {}
@@ -42,9 +46,8 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
                 list(ids),
                 GenerationConfig(**{**config, "num_return_sequences": count}),
                 logprobs=True,
-                seed=int(
-                    torch.randint(2**31, (), device="cpu", dtype=torch.long)
-                ),  # of the trainer's random state
+                # Of the trainer's random state.
+                seed=int(torch.randint(2**31, (), device="cpu", dtype=torch.long)),
             )
             for ids, count in counts.items()
         }
@@ -76,6 +79,23 @@ def _whole_model(trainer: Any) -> Any:
                 'not take; leave it out and set cache_implementation="paged"'
             )
     return accelerator.unwrap_model(trainer.model)
+
+
+def _count_positions(model: Any) -> None:
+    """Let a forward begin every row at position 0 that is padded on the left; trainers pass no positions."""
+    own = model.get_base_model() if hasattr(model, "get_base_model") else model
+    plain = own.config.get_text_config() is own.config  # pictures have positions of other kinds
+    takes = "position_ids" in inspect.signature(own.forward).parameters
+    if plain and takes and add_positions not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(add_positions, with_kwargs=True)
+
+
+def add_positions(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The hook of models that count so; found by name when a model is pickled."""
+    mask = kwargs.get("attention_mask")
+    counted = kwargs.get("position_ids") is not None or kwargs.get("past_key_values") is not None
+    missing = not counted and mask is not None and mask.dim() == 2
+    return (args, kwargs | {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}) if missing else None
 
 
 def _generation_config(trainer: Any) -> dict[str, Any]:

@@ -340,3 +340,42 @@ def test_products_of_two_types_are_refused() -> None:
         batch_invariant(),
     ):
         F.linear(X, numbers(9, 12).bfloat16())
+
+
+def test_autocast() -> None:
+    """C44: half-precision products of a float32 model, attention's among them."""
+    model = model_of("llama").train()
+    prompts = rows()
+    width = max(map(len, prompts))
+    ids = torch.stack([F.pad(row, (0, width - len(row))) for row in prompts])
+    with torch.autocast("cpu", torch.bfloat16):
+        ordinary = model(ids).logits
+        with batch_invariant():
+            found = model(ids).logits
+            alone = [model(row[None]).logits[0] for row in prompts]
+    assert found.dtype == ordinary.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), ordinary.float(), atol=0.05)
+    for one, several in zip(alone, found, strict=True):
+        assert torch.equal(one, several[: len(one)])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_of_checkpointed_layers(reentrant: bool) -> None:
+    """C44: layers that are computed again in the backward pass have the gradients of those that are not."""
+    model = model_of("llama").train()
+    ids = rows()[1][None]
+    found = []
+    for again in (False, True, True):
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model.zero_grad()
+        with batch_invariant():
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            assert mode_depths() == (1, 1)
+        found.append([loss.detach(), *(each.grad.clone() for each in model.parameters())])
+    for others in found[1:]:
+        assert torch.equal(others[0], found[0][0])
+        for one, two in zip(found[0], others, strict=True):
+            assert torch.allclose(one, two, atol=2e-5 * float(two.abs().max()) + 1e-8)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from adapters import lora
+from invariance import compiles, model_of
+from peft import get_peft_model
 from transformers import GenerationConfig
 
-from hf_paged import demo
+from hf_paged import batch_invariant, demo
 from hf_paged.continuous.engines import drop_engine
-from hf_paged.trl import rollout_func
+from hf_paged.model.registry import base_model
+from hf_paged.trl import add_positions, rollout_func
 
 NEW = 6
 
@@ -70,6 +76,40 @@ def test_new_weights_are_seen(trainer: Any) -> None:
     assert _worst(trainer, rollout_func(rows, trainer)) < 1e-4
 
 
+@compiles
+@pytest.mark.parametrize("name", ["llama", "peft", "gpt2"])
+def test_the_bits_of_a_forward_padded_on_the_left(trainer: Any, name: str) -> None:
+    """C44: a trainer's batch without positions, in batch-invariant arithmetic."""
+    trainer.ref_model = None
+    if name == "gpt2":  # positions that are learned
+        trainer.model = model_of("gpt2").train()
+        for module in trainer.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    if name == "peft":
+        trainer.ref_model = demo.model()
+        trainer.model = get_peft_model(trainer.model, lora(init_lora_weights=False)).train()
+    rows = [[7, 8, 9], [10, 11, 12, 13, 14, 15, 16], [7, 8, 9]]
+    trainer.processing_class = lambda text: {"input_ids": [list(map(int, each.split())) for each in text]}
+    texts = [" ".join(map(str, row)) for row in rows]
+    for _ in range(2):
+        found = rollout_func(texts, trainer, batch_invariant=True)
+    ids = torch.zeros(3, 7 + NEW, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt, new in zip(range(3), rows, found["completion_ids"], strict=True):
+        ids[row, 7 - len(prompt) : 7 + len(new)] = torch.tensor(prompt + new)
+        mask[row, 7 - len(prompt) : 7 + len(new)] = 1
+    with batch_invariant():
+        scores = (trainer.model(input_ids=ids, attention_mask=mask).logits / 0.7).log_softmax(-1)
+    for row, new, own in zip(range(3), found["completion_ids"], found["logprobs"], strict=True):
+        assert own == [scores[row, 6 + place, token].item() for place, token in enumerate(new)]
+    for model in filter(None, (trainer.model, trainer.ref_model)):
+        hooks = list(model._forward_pre_hooks.values())
+        assert hooks.count(add_positions) == 1
+        pickle.dumps(hooks)
+    drop_engine(base_model(trainer.model))
+
+
 def test_what_it_does_not_take_is_refused(trainer: Any) -> None:
     chat = [{"role": "user", "content": [{"type": "image", "image": None}]}]
     with pytest.raises(ValueError, match="with pictures leave it out"):
@@ -82,37 +122,82 @@ def test_what_it_does_not_take_is_refused(trainer: Any) -> None:
         rollout_func(demo.prompts()[:1], trainer)
 
 
-@pytest.mark.skipif(
+needs_trl = pytest.mark.skipif(
     find_spec("trl") is None or find_spec("datasets") is None, reason="needs TRL, which is no dependency"
 )
-def test_grpo(tmp_path: Any) -> None:
-    """The real trainer takes it, and its model is trained."""
+
+
+def _train(folder: Any, kind: str, rollout: Any, note: Any = None, **options: Any) -> None:
+    """Two steps of TRL's trainer, whose model changes. note: gets each loss's inputs and log-probabilities."""
+    import trl
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
 
     model = demo.model().float()
     before = model.lm_head.weight.detach().clone()
-    config = GRPOConfig(
-        str(tmp_path),
+    given = {"bf16": False, **options}
+    config = getattr(trl, f"{kind}Config")(
+        str(folder),
         per_device_train_batch_size=4,
         num_generations=2,
         max_completion_length=NEW,
         max_steps=2,
         learning_rate=1e-3,
         use_cpu=True,
-        bf16=False,
         report_to=[],
         save_strategy="no",
+        **given,
     )
-    data = Dataset.from_dict({"prompt": demo.prompts()[:2]})
-    trainer = GRPOTrainer(
+    trainer = getattr(trl, f"{kind}Trainer")(
         model=model,
         args=config,
-        train_dataset=data,
+        train_dataset=Dataset.from_dict({"prompt": demo.prompts()[:2]}),
         reward_funcs=lambda completions, **_: [float(len(each) % 5) for each in completions],
         processing_class=demo.tokenizer(),
-        rollout_func=rollout_func,
+        rollout_func=rollout,
     )
+    if note is not None:
+        compute, inputs_of = trainer._get_per_token_logps_and_entropies, trainer._prepare_inputs
+
+        def computing(*args: Any, **kwargs: Any) -> Any:
+            answer = compute(*args, **kwargs)
+            note.append(answer[0].detach())
+            return answer
+
+        def preparing(batch: Any) -> Any:
+            inputs = inputs_of(batch)
+            note.append(inputs)
+            return inputs
+
+        trainer._get_per_token_logps_and_entropies, trainer._prepare_inputs = computing, preparing
     trainer.train()
     assert not torch.equal(model.lm_head.weight, before)
     drop_engine(model)
+
+
+@needs_trl
+def test_grpo(tmp_path: Any) -> None:
+    """The real trainer takes it, and its model is trained."""
+    _train(tmp_path, "GRPO", rollout_func)
+
+
+@compiles
+@needs_trl
+@pytest.mark.parametrize(("temperature", "autocast"), [(1.0, False), (0.7, True)])
+def test_trainers_and_samplers_numbers_are_the_same_bits(
+    tmp_path: Any, temperature: float, autocast: bool
+) -> None:
+    """C44: of prompts of several lengths, in TRL's own loss."""
+    noted: list[Any] = []
+    with batch_invariant():
+        rollout = partial(rollout_func, batch_invariant=True)
+        _train(tmp_path, "GRPO", rollout, noted, temperature=temperature, beta=0.04, bf16=autocast)
+    compared = 0
+    inputs = None
+    for each in noted:
+        if isinstance(each, dict):
+            inputs = each
+            assert len(set(inputs["prompt_mask"].sum(-1).tolist())) > 1
+        elif inputs is not None and torch.is_tensor(each) and each.shape == inputs["completion_mask"].shape:
+            seen = inputs["completion_mask"].bool()
+            compared += torch.equal(each[seen], inputs["sampling_per_token_logps"][seen])
+    assert compared == 2

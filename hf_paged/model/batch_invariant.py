@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kv.ops import invariant_kernels
 from ..kv.reference import invariant
+from .fused_logprobs import answer_fused_logprobs
 from .switch import decoder_configs, original_implementation
 from .thread_state import mode_depths, pop_modes
 
@@ -147,6 +148,7 @@ class _AttentionCalls(TorchFunctionMode):
     """Computes what models ask of `scaled_dot_product_attention`, above autograd."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer_fused_logprobs(NotInvariant)  # at every call: TRL may be imported in the block
         if func is scaled_dot_product_attention and invariant.get():
             return self.attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -170,6 +172,9 @@ class _AttentionCalls(TorchFunctionMode):
             raise NotInvariant(
                 f"batch_invariant() knows attention of [batch, heads, tokens, dim], got {[*query.shape]}"
             )
+        if torch.is_autocast_enabled(query.device.type):  # torch casts for its own below this
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (each.to(dtype) for each in (query, key, value))
         key, value = (each.expand(len(query), -1, -1, -1) for each in (key, value))
         given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
         learns = torch.is_grad_enabled() and any(each.requires_grad for each in given)
@@ -236,6 +241,7 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._again = False
         self._known: dict[Any, Operation] = {}
         self._own: dict[str, Operation] = {
             **{name: partial(self._mapped, name) for name in FUNCTIONS},
@@ -258,6 +264,10 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         # Gradients are not promised.
         if not invariant.get() or torch._C._current_autograd_node() is not None:
+            if invariant.get() and torch.is_grad_enabled() and not self._again:
+                # A checkpointed layer is computed again. Torch has left the other mode, until the node ends.
+                torch._C._push_on_torch_function_stack(_of_thread.modes[0])
+            self._again = torch.is_grad_enabled()
             return func(*args, **kwargs)
         operation = self._known.get(func)
         if operation is None:

@@ -175,9 +175,7 @@ class PagedLayer(DynamicLayer):
 
     @property
     def length(self) -> Any:
-        """The visible columns in a step that is being captured, where only the device knows the growing
-        number; None elsewhere.
-        """
+        """The visible columns in a step that is captured: only the device knows them; None elsewhere."""
         static = self.sequences.static
         if static is None or not static[self.kind].new:
             return None

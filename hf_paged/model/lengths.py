@@ -135,9 +135,7 @@ def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 @contextmanager
 def lengths_on_device(model: nn.Module, mode: LengthsOnDevice | None) -> Iterator[None]:
-    """Run a forward of the model whose cache answers with device numbers. Without a mode it does nothing with
-    them that needs one.
-    """
+    """Run a forward whose cache answers with device numbers; without a mode it computes as ever."""
     warners = [
         module for module in model.modules() if hasattr(module, WARNING) and WARNING not in module.__dict__
     ]

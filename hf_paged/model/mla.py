@@ -63,9 +63,7 @@ class Expansion:
         return self._made[which]
 
     def attend(self, query: torch.Tensor, seen: Seen, scale: float) -> torch.Tensor:
-        """Attention of query [rows, heads, new, key_dim] over the latents in the pages: [rows, new, heads,
-        value_dim].
-        """
+        """Attention of query [rows, heads, new, key_dim] over latent pages: [rows, new, heads, value_dim]."""
         new = (self.latents.step_tokens, self.turned.step_tokens)
         known = None if new[0] is None or new[1] is None else (new[0], new[1])
         pages = self.latents.pages

@@ -65,9 +65,7 @@ def layouts_of(model: nn.Module) -> Layouts:
 
 
 def asked_fields(model: nn.Module, arguments: Mapping[str, Any]) -> Hashable | None:
-    """The outputs that a forward is asked for in addition to logits, with everything that may decide its
-    fields; None without such outputs.
-    """
+    """What a forward is asked for in addition to logits, with all that decides its fields; None without."""
     asked = {name for name, value in arguments.items() if name.startswith("output_") and value}
     asked |= {name for name in IN_CONFIGS if getattr(model.config, name, False)}
     given = frozenset(name for name, value in arguments.items() if value is not None)

@@ -190,9 +190,7 @@ def _alike(
 
 
 def _answers(module: nn.Module, seen: RouterInputs, calls: list[torch.Tensor]) -> list[Any]:
-    """What a module answers to a series of calls, beginning as it is now, and unchanged by it; `Unlike` if it
-    draws at random.
-    """
+    """What a module answers to a series of calls, unchanged by them; `Unlike` if it draws at random."""
     twin = copy.copy(module)
     forward: Any = type(module).forward
     devices = [seen.kinds.device] if seen.kinds.device.type == "cuda" else []

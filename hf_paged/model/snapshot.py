@@ -423,9 +423,7 @@ class _Held:
 
 
 def code_of(kinds: Iterable[type]) -> tuple[list[Any], list[Callable[[], Iterable[Any]]]]:
-    """The code of classes of modules, without torch's own, and what it names in its files: the dicts of the
-    classes, and sources of objects.
-    """
+    """The code of classes of modules, not torch's own: dicts of the classes, sources of what it names."""
     bases = dict.fromkeys(base for kind in dict.fromkeys(kinds) for base in in_own_code(kind))
     classes = [vars(base) for base in bases]
     members = [own.values() for own in classes]

@@ -35,9 +35,7 @@ def why_not(model: Any, generation_config: Any) -> str | None:
 
 
 def why_dropped(model: Any) -> str | None:
-    """Why layers drop the cache that they are given, or None if they keep it: transformers takes it from
-    checkpointed ones.
-    """
+    """Why layers drop the cache they are given: transformers takes it from checkpointed ones; else None."""
     if not model.training:
         return None
     for module in model.get_decoder().modules():

@@ -246,9 +246,7 @@ def memory_of_parts(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
-    """The plain tensors that a tensor consists of, in the order of their memory, and whether they had to be
-    copied for it.
-    """
+    """The plain tensors of a tensor, in the order of their memory, and whether they had to be copied."""
     if wraps(tensor):
         for part in tensors_in(tensor):
             yield from _parts(part.detach())
