@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin
 
-from ..model.offloaded import unloaded
+from ..model.offloaded import divided, unloaded
 from ..model.quantized import looks_around
 from ..model.routers import routers_of
 from ..model.support import ropes_of, why_not
@@ -32,6 +32,11 @@ def check_servable(model: Any, outer: Any) -> None:
         raise Unservable(
             f'{len(absent)} parameters of {name} are on "meta" ({some}) and no accelerate hook loads them; '
             "load the weights first, or offload them with accelerate"
+        )
+    if divided(map(type, model.modules())):
+        raise Unservable(
+            f"FSDP divides the weights of {name}, so a step needs all ranks, and each rank's engine has "
+            "steps of its own; use generate(), or tensor parallelism"
         )
     if any(
         looks_around(module, weight)

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from ..blocks import extra_key
 from ..model.adapters.identity import AdapterStates
 from ..model.hooks import names_of_rows
+from ..model.offloaded import divided
 from ..model.routers import WHY, routers_of
 from ..model.snapshot import PLAIN, hooks_everywhere
 from ..model.tensor_parallel import mesh_of
@@ -151,6 +152,8 @@ def why_never(complete: bool, model: Any) -> str | None:
         return WHY
     if hooks_everywhere():
         return "hooks run in all modules of the process"
+    if divided(map(type, model.modules())):
+        return "FSDP divides the weights, and a rank sees changes of its own part of them only"
     if mesh_of(model) is not None:
         return "several ranks compute the model, each with a cache of its own; the engine shares prefixes"
     return None

@@ -15,9 +15,7 @@ from .snapshot import StateKey
 from .weights_digest import Contents, tensor_facts
 
 Trust = Literal["masks", "trial", "none"]
-"""Why the end of a prompt may be computed behind a cached beginning: all masks are causal, or it was tried;
-or why not.
-"""
+"""Why a prompt's end may be computed behind a cached beginning: causal masks, or a trial; or why not."""
 STATES = 16
 """So many states of a model are told apart and known again, as when adapters take turns."""
 

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .weights_digest import Unreadable
 
 HOOK = "_hf_hook"
 """The attribute in which accelerate keeps a module's hook."""
+FSDP = ("FullyShardedDataParallel", "FSDPModule")
+"""Classes of modules whose weights are divided among ranks, of both versions."""
 FileFacts = tuple[str, int, int, int, int]
 
 
@@ -47,6 +50,14 @@ class Offloaded(NamedTuple):
         """Where each offloaded tensor is stored."""
         for name in sorted(self.names(module)):
             yield _stored(self.weights, self.prefix + name)
+
+
+def divided(kinds: Iterable[type]) -> bool:
+    """Whether FSDP divides modules of these classes: each rank has, and sees changes of, its part alone."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return False
+    names = {base.__name__ for kind in set(kinds) for base in kind.__mro__}
+    return not names.isdisjoint(FSDP)
 
 
 def hooks_of(module: nn.Module) -> Iterator[Any]:

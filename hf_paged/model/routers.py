@@ -1,6 +1,4 @@
-"""Routers that drop tokens beyond an expert's capacity, or take the mean of all tokens: a token's result may
-depend on the rest of its batch.
-"""
+"""Routers by which a token's result may depend on its batch: they drop tokens, or take the mean of all."""
 
 from __future__ import annotations
 

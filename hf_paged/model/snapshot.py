@@ -23,7 +23,7 @@ from torch import nn
 from ..kv.reference import invariant
 from . import patches
 from .adapters.peft_layers import MODEL_SETTINGS, OWN_SETTINGS, LoraLayers, adapter_names_of
-from .offloaded import offloaded, stored
+from .offloaded import divided, offloaded, stored
 from .quantized import looks_around, scales_of
 from .switch import modules_of, original_implementation
 from .training import training_effect
@@ -113,7 +113,8 @@ class ModelSnapshot:
         """Tensors among the settings."""
         self._types = list(map(type, self.modules))
         self._elsewhere = offloaded(self.modules)
-        self.steady = not (hooks_everywhere() or self._elsewhere or training_effect(self.modules))
+        moves = self._elsewhere or divided(self._types)
+        self.steady = not (hooks_everywhere() or moves or training_effect(self.modules))
         """Whether a replay computes all that the model computes: no hooks of the user, no active dropout."""
         self.facts = self._walk()
         """What cached keys and values depend on beside tensors."""

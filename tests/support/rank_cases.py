@@ -10,13 +10,15 @@ there are CUDA devices each rank has one, and its steps are captured:
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,10 @@ from rank_models import DIVIDED
 from rank_names import CASES
 from safetensors.torch import save_file
 from tape import record
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import hf_paged
 from hf_paged.engine import Engine, RankError
 from hf_paged.kv import budget
 from hf_paged.model.capture.rehearsal import RECORDERS
@@ -529,6 +534,79 @@ def draws_of_ranks(rank: int) -> None:
     assert len(found) == (rank == 0), found
     torch.manual_seed(0)
     assert tokens == whole("llama").generate(ids, **mode).tolist()
+
+
+# ---- FSDP
+
+
+def rollouts(rank: int, wrapped: Any, model: Any, gathered: Callable[[], Any]) -> None:
+    """Steps of an optimizer on a divided model, and samples between them: those of a model that is trained
+    whole in every process. wrapped: what trains; model: what samples. Rank 0's samples end early.
+    """
+    single = to_train()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (wrapped, single)]
+    batches = [torch.tensor([PROMPTS[1][:3] + [40 + k]] * 2, device=single.device) for k in range(2)]
+    ids = batches[rank]
+    ends = list(range(20, 60)) if rank == 0 and model is wrapped else -1
+    mode = {"do_sample": True, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": ends}
+    paged = {"cache_implementation": "paged", "cache_config": {"prefix_caching": True}}
+    seen = set()
+    for step in range(4):
+        found = []
+        with gathered():
+            for each, word in ((single, {}), (model, {}), (model, paged), (model, paged)):
+                torch.manual_seed(step)
+                found.append(each.generate(ids, attention_mask=torch.ones_like(ids), **mode, **word).tolist())
+        assert found == found[:1] * 4, (step, found)
+        seen.add(str(found[0]))
+        wrapped(input_ids=ids, labels=ids).loss.backward()
+        (sum(single(input_ids=each, labels=each).loss for each in batches) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(seen) > 2, seen
+    stats = hf_paged.stats(model)
+    assert set(stats.layers) == {"paged"}
+    assert stats.reused == 0
+    raises(ValueError, "FSDP divides the weights of", lambda: Engine(model, **SMALL))
+
+
+def to_train() -> Any:
+    """A model that is trained, the same on every rank."""
+    torch.manual_seed(0)
+    return build(BY_NAME["llama"]).to("cuda" if CUDA else "cpu").train()
+
+
+def weights_divided_by_fsdp(rank: int) -> None:
+    """Each forward gathers them, layer by layer; or in every other step the caller does for some time."""
+    model = to_train()
+    parts = [*model.model.layers, model]
+    for part in parts:
+        fully_shard(part)
+    model._is_fsdp_managed_module = True  # as transformers marks it: ranks that are done go on
+    steps = itertools.count()
+
+    @contextmanager
+    def gathered() -> Iterator[None]:
+        several = parts if next(steps) % 2 else []
+        for part in several:
+            part.unshard()
+        yield
+        for part in several:
+            part.reshard()
+
+    rollouts(rank, model, model, gathered)
+
+
+def weights_that_fsdp_gathers(rank: int) -> None:
+    """The first version, whose outermost weights TRL gathers for generate()."""
+    inner = to_train()
+    policy = ModuleWrapPolicy({type(inner.model.layers[0])})
+    wrapped = FullyShardedDataParallel(
+        inner, auto_wrap_policy=policy, use_orig_params=True, device_id=inner.device
+    )
+    summon = functools.partial(wrapped.summon_full_params, wrapped, recurse=False, writeback=False)
+    rollouts(rank, wrapped, inner, summon)
 
 
 # ---- faults: the process groups are gone behind each of them

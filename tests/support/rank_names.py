@@ -26,6 +26,8 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "words_of_rank_0", ()),
     (2, "generate", ()),
     (2, "draws_of_ranks", ()),
+    (2, "weights_divided_by_fsdp", ()),
+    (2, "weights_that_fsdp_gathers", ()),
     (3, "chunks_recomputation_and_hits", ()),
     (3, "adapters_in_few_places", ()),
     (3, "a_rank_that_raises", ()),
