@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -74,19 +76,74 @@ def test_a_batch_is_what_each_prompt_gets_alone(model: Any) -> None:
         assert output.lifespan[0] <= output.lifespan[1]
 
 
-def test_children_come_before_their_parent(model: Any) -> None:
+def test_children_come_behind_their_parent(model: Any) -> None:
+    """As from transformers' own manager; `generate_batch` puts them before it."""
     config = greedy(do_sample=True, num_return_sequences=3, temperature=0.7)
     with model.continuous_batching_context_manager(config) as manager:
         manager.add_requests(PROMPTS[:2])
         found = [manager.get_result(timeout=GUARD) for _ in range(6)]
     names = [output.request_id for output in found]
     for name in ("req_0", "req_1"):
-        assert [each for each in names if each.startswith(name)] == [
-            f"{name}__child#0",
-            f"{name}__child#1",
-            name,
-        ]
+        children = [f"{name}__child#0", f"{name}__child#1"]
+        assert [each for each in names if each.startswith(name)] == [name, *children]
     assert len({tuple(output.generated_tokens) for output in found}) > 2
+    batch = model.generate_batch(PROMPTS[:1], generation_config=config)
+    assert list(batch) == ["req_0__child#0", "req_0__child#1", "req_0"]
+
+
+def test_several_greedy_answers_are_equal(model: Any) -> None:
+    """generate() refuses to give them; transformers' manager does not."""
+    manager = manager_of(model)
+    manager.num_return_sequences = 2
+    manager.start()
+    for streams in (False, True):
+        name = manager.add_request(PROMPTS[1], streaming=streams)
+        found: dict[str, list[Any]] = {name: [], f"{name}__child#0": []}
+        while not all(outputs and outputs[-1].is_finished() for outputs in found.values()):
+            output = manager.get_result(timeout=GUARD)
+            found[output.request_id].append(output)
+        for outputs in found.values():
+            assert len(outputs) == (NEW if streams else 1)
+            assert outputs[-1].generated_tokens == alone(model, PROMPTS[1])
+    manager.stop(timeout=GUARD)
+
+
+def test_streams_have_an_output_for_each_token(model: Any) -> None:
+    """Also where the thread of results comes late; the last token's is the one that is finished."""
+    manager = manager_of(model, return_logprobs=True)
+    number = manager.add_request(PROMPTS[1], streaming=True, record_timestamps=True)
+    manager.engine.start()
+    while manager.engine.stats()["finished"] < 1:
+        time.sleep(0.01)
+    manager.start()
+    outputs = list(manager.request_id_iter(number))
+    for count, output in enumerate(outputs, 1):
+        assert len(output.generated_tokens) == len(output.logprobs) == len(output.timestamps) == count
+        assert output.is_finished() == (count == NEW)
+    assert len(outputs) == NEW
+    manager.stop(timeout=GUARD)
+
+
+def test_a_stop_keeps_what_there_is(model: Any) -> None:
+    manager = manager_of(model)
+    manager.start()
+    number = manager.add_request(PROMPTS[1], max_new_tokens=60, streaming=True)
+    for _ in range(3):
+        manager.get_result(timeout=GUARD)
+    with manager.pause():
+        stopper = threading.Thread(target=manager.stop, kwargs={"hard_stop": True})
+        stopper.start()
+        stopper.join(0.3)
+        assert stopper.is_alive()  # until the pause of another thread ends
+    stopper.join(GUARD)
+    while (output := manager.output_router.output_queue.get(timeout=GUARD)).status == RequestStatus.DECODING:
+        pass
+    assert (output.request_id, output.status) == (number, RequestStatus.FAILED)
+    assert 3 <= len(output.generated_tokens) < 60
+    assert (
+        output.generated_tokens == alone(model, PROMPTS[1], max_new_tokens=60)[: len(output.generated_tokens)]
+    )
+    assert not manager.is_running()
 
 
 def test_logprobs_are_of_processed_logits(model: Any) -> None:

@@ -34,10 +34,14 @@ POLL = 0.1
 class BatchRequest:
     """A request of the manager: a handle of the engine, whose sequences are outputs with ids of their own."""
 
-    def __init__(self, number: str, prompt: list[int], handle: Handle, stamps: bool, streams: bool) -> None:
+    def __init__(
+        self, number: str, prompt: list[int], handle: Handle, copies: int, stamps: bool, streams: bool
+    ) -> None:
         self.number = number
         self.prompt = prompt
         self.handle = handle
+        self.copies = copies
+        """How many equal outputs each sequence is."""
         self.stamps = stamps
         self.streams = streams
         self.created = time.perf_counter()
@@ -45,46 +49,50 @@ class BatchRequest:
         self.times: dict[int, list[float]] = {}
         self.logprobs: dict[int, list[float]] = {}
 
-    def read(self) -> list[int]:
-        """Take what is new: the sequences that have new tokens."""
-        changed = []
+    def read(self) -> list[GenerationOutput]:
+        """Take what is new: an output for each new token of a sequence that goes on."""
+        new = []
         for increment in self.handle.read():
             place = increment.index
-            self.tokens.setdefault(place, []).extend(increment.token_ids)
+            tokens = self.tokens.setdefault(place, [])
+            before = len(tokens)
+            tokens.extend(increment.token_ids)
             now = [time.perf_counter()] * len(increment.token_ids)
             self.times.setdefault(place, []).extend(now)
             notes = increment.logprobs or []
             self.logprobs.setdefault(place, []).extend(note.processed or 0.0 for note in notes)
-            changed.append(place)
-        return list(dict.fromkeys(changed))
+            for count in range(before + 1, len(tokens) + 1) if self.streams else ():
+                new += [self.so_far(place * self.copies + copy, count) for copy in range(self.copies)]
+        return new
 
-    def name_of(self, place: int, count: int) -> str:
-        """The id of a sequence: the last of several has the request's own, the others are its children."""
-        return self.number if place == count - 1 else f"{self.number}__child#{place}"
+    def name_of(self, place: int) -> str:
+        """The id of an output: the first has the request's own, the others are its children."""
+        return self.number if place == 0 else f"{self.number}__child#{place - 1}"
 
-    def so_far(self, place: int, count: int) -> GenerationOutput:
-        """The output of a sequence that goes on."""
+    def so_far(self, place: int, count: int | None = None) -> GenerationOutput:
+        """The first tokens of an output that goes on; all that are known without a count."""
+        own = place // self.copies
         return GenerationOutput(
-            request_id=self.name_of(place, count),
+            request_id=self.name_of(place),
             prompt_ids=self.prompt,
-            generated_tokens=list(self.tokens.get(place, ())),
-            logprobs=list(self.logprobs.get(place, ())),
+            generated_tokens=self.tokens.get(own, [])[:count],
+            logprobs=self.logprobs.get(own, [])[:count],
             status=RequestStatus.DECODING,
             created_time=self.created,
             lifespan=(self.created, -1),
-            timestamps=list(self.times.get(place, ())) if self.stamps else None,
+            timestamps=self.times.get(own, [])[:count] if self.stamps else None,
         )
 
     def ended(self) -> list[GenerationOutput]:
         """The outputs of all sequences; the request is done."""
         output = self.handle.result(0)
-        count = len(output.sequences)
         started = output.timing.started or output.timing.submitted
         finished = output.timing.finished or time.monotonic()
         error = None if output.error is None else f"{type(output.error).__name__}: {output.error}"
+        sequences = [each for each in output.sequences for _ in range(self.copies)]
         return [
             GenerationOutput(
-                request_id=self.name_of(place, count),
+                request_id=self.name_of(place),
                 prompt_ids=self.prompt,
                 generated_tokens=list(sequence.token_ids),
                 logprobs=[note.processed or 0.0 for note in sequence.logprobs or ()],
@@ -92,9 +100,9 @@ class BatchRequest:
                 status=RequestStatus.FINISHED if error is None else RequestStatus.FAILED,
                 created_time=self.created,
                 lifespan=(started, finished),
-                timestamps=list(self.times.get(place, ())) if self.stamps else None,
+                timestamps=self.times.get(place // self.copies, [])[:] if self.stamps else None,
             )
-            for place, sequence in enumerate(output.sequences)
+            for place, sequence in enumerate(sequences)
         ]
 
 
@@ -132,7 +140,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._ready: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._modes: list[tuple[Any, bool]] = []
         """The modes of the model's modules, to restore."""
-        self._pauses = 0
+        self._pausing: list[int] = []
+        """The threads that hold a pause."""
 
     # ---- the engine
 
@@ -177,8 +186,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
         if self._generation_thread is None:
             logger.warning("the manager was not started")
             return
-        if self._pauses:
-            raise RuntimeError("a paused manager cannot stop; leave pause() first")
+        if threading.get_ident() in self._pausing:
+            raise RuntimeError("the manager cannot stop from inside a pause; leave pause() first")
         begin = time.perf_counter()
         status.request_stop(status.HARD_STOP if hard_stop else status.FLUSH_AND_STOP, 0)
         if block:
@@ -200,16 +209,17 @@ class EngineBatchingManager(ContinuousBatchingManager):
         and values are computed again with the new weights.
         """
         if not self.is_running():
-            raise RuntimeError("cannot pause while no generation loop is running; call start() first")
-        with self._request_lock:
-            self._pauses += 1
-            self.engine.pause()
+            reason = "cannot pause while no generation loop is running; call start() first"
+            raise RuntimeError(reason) from self.background_thread_status.fatal_error
+        self._pausing.append(threading.get_ident())
         try:
+            with self._request_lock:
+                self.engine.pause()
             yield
         finally:
             with self._request_lock:
-                self._pauses -= 1
-                if not self._pauses:
+                self._pausing.remove(threading.get_ident())
+                if not self._pausing:
                     self.engine.resume()
 
     # ---- requests
@@ -242,11 +252,11 @@ class EngineBatchingManager(ContinuousBatchingManager):
                 self._request_counter += 1
         prompt = list(map(int, input_ids))
         try:
-            handle = self._submit(prompt, max_new_tokens, eos_token_id, options)
+            handle, copies = self._submit(prompt, max_new_tokens, eos_token_id, options)
         except (ValueError, TypeError, RuntimeError) as error:
-            self._fail(request_id, prompt, error)
+            self._fail(request_id, prompt, error, [])
             return request_id
-        request = BatchRequest(request_id, prompt, handle, record_timestamps, streaming)
+        request = BatchRequest(request_id, prompt, handle, copies, record_timestamps, streaming)
         self._requests[request_id] = request
         ready = self._ready
         handle.watch(lambda: ready.put(request_id), each=streaming or record_timestamps)
@@ -259,22 +269,26 @@ class EngineBatchingManager(ContinuousBatchingManager):
         max_new_tokens: int | None,
         eos: int | list[int] | None,
         options: dict[str, Any],
-    ) -> Handle:
+    ) -> tuple[Handle, int]:
+        """The engine's handle, and how many outputs each of its sequences is."""
         config = self.continuous_batching_config
         number = next(self._numbers)
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         eos = self.generation_config.eos_token_id if eos is None else eos
+        wanted = {**self._request_options, **options}
+        alike = not wanted["do_sample"] and (wanted.get("num_beams") or 1) == 1
         length = {
             "max_new_tokens": max(1, self.engine.longest - len(prompt)) if new is None else new,
             "eos_token_id": -1 if eos is None else eos,
-            "num_return_sequences": self.num_return_sequences,
+            "num_return_sequences": 1 if alike else self.num_return_sequences,
         }
-        return self.engine.submit(
+        handle = self.engine.submit(
             prompt,
             seed=None if config.seed is None else config.seed + number,
             logprobs=True if config.return_logprobs else None,
-            **{**self._request_options, **length, **options},
+            **{**wanted, **length, **options},
         )
+        return handle, self.num_return_sequences if alike else 1
 
     def cancel_request(self, request_id: str) -> None:
         """End a request; nothing of it is delivered any more."""
@@ -288,11 +302,11 @@ class EngineBatchingManager(ContinuousBatchingManager):
         """Deliver what the engine has announced, until the manager shall stop."""
         status = self.background_thread_status
         try:
-            while status.local_status != status.HARD_STOP:
+            while status.local_status != status.HARD_STOP or self._pausing:
                 try:
                     self._deliver(self._ready.get(timeout=POLL))
                 except queue.Empty:
-                    if status.local_status == status.FLUSH_AND_STOP and not self._requests:
+                    if status.local_status == status.FLUSH_AND_STOP and not (self._requests or self._pausing):
                         break
                 error = self.engine.thread_error
                 if error is not None:
@@ -308,20 +322,24 @@ class EngineBatchingManager(ContinuousBatchingManager):
         request = self._requests.get(request_id)
         if request is None:
             return
-        count = self.num_return_sequences
         done = request.handle.done  # read first: the last increment comes before the output
-        changed = request.read() if request.streams or request.stamps else []
+        new = request.read() if request.streams or request.stamps else []
         if done:
             self._requests.pop(request_id, None)
-            self.output_router.deliver_batch(request.ended())
-        elif request.streams:
-            self.output_router.deliver_batch([request.so_far(place, count) for place in changed])
+            ended = request.ended()
+            lengths = {each.request_id: len(each.generated_tokens) for each in ended}
+            new = [each for each in new if len(each.generated_tokens) < lengths[each.request_id]] + ended
+        self.output_router.deliver_batch(new)
 
-    def _fail(self, request_id: str, prompt: list[int], error: BaseException) -> None:
+    def _fail(self, request_id: str, prompt: list[int], error: BaseException, new: list[int]) -> None:
         logger.error("request %s is refused: %s", request_id, error)
         self.output_router.deliver(
             GenerationOutput(
-                request_id=request_id, prompt_ids=prompt, error=str(error), status=RequestStatus.FAILED
+                request_id=request_id,
+                prompt_ids=prompt,
+                generated_tokens=new,
+                error=str(error),
+                status=RequestStatus.FAILED,
             )
         )
 
@@ -330,8 +348,9 @@ class EngineBatchingManager(ContinuousBatchingManager):
         reason = error or RuntimeError("the manager was stopped before this request was complete")
         for request_id, request in list(self._requests.items()):
             self._requests.pop(request_id, None)
+            request.read()
             request.handle.cancel()
-            self._fail(request_id, request.prompt, reason)
+            self._fail(request_id, request.prompt, reason, request.so_far(0).generated_tokens)
         self.engine.stop()
         for module, training in self._modes:
             module.training = training
