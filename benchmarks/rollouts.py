@@ -328,61 +328,81 @@ def logprobs_of(model: Any, rows: torch.Tensor, prompt: int, micro: int) -> torc
 
 
 def invariant(bench: Bench) -> None:
-    """The same work with the mode off and on."""
+    """The same work with the mode off and on: the engine with all rows and with fewer, a trainer's forward over
+    the answers, and generate() with samples of the first prompts.
+    """
     prompts, copies, tokens, new = bench.options.engine_rows
     ids = bench.prompts(prompts, tokens)
-    asked = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "logprobs": True}
+    few = ids[: max(1, 32 // copies)]
+    micro = bench.options.micro
     bench.report.table(
         "invariant",
-        f"{prompts} prompts of {tokens} x {copies} samples x {new} new, micro-batches of {bench.options.micro}",
-        mode=("batch_invariant", ""), sampler=("engine s", ".2f"), paged=("paged generate() s", ".2f"),
-        stock=("stock generate() s", ".2f"), trainer=("forward s", ".2f"),
-        largest=("largest difference", ".1e"), differ=("tokens that differ", ".1%"),
+        f"{prompts} prompts of {tokens} x {copies} samples x {new} new, temperature 1, with log-probabilities; the "
+        f"trainer's forward in micro-batches of {micro}",
+        what=("", ""), off=("off, s", ".3f"), on=("on, s", ".3f"), cost=("cost", ".1%"), first=("first calls, s", ""),
+        off_calls=("calls off, s", ""), on_calls=("calls on, s", ""),
     )  # fmt: skip
-    rows = prompts * copies
-    limits = {"max_batch_sequences": rows, "max_batch_tokens": max(2048, 2 * rows)}
-    for mode in (False, True):
-        bench.rest()
-        context = hf_paged.batch_invariant if mode else nullcontext
-        with bench.report.surviving(f"invariant, {mode}"):
-            with Engine(bench.model, batch_invariant=mode, **limits) as own:
+    asked = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "logprobs": True}
+    times: dict[str, dict[bool, list[float]]] = {}
+    off: dict[bool, torch.Tensor] = {}
 
-                def call(own: Engine = own) -> Any:
-                    return own.generate(
-                        ids.tolist(), num_return_sequences=copies, progress=False, strict=True, **asked
+    def measure(what: str, mode: bool, call: Callable[[], Any]) -> Any:
+        """The answer of the first call; its seconds and those of the others are kept."""
+        answer, first = bench.timed(call)
+        later = [bench.seconds(call) for _ in range(bench.options.rounds)]
+        times.setdefault(what, {})[mode] = [first, *later]
+        return answer
+
+    for mode in (False, True):
+        context = hf_paged.batch_invariant if mode else nullcontext
+        for rows in sorted({prompts * copies, 64, 8, 1}, reverse=True):
+            if rows > prompts * copies:
+                continue
+            bench.rest()
+            own = ids[: max(1, rows // copies)].tolist()
+            limits = {"max_batch_sequences": rows, "max_batch_tokens": max(2048, 2 * rows)}
+            with Engine(bench.model, batch_invariant=mode, **limits) as engine:
+
+                def call(engine: Engine = engine, own: Any = own, rows: int = rows) -> Any:
+                    return engine.generate(
+                        own, num_return_sequences=min(rows, copies), progress=False, strict=True, **asked
                     )
 
-                outputs, _ = bench.timed(call)
-                sampler = statistics.median(bench.seconds(call) for _ in range(bench.options.rounds))
-            bench.rest()
-            sequences = [each for output in outputs for each in output.sequences]
-            answers = torch.tensor([list(each.token_ids) for each in sequences])
-            full = torch.cat([ids.repeat_interleave(copies, 0), answers.to(ids.device)], 1)
-            theirs = torch.tensor([[token.logprob for token in each.logprobs or ()] for each in sequences])
+                outputs = measure(f"engine, {rows} rows", mode, call)
+            if rows == prompts * copies:
+                sequences = [each for output in outputs for each in output.sequences]
+        bench.rest()
+        answers = torch.tensor([list(each.token_ids) for each in sequences], device=ids.device)
+        full = torch.cat([ids.repeat_interleave(copies, 0), answers], 1)
+        theirs = torch.tensor([[token.logprob for token in each.logprobs or ()] for each in sequences])
 
-            def forward(full: torch.Tensor = full, context: Any = context) -> Any:
+        def forward(full: torch.Tensor = full, context: Any = context) -> Any:
+            with context():
+                return logprobs_of(bench.model, full, tokens, micro)
+
+        off[mode] = (measure("trainer's forward", mode, forward).cpu() - theirs).abs()
+        for word in ("paged", None):
+
+            def generate(word: str | None = word, context: Any = context) -> Any:
                 with context():
-                    return logprobs_of(bench.model, full, tokens, bench.options.micro)
+                    return bench.sampled(bench.model, few, new, word, num_return_sequences=copies)
 
-            ours, _ = bench.timed(forward)
-            trainer = statistics.median(bench.seconds(forward) for _ in range(bench.options.rounds))
             bench.rest()
-            seconds = {}
-            for word in ("paged", None):
-
-                def generate(word: str | None = word, context: Any = context) -> Any:
-                    with context():
-                        return bench.sampled(bench.model, ids, new, word, num_return_sequences=copies)
-
-                generate()
-                seconds[word or "stock"] = statistics.median(
-                    bench.seconds(generate) for _ in range(bench.options.rounds)
-                )
-            off = (ours.cpu() - theirs).abs()
-            bench.report.row(
-                mode="on" if mode else "off", sampler=sampler, **seconds, trainer=trainer,
-                largest=off.max().item(), differ=(off > 0).float().mean().item(),
-            )  # fmt: skip
+            measure(f"{word or 'stock'} generate(), {len(few) * copies} rows", mode, generate)
+    for what, by_mode in times.items():
+        (first_off, *off_calls), (first_on, *on_calls) = by_mode[False], by_mode[True]
+        plain, exact = statistics.median(off_calls), statistics.median(on_calls)
+        bench.report.row(
+            what=what, off=plain, on=exact, cost=exact / plain - 1, first=f"{first_off:.2f} / {first_on:.2f}",
+            off_calls=", ".join(f"{each:.3f}" for each in off_calls),
+            on_calls=", ".join(f"{each:.3f}" for each in on_calls),
+        )  # fmt: skip
+    for mode, differences in off.items():
+        print(
+            f"mode {'on' if mode else 'off'}: log-probabilities of sampler and trainer differ by up to "
+            f"{differences.max().item():.1e}, {(differences > 0).float().mean().item():.1%} of them at all",
+            flush=True,
+        )
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
