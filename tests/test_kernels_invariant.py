@@ -84,7 +84,13 @@ def test_a_chunk_behind_what_is_known(invariant: Any) -> None:
     torch.testing.assert_close(found, stock(mask, QUERY[:, :, -4:]), rtol=0, atol=2e-5)
 
 
-def test_a_mask_is_read_anew_when_it_has_changed(invariant: Any) -> None:
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_is_read_anew_when_it_has_changed(invariant: Any, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        _read_anew(invariant)
+
+
+def _read_anew(invariant: Any) -> None:
     mask = padded()[1].clone()
     before = invariant.attend(QUERY, KEYS, VALUES, mask)
     mask[:, :, :, 20] = False

@@ -43,6 +43,12 @@ def test_batches(dtype: torch.dtype) -> None:
     close(kernels.product(x, w), x.double() @ w.double(), 40)
 
 
+def test_more_batches_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kernels.product.__globals__, "MOST_BATCHES", 2)
+    x, w = noise(5, 3, 40, dtype=torch.float32), noise(5, 40, 9, dtype=torch.float32)
+    close(kernels.product(x, w), x.double() @ w.double(), 40)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_experts(dtype: torch.dtype) -> None:
     """Some without rows, and rows without an expert."""

@@ -157,8 +157,9 @@ class Invariant:
 
     def _view(self, mask: torch.Tensor, batches: int, tokens: int, columns: int) -> _View:
         """The view of a mask, kept while layers are given the same one."""
-        version = 0 if mask.is_inference() else mask._version
-        key = (mask.data_ptr(), mask.shape, mask.stride(), version, batches, tokens, columns)
+        if mask.is_inference():  # nobody counts what is written to it
+            return _read(mask, batches, tokens, columns)
+        key = (mask.data_ptr(), mask.shape, mask.stride(), mask._version, batches, tokens, columns)
         owner = mask._base if mask._base is not None else mask
         for view in self._views:
             if view.key == key and view.owner is not None and view.owner() is owner:
