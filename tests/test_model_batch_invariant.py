@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from contextvars import Context, copy_context
 from typing import Any
 
 import pytest
@@ -359,9 +360,13 @@ def test_autocast() -> None:
         assert torch.equal(one, several[: len(one)])
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradients_of_checkpointed_layers(reentrant: bool) -> None:
-    """C44: layers that are computed again in the backward pass have the gradients of those that are not."""
+def test_gradients_of_checkpointed_layers(reentrant: bool, apart: bool) -> None:
+    """C44: layers that are computed again in the backward pass have the gradients of those that are not.
+
+    apart: as in the thread of a device, which does not know the context of the call.
+    """
     model = model_of("llama").train()
     ids = rows()[1][None]
     found = []
@@ -372,7 +377,7 @@ def test_gradients_of_checkpointed_layers(reentrant: bool) -> None:
         model.zero_grad()
         with batch_invariant():
             loss = model(ids, labels=ids).loss
-            loss.backward()
+            (Context() if apart else copy_context()).run(loss.backward)
             assert mode_depths() == (1, 1)
         found.append([loss.detach(), *(each.grad.clone() for each in model.parameters())])
     for others in found[1:]:

@@ -102,6 +102,7 @@ class batch_invariant(ContextDecorator):
         while functions and torch._C._get_function_stack_at(functions - 1) is attention:
             functions -= 1
         self._before = functions, operations
+        attention.entered = self._operations.entered = True
         # Torch has no types for these.
         attention.__enter__()  # type: ignore[no-untyped-call]
         self._operations.__enter__()  # type: ignore[no-untyped-call]
@@ -111,6 +112,7 @@ class batch_invariant(ContextDecorator):
         if self._operations is None:
             return
         invariant.set(False)
+        self._operations.entered = self._operations.attention.entered = False
         try:
             if mode_depths()[1] > self._before[1]:
                 self._operations.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -128,7 +130,8 @@ def _modes() -> tuple[_AttentionCalls, _Operations]:
         invariant_kernels("cpu")  # an error that comes now is a clear one
     known: tuple[_AttentionCalls, _Operations] | None = getattr(_of_thread, "modes", None)
     if known is None:
-        known = _of_thread.modes = (_AttentionCalls(), _Operations())
+        attention = _AttentionCalls()
+        known = _of_thread.modes = (attention, _Operations(attention))
     return known
 
 
@@ -147,9 +150,18 @@ def _kernels_for(x: torch.Tensor) -> Any:
 class _AttentionCalls(TorchFunctionMode):
     """Computes what models ask of `scaled_dot_product_attention`, above autograd."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = False
+        """Whether the block is entered, for backward passes: threads of a device do them, which do not see
+        `invariant`.
+        """
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer_fused_logprobs(NotInvariant)  # at every call: TRL may be imported in the block
-        if func is scaled_dot_product_attention and invariant.get():
+        if func is scaled_dot_product_attention and (
+            invariant.get() or (self.entered and torch._C._current_autograd_node() is not None)
+        ):
             return self.attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -239,8 +251,10 @@ class _TrainedAttention(torch.autograd.Function):
 class _Operations(TorchDispatchMode):
     """Computes what sums or rounds in orders of its own; what does neither passes."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention: _AttentionCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.attention = attention
+        self.entered = False
         self._again = False
         self._known: dict[Any, Operation] = {}
         self._own: dict[str, Operation] = {
@@ -262,12 +276,14 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Gradients are not promised.
-        if not invariant.get() or torch._C._current_autograd_node() is not None:
-            if invariant.get() and torch.is_grad_enabled() and not self._again:
+        if torch._C._current_autograd_node() is not None:  # gradients are not promised
+            again = self.entered and torch.is_grad_enabled()
+            if again and not self._again:
                 # A checkpointed layer is computed again. Torch has left the other mode, until the node ends.
-                torch._C._push_on_torch_function_stack(_of_thread.modes[0])
-            self._again = torch.is_grad_enabled()
+                torch._C._push_on_torch_function_stack(self.attention)
+            self._again = again
+            return func(*args, **kwargs)
+        if not invariant.get():
             return func(*args, **kwargs)
         operation = self._known.get(func)
         if operation is None:
