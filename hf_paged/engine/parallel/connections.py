@@ -47,7 +47,7 @@ class Connections:
                 own, _ = server.accept()
                 own.settimeout(SECONDS)
                 words = own.recv(len(key) + 4, socket.MSG_WAITALL)
-                if not secrets.compare_digest(words[: len(key)], key):  # somebody else's
+                if not secrets.compare_digest(words[: len(key)], key):  # of another group of ranks
                     own.close()
                     continue
                 self._of[int.from_bytes(words[len(key) :], "big")] = own
