@@ -290,27 +290,6 @@ def test_c20_the_last_access_decides_and_never_goes_back():
     assert [pool.take(), pool.take()] == [second, first]
 
 
-def test_c43_blocks_of_running_requests_count_for_a_share():
-    """C43: a tenant that holds much loses its own cached blocks before another with more of those."""
-    pool = BlockPool(20, 1)
-
-    def filled(count: int, first: int, tenant: str) -> list[int]:
-        blocks = [pool.take() for _ in range(count)]
-        for i, block in enumerate(blocks):
-            pool.cache(block, name(first + i), 1, tenant=tenant)
-        return blocks
-
-    pool.drop_several(filled(8, 0, "idle"))
-    running = filled(7, 100, "busy")
-    pool.drop_several(filled(5, 200, "busy"))
-    assert pool.cached_by_tenant == {"idle": 8, "busy": 5}
-    more = [pool.take() for _ in range(4)]  # 12 of "busy" to 8
-    assert pool.cached_by_tenant == {"idle": 8, "busy": 1}
-    pool.drop_several(more)
-    pool.drop_several(running)
-    assert pool.cached_by_tenant == {"idle": 8, "busy": 8}
-
-
 def test_c20_a_reused_block_starts_without_a_past():
     """C20: the stamps of evicted content do not protect what comes after it."""
     pool = BlockPool(2, 4)

@@ -15,8 +15,8 @@ class Ledger(BlockPool):
         super().__init__(total, block_size)
         self.moves: list[tuple[str, int]] = []
 
-    def take(self, near: int = -1) -> int:
-        block = super().take(near)
+    def take(self, near: int = -1, tenant: str = "") -> int:
+        block = super().take(near, tenant)
         self.moves.append(("take", block))
         return block
 

@@ -411,6 +411,7 @@ def test_pools_are_given_back(model: Any) -> None:
         "free": 30,
         "bytes": 0,
         "cached_by_tenant": {},
+        "taken_by_tenant": {},
     }
     assert answers(engine.generate([PROMPTS[0]], **GREEDY)[0]) == alone(model, PROMPTS[0], **GREEDY)
     engine.close()

@@ -8,6 +8,8 @@ swaps at any time.
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -34,6 +36,7 @@ def worlds(draw: st.DrawFn) -> Simulated:
         prefix_caching=draw(st.booleans()),
         verify=draw(st.booleans()),
         host=draw(st.sampled_from([None, 0, 7, 30, 100])),
+        tenants=draw(st.sampled_from([("",), ("a", "b"), ("", "a", "b", "c")])),
     )
 
 
@@ -46,7 +49,8 @@ def walk(world: Simulated, rng: random.Random, moves: int, audit: int = 1) -> No
         alive = [group for group in world.groups if group.status is not Status.FINISHED]
         if move == "submit" and len(alive) < 12:
             try:
-                world.submit(one_request(rng, len(world.requests)), beams=rng.random() < 0.4)
+                request = replace(one_request(rng, len(world.requests)), tenant=rng.choice(world.tenants))
+                world.submit(request, beams=rng.random() < 0.4)
             except Infeasible:
                 continue
         elif move == "abort" and alive:
@@ -61,11 +65,17 @@ def walk(world: Simulated, rng: random.Random, moves: int, audit: int = 1) -> No
                 (lambda group: group.request.number % 3 == 0) if move == "fail" else (lambda group: False)
             )
             order = {group: (group.status, group.preemptions) for group in alive}
+            taken = sum(pool.taken.total() for pool in world.pools)
+            ran = {*world.scheduler.running}
             plan = world.step()
+            if sum(pool.taken.total() for pool in world.pools) > taken:  # C43: for a tenant's only group
+                ran = {*ran, *plan.admitted} - {*plan.preempted}
+                assert 1 in Counter(group.request.tenant for group in ran).values()
             if plan.preempted:
                 assert not plan.admitted
-            if any(group.status is Status.PREEMPTED for group in alive) and plan.admitted:
-                assert all(order[group][0] is Status.PREEMPTED for group in plan.admitted)  # C28
+            left = [group for group in alive if group.status is Status.PREEMPTED]
+            for group in plan.admitted if len(world.tenants) == 1 else ():
+                assert not left or order[group][0] is Status.PREEMPTED  # C28
             assert plan.rows or not world.scheduler.unfinished
         if number % audit == 0:
             world.scheduler.check()
@@ -82,10 +92,11 @@ def test_every_request_gets_its_own_tokens(world: Simulated, seed: int, moves: i
 
 
 @pytest.mark.parametrize("host", [None, 9, 60])
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_soak_leaks_nothing(window: int | None, host: int | None) -> None:
+@pytest.mark.parametrize(("window", "tenants"), [(None, ("",)), (5, ("",)), (None, ("a", "b", "c"))])
+def test_a_soak_leaks_nothing(window: int | None, tenants: tuple[str, ...], host: int | None) -> None:
     """20,000 scheduler steps in all, with aborts and faults at random."""
     world = Simulated.of(total=24, size=4, window=window, tokens=12, sequences=5, watermark=0.05, host=host)
+    world.tenants = tenants
     rng, counts = random.Random(f"{window} {host}"), world.scheduler.counts
     while counts["steps"] < 20_000 / 6:
         walk(world, rng, 200, audit=5)

@@ -124,6 +124,7 @@ def test_c43_a_key_keeps_its_share_of_the_cache() -> None:
         assert [ask("quiet", prompt) for prompt in mine] == [79] * 3
         metrics = served.client.get("/metrics", headers=asking("loud")).text
         assert 'hf_paged:prefix_cache_blocks{model_name="demo",tenant="key-1"} 30' in metrics
+        assert 'hf_paged:prefix_cache_lost_blocks_total{model_name="demo",tenant="key-1"}' not in metrics
 
 
 def test_logs_have_neither_keys_nor_prompts(served: Served, caplog: pytest.LogCaptureFixture) -> None:

@@ -48,7 +48,7 @@ def move(
         blocks = []
         for block in source.blocks:
             if block not in images:
-                images[block] = pool.take(copies[-1].target + 1 if copies else NOWHERE)
+                images[block] = pool.take(copies[-1].target + 1 if copies else NOWHERE, target.tenant)
                 copies.append(Copy(block, images[block]))
             elif block not in kept:
                 pool.share(images[block])

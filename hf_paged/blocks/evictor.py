@@ -1,8 +1,7 @@
 """Which cached block is evicted next."""
 
 import heapq
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 
 class _Queue:
@@ -10,9 +9,10 @@ class _Queue:
     only while `live` still names it.
     """
 
-    __slots__ = ("heap", "live")
+    __slots__ = ("heap", "live", "tenant")
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
         self.live: dict[int, tuple[int, int, int]] = {}
         self.heap: list[tuple[int, int, int]] = []
 
@@ -31,22 +31,15 @@ class _Queue:
 
 
 class Evictor:
-    """Cached blocks without references, least recently used first (contract C20), and fairly by tenant (C43).
+    """Cached blocks without references by tenant, least recently used first (contract C20).
 
     Among blocks of one last access the block whose hash covers most tokens is evicted first: the end of a
-    prefix is worth less than its beginning. With several tenants the one goes first that has the most blocks
-    for its weight, those that running requests hold included. So a tenant with its share or less loses none
-    while another with more has cached ones, and what it does not use of its share is there for the others.
+    prefix is worth less than its beginning.
     """
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        """weights: of tenants; 1 for any other."""
-        self._weights = {} if weights is None else weights
+    def __init__(self) -> None:
         self._queues: dict[str, _Queue] = {}
-        """Those of tenants with blocks, and of tenants that had some."""
         self._queue_of: dict[int, _Queue] = {}
-        self.named: Counter[str] = Counter()
-        """How many blocks with a name each tenant has, held or cached."""
 
     def __len__(self) -> int:
         return len(self._queue_of)
@@ -59,13 +52,7 @@ class Evictor:
 
     def counts(self) -> dict[str, int]:
         """How many blocks each tenant has, of those that have any."""
-        return {tenant: len(queue.live) for tenant, queue in self._queues.items() if queue.live}
-
-    def note_name(self, tenant: str, change: int) -> None:
-        """Count a block of a tenant that has got a name, or has lost it."""
-        self.named[tenant] += change
-        if not self.named[tenant]:
-            del self.named[tenant]
+        return {tenant: len(queue.live) for tenant, queue in self._queues.items()}
 
     def add(self, block: int, last_access: int, covered: int, tenant: str = "") -> None:
         """Make a block of a tenant evictable; `covered` is the number of tokens that its hash covers."""
@@ -73,7 +60,7 @@ class Evictor:
             raise ValueError(f"block {block} is up for eviction already")
         queue = self._queues.get(tenant)
         if queue is None:
-            queue = self._queues[tenant] = _Queue()
+            queue = self._queues[tenant] = _Queue(tenant)
         self._queue_of[block] = queue
         entry = (last_access, -covered, block)
         queue.live[block] = entry
@@ -85,22 +72,18 @@ class Evictor:
         if queue is None:
             raise ValueError(f"block {block} is not up for eviction")
         del queue.live[block]
-        if len(queue.heap) > 2 * len(queue.live) + 64:
+        if not queue.live:
+            del self._queues[queue.tenant]
+        elif len(queue.heap) > 2 * len(queue.live) + 64:
             queue.sweep()
 
-    def evict(self) -> int:
-        """Give up the block that is worth least."""
-        if not self._queue_of:
+    def evict(self, tenant: str = "") -> int:
+        """Give up the block of a tenant that is worth least."""
+        queue = self._queues.get(tenant)
+        if queue is None:
             raise ValueError("nothing to evict")
-        queues = self._queues.values()
-        queue = next(iter(queues)) if len(queues) == 1 else self._largest()
         block = queue.evict()
         del self._queue_of[block]
-        return block
-
-    def _largest(self) -> _Queue:
-        """The queue of the tenant with the most blocks for its weight. Empty queues are forgotten."""
-        for tenant in [tenant for tenant, queue in self._queues.items() if not queue.live]:
+        if not queue.live:
             del self._queues[tenant]
-        most = max(self._queues, key=lambda tenant: self.named[tenant] / self._weights.get(tenant, 1.0))
-        return self._queues[most]
+        return block

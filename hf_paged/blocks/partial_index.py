@@ -39,9 +39,8 @@ class PartialBlockIndex:
         entries = self._of.get(parent_key, [])
         wanted = tuple(tokens)
         place = bisect_left(entries, (wanted, -1))
-        near = [
-            (block, _common(content, wanted)) for content, block in entries[max(0, place - 1) : place + 1]
-        ]
+        neighbours = entries[max(0, place - 1) : place + 1]
+        near = [(block, _common(content, wanted)) for content, block in neighbours]
         best = max(near, key=lambda one: one[1], default=None)
         return best if best is not None and best[1] else None
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from .evictor import Evictor
 from .partial_index import PartialBlockIndex
+from .shares import Shares
 
 FREE = 0
 HELD = 1
@@ -36,6 +37,7 @@ class BlockHolder(Protocol):
     """A block table, as far as the pool's audit reads it."""
 
     blocks: list[int]
+    tenant: str
 
     def check(self) -> None:
         """Raise AssertionError unless it holds exactly the blocks that its tokens need."""
@@ -46,14 +48,13 @@ class _Name(NamedTuple):
     if kept, and its seat.
 
     The seat is the key of the prefix that the block follows. It is empty if the block must not be found by
-    its first tokens. Beside it stands the tenant that has published the block.
+    its first tokens.
     """
 
     digest: bytes
     covered: int
     tokens: tuple[int, ...]
     parent_key: bytes
-    tenant: str
 
 
 class NameLog:
@@ -84,7 +85,13 @@ class BlockPool:
         self._held = 0
         self.weights: dict[str, float] = {}
         """How large the shares of tenants are in the blocks, beside each other; 1 without an entry."""
-        self._evictor = Evictor(self.weights)
+        self.owners: dict[int, str] = {}
+        """The tenants of blocks that are not free; blocks of requests without one are not here."""
+        self._used: Counter[str] = Counter()
+        """How many blocks each of these tenants has."""
+        self.taken: Counter[str] = Counter()
+        """Cached blocks that tenants have lost within their shares (C43)."""
+        self._evictor = Evictor()
         self._last_access = [0] * total
         self._names: dict[int, _Name] = {}
         self._block_of: dict[bytes, int] = {}
@@ -148,9 +155,9 @@ class BlockPool:
 
     # ---- blocks
 
-    def take(self, near: int = NOWHERE) -> int:
+    def take(self, near: int = NOWHERE, tenant: str = "") -> int:
         """Hand out one block with one reference: `near` if it is free, else the lowest free one, else an
-        evicted one.
+        evicted one. Until it is free it counts for the share of `tenant`.
         """
         state = self._state
         if 0 <= near < len(state) and state[near] == FREE:
@@ -158,7 +165,9 @@ class BlockPool:
         elif self.free:
             block = self._lowest_free = state.find(FREE, self._lowest_free)
         else:
-            block = self._evict()
+            block = self._evict(tenant)
+        if tenant:
+            self._give((block,), tenant)
         state[block] = HELD
         self._references[block] = 1
         self._held += 1
@@ -168,22 +177,21 @@ class BlockPool:
             self.top = block + 1
         return block
 
-    def take_several(self, count: int, near: int = NOWHERE) -> list[int]:
+    def take_several(self, count: int, near: int = NOWHERE, tenant: str = "") -> list[int]:
         """Hand out `count` blocks, side by side from `near` on if these are free.
 
         Else each comes after the one before it, or from the lowest place. With blocks of one token a prompt
         is as many blocks, so it gets the lowest run that is long enough first (C38).
         """
-        start: int | None = (
-            near if near >= 0 and self._state.find(bytes(count), near, near + count) == near else None
-        )
+        fits = near >= 0 and self._state.find(bytes(count), near, near + count) == near
+        start = near if fits else None
         if start is None and self.block_size == 1:
             start = self.find_run(count)
             near = NOWHERE
         if start is None:
             found: list[int] = []
             for _ in range(count):
-                found.append(self.take(found[-1] + 1 if found else near))
+                found.append(self.take(found[-1] + 1 if found else near, tenant))
             return found
         end = start + count
         self._state[start:end] = bytes((HELD,)) * count
@@ -191,7 +199,13 @@ class BlockPool:
         self._held += count
         self.peak_held = max(self.peak_held, self._held)
         self.top = max(self.top, end)
+        if tenant:
+            self._give(range(start, end), tenant)
         return list(range(start, end))
+
+    def _give(self, blocks: Collection[int], tenant: str) -> None:
+        self.owners.update(dict.fromkeys(blocks, tenant))
+        self._used[tenant] += len(blocks)
 
     def find_run(self, length: int) -> int | None:
         """The lowest start of `length` free blocks in a row, if there is such a run."""
@@ -221,7 +235,7 @@ class BlockPool:
         name = self._names.get(block)
         if name:
             self._state[block] = CACHED
-            self._evictor.add(block, self._last_access[block], name.covered, name.tenant)
+            self._evictor.add(block, self._last_access[block], name.covered, self.owners.get(block, ""))
         else:
             self._set_free(block)
 
@@ -235,9 +249,10 @@ class BlockPool:
         times = self._last_access
         lowest = self._lowest_free
         freed = 0
+        unowned = not self.owners
         try:
             for block in blocks:
-                if references[block] == 1 and block not in names:
+                if unowned and references[block] == 1 and block not in names:
                     references[block] = 0
                     state[block] = FREE
                     times[block] = 0
@@ -262,13 +277,23 @@ class BlockPool:
         self._state[block] = FREE
         self._last_access[block] = 0
         self._lowest_free = min(self._lowest_free, block)
+        owner = self.owners.pop(block, None)
+        if owner is not None:
+            self._used[owner] -= 1
+            if not self._used[owner]:
+                del self._used[owner]
 
-    def _evict(self) -> int:
+    def _evict(self, tenant: str) -> int:
         if not self.cached:
             raise OutOfBlocks(
                 f"all {self.total} blocks of {self.block_size} tokens are held; 1 more is needed"
             )
-        block = self._evictor.evict()
+        loser = ""
+        if self.owners:
+            shares = self.shares(tenant)
+            loser = shares.loser()
+            self.taken[loser] += loser != tenant and not shares.over(loser)
+        block = self._evictor.evict(loser)
         self.uncache(block)
         self._set_free(block)
         self.counts["evictions"] += 1
@@ -276,19 +301,22 @@ class BlockPool:
             log.evicted.add(block)
         return block
 
+    # ---- tenants
+
+    def shares(self, tenant: str, hits: Iterable[int] = ()) -> Shares:
+        """How the pool is divided while `tenant` needs blocks; `hits` are as good as held."""
+        used = self._used.copy()
+        used[""] = self.total - self.free - used.total()
+        cached = Counter(self._evictor.counts())
+        cached.subtract(self.owners.get(block, "") for block in hits if self._state[block] == CACHED)
+        return Shares(self.total, +used, +cached, self.weights, tenant)
+
     # ---- names
 
     def cache(
-        self,
-        block: int,
-        digest: bytes,
-        covered: int,
-        tokens: tuple[int, ...] = (),
-        parent_key: bytes = b"",
-        tenant: str = "",
+        self, block: int, digest: bytes, covered: int, tokens: tuple[int, ...] = (), parent_key: bytes = b""
     ) -> int | None:
-        """Make a held block matchable under `digest`; the answer is the block that bears the name. While it
-        has a name it counts for the share of `tenant`.
+        """Make a held block matchable under `digest`; the answer is the block that bears the name.
 
         That is another one if the same content is cached already: the caller may adopt it and drop its own
         (C17). It is None if `block` cannot bear the name, because it has another or because other content has
@@ -305,11 +333,8 @@ class BlockPool:
         name = self._names.get(block)
         if name is not None and name.digest != digest:
             return None
-        if name is None:
-            self._evictor.note_name(tenant, 1)
         if name is None or (tokens and not name.tokens):
-            first = tenant if name is None else name.tenant
-            self._names[block] = _Name(digest, covered, tokens, parent_key if tokens else b"", first)
+            self._names[block] = _Name(digest, covered, tokens, parent_key if tokens else b"")
             for log in self.logs:
                 log.renamed.add(block)
             if parent_key and tokens:
@@ -322,7 +347,6 @@ class BlockPool:
         name = self._names.pop(block, None)
         if name:
             del self._block_of[name.digest]
-            self._evictor.note_name(name.tenant, -1)
             for log in self.logs:
                 log.renamed.add(block)
             if name.parent_key:
@@ -368,7 +392,6 @@ class BlockPool:
         for log in self.logs:
             log.renamed.update(self._names)
         self._names.clear()
-        self._evictor.named.clear()
         self._block_of.clear()
         self.partial_index.clear()
         self.epoch += 1
@@ -383,7 +406,11 @@ class BlockPool:
         self.forget()
         self._references = [named[block] for block in range(self.total)]
         self._state = bytearray(HELD if count else FREE for count in self._references)
-        self._evictor = Evictor(self.weights)
+        self.owners = {
+            block: table.tenant for table in self._tables for block in table.blocks if table.tenant
+        }
+        self._used = Counter(self.owners.values())
+        self._evictor = Evictor()
         self._held = len(named)
         self._lowest_free = 0
 
@@ -403,10 +430,7 @@ class BlockPool:
             named.update(table.blocks)
         for block in range(self.total):
             self._check_block(block, named[block])
-        expect(
-            self._held == sum(1 for s in self._state if s == HELD),
-            f"held={self._held} is not the number of held blocks",
-        )
+        expect(self._held == self._state.count(HELD), f"held={self._held} is not the number of held blocks")
         expect(self.free == self._state.count(FREE), f"free={self.free} is not the number of free blocks")
         expect(
             self._state.count(FREE, self.top) == self.total - self.top,
@@ -414,19 +438,14 @@ class BlockPool:
         )
         expect(self.free + self.held + self.cached == self.total, "free + held + cached is not total")
         first = self._state.find(FREE)
-        expect(
-            first < 0 or first >= self._lowest_free,
-            f"block {first} is free below the mark {self._lowest_free}",
-        )
+        expect(first < 0 or first >= self._lowest_free, f"block {first} is free below {self._lowest_free}")
         expect(len(self._block_of) == len(self._names), "digests and blocks are not one to one")
-        expect(
-            len(self.partial_index) == sum(1 for name in self._names.values() if name.parent_key),
-            "seats and names disagree",
-        )
-        tenants = Counter(name.tenant for block, name in self._names.items() if self._state[block] == CACHED)
-        expect(self.cached_by_tenant == dict(tenants), "the evictor counts other blocks for tenants")
-        tenants = Counter(name.tenant for name in self._names.values())
-        expect(self._evictor.named == tenants, "other names are counted for tenants")
+        seats = sum(1 for name in self._names.values() if name.parent_key)
+        expect(len(self.partial_index) == seats, "seats and names disagree")
+        cached = Counter(self.owners.get(block, "") for block in self._names if self._state[block] == CACHED)
+        expect(self.cached_by_tenant == cached, "the evictor counts other blocks for tenants")
+        expect(self._used == Counter(self.owners.values()), "other blocks are counted for tenants")
+        expect(all(self._state[block] != FREE for block in self.owners), "a free block has a tenant")
         for block, name in self._names.items():
             expect(self._block_of.get(name.digest) == block, f"block {block} and its digest disagree")
             expect(self._state[block] != FREE, f"block {block} is free and has a name")
@@ -436,10 +455,7 @@ class BlockPool:
         state = self._state[block]
         expect(count == named, f"block {block} has {count} references but {named} tables name it")
         expect((count > 0) == (state == HELD), f"block {block} has {count} references and state {state}")
-        expect(
-            (state == CACHED) == (block in self._evictor),
-            f"block {block} has state {state} and the evictor disagrees",
-        )
+        expect((state == CACHED) == (block in self._evictor), f"the evictor disagrees about block {block}")
         expect(state != CACHED or block in self._names, f"block {block} is cached without a name")
 
 

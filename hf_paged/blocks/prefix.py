@@ -70,7 +70,6 @@ def commit(
     keep_tokens: bool = False,
     dedupe: bool = True,
     until: int | None = None,
-    tenant: str = "",
 ) -> bool:
     """Hash every full block of `table`. `tokens` are the sequence's tokens from its first, of which the first
     `until` are computed. The answer is whether the table names other blocks now.
@@ -80,7 +79,7 @@ def commit(
     False (C17). With `keep_tokens` the pool keeps the tokens, so that hits can be compared with them and a
     prompt can begin with a part of a block. Hashing ends at the first block that cannot be hashed, and blocks
     that depend on dropped ones get no hash: no later block may be found after a content that it was not
-    computed from (C24, C25). The blocks count for the share of `tenant`.
+    computed from (C24, C25).
     """
     size = table.pool.block_size
     full = min(len(tokens) if until is None else until, len(tokens), table.length) // size
@@ -93,21 +92,14 @@ def commit(
         place = index - table.released
         if place >= 0:
             block = table.blocks[place]
-            bearer = table.pool.cache(
-                block, parent, (index + 1) * size, tuple(content) if keep_tokens else (), behind, tenant
-            )
+            kept = tuple(content) if keep_tokens else ()
+            bearer = table.pool.cache(block, parent, (index + 1) * size, kept, behind)
             if bearer is None:
                 break
             if dedupe and bearer != block and table.pool.references(block) == 1:
-                _exchange(table, place, bearer)
+                table.pool.share(bearer)
+                table.blocks[place] = bearer
+                table.pool.drop(block, table.stamp)
                 deduped = True
         table.digests.append(parent)
     return deduped
-
-
-def _exchange(table: BlockTable, place: int, bearer: int) -> None:
-    """Let the table name `bearer` instead of its own block, which holds the same."""
-    own = table.blocks[place]
-    table.pool.share(bearer)
-    table.blocks[place] = bearer
-    table.pool.drop(own, table.stamp)

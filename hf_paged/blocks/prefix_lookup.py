@@ -93,11 +93,8 @@ class PrefixLookup:
         if not wanted:
             return None
         whole = self._found[full] if full < len(self._found) else None
-        best = (
-            (whole, len(wanted))
-            if whole is not None
-            else self.pool.partial_index.best(self.prompt.parent_key(full), wanted)
-        )
+        key = self.prompt.parent_key(full)
+        best = self.pool.partial_index.best(key, wanted) if whole is None else (whole, len(wanted))
         if best is None or best[1] >= size:
             return None
         if best[1] < WORTH_A_COPY and self.pool.covered(best[0]) != full * size + best[1]:
@@ -134,7 +131,7 @@ def detach(tables: Sequence[BlockTable], drop: bool = True) -> list[Copy]:
     for table in shared:
         if table.pool.available:
             near = table.blocks[-2] + 1 if len(table.blocks) > 1 else table.near
-            copies.append(Copy(table.blocks[-1], table.pool.take(near)))
+            copies.append(Copy(table.blocks[-1], table.pool.take(near, table.tenant)))
             table.blocks[-1] = copies[-1].target
             table.pool.counts["copies"] += 1
     for table, copy in zip(shared if drop else (), copies, strict=False):
@@ -148,11 +145,7 @@ def _is_its_own(table: BlockTable) -> bool:
 
 
 def commit_tail(
-    table: BlockTable,
-    tokens: Sequence[int],
-    extra: bytes = b"",
-    until: int | None = None,
-    tenant: str = "",
+    table: BlockTable, tokens: Sequence[int], extra: bytes = b"", until: int | None = None
 ) -> None:
     """Hash the last block too, although it is not full: another prompt may continue from its tokens with a
     copy of it.
@@ -171,4 +164,4 @@ def commit_tail(
     content = tuple(tokens[full * pool.block_size : end])
     digest = chain(parent, content, extra)
     if pool.lookup(digest) is None:
-        pool.cache(table.blocks[place], digest, end, content, parent_key(parent, extra), tenant)
+        pool.cache(table.blocks[place], digest, end, content, parent_key(parent, extra))

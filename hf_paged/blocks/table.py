@@ -37,10 +37,14 @@ class BlockTable:
     other way.
     """
 
-    __slots__ = ("__weakref__", "blocks", "digests", "epoch", "length", "near", "pool", "released", "stamp")
+    __slots__ = (
+        "__weakref__", "blocks", "digests", "epoch", "length", "near", "pool", "released", "stamp", "tenant",
+    )  # fmt: skip
 
-    def __init__(self, pool: BlockPool, near: int = NOWHERE) -> None:
+    def __init__(self, pool: BlockPool, near: int = NOWHERE, tenant: str = "") -> None:
         self.pool = pool
+        self.tenant = tenant
+        """For whose share the blocks count that it takes (C43)."""
         self.blocks: list[int] = []
         self.length = 0
         self.released = 0
@@ -93,7 +97,7 @@ class BlockTable:
         else:
             if not self.length:
                 self.epoch = pool.epoch
-            self.blocks.append(pool.take(self.blocks[-1] + 1 if self.blocks else self.near))
+            self.blocks.append(pool.take(self.blocks[-1] + 1 if self.blocks else self.near, self.tenant))
         self.length = self.length + 1
         self.stamp = now
         return copy
@@ -115,7 +119,9 @@ class BlockTable:
         more = pool.blocks_for(self.length) - self.end
         if more:
             near = self.blocks[-1] + 1 if self.blocks else self.near
-            self.blocks += (pool.take(near),) if more == 1 else pool.take_several(more, near)
+            self.blocks += (
+                (pool.take(near, self.tenant),) if more == 1 else pool.take_several(more, near, self.tenant)
+            )
         self.stamp = now
         return copy
 
@@ -128,14 +134,14 @@ class BlockTable:
         if pool.references(last) == 1:
             pool.uncache(last)
             return None
-        self.blocks[-1] = pool.take(last + 1)
+        self.blocks[-1] = pool.take(last + 1, self.tenant)
         pool.drop(last, self.stamp)
         pool.counts["copies"] += 1
         return Copy(last, self.blocks[-1])
 
     def fork(self) -> BlockTable:
         """A second table over the same blocks. It never allocates and cannot fail (C13)."""
-        twin = BlockTable(self.pool)
+        twin = BlockTable(self.pool, tenant=self.tenant)
         for block in self.blocks:
             self.pool.share(block)
         twin._become(
@@ -253,9 +259,8 @@ def reorder(tables: Sequence[BlockTable], sources: Sequence[int]) -> list[BlockT
     """
     check_sources(tables, sources)
     heirs = _heirs(sources)
-    tails = {
-        row: 0 for row in range(len(tables)) if row not in heirs
-    }  # of the rows that end: what is to be dropped
+    # Of the rows that end: from which block on they are dropped.
+    tails = {row: 0 for row in range(len(tables)) if row not in heirs}
     moved: list[tuple[int, _Row]] = []
     for new, old in enumerate(sources):
         if heirs[old] != new:
@@ -268,7 +273,7 @@ def reorder(tables: Sequence[BlockTable], sources: Sequence[int]) -> list[BlockT
             table.pool.drop(block, table.stamp)
     answer = [
         *tables[: len(sources)],
-        *(BlockTable(tables[0].pool) for _ in range(len(sources) - len(tables))),
+        *(BlockTable(tables[0].pool, tenant=tables[0].tenant) for _ in range(len(sources) - len(tables))),
     ]
     for new, content in moved:
         answer[new]._become(content)

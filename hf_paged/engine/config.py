@@ -57,7 +57,7 @@ class EngineConfig:
     max_adapters: adapters that the device holds at once; a request whose adapter finds no place waits, and
         those behind it do not.
     cache_shares: how large the shares of tenants are in the blocks, beside each other; 1 for a tenant
-        without an entry. Blocks of the tenant that has most for its share are evicted first.
+        without an entry. No tenant evicts what another has cached within its share.
     compile: whether the decoder layers of captured steps are compiled by torch.compile, into one code for all
         that are alike. It takes seconds when the first steps are captured. For it, weights with one input (q,
         k and v; gate and up) are moved next to each other in memory. A model whose layers cannot be compiled,

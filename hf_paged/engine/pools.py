@@ -306,7 +306,9 @@ class Pools:
         )
 
     def usage(self) -> dict[str, dict[str, Any]]:
-        """Blocks of every kind: total, held, cached (also by tenant), free."""
+        """Blocks of every kind: total, held, cached (also by tenant), free; and how many tenants have lost
+        within their shares (C43).
+        """
         return {
             name_of(kind): {
                 "total": group.pool.total,
@@ -314,6 +316,7 @@ class Pools:
                 "cached": group.pool.cached,
                 "free": group.pool.free,
                 "cached_by_tenant": group.pool.cached_by_tenant,
+                "taken_by_tenant": dict(group.pool.taken),
                 "bytes": group.bytes,
             }
             for kind, group in self.groups.items()

@@ -93,7 +93,7 @@ class Candidate(NamedTuple):
     tokens need.
 
     sources: for every pool a block of which it copies a part, if there is one. cached: the tokens that it
-    need not compute.
+    need not compute. takes: whether cached blocks within the shares of other tenants are there for it (C43).
     """
 
     group: SequenceGroup
@@ -101,6 +101,7 @@ class Candidate(NamedTuple):
     needs: Sequence[int]
     sources: Sequence[int | None] = ()
     cached: int = 0
+    takes: bool = False
 
 
 class SchedulerState(NamedTuple):
@@ -138,9 +139,14 @@ class Watermark:
 
     def _judge(self, i: int, candidate: Candidate, state: SchedulerState) -> Admission:
         kv_group = self.kv_groups[i]
+        pool = kv_group.pool
         chunk = self.limits.tokens
         group = candidate.group
         need = candidate.needs[i]
+        read = self._read(i, candidate)
+        available = pool.available
+        if pool.owners and not candidate.takes:
+            available -= pool.shares(group.request.tenant, read).reserved()
         outstanding = sum(max(0, other.need(i, chunk) - other.held(i)) for other in self._behind)
         reserve = self.limits.reserve(kv_group)
         if group.status is Status.PREEMPTED:
@@ -150,11 +156,11 @@ class Watermark:
             if group.setbacks >= 2:
                 reserve = headroom(group, need, state.running, i, chunk)
         return judge(
-            kv_group.pool.total,
-            kv_group.pool.available - outstanding,
+            pool.total,
+            available - outstanding,
             need,
             hits=min(len(candidate.blocks[i]), need),
-            cached_hits=sum(1 for block in self._read(i, candidate) if not kv_group.pool.references(block)),
+            cached_hits=sum(1 for block in read if not pool.references(block)),
             reserve=reserve,
         )
 

@@ -169,7 +169,8 @@ class DecodeBatch:
     def _add_block(self, sequence: TokenSequence) -> None:
         """A new block for a sequence whose blocks are full."""
         for tables, table in zip(self.tables, self._tables_of(sequence), strict=True):
-            table.blocks.append(table.pool.take(table.blocks[-1] + 1 if table.blocks else NOWHERE))
+            near = table.blocks[-1] + 1 if table.blocks else NOWHERE
+            table.blocks.append(table.pool.take(near, table.tenant))
             tables.add(sequence.row, table)
 
     def renamed(self, sequence: TokenSequence, first: int) -> None:

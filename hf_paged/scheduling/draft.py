@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ..blocks import BlockPool, BlockTable, Copy, blocks_needed, detach
 from .limits import KVCacheGroup
@@ -25,6 +25,8 @@ class Draft:
         self.copies: list[list[Copy]] = [[] for _ in range(kv_groups)]
         self.admitted: list[SequenceGroup] = []
         self.preempted: list[SequenceGroup] = []
+        self.held_back: set[str] = set()
+        """Tenants with groups that wait for blocks of their shares."""
         self._sources: list[tuple[BlockPool, int, int]] = []
 
     def detach(self, i: int, table: BlockTable) -> None:
@@ -70,9 +72,12 @@ def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
     return found
 
 
-def fit(kv_groups: Iterable[KVCacheGroup], several: Sequence[Steps], extra: int = 0) -> bool:
+def fit(
+    kv_groups: Iterable[KVCacheGroup], several: Sequence[Steps], extra: int = 0, tenants: Collection[str] = ()
+) -> bool:
     """Whether every pool has the blocks for these steps and `extra` more, which no cross-attention table
-    takes. Blocks that a window has passed are freed first (C10).
+    takes. Blocks that a window has passed are freed first (C10). tenants: those whose steps they are, if
+    other tenants keep their shares (C43).
     """
     for i, kv_group in enumerate(kv_groups):
         every = [([sequence.tables[i] for sequence, _ in steps], steps) for steps in several]
@@ -81,13 +86,15 @@ def fit(kv_groups: Iterable[KVCacheGroup], several: Sequence[Steps], extra: int 
                 for table in tables:
                     table.release_before(table.length - kv_group.window + 1)
         own = 0 if kv_group.cross else extra
-        most = own + sum([count // kv_group.pool.block_size + 2 for steps in several for _, count in steps])
-        if not kv_group.cross and most <= kv_group.pool.available:
+        pool = kv_group.pool
+        available = pool.available - max((pool.shares(each).reserved() for each in tenants), default=0)
+        most = own + sum([count // pool.block_size + 2 for steps in several for _, count in steps])
+        if not kv_group.cross and most <= available:
             continue  # an upper bound fits, so an exact count is unnecessary
         need = sum(
             blocks_needed(tables, [sequence.growth(i, count) for sequence, count in steps])
             for tables, steps in every
         )
-        if own + need > kv_group.pool.available:
+        if own + need > available:
             return False
     return True

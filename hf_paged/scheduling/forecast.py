@@ -7,6 +7,7 @@ import math
 from bisect import bisect, bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, count, takewhile
 from typing import NamedTuple
 
@@ -51,6 +52,7 @@ def peak(parts: Iterable[Segment]) -> int:
     return most
 
 
+@dataclass(slots=True, eq=False)
 class _Entry:
     """What a group that runs, or would like to, is going to hold of every pool. Replaced as a whole whenever
     that changes.
@@ -60,24 +62,16 @@ class _Entry:
     parts.
     """
 
-    __slots__ = ("group", "key", "parts", "review", "settled", "shared", "spread")
+    group: SequenceGroup
+    settled: bool
+    review: int
+    spread: int
+    parts: list[Segment]
+    shared: list[list[int]]
+    key: tuple[int, int] = field(init=False)
 
-    def __init__(
-        self,
-        group: SequenceGroup,
-        settled: bool,
-        review: int,
-        spread: int,
-        parts: list[Segment],
-        shared: list[list[int]],
-    ) -> None:
-        self.group = group
-        self.settled = settled
-        self.review = review
-        self.spread = spread
-        self.parts = parts
-        self.shared = shared
-        self.key = (-parts[0].end, group.request.number)
+    def __post_init__(self) -> None:
+        self.key = (-self.parts[0].end, self.group.request.number)
 
 
 class FuturePeak(Watermark):
@@ -322,12 +316,8 @@ class FuturePeak(Watermark):
             )
             if kv_group.window is not None:
                 continue
-            held = {
-                b
-                for group in state.running
-                for sequence in group.sequences
-                for b in sequence.tables[i].blocks
-            }
+            tables = [sequence.tables[i] for group in state.running for sequence in group.sequences]
+            held = {block for table in tables for block in table.blocks}
             slots = kv_group.pool.block_size * len(self._shared[i])
             for entry in self._order:
                 if not entry.settled:  # it may decode by now, and longer than was estimated
@@ -341,4 +331,4 @@ class FuturePeak(Watermark):
 
 
 ADMISSIONS: dict[str, type[Watermark]] = {"watermark": Watermark, "future": FuturePeak}
-"""The routers by name."""
+"""The policies of admission by name."""

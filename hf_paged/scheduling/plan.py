@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from ..blocks import BlockTableArray, Copy
@@ -30,8 +30,7 @@ class ScheduledRow(NamedTuple):
         return self.sequence.tokens[self.start : self.start + self.count]
 
 
-def _column() -> array[int]:
-    return array("i")
+_column = partial(array, "i")
 
 
 @dataclass(frozen=True)
@@ -78,19 +77,16 @@ class ScheduledBatch:
             for sequence, start, end in zip(sequences, starts, ends, strict=True)
             if end // size > start // size
         ]
-        return ScheduledBatch(
-            self.sequences + sequences,
-            self.row_ids + array("i", [sequence.row for sequence in sequences]),
-            self.offsets + array("i", [start - self.step for start in starts]),
-            self.counts + array("i", counts),
-            self.samples + samples,
-            self.tables,
-            self.step,
-            max(self.longest, *ends),
-            self.tokens + sum(counts),
-            self.decodes,
-            (*self.full, *full),
-            self.last,
+        return replace(
+            self,
+            sequences=self.sequences + sequences,
+            row_ids=self.row_ids + array("i", [sequence.row for sequence in sequences]),
+            offsets=self.offsets + array("i", [start - self.step for start in starts]),
+            counts=self.counts + array("i", counts),
+            samples=self.samples + samples,
+            longest=max(self.longest, *ends),
+            tokens=self.tokens + sum(counts),
+            full=(*self.full, *full),
         )
 
     def select(self, rows: Sequence[int]) -> ScheduledBatch:

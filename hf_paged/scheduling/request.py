@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -36,7 +35,7 @@ class Request:
     source: how many tokens it attends to across, of its encoder or its pictures. source_key: their content; a
     source without a key shares no prefix. steady: whether its sequence, if it is one, may be in the decode
     batch. adapter: the names of its adapters, adapter_key: their content, or nothing. scored: how many
-    numbers are wanted about each token of its prompt. tenant: for whose share its cached blocks count.
+    numbers are wanted about each token of its prompt. tenant: for whose share its blocks count.
     """
 
     number: int
@@ -140,16 +139,13 @@ class SequenceGroup:
         self.kv_groups = kv_groups
         self.status = Status.WAITING
         self.sequences = [
-            TokenSequence(
-                self, i, list(request.prompt), tuple(BlockTable(kv_group.pool) for kv_group in kv_groups)
-            )
-            for i in range(request.width)
+            TokenSequence(self, i, list(request.prompt), self._new_tables()) for i in range(request.width)
         ]
         self.preemptions = 0
         self.setbacks = 0
         """How many of them were for want of blocks: the more, the more room it waits for."""
         self.passed_over = 0
-        """In how many steps it waited for its adapter."""
+        """In how many steps it waited for its adapter, or alone for its tenant's share."""
         self.cached_tokens = 0
         """How many tokens of the prompt were there already when it was first admitted."""
         self.awaits_tokens = False
@@ -161,6 +157,9 @@ class SequenceGroup:
 
     def __repr__(self) -> str:
         return f"Group({self.request.number}, {self.status.value}, {self.sequences})"
+
+    def _new_tables(self) -> tuple[BlockTable, ...]:
+        return tuple(BlockTable(each.pool, tenant=self.request.tenant) for each in self.kv_groups)
 
     def leave_decode_batch(self) -> None:
         """Its tokens turn out to have other positions than expected: its rows are planned one by one."""
@@ -311,10 +310,6 @@ def _common(rows: list[list[int]]) -> int:
     if len(rows) == 1:
         return len(rows[0])
     return next(
-        (i for i, column in enumerate(zip(*rows, strict=False)) if _differ(column)),
+        (i for i, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1),
         min(len(row) for row in rows),
     )
-
-
-def _differ(column: Iterable[int]) -> bool:
-    return len(set(column)) > 1

@@ -36,16 +36,16 @@ from .swap import Decide, Swapping, never
 
 Count = Literal[
     "steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses",
-    "swapped_out", "swapped_in", "recomputed", "blocks_out", "blocks_in",
+    "swapped_out", "swapped_in", "recomputed", "blocks_out", "blocks_in", "held_back",
 ]  # fmt: skip
-"""What is counted. The groups that went to the host, came back from it, and had to begin again; the blocks
-that travelled.
+"""What is counted. Groups: those that went to the host, came back from it, had to begin again. Blocks: those
+that travelled. held_back: how often a step left a group waiting for its tenant's share.
 """
 
 
 PATIENCE = 1000
-"""After so many steps without a slot for its adapter a group is waited for: none behind it with an adapter is
-admitted, so that slots become free.
+"""For so many steps later groups with adapters pass a group whose adapter has no slot, and groups of other
+tenants one that its own tenant's share holds back while that tenant runs nothing; then they wait for it.
 """
 
 
@@ -108,6 +108,8 @@ class Scheduler:
         self.prompt_scores = PromptScores(self.kv_groups[0].pool)
         """What is known about the tokens of cached blocks."""
         self.swapping = Swapping(self.kv_groups, swap, verify)
+        self.divided = False
+        """Whether tenants divide the pools: from the first request of one on."""
         self.counts: Counter[Count] = Counter()
 
     # ---- requests come and go
@@ -119,6 +121,7 @@ class Scheduler:
             raise Infeasible(reason)
         group = SequenceGroup(request, self.kv_groups)
         insort(self.waiting, group, key=self._key)
+        self.divided |= bool(request.tenant)
         return group
 
     def abort(self, group: SequenceGroup) -> None:
@@ -272,13 +275,31 @@ class Scheduler:
         batch.
         """
         steps = share(self._others, self.limits.tokens - len(self.decode_batch))
-        while self.running and not fit(self.kv_groups, steps, self.decode_batch.need()):
-            last = self.running[-1]
+        while last := self._victim(steps):
             self.preempt(last)
             last.setbacks += 1
             draft.preempted.append(last)
             steps = share(self._others, self.limits.tokens - len(self.decode_batch))
         return steps
+
+    def _victim(self, steps: list[Steps]) -> SequenceGroup | None:
+        """The group to preempt for want of blocks: the last of a tenant above its share that runs others too
+        (C43), else the last of all, if blocks are missing whatever tenants keep.
+        """
+        need = self.decode_batch.need()
+        enough = not self.running or fit(self.kv_groups, steps, need)
+        if self.divided:
+            growth = Counter(sequence.group.request.tenant for sequence in self.decode_batch.growing)
+            for sequence, count in (row for each in steps for row in each):
+                growth[sequence.group.request.tenant] += count // self.decode_batch.block_size + 1
+            if enough and fit(self.kv_groups, steps, need, growth):
+                return None
+            runs = Counter(group.request.tenant for group in self.running)
+            over = {t for t in runs if any(each.pool.shares(t).over(t, growth[t]) for each in self.kv_groups)}
+            for group in reversed(self.running):
+                if group.request.tenant in over and runs[group.request.tenant] > 1:
+                    return group
+        return None if enough else self.running[-1]
 
     def commit(self, plan: StepPlan, without: Collection[SequenceGroup] = ()) -> None:
         """The rows of the plan are computed, but for those of groups `without`."""
@@ -338,14 +359,12 @@ class Scheduler:
         C16).
         """
         sequences = group.sequences
-        for i in range(
-            len(self.kv_groups) if any(place != source for place, source in enumerate(sources)) else 0
-        ):
+        moves = any(place != source for place, source in enumerate(sources))
+        for i in range(len(self.kv_groups) if moves else 0):
             reorder([sequence.tables[i] for sequence in sequences], sources)
         rows = [sequences[source].tokens for source in sources]
-        rows = [
-            list(row) if sources[i] in sources[:i] else row for i, row in enumerate(rows)
-        ]  # its first successor continues each of them
+        # The first successor of a sequence continues its list of tokens.
+        rows = [list(row) if sources[i] in sources[:i] else row for i, row in enumerate(rows)]
         for sequence, row, token in zip(sequences, rows, tokens, strict=True):
             sequence.tokens = row
             sequence.tokens.append(token)
@@ -394,7 +413,7 @@ class Scheduler:
 
     def _admit(self, draft: Draft) -> None:
         """Admit groups for which there is room: preempted ones first, and new ones only when all of these run
-        (C28), or wait for nothing but an adapter (C33).
+        (C28), or wait for nothing but an adapter (C33) or their tenant's share (C43).
         """
         pinned = set() if self.adapters is None else {group.request.adapter for group in self.running}
         if self._admit_from(self.preempted, draft, pinned):
@@ -413,6 +432,10 @@ class Scheduler:
             group = queue[passed]
             if group.awaits_tokens:
                 return False
+            tenant = group.request.tenant
+            if tenant in draft.held_back:
+                passed += 1
+                continue
             adapter = group.request.adapter
             if adapter and (waited or not self._has_adapter(adapter, pinned)):
                 passed += 1  # it keeps its place, and later groups do not wait
@@ -438,19 +461,33 @@ class Scheduler:
                 found = self._find(group, whole=True) or found
                 candidate = self._candidate(group, found)
                 verdict = self.admission.verdict(candidate, state)
-            if verdict is not Admission.OK:
+            if verdict is not Admission.OK and not self._fits_but_for_shares(candidate, state):
                 return False
+            late = verdict is not Admission.OK and self.running  # where nothing runs it takes the blocks
+            if late or (draft.held_back and self._exceeds(candidate)):
+                self.counts["held_back"] += 1
+                draft.held_back.add(tenant)
+                passed += 1  # it keeps its place, and tenants within their shares do not wait
+                continue
             del queue[passed]
             self.admission.enter(candidate, state)
             self._start(draft, group, found)
-            if self.kv_groups[0].pool.block_size == 1:
-                group.seek_runs()
-            draft.admitted.append(group)
-            steps = group.advance(draft.room)
-            if not fit(self.kv_groups, [steps]):
-                raise AssertionError(f"{group!r} was let in and its first step does not fit")
-            self._take(draft, steps)
         return others_may
+
+    def _fits_but_for_shares(self, candidate: Candidate, state: SchedulerState) -> bool:
+        """Whether nothing but the shares of other tenants is in a group's way, and others may pass it."""
+        taking = candidate._replace(takes=True)
+        if not self.divided or self.admission.verdict(taking, state) is not Admission.OK:
+            return False
+        group = candidate.group
+        group.passed_over += all(other.request.tenant != group.request.tenant for other in self.running)
+        return not self.running or group.passed_over <= PATIENCE
+
+    def _exceeds(self, candidate: Candidate) -> bool:
+        """Whether a group would bring its tenant above its share of a pool."""
+        tenant = candidate.group.request.tenant
+        pools = zip(self.kv_groups, candidate.needs, candidate.blocks, strict=True)
+        return any(each.pool.shares(tenant).over(tenant, need - len(hits)) for each, need, hits in pools)
 
     def _has_adapter(self, adapter: Names, pinned: set[Names]) -> bool:
         """Whether a group can run with an adapter now. A slot that it may have is for no later group."""
@@ -467,10 +504,8 @@ class Scheduler:
         Of a group on the host, those of its blocks that are on the device as well.
         """
         if group.swapped:
-            return [
-                Match(list(set(self.swapping.there(group, i).values())), [])
-                for i in range(len(self.kv_groups))
-            ]
+            there = [self.swapping.there(group, i) for i in range(len(self.kv_groups))]
+            return [Match(list(set(each.values())), []) for each in there]
         if not self._shares(group):
             return [Match([], []) for _ in self.kv_groups]
         prompt = group.prompt
@@ -492,9 +527,8 @@ class Scheduler:
         if full < len(names) and self._promised[names[full]]:
             return None
         # What it attends to across is made anew.
-        return [lookup.take(reached) for lookup in lookups] + [Match([], [])] * (
-            len(self.kv_groups) - len(self._growing)
-        )
+        across = [Match([], [])] * (len(self.kv_groups) - len(self._growing))
+        return [lookup.take(reached) for lookup in lookups] + across
 
     def _shares(self, group: SequenceGroup) -> bool:
         """Whether a group takes prefixes of others, and leaves its own."""
@@ -536,6 +570,13 @@ class Scheduler:
         insort(self.running, group, key=self._key)
         insort(self._others, group, key=self._key)
         self.counts["admissions"] += 1
+        if self.kv_groups[0].pool.block_size == 1:
+            group.seek_runs()
+        draft.admitted.append(group)
+        steps = group.advance(draft.room)
+        if not fit(self.kv_groups, [steps]):
+            raise AssertionError(f"{group!r} was let in and its first step does not fit")
+        self._take(draft, steps)
 
     def _adopt(self, draft: Draft, group: SequenceGroup, found: list[Match]) -> int:
         """Let a group begin with what was found: how many of its full blocks that is."""
@@ -561,9 +602,7 @@ class Scheduler:
         for table in self._named_tables(sequence):
             named = len(table.digests)
             request = sequence.group.request
-            if named < full and commit(
-                table, sequence.tokens, request.key, keep_tokens=True, until=end, tenant=request.tenant
-            ):
+            if named < full and commit(table, sequence.tokens, request.key, keep_tokens=True, until=end):
                 deduped = min(deduped, named)
         if deduped < full:
             self.decode_batch.renamed(sequence, deduped)
@@ -573,9 +612,8 @@ class Scheduler:
         never computed.
         """
         tokens = sequence.tokens
-        request = sequence.group.request
         for table in self._named_tables(sequence):
-            commit_tail(table, tokens, request.key, until=len(tokens) - 1, tenant=request.tenant)
+            commit_tail(table, tokens, sequence.group.request.key, until=len(tokens) - 1)
 
     def _named_tables(self, sequence: TokenSequence) -> tuple[BlockTable, ...]:
         """The tables whose blocks others may find by the sequence's tokens."""
@@ -595,21 +633,11 @@ class Scheduler:
         self.decode_batch.check()
         apart = [group for group in self.running if group.leader not in self.decode_batch]
         rows = [sequence.row for group in self.running for sequence in group.sequences]
-        expect(
-            sorted([*rows, *self._free_rows]) == list(range(self.limits.sequences)),
-            "a row belongs to two sequences, or is lost",
-        )
-        expect(
-            state.taken == sum(len(group.sequences) for group in self.running),
-            "a running sequence is not counted",
-        )
+        every = sorted([*rows, *self._free_rows])
+        expect(every == list(range(self.limits.sequences)), "a row belongs to two sequences, or is lost")
+        expect(state.taken == len(rows), "a running sequence is not counted")
         if self.adapters is not None:
             self.adapters.check({group.request.adapter for group in self.running} - {()})
-        expect(
-            self._others == apart and len(self.decode_batch) == len(self.running) - len(apart),
-            "a running group is in two places, or in none",
-        )
-        expect(
-            state.taken <= self.limits.sequences,
-            f"{state.taken} sequences run, {self.limits.sequences} may",
-        )
+        kept = len(self.decode_batch) == len(self.running) - len(apart)
+        expect(self._others == apart and kept, "a running group is in two places, or in none")
+        expect(state.taken <= self.limits.sequences, f"{state.taken} run, {self.limits.sequences} may")

@@ -133,7 +133,7 @@ def _add_access(add: Any) -> None:
     add("--admin-api-key", action="append", default=[], help="a key that sees the requests of all on the map")
     add(
         "--prefix-cache-share", nargs="+", default=[], metavar="KEY=SHARE",
-        help="how large keys' shares of the cached blocks are beside each other, as in key-0=3; 1 for others",
+        help="how large keys' shares of the blocks are beside each other, as in key-0=3; 1 for others",
     )  # fmt: skip
     add("--share-prefixes", action="store_true", help="let keys share cached prefixes")
     add("--allowed-host", action="append", default=[], help="a Host header that is answered")

@@ -15,7 +15,10 @@ SECONDS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
     1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
 )  # fmt: skip
-CACHED = "Cached blocks that no request holds, by the tenant that left them."
+BY_TENANT = {
+    ("prefix_cache_blocks", "gauge", "Cached blocks that no request holds."): "cached_by_tenant",
+    ("prefix_cache_lost_blocks", "counter", "Cached blocks lost within the share."): "taken_by_tenant",
+}
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -122,7 +125,9 @@ class Metrics:
             for name, (kind, text, value) in engine_values(stats, in_flight).items():
                 shown = f"{name}_total" if kind == "counter" else name
                 lines += self._lines(prefix, name, kind, text, [(shown, (), value)])
-            lines += self._lines(prefix, "prefix_cache_blocks", "gauge", CACHED, _cached_blocks(stats))
+            for (name, kind, text), key in BY_TENANT.items():
+                shown = f"{name}_total" if kind == "counter" else name
+                lines += self._lines(prefix, name, kind, text, _by_tenant(stats, shown, key))
             if adapters:
                 sample = "lora_requests_info", _adapter_labels(stats, adapters), time.time()
                 help = "The adapters that requests have, at this time."
@@ -139,12 +144,12 @@ class Metrics:
             yield f"{prefix}:{sample}{{{pairs}}} {value}"
 
 
-def _cached_blocks(stats: Mapping[str, Any]) -> list[tuple[str, Labels, float]]:
-    """The cached blocks of each tenant, of all pools."""
+def _by_tenant(stats: Mapping[str, Any], name: str, key: str) -> list[tuple[str, Labels, float]]:
+    """Blocks of each tenant, of all pools."""
     counts: Counter[str] = Counter()
     for each in stats["blocks"].values():
-        counts.update(each["cached_by_tenant"])
-    return [("prefix_cache_blocks", (("tenant", tenant),), count) for tenant, count in counts.items()]
+        counts.update(each[key])
+    return [(name, (("tenant", tenant),), count) for tenant, count in counts.items()]
 
 
 def _adapter_labels(stats: Mapping[str, Any], adapters: Mapping[str, Any]) -> Labels:

@@ -101,6 +101,8 @@ class Simulated:
     """How many times it is asked for an adapter before that is there."""
     checks: bool = True
     """Whether every step is followed by an audit of the books."""
+    tenants: tuple[str, ...] = ("",)
+    """Those of requests that come at random."""
     groups: list[SequenceGroup] = field(default_factory=list)
     """Those that are not finished, and some that are."""
     requests: dict[int, Request] = field(default_factory=dict)
