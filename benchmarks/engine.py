@@ -137,19 +137,20 @@ def serve(
     arrivals: Sequence[float] | None = None,
     **options: Any,
 ) -> Served:
-    """What an engine makes of a trace, after it has seen some of it and the same lengths of others."""
+    """What an engine makes of a trace, after it has seen some of it and the same lengths of others, which arrive
+    in the same way: only then have steps of the sizes that are timed been captured.
+    """
     peer = peers()[name](
         bench.model, at_once, **(bench.options.engine | options if name == "hf_paged" else options)
     )
+    others = trace(
+        bench.options.trace,
+        bench.options.warm_up or len(asks),
+        SHAPES[bench.options.shape]["vocab_size"],
+        seed=1,
+    )
     try:
-        peer.serve(
-            trace(
-                bench.options.trace,
-                bench.options.warm_up or len(asks),
-                SHAPES[bench.options.shape]["vocab_size"],
-                seed=1,
-            )
-        )
+        peer.serve(others, None if arrivals is None else arrivals[: len(others)])
         bench.wait()
         return peer.serve(asks, arrivals)
     finally:

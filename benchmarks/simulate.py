@@ -168,6 +168,8 @@ RUNS = [
     Measured("8B, 512 at 256, 2 cards", SEVERAL, "8B", 2, 512, 256, 18154),
     Measured("8 a second, 192", ENGINE, "8B", 1, 192, 256, 2076, (0.02, 0.32), (6.75, 13.20), rate=8),
     Measured("24 a second, 256", ENGINE, "8B", 1, 256, 256, 4639, (0.11, 0.46), (12.34, 39.75), rate=24),
+    Measured("8 a second, 512, warm", ENGINE, "8B", 1, 512, 256, 2277, (0.02, 0.09), (5.90, 6.64), rate=8),
+    Measured("24 a second, 1,024, warm", ENGINE, "8B", 1, 1024, 256, 6644, (0.02, 0.07), (7.51, 9.21), rate=24),
     Measured("1,024 tokens in common", ENGINE, "8B", 1, 64, 64, 3020, (0.46, 0.46), (6.87, 18.63), caching=True),
     Measured("the same, not cached", ENGINE, "8B", 1, 64, 64, 906, (1.15, 2.05), (32.58, 53.12), caching=False),
     Measured("512 at 256 on 3,091 blocks", ENGINE, "8B", 1, 512, 256, 8441, blocks=3091, preemptions=122),
