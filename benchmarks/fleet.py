@@ -13,13 +13,14 @@ import math
 import random
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from traces import TRACES
 
 from hf_paged.blocks import BlockPool, BlockTable, PrefixLookup, Prompt, adopt, append, commit, commit_tail
+from hf_paged.ray.routing import LoadBound, PrefixIndex, ranked
 from hf_paged.scheduling import KVCacheGroup, Limits, Request, Scheduler, SequenceGroup, Status, StepPlan
 
 BLOCK = 16
@@ -142,6 +143,10 @@ class Turn:
         if self.ids is not None:
             return [*self.ids, *map(self.token, range(len(self.ids), count))][:count]
         return range(self.token(0), self.token(count))
+
+    def block_names(self, count: int) -> list[bytes]:
+        """Names of the full blocks of the conversation's first tokens, equal where digests would be."""
+        return [self.token(place).to_bytes(8) for place in range(0, count - BLOCK + 1, BLOCK)]
 
 
 @dataclass(frozen=True)
@@ -386,9 +391,6 @@ class Tier:
 
 # ---- who goes where
 
-BOUND = 1.25
-"""A replica with more than so many times the mean load gets no turn for its prefix."""
-
 
 def least_loaded(loads: Sequence[int], start: int = 0) -> int:
     """A replica with the smallest load, the first from `start` on, so that ties spread."""
@@ -399,26 +401,25 @@ def least_loaded(loads: Sequence[int], start: int = 0) -> int:
         return loads.index(least)
 
 
-def by_prefix(matches: Mapping[int, int], loads: Sequence[int], start: int = 0) -> int:
-    """The replica with the longest matching prefix, unless its load exceeds 1.25 times the mean: then the least
-    loaded one. matches: tokens by replica.
-    """
-    if matches:
-        best = max(matches, key=lambda replica: (matches[replica], -loads[replica]))
-        if loads[best] * len(loads) <= BOUND * sum(loads):
-            return best
-    return least_loaded(loads, start)
-
-
 class Router:
-    """Sends turns to replicas. It counts what is outstanding, and remembers where conversations were computed;
-    what a replica has evicted since, it does not know.
+    """Sends turns to replicas, and counts what is outstanding. Routing by prefix is that of hf_paged.ray: its
+    index of the prompts that each replica was sent, its ranks, and of a rank the least loaded replica, as Ray
+    Serve takes it.
     """
 
     POLICIES = ("random", "round-robin", "least-loaded", "prefix")
 
-    def __init__(self, policy: str, count: int, replicas: Sequence[Replica] = (), seed: int = 0) -> None:
-        """replicas: those of the `count` that are simulated, the first ones."""
+    def __init__(
+        self,
+        policy: str,
+        count: int,
+        replicas: Sequence[Replica] = (),
+        seed: int = 0,
+        blocks: int | None = None,
+    ) -> None:
+        """replicas: those of the `count` that are simulated, the first ones. blocks: how many each replica reports
+        that it can hold.
+        """
         if policy not in self.POLICIES:
             raise ValueError(f"routing={policy!r} is not one of {self.POLICIES}")
         self.policy = policy
@@ -426,8 +427,9 @@ class Router:
         self.loads = [0] * count
         self._random = random.Random(seed)
         self._turn = 0
-        self._computed: dict[int, dict[int, int]] = {}
-        """For each conversation its tokens on each replica."""
+        self._bound = LoadBound()
+        self._index = PrefixIndex()
+        self._index.keep({str(place): blocks for place in range(count)})
 
     def send(self, turn: Turn) -> int:
         """Choose the replica of a turn; it is outstanding there until `done`."""
@@ -440,23 +442,26 @@ class Router:
         elif self.policy == "least-loaded":
             chosen = least_loaded(self.loads, self._random.randrange(count))
         else:
-            matches = self._computed.get(turn.conversation, {})
-            chosen = by_prefix(matches, self.loads, self._random.randrange(count))
+            chosen = self._by_prefix(turn)
         self.loads[chosen] += 1
         return chosen
 
-    def done(self, turn: Turn, replica: int) -> None:
+    def _by_prefix(self, turn: Turn) -> int:
+        names = turn.block_names(turn.prompt)
+        loads = {str(place): load for place, load in enumerate(self.loads)}
+        best = ranked(names, loads, self._index, self._bound, self._random)[0]
+        chosen = min(best, key=loads.__getitem__)
+        self._index.add(chosen, names)
+        return int(chosen)
+
+    def done(self, replica: int) -> None:
+        """A turn is over there."""
         self.loads[replica] -= 1
-        self.note(turn.conversation, replica, turn.prompt + turn.produced)
 
-    def note(self, conversation: int, replica: int, tokens: int) -> None:
-        """A replica has computed so much of a conversation."""
+    def note(self, turn: Turn, replica: int) -> None:
+        """A replica was sent the history of a turn before the clock started."""
         if self.policy == "prefix":
-            self._computed.setdefault(conversation, {})[replica] = tokens
-
-    def forget(self, conversation: int) -> None:
-        """A conversation is over."""
-        self._computed.pop(conversation, None)
+            self._index.add(str(replica), turn.block_names(turn.history))
 
 
 # ---- all of it
@@ -585,7 +590,9 @@ class Fleet:
         limits = Limits(setup.tokens, setup.sequences)
         options = (self.times, blocks, limits, setup.admission, setup.prefix_caching)
         replicas = [Replica(*options) for _ in range(setup.simulated or count)]
-        return Router(setup.routing, count, replicas, setup.seed)
+        # A card whose host holds blocks as well reports these to the router, too.
+        tier = int(setup.tier_size * 1e9 / self._token_bytes / BLOCK) if setup.tier == "host" else 0
+        return Router(setup.routing, count, replicas, setup.seed, blocks + tier)
 
     def run(self) -> Outcome:
         """Warm up, then count."""
@@ -666,7 +673,7 @@ class Fleet:
     def _end(self, router: Router, place: int) -> None:
         """A step is over."""
         for turn in router.replicas[place].end(self.clock.now):
-            router.done(turn, place)
+            router.done(place)
             self._store(router, place, turn.conversation, turn.prompt + turn.produced)
             if turn.produced < turn.new:
                 self._route(self.decode, turn)
@@ -679,16 +686,13 @@ class Fleet:
 
     def _echoed(self, turn: Turn, place: int) -> None:
         turn.produced = turn.new
-        self.decode.done(turn, place)
+        self.decode.done(place)
         self._store(self.decode, place, turn.conversation, turn.prompt + turn.new)
         self._answered(turn)
 
     def _answered(self, turn: Turn) -> None:
         """The user reads, thinks and goes on."""
         wait, following = self.users.next(turn)
-        if following.conversation != turn.conversation:
-            self.entry.forget(turn.conversation)
-            self.decode.forget(turn.conversation)
         self.clock.at(self.clock.now + wait, self._send, following)
 
     def _remember(self, turn: Turn) -> None:
@@ -696,7 +700,7 @@ class Fleet:
         if not turn.history:
             return
         place = self._chance.randrange(len(self.decode.loads))
-        self.decode.note(turn.conversation, place, turn.history)
+        self.decode.note(turn, place)
         self._store(self.decode, place, turn.conversation, turn.history)
         if place < len(self.decode.replicas):
             self.decode.replicas[place].place(turn, turn.history)

@@ -15,6 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_paged import Engine, trace
+from hf_paged.blocks import Prompt
+from hf_paged.ray import routing
 from hf_paged.scheduling import Limits, Scheduler
 
 ROOT = Path(__file__).parent.parent
@@ -213,21 +215,32 @@ def test_a_tier_drops_what_was_used_longest_ago() -> None:
 # ---- routing
 
 
-@pytest.mark.parametrize(
-    ("matches", "loads", "expected"),
-    [
-        ({}, [3, 1, 2], 1),
-        ({0: 64, 2: 32}, [2, 2, 2], 0),
-        ({0: 64, 2: 32}, [5, 2, 2], 1),  # 5 exceeds 1.25 times the mean of 3
-        ({0: 32, 1: 32}, [2, 1, 2], 1),
-        ({0: 64}, [0, 0, 0], 0),
-        ({0: 64}, [7], 0),
-    ],
-)
-def test_the_longest_prefix_within_the_bound(
-    matches: dict[int, int], loads: list[int], expected: int
-) -> None:
-    assert fleet.by_prefix(matches, loads) == expected
+def test_routing_by_prefix_is_that_of_the_ray_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decision is the least loaded replica of the first rank of `routing.ranked`, with digests as names."""
+    seen = []
+
+    def watched(names: Any, loads: Any, *others: Any) -> list[list[str]]:
+        ranks = routing.ranked(names, loads, *others)
+        seen.append((names, dict(loads), ranks))
+        return ranks
+
+    monkeypatch.setattr(fleet, "ranked", watched)
+    router = fleet.Router("prefix", 3, blocks=40)
+    index = routing.PrefixIndex()
+    index.keep(dict.fromkeys("012", 40))
+    for i in range(60):
+        turn = fleet.Turn(i % 7, 64 + 16 * (i // 7), 16, 16)
+        chosen = router.send(turn)
+        names, loads, ranks = seen[-1]
+        assert chosen == int(min(ranks[0], key=lambda each: loads[each]))
+        digests = Prompt(list(turn.tokens(turn.prompt)), fleet.BLOCK).digests
+        index.add(str(chosen), digests)
+        assert [index.match(each, digests) for each in "012"] == [
+            router._index.match(each, names) for each in "012"
+        ], "names are equal where digests are"
+        if i % 3:
+            router.done(chosen)
+    assert len(seen) == 60
 
 
 def test_ties_spread() -> None:
@@ -242,15 +255,13 @@ def test_a_router_counts_what_is_outstanding(policy: str) -> None:
     assert router.loads == [counts[replica] for replica in range(4)]
     if policy != "random":
         assert max(router.loads) <= 1.25 * 10 + 1
-    for turn, replica in out:
-        router.done(turn, replica)
+    for _, replica in out:
+        router.done(replica)
     assert router.loads == [0, 0, 0, 0]
     if policy == "prefix":
-        latest = {turn.conversation: replica for turn, replica in out}
         assert router.send(fleet.Turn(3, 80, 16, 16)) in {
             replica for turn, replica in out if turn.conversation == 3
         }
-        assert len(latest) == 5
 
 
 def test_unknown_names_are_refused() -> None:
