@@ -51,7 +51,7 @@ BUDGETS = {
     "hf_paged/engine/sampling": 1815,
     "hf_paged/generate": 2350,
     "hf_paged/kv": 4050,
-    "hf_paged/model": 4850,
+    "hf_paged/model": 4860,
     "hf_paged/model/adapters": 1420,
     "hf_paged/model/capture": 2305,
     "hf_paged/ray": 1250,

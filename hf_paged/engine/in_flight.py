@@ -219,7 +219,5 @@ class InFlightStep:
         favourites = job.params.favourites
         if favourites is None:
             return None
-        return {
-            sequence: chosen_note_of(self._logprobs[i], self._tokens[i], favourites)
-            for sequence, i in found.items()
-        }
+        rows = self._logprobs
+        return {each: chosen_note_of(rows[i], self._tokens[i], favourites) for each, i in found.items()}
