@@ -56,13 +56,12 @@ _version_of = attrgetter("_version")
 
 
 class StateKey:
-    """Facts about a model, equal to equal facts while every object among them, known by its id, is alive."""
+    """Facts about a model, the same as equal facts while every object among them, known by its id, is alive."""
 
-    __slots__ = ("_alive", "_facts", "_hash", "_kept")
+    __slots__ = ("_alive", "_facts", "_kept")
 
     def __init__(self, facts: Any, objects: Iterable[object]) -> None:
         self._facts = facts
-        self._hash = hash(facts)
         several = list(objects)
         self._alive = [weakref.ref(each) for each in several if type(each).__weakrefoffset__]
         self._kept = [each for each in several if not type(each).__weakrefoffset__]
@@ -74,13 +73,9 @@ class StateKey:
         gone = [known() is None for known in self._alive]
         return not any(gone)
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, StateKey) and self.fits(other._facts) and other.fits(self._facts)
+    def same(self, other: StateKey) -> bool:
+        """Whether both say the same of objects that are still there."""
+        return self is other or (self.fits(other._facts) and other.fits(self._facts))
 
 
 _graph_keys: weakref.WeakKeyDictionary[nn.Module, list[StateKey]] = weakref.WeakKeyDictionary()

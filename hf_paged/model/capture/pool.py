@@ -124,11 +124,11 @@ class CapturePool:
     # ---- which captured step holds a step
 
     def known(self, state: StateKey) -> StateKey:
-        """The same object for equal states; steps of states long ago are dropped."""
+        """One object for states that are the same; steps of states long ago are dropped."""
         if any(known is state for known in self._states):
             return state
         for known in self._states:
-            if known == state:
+            if known.same(state):
                 return known
         self._states.append(state)
         if len(self._states) > MOST_STATES:
@@ -316,10 +316,10 @@ class CapturePool:
         source.load(step)
         lengths = self._rehearse(key, source, step, fusion)
         compiled = self._compiled(source, step, fusion)
-        if source.snapshot().graph_key != snapshot.graph_key:
+        if not source.snapshot().graph_key.same(snapshot.graph_key):
             self.unsteady = True
             raise NotCapturable("the model's forward changes the model")
-        if snapshot.graph_key != key.state:
+        if not snapshot.graph_key.same(key.state):
             raise _OtherState
         source.load(step)
         reserved = _reserved(device)
