@@ -262,8 +262,8 @@ def test_an_interrupt_in_a_plain_forward_loses_nothing(
 
     cache, taken, original = hf_paged.PagedCache(llama, block_size=4), [], BlockPool.take
 
-    def take(self: Any, near: int = -1) -> int:
-        block = original(self, near)
+    def take(self: Any, *where: Any) -> int:
+        block = original(self, *where)
         taken.append(block)
         if len(taken) == 3:
             raise KeyboardInterrupt

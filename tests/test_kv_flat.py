@@ -149,8 +149,7 @@ def test_the_c_op_reads_a_flat_row_of_decodes(window: int | None) -> None:
 def test_the_kernel_reads_a_flat_row(window: int | None) -> None:
     """The same through the Triton kernel: on a GPU compiled, else in the interpreter."""
     torch.manual_seed(0)
-    ops = TritonOps()
-    ops.kernels = load()
+    ops = TritonOps(load())
     flat = Flat(4, window, ops, "cuda" if GPU else "cpu")
     for _ in range(3):
         flat.new_sequence()

@@ -37,10 +37,11 @@ class TritonOps(Ops):
     with torch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Any = None) -> None:
+        """kernels: another package than the installed one."""
         import hf_paged_kernels
 
-        self._kernels = hf_paged_kernels
+        self._kernels = kernels or hf_paged_kernels
 
     @property
     def kernels(self) -> Any:
