@@ -56,7 +56,7 @@ _version_of = attrgetter("_version")
 
 
 class StateKey:
-    """Facts about a model, the same as equal ones while every object among them, known by its id, is alive."""
+    """Facts about a model, the same as equal ones while each object among them, known by its id, is alive."""
 
     __slots__ = ("_alive", "_facts", "_kept")
 
