@@ -122,23 +122,23 @@ def test_the_key_of_tensors_holds_what_torch_knows() -> None:
     """A write, another address, another tensor, another shape; and no write through `.data`."""
     weight = torch.nn.Parameter(torch.randn(4, 4))
     key = tensors_key([weight])
-    assert tensors_key([weight]) == key
+    assert tensors_key([weight]).same(key)
     with torch.no_grad():
         weight += 0
-    assert tensors_key([weight]) != key
+    assert not tensors_key([weight]).same(key)
     key = tensors_key([weight])
     weight.data += 1
-    assert tensors_key([weight]) == key
+    assert tensors_key([weight]).same(key)
     weight.data = weight.data.t()
-    assert tensors_key([weight]) != key
+    assert not tensors_key([weight]).same(key)
     key = tensors_key([weight])
     weight.data = weight.data.clone()
-    assert tensors_key([weight]) != key
-    assert tensors_key([weight]) != tensors_key([torch.nn.Parameter(weight.data)])
-    assert tensors_key([weight]) != tensors_key([])
+    assert not tensors_key([weight]).same(key)
+    assert not tensors_key([weight]).same(tensors_key([torch.nn.Parameter(weight.data)]))
+    assert not tensors_key([weight]).same(tensors_key([]))
     with torch.inference_mode():
         inference = torch.ones(3)
-    assert tensors_key([inference]) == tensors_key([inference])
+    assert tensors_key([inference]).same(tensors_key([inference]))
 
 
 def test_subclasses_are_read_where_their_numbers_are() -> None:
@@ -167,9 +167,9 @@ def test_subclasses_are_read_where_their_numbers_are() -> None:
     packed.scale[2] = 3
     assert not contents.same(contents.look([packed]))
     key = tensors_key([packed])
-    assert tensors_key([packed]) == key
+    assert tensors_key([packed]).same(key)
     packed.scale = packed.scale.clone()
-    assert tensors_key([packed]) != key
+    assert not tensors_key([packed]).same(key)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_looking_keeps_no_tensor_alive(reader: str) -> None:
     del tensor
     assert gone() is None
     assert storage() is None
-    assert tensors_key([torch.randn(100, 100, device=DEVICE)]) != key
+    assert not tensors_key([torch.randn(100, 100, device=DEVICE)]).same(key)
 
 
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device: there the kernel is what reads by default")
