@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from functions import FUNCTIONS, OF_SIZES
 from kernel_cases import DEVICE, load
-from torch.nn import functional as F  # its usual name
 
 kernels = load()
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's way to infinity and NaN
 KINDS = ("sum", "mean", "softmax", "log_softmax", "logsumexp")
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "exp": torch.exp,
-    "log": torch.log,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "erf": torch.erf,
-    "softplus": F.softplus,
-    "pow": lambda x: x**1.7,
-    "expm1": torch.expm1,
-    "log1p": torch.log1p,
-}
-OF_SIZES = {"log", "log1p", "pow"}
-"""Functions that are given no negative numbers."""
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
+from functions import FUNCTIONS, OF_SIZES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F  # its usual name
 
 import hf_paged_native as native
 
@@ -16,24 +16,6 @@ pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "exp": torch.exp,
-    "log": lambda x: x.abs().log(),
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "erf": torch.erf,
-    "softplus": F.softplus,
-    "expm1": torch.expm1,
-    "log1p": lambda x: x.abs().log1p(),
-    "pow": lambda x: x.abs() ** 1.7,
-}
-OF_SIZES = {"log", "log1p", "pow"}
-"""Functions that are given no negative numbers."""
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -122,11 +122,12 @@ class batch_invariant(ContextDecorator):
 
 _of_thread = threading.local()
 """The modes of each thread, which know what they have looked up from step to step."""
+_has_cuda = cache(torch.cuda.is_available)  # it is asked in every step of an engine
 
 
 def _modes() -> tuple[_AttentionCalls, _Operations]:
     """The modes of this thread."""
-    if not torch.cuda.is_available():
+    if not _has_cuda():
         invariant_kernels("cpu")  # an error that comes now is a clear one
     known: tuple[_AttentionCalls, _Operations] | None = getattr(_of_thread, "modes", None)
     if known is None:
@@ -141,8 +142,7 @@ def _kernels_for(x: torch.Tensor) -> Any:
         raise NotInvariant(f"batch_invariant() knows float32 and half numbers, got {x.dtype}")
     if x.device.type not in ("cpu", "cuda"):
         raise NotInvariant(
-            f"batch_invariant() computes on CPUs and CUDA devices, got a tensor on {x.device}; leave it out "
-            "there"
+            f"batch_invariant() knows CPUs and CUDA devices, got a tensor on {x.device}; leave it out there"
         )
     return invariant_kernels(x.device.type)
 

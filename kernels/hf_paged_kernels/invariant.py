@@ -234,8 +234,9 @@ class _View(NamedTuple):
     queries: torch.Tensor | None = None
     """Which tokens of the batch ask; None: all of them, sequence by sequence."""
     key: Any = None
-    """Of the mask that it was read from, and that mask."""
+    """Where the mask lay that it was read from, and how often that was written to."""
     owner: weakref.ref[torch.Tensor] | None = None
+    """The tensor whose memory that was."""
 
 
 def _read(mask: torch.Tensor, batches: int, tokens: int, columns: int) -> _View:
