@@ -47,6 +47,7 @@ from hf_paged.serve.server import tuned
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 BLANK = "Ġ"
 """How byte-level tokenizers write a blank."""
+START_SECONDS = 120
 CLIENT = Path(__file__).with_name("serve_client.py")
 
 
@@ -145,13 +146,14 @@ class Bench:
             thread.join()
 
     def _await_server(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
         while True:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/ready"):
                     return
             except urllib.error.URLError as error:
-                if not isinstance(error, urllib.error.HTTPError) and self.http.ended:
-                    raise RuntimeError("the server did not start") from error
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the server was not ready within {START_SECONDS} s") from error
                 time.sleep(0.1)
 
     def measured(self, run: Callable[[], Run]) -> Run:

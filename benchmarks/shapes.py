@@ -41,6 +41,15 @@ SHAPES = {
         "vocab_size": 32000,
         "max_position_embeddings": 8192,
     },
+    "llama1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
     "llama13b": {
         "hidden_size": 5120,
         "intermediate_size": 13824,
