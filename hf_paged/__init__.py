@@ -15,15 +15,16 @@ from .engine import Engine, EngineConfig, Handle, Increment, Output, SequenceOut
 from .generate.cache import PagedCache
 from .generate.install import installed
 from .generate.stats import Stats, stats
-from .model.batch_invariant import NotInvariant, batch_invariant
+from .model.invariant.known import NotInvariant
+from .model.invariant.mode import batch_invariant
 from .model.registry import invalidate, release
 from .model.support import FallbackWarning
 
 __all__ = [
     "CacheConfig", "Engine", "EngineConfig", "FallbackWarning", "Handle", "Increment", "LogprobGap",
-    "Mismatch", "NotInvariant",
-    "OutOfBlocks", "Output", "PagedCache", "RowMismatch", "SequenceOutput", "Stats", "batch_invariant",
-    "check_mismatch", "install", "installed", "invalidate", "release", "stats", "trace", "uninstall",
+    "Mismatch", "NotInvariant", "OutOfBlocks", "Output", "PagedCache", "RowMismatch", "SequenceOutput",
+    "Stats", "batch_invariant", "check_mismatch", "install", "installed", "invalidate", "release", "stats",
+    "trace", "uninstall",
 ]  # fmt: skip
 __version__ = "0.2.0"
 

@@ -19,8 +19,7 @@ class CacheConfig:
 
     block_size: tokens in a block, a power of two from 1 to 256.
     num_blocks: blocks of every layer group, fixed. Without it the pool is sized by the call's need and grows.
-    memory_fraction: instead of num_blocks, the share of the device's free memory that the pools get, fixed as
-        well.
+    memory_fraction: instead of num_blocks, the share of the device's free memory that the pools get, fixed.
     kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is missing
         (both are an error where they cannot run); or "auto": Triton in captured steps where it can run, the
         C++ op where it is built, else torch.

@@ -58,6 +58,27 @@ def test_a_products_rows_do_not_know_each_other(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_layer_keeps_its_bits_when_its_shape_is_known(
+    kernels: Any, dtype: torch.dtype, biased: bool
+) -> None:
+    """C44: from the second call on torch may compute it unseen, for rows of a batch or of several, with gradients,
+    and with weights that lie otherwise.
+    """
+    weight = numbers(512, 1024, dtype=dtype).requires_grad_()
+    bias = numbers(512, dtype=dtype, seed=1) if biased else None
+    for shape in ((60, 1024), (4, 15, 1024), (1, 1024), (2, 3, 10, 1024)):
+        x = numbers(*shape, dtype=dtype, seed=2)
+        for w in (weight, weight.detach().t().contiguous().t()):
+            right = kernels.mm(x.view(-1, 1024), w.t(), bias).view(*shape[:-1], 512)
+            with batch_invariant():
+                for _ in range(3):
+                    if x.dim() < 4 or bias is None:
+                        assert torch.equal(F.linear(x, w, bias), right)
+                    assert torch.equal(F.linear(x[..., :1, :], w, bias), F.linear(x, w, bias)[..., :1, :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_experts_compute_what_layers_do(kernels: Any, dtype: torch.dtype) -> None:
     x, w = numbers(70, 96, dtype=dtype), numbers(5, 64, 96, dtype=dtype)
     ends = torch.tensor([3, 3, 40, 41, 66], dtype=torch.int32, device="cuda")

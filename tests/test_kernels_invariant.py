@@ -143,6 +143,10 @@ def test_torchs_product_only_where_it_has_the_same_bits(
     assert torch.equal(invariant.mm(x, w, bias), ours)
     assert calls[0] is not x
     assert calls[-1] is x
+    assert invariant.is_torchs_linear(x.view(4, 10, 64), w.t(), bias)
+    assert not invariant.is_torchs_linear(x[:39], w.t(), bias)
+    assert not invariant.is_torchs_linear(x, w.t(), None)
+    assert not invariant.is_torchs_linear(x, w.t().contiguous().t().contiguous().t(), bias)
     other = kernels.Invariant(kernels)
     monkeypatch.setitem(module, "_torchs", lambda *given: same(*given) + 1e-6)
     assert torch.equal(other.mm(x, w, bias), ours)

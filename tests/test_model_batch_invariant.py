@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import Context, copy_context
 from typing import Any
 
 import pytest
 import torch
+from families import BY_NAME, build
 from invariance import compiles, model_of
 from modes import MODES
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_paged
 from hf_paged import NotInvariant, batch_invariant
@@ -154,6 +158,71 @@ def test_the_mode_ends_with_its_block() -> None:
         thread.join()
         assert len(found) == 1
     assert torch.equal(F.linear(x, w), ordinary)
+
+
+@contextmanager
+def counting_seen_operations() -> Iterator[Counter[str]]:
+    """How often each operation comes to code of a mode in Python."""
+    seen: Counter[str] = Counter()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "__torch_dispatch__":
+            seen[frame.f_locals["func"]._overloadpacket.__name__] += 1
+
+    sys.setprofile(count)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+
+
+def test_the_mode_sees_only_what_it_computes() -> None:
+    """Of a layer's functions it hides those from itself that round once or move numbers: a call in Python takes
+    longer than they do.
+    """
+    model = build(BY_NAME["llama"])
+    ids = torch.arange(10, 22)[None]
+    with batch_invariant():
+        model(ids, use_cache=False)
+        with counting_seen_operations() as seen:
+            model(ids, use_cache=False)
+    layers = model.config.num_hidden_layers
+    assert seen["mm"] == 7 * layers + 1
+    assert seen["mean"] == 2 * layers + 1
+    for name in ("add", "mul", "cat", "neg", "transpose", "rsqrt", "_to_copy", "clone"):
+        assert seen[name] <= 2, name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_of_rows_that_lie_apart(bias: bool) -> None:
+    """C44: torch rounds before it adds the bias there, and after it where rows follow each other."""
+    x, w = numbers(4, 3, 300).bfloat16(), numbers(7, 300).bfloat16()
+    b = numbers(7).bfloat16() if bias else None
+    with batch_invariant():
+        whole = F.linear(x, w, b)
+        assert torch.equal(F.linear(x[:, -1:], w, b), whole[:, -1:])
+        assert torch.equal(F.linear(x.transpose(0, 1), w, bias=b).transpose(0, 1), whole)
+        assert torch.equal(F.linear(x[:, :, None].expand(-1, -1, 2, -1), w, b)[:, :, 0], whole)
+
+
+def test_a_mode_of_ones_own_sees_every_operation() -> None:
+    """Entered in the block or around it, and the bits are the same."""
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func._overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def work() -> torch.Tensor:
+        return (X.float() * 2 + 1).softmax(-1)
+
+    with batch_invariant():
+        right = work()
+    for outer in (False, True):
+        names: list[str] = []
+        with Names() if outer else nullcontext(), batch_invariant(), nullcontext() if outer else Names():
+            assert torch.equal(work(), right)
+        assert names[:2] == ["mul", "add"]
 
 
 def test_a_function_that_computes_so() -> None:

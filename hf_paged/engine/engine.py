@@ -22,7 +22,7 @@ from ..blocks import check_salt, extra_key
 from ..kv import fork_safe_lock, in_forked_process
 from ..model.adapters.loading import HostAdapter
 from ..model.adapters.lora import LowRank
-from ..model.batch_invariant import batch_invariant, require_invariant
+from ..model.invariant.mode import batch_invariant, require_invariant
 from ..model.offloaded import input_device
 from ..model.patches import note_restless
 from ..model.registry import base_model

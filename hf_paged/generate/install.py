@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..config import CacheConfig
 from ..model.attention import NAME, paged_attention, paged_mask
-from ..model.batch_invariant import require_whole_sequences
 from ..model.capture.replay import drop_captures
+from ..model.invariant.mode import require_whole_sequences
 from ..model.mla import restore_expansion
 from ..model.snapshot import Watch, runs_foreign_code
 from ..model.support import prepares_none, warn, why_dropped, why_not

@@ -8,6 +8,7 @@ depth is split.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,6 +62,13 @@ class Invariant:
                 return _torchs(x, w, bias)
             return product(x[None], w[None], bias)[0]
 
+    def is_torchs_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """Whether torch's linear of x [..., depth] by weight [columns, depth] is known to have our bits."""
+        depth = x.shape[-1]
+        if not x.is_contiguous() or not depth or weight.dtype != x.dtype:
+            return False
+        return self._shown.get(_key(x.numel() // depth, depth, x, weight, weight.stride()[::-1], bias), False)
+
     def bmm(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """x [batches, rows, depth] w [batches, depth, columns], one number after the other: zeros between
         them change no bit.
@@ -89,11 +97,7 @@ class Invariant:
 
     def _is_shown(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> bool:
         """Whether torch's product of these shapes has the bits of ours, as seen on random numbers."""
-        key = (
-            x.shape, x.stride(), w.shape, w.stride(), x.dtype, x.device, bias is None,
-            x.data_ptr() % 16, w.data_ptr() % 16, torch.backends.cuda.preferred_blas_library(),
-            torch.get_float32_matmul_precision(),
-        )  # fmt: skip
+        key = _key(len(x), x.stride(0), x, w, w.stride(), bias)
         known = self._shown.get(key)
         if known is None:
             if _capturing(x.device):
@@ -181,6 +185,24 @@ class Invariant:
             if not _capturing(device):
                 self._whole = {key: view}
         return view
+
+
+def _key(
+    rows: int,
+    stride: int,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    strides: Sequence[int],
+    bias: torch.Tensor | None,
+) -> Any:
+    """What decides how torch computes a product of `rows` rows of x, `stride` apart, by a weight with these
+    strides: w or its transpose.
+    """
+    return (
+        rows, stride, x.shape[-1], w.numel(), tuple(strides), x.dtype, x.device, bias is None,
+        x.data_ptr() % 16, w.data_ptr() % 16, torch.backends.cuda.preferred_blas_library(),
+        torch.get_float32_matmul_precision(),
+    )  # fmt: skip
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

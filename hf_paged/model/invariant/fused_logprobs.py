@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from ..kv.reference import invariant
+from ...kv.reference import invariant
 
 ROWS = 256
 """Tokens whose logits are held at once."""

@@ -1,259 +1,29 @@
-"""Batch-invariant arithmetic: a token's logits have the same bits whatever is computed beside it.
-
-Two modes of torch replace what sums or rounds in an order of the batch's: one the attention that models call,
-one the products, sums and functions below autograd. A training forward in the same modes gives the bits of a
-decoding step. An operation without a fixed order is refused by name.
-"""
+"""Below autograd: products, sums and functions in fixed orders."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from contextlib import ContextDecorator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..kv.ops import invariant_kernels
-from ..kv.reference import invariant
-from .fused_logprobs import answer_fused_logprobs
-from .switch import decoder_configs, original_implementation
-from .thread_state import mode_depths, pop_modes
+from ...kv.ops import invariant_kernels
+from ...kv.reference import invariant
+from .functions import FunctionCalls
+from .known import AFTER, EXACT, FUNCTIONS, MOVES, OPTIMIZERS, RANDOM, NotInvariant, kernels_for
 
 Operation = Callable[..., Any]
 
-EXACT = frozenset(
-    (
-        "abs", "add", "amax", "amin", "any", "all", "argmax", "argmin", "bitwise_and", "bitwise_not",
-        "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "eq", "floor",
-        "floor_divide", "frac", "ge", "gt", "hardtanh", "isfinite", "isin", "isinf", "isnan", "le",
-        "leaky_relu", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill",
-        "nan_to_num", "fmin", "fmax", "fmod", "copysign", "aminmax", "max", "maximum", "min", "minimum",
-        "mul", "ne", "neg", "reciprocal", "relu", "remainder", "round", "rsqrt", "sgn", "sign", "sqrt",
-        "square", "sub", "threshold", "tril", "triu", "trunc", "where",
-    )
-)  # fmt: skip
-"""Each number of the answer is rounded once, from numbers at its own place, or none is rounded at all."""
-MOVES = frozenset(
-    (
-        "_local_scalar_dense", "_reshape_alias", "_reshape_copy", "_to_copy", "_unsafe_view", "alias",
-        "arange", "as_strided", "cat", "clone", "constant_pad_nd", "copy", "detach", "diagonal",
-        "embedding", "empty", "empty_like", "empty_strided", "equal", "expand", "fill", "flip", "full",
-        "full_like", "gather", "index", "index_copy", "index_fill", "index_put",
-        "index_select", "lift", "lift_fresh", "lift_fresh_copy", "masked_scatter", "masked_select",
-        "movedim", "narrow", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
-        "nonzero", "ones", "ones_like", "permute", "pin_memory", "repeat", "repeat_interleave", "roll",
-        "scalar_tensor", "scatter", "select", "set", "slice", "slice_scatter", "sort", "split",
-        "split_with_sizes", "squeeze", "stack", "t", "tile", "topk", "transpose", "unbind", "unfold",
-        "unsqueeze", "view", "view_as_real", "view_as_complex", "complex", "real", "imag", "zero",
-        "zeros", "zeros_like", "resize", "is_same_size",
-    )
-)  # fmt: skip
-"""The numbers only change places."""
-RANDOM = frozenset(
-    (
-        "bernoulli", "exponential", "multinomial", "normal", "rand", "rand_like", "randint", "randn",
-        "randperm", "uniform",
-    )
-)  # fmt: skip
-"""Draws, which are not promised."""
-AFTER = frozenset(
-    (
-        "cumprod", "searchsorted", "bucketize", "bincount", "histc", "nll_loss_forward",
-        "nll_loss2d_forward",
-    )
-)  # fmt: skip
-"""What comes after the logits: sampling, losses; rows are summed one number after the other."""
 
-FUNCTIONS = ("exp", "expm1", "log", "log1p", "sin", "cos", "tanh", "erf", "sigmoid", "silu")
-"""Functions of one number."""
-OPTIMIZERS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
-"""How the names of operations begin that change weights."""
-
-
-class NotInvariant(NotImplementedError):
-    """What a model calls has no order that is known not to depend on the batch."""
-
-
-class batch_invariant(ContextDecorator):
-    """Compute so that a token's logits depend on its own sequence alone: not on the sequences beside it, on
-    padding, chunks, cached prefixes or preemption. A forward that trains gives the bits of one that samples.
-
-    with hf_paged.batch_invariant():
-        model.generate(**inputs, cache_implementation="paged")
-        loss(model(**inputs).logits).backward()
-    """
-
-    def _recreate_cm(self) -> batch_invariant:  # of a decorated function, for each of its calls
-        return batch_invariant()
-
-    def __enter__(self) -> None:
-        self._operations: _Operations | None = None
-        if invariant.get():
-            return
-        attention, self._operations = _modes()
-        functions, operations = mode_depths()
-        # Torch steps out of a mode to call it, and back in later if an interrupt came meanwhile.
-        while functions and torch._C._get_function_stack_at(functions - 1) is attention:
-            functions -= 1
-        self._before = functions, operations
-        attention.entered = self._operations.entered = True
-        # Torch has no types for these.
-        attention.__enter__()  # type: ignore[no-untyped-call]
-        self._operations.__enter__()  # type: ignore[no-untyped-call]
-        invariant.set(True)  # last: an interrupt leaves modes that do nothing
-
-    def __exit__(self, *_: object) -> None:
-        if self._operations is None:
-            return
-        invariant.set(False)
-        self._operations.entered = self._operations.attention.entered = False
-        try:
-            if mode_depths()[1] > self._before[1]:
-                self._operations.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        finally:
-            pop_modes(self._before)
-
-
-_of_thread = threading.local()
-"""The modes of each thread, which know what they have looked up from step to step."""
-_has_cuda = cache(torch.cuda.is_available)  # it is asked in every step of an engine
-
-
-def _modes() -> tuple[_AttentionCalls, _Operations]:
-    """The modes of this thread."""
-    if not _has_cuda():
-        invariant_kernels("cpu")  # an error that comes now is a clear one
-    known: tuple[_AttentionCalls, _Operations] | None = getattr(_of_thread, "modes", None)
-    if known is None:
-        attention = _AttentionCalls()
-        known = _of_thread.modes = (attention, _Operations(attention))
-    return known
-
-
-def _kernels_for(x: torch.Tensor) -> Any:
-    """What computes on tensors like x."""
-    if x.dtype == torch.float64 or x.is_complex():
-        raise NotInvariant(f"batch_invariant() knows float32 and half numbers, got {x.dtype}")
-    if x.device.type not in ("cpu", "cuda"):
-        raise NotInvariant(
-            f"batch_invariant() knows CPUs and CUDA devices, got a tensor on {x.device}; leave it out there"
-        )
-    return invariant_kernels(x.device.type)
-
-
-class _AttentionCalls(TorchFunctionMode):
-    """Computes what models ask of `scaled_dot_product_attention`, above autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered = False
-        """Whether the block is entered, for backward passes: threads of a device do them, which do not see
-        `invariant`.
-        """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer_fused_logprobs(NotInvariant)  # at every call: TRL may be imported in the block
-        if func is scaled_dot_product_attention and (
-            invariant.get() or (self.entered and torch._C._current_autograd_node() is not None)
-        ):
-            return self.attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        """`scaled_dot_product_attention`, each query's sums in the order of the tokens that it sees."""
-        kernels = _kernels_for(query)
-        if dropout_p:
-            raise NotInvariant(f"batch_invariant() with attention dropout of {dropout_p}; set it to zero")
-        if query.dim() != 4 or key.dim() != 4:
-            raise NotInvariant(
-                f"batch_invariant() knows attention of [batch, heads, tokens, dim], got {[*query.shape]}"
-            )
-        if torch.is_autocast_enabled(query.device.type):  # torch casts for its own below this
-            dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = (each.to(dtype) for each in (query, key, value))
-        key, value = (each.expand(len(query), -1, -1, -1) for each in (key, value))
-        given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-        learns = torch.is_grad_enabled() and any(each.requires_grad for each in given)
-        if not learns:
-            return _attended(kernels, query, key, value, attn_mask, is_causal, scale)
-        trained: torch.Tensor = _TrainedAttention.apply(  # type: ignore[no-untyped-call]  # torch's own
-            kernels, query, key, value, attn_mask, is_causal, scale
-        )
-        return trained
-
-
-def _attended(
-    kernels: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    try:
-        answer: torch.Tensor = kernels.attend(query, key, value, mask, causal=causal, scale=scale)
-    except NotImplementedError as error:
-        raise NotInvariant(f"batch_invariant() has no fixed order on {query.device} for {error}") from error
-    return answer
-
-
-class _TrainedAttention(torch.autograd.Function):
-    """Attention of fixed order forwards; its gradients are those of torch's own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value, mask)
-        ctx.options = {"is_causal": causal, "scale": scale}
-        return _attended(kernels, query, key, value, mask, causal, scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *saved, mask = ctx.saved_tensors
-        query, key, value = (each.detach().requires_grad_() for each in saved)
-        learned = ctx.needs_input_grad[4]
-        if learned:  # a bias of the model's
-            mask = mask.detach().requires_grad_()
-        options = ctx.options | {"attn_mask": mask, "enable_gqa": query.shape[1] != key.shape[1]}
-        with torch.enable_grad(), torch._C.DisableTorchFunction():
-            answer = scaled_dot_product_attention(query, key, value, **options)
-            inputs = (query, key, value, mask) if learned else (query, key, value)
-            gradients = torch.autograd.grad(answer, inputs, gradient)
-        return (None, *gradients[:3], gradients[3] if learned else None, None, None)
-
-
-class _Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):
     """Computes what sums or rounds in orders of its own; what does neither passes."""
 
-    def __init__(self, attention: _AttentionCalls) -> None:
+    def __init__(self, functions: FunctionCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.attention = attention
+        self.functions = functions
+        functions.hidden_from = self
         self.entered = False
         self._again = False
         self._known: dict[Any, Operation] = {}
@@ -280,7 +50,7 @@ class _Operations(TorchDispatchMode):
             again = self.entered and torch.is_grad_enabled()
             if again and not self._again:
                 # A checkpointed layer is computed again. Torch has left the other mode, until the node ends.
-                torch._C._push_on_torch_function_stack(self.attention)
+                torch._C._push_on_torch_function_stack(self.functions)
             self._again = again
             return func(*args, **kwargs)
         if not invariant.get():
@@ -345,7 +115,7 @@ class _Operations(TorchDispatchMode):
 
     def _mm(self, one: torch.Tensor, two: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Rows one [rows, depth] by a layer's weight two [depth, columns], plus bias [columns]."""
-        kernels = _kernels_for(one)
+        kernels = kernels_for(one)
         if not one.is_floating_point():
             return torch.mm(one, two)
         answer: torch.Tensor = kernels.mm(one, two, bias)
@@ -359,7 +129,7 @@ class _Operations(TorchDispatchMode):
 
     def _bmm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
         """Products of what tokens make of each other: a masked one adds zeros."""
-        kernels = _kernels_for(one)
+        kernels = kernels_for(one)
         if not one.is_floating_point():
             return torch.bmm(one, two)
         answer: torch.Tensor = kernels.bmm(one, two)
@@ -401,7 +171,7 @@ class _Operations(TorchDispatchMode):
             or out_dtype not in (None, one.dtype)
         ):
             raise NotInvariant("batch_invariant() knows grouped products of rows by experts only")
-        answer: torch.Tensor = _kernels_for(one).grouped(one, two, offs)
+        answer: torch.Tensor = kernels_for(one).grouped(one, two, offs)
         return answer
 
     # ---- sums
@@ -410,7 +180,7 @@ class _Operations(TorchDispatchMode):
         """Sums, means or logsumexps over `dims` of x, in float32."""
         count = x.dim()
         if count and dims in (-1, [-1]) and x.is_contiguous() and x.numel():
-            found: torch.Tensor = _kernels_for(x).rows(kind, x.float().view(-1, x.shape[-1]))
+            found: torch.Tensor = kernels_for(x).rows(kind, x.float().view(-1, x.shape[-1]))
             return found.view(*x.shape[:-1], 1) if keepdim else found.view(x.shape[:-1])
         over = sorted(
             {dim % max(count, 1) for dim in ([dims] if isinstance(dims, int) else dims or range(count))}
@@ -418,7 +188,7 @@ class _Operations(TorchDispatchMode):
         if not count:
             over = []
         kept = [dim for dim in range(count) if dim not in over]
-        kernels = _kernels_for(x)
+        kernels = kernels_for(x)
         if not x.numel():
             empty: torch.Tensor = getattr(torch, kind)(x.float(), over, keepdim)
             return empty
@@ -512,7 +282,7 @@ class _Operations(TorchDispatchMode):
         return self._normalized("log_softmax", x, dim, half_to_float)
 
     def _normalized(self, kind: str, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-        kernels = _kernels_for(x)
+        kernels = kernels_for(x)
         if not x.dim():
             return self._normalized(kind, x[None], 0, half_to_float)[0]
         moved = x.float().movedim(dim, -1)
@@ -543,7 +313,7 @@ class _Operations(TorchDispatchMode):
     # ---- functions of one number
 
     def _mapped(self, kind: str, x: torch.Tensor, parameter: float = 0.0) -> torch.Tensor:
-        kernels = _kernels_for(x)
+        kernels = kernels_for(x)
         floats = x if x.is_floating_point() else x.to(torch.get_default_dtype())
         answer: torch.Tensor = kernels.mapped(kind, floats, parameter)
         return answer.view(x.shape)
@@ -616,36 +386,6 @@ class _Operations(TorchDispatchMode):
         """Powers with several exponents (frequencies of rotary embeddings, slopes), rounded from double."""
         answer: torch.Tensor = torch.pow(base, exponent.double()).to(torch.result_type(base, exponent))
         return answer
-
-
-def require_invariant(model: Any) -> None:
-    """Raise NotInvariant unless a model is on a device that has fixed orders, with attention that has the
-    same bits on pages.
-    """
-    for parameter in model.parameters():
-        _kernels_for(parameter)
-    for config in decoder_configs(model) or [model.config]:
-        setting = original_implementation(config)
-        if setting not in ("sdpa", "eager"):
-            raise NotInvariant(
-                f"batch_invariant=True needs attention by 'sdpa' or 'eager', {type(model).__name__} has "
-                f"{setting!r}; call model.set_attn_implementation('sdpa'), or leave it out"
-            )
-
-
-def require_whole_sequences(model: Any) -> None:
-    """Raise NotInvariant if stock's cache would forget tokens whose number decides an order: on a CUDA
-    device a query's sums begin with the first token of its sequence.
-    """
-    if not invariant.get() or model.device.type != "cuda":
-        return
-    for config in decoder_configs(model) or [model.config]:
-        kinds = set(getattr(config, "layer_types", None) or ())
-        if not kinds <= {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
-            raise NotInvariant(
-                f"batch_invariant() on {model.device} needs a cache of whole sequences, and stock's keeps a "
-                f"window of them for {type(model).__name__}; give generate() cache_implementation='paged'"
-            )
 
 
 def _writing(func: Any, own: Operation) -> Operation:
