@@ -76,6 +76,8 @@ def test_a_layer_keeps_its_bits_when_its_shape_is_known(
                     if x.dim() < 4 or bias is None:
                         assert torch.equal(F.linear(x, w, bias), right)
                     assert torch.equal(F.linear(x[..., :1, :], w, bias), F.linear(x, w, bias)[..., :1, :])
+                    assert torch.equal(x[..., :1, :] @ w.t(), (x @ w.t())[..., :1, :])
+                    assert torch.equal(w @ x.mT[..., :1], (w @ x.mT)[..., :1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

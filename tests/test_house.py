@@ -54,7 +54,7 @@ BUDGETS = {
     "hf_paged/model": 4120,
     "hf_paged/model/adapters": 1420,
     "hf_paged/model/capture": 2305,
-    "hf_paged/model/invariant": 860,
+    "hf_paged/model/invariant": 870,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2440,
     "hf_paged/serve": 7980,

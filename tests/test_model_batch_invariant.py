@@ -205,6 +205,30 @@ def test_a_layer_of_rows_that_lie_apart(bias: bool) -> None:
         assert torch.equal(F.linear(x[:, :, None].expand(-1, -1, 2, -1), w, b)[:, :, 0], whole)
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_products_take_one_way(learns: bool) -> None:
+    """Torch has two for a matrix and a batch, by how rows lie and whether gradients are wanted; a CUDA device adds
+    up otherwise in each.
+    """
+    x, w = numbers(4, 3, 300), numbers(300, 7).requires_grad_(learns)
+    names: list[str] = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func._overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with batch_invariant(), Products():
+        for rows in (x, x[:, -1:], x.transpose(0, 1)):
+            names.clear()
+            assert torch.equal(rows @ w, torch.matmul(rows, w))
+            F.linear(rows, w.t())
+            assert (names.count("mm"), names.count("bmm")) == (3, 0)
+        names.clear()
+        assert torch.equal(w.t() @ x.mT, w.t().matmul(x.mT.contiguous()))
+        assert (names.count("mm"), names.count("bmm")) == (0, 2)
+
+
 def test_a_mode_of_ones_own_sees_every_operation() -> None:
     """Entered in the block or around it, and the bits are the same."""
 

@@ -18,6 +18,8 @@ from ..weights_digest import PLAIN_TENSORS
 from .fused_logprobs import answer_fused_logprobs
 from .known import EXACT, MOVES, SPELLINGS, NotInvariant, kernels_for
 
+MATMULS = (torch.matmul, torch.Tensor.matmul)
+
 
 class FunctionCalls(TorchFunctionMode):
     """Computes what models ask of `scaled_dot_product_attention`, and hides from the mode below autograd what
@@ -43,6 +45,8 @@ class FunctionCalls(TorchFunctionMode):
             return self.attend(*args, **kwargs)
         if func is linear:
             args, kwargs = _in_one_piece(*args, **kwargs), {}
+        elif func in MATMULS and not kwargs:
+            args = _in_one_way(*args)
         if func not in self._hides:
             self._hides[func] = _why_hidden(func)
         hides = self._hides[func]
@@ -116,8 +120,21 @@ def _is_rounded_once(*args: Any, **kwargs: Any) -> bool:
 
 
 def _in_one_piece(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
-    """Arguments of a linear layer. Torch rounds after it adds the bias only where rows follow each other."""
-    return input if bias is None or input.is_contiguous() else input.contiguous(), weight, bias
+    """Arguments of a linear layer. Torch has other ways for rows that lie apart: it rounds before it adds the
+    bias, or multiplies each sequence's rows by themselves.
+    """
+    return input.contiguous(), weight, bias
+
+
+def _in_one_way(one: Any, two: Any) -> tuple[Any, Any]:
+    """Arguments of matmul. Where one of them is a matrix, torch's way depends on how the other lies and on
+    gradients.
+    """
+    if two.dim() == 2 and one.dim() > 2:
+        return one.contiguous(), two
+    if one.dim() == 2 and two.dim() > 2:
+        return one.expand(*two.shape[:-2], -1, -1), two
+    return one, two
 
 
 def _is_torchs_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
