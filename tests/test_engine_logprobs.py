@@ -9,9 +9,12 @@ import pytest
 import torch
 from engine_answers import PROMPTS
 from engine_logprobs import one_forward
+from kernel_cases import load
 from transformers import GenerationConfig, LogitsProcessor
 
 from hf_paged.engine import Engine
+from hf_paged.engine.sampling.scores import chosen_numbers_of
+from hf_paged.engine.sampling.warp import draw
 
 NEW = 8
 WAYS: dict[str, dict[str, Any]] = {
@@ -101,3 +104,25 @@ def test_what_cuts_keep(model: Any) -> None:
 def test_beams_have_raw_logprobs_alone(engine: Engine) -> None:
     output = engine.submit(PROMPTS[1], num_beams=3, do_sample=False, max_new_tokens=4, logprobs=1).result()
     assert all(note.processed is None and note.kept is None for note in output.sequences[0].logprobs)
+
+
+@pytest.mark.parametrize("favourites", [0, 3])
+def test_kernels_find_what_torch_finds(monkeypatch: pytest.MonkeyPatch, favourites: int) -> None:
+    """C27, C35: draws and numbers of tokens are the same where Triton computes them on a CUDA device."""
+    chance = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(6, 5000, generator=chance)
+    cut = logits.masked_fill(torch.rand(6, 5000, generator=chance) < 0.7, -torch.inf)
+    keys = [list(range(6)), [0] * 6, list(range(9, 15))]
+
+    def found() -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = draw(cut, *keys)
+        return tokens, chosen_numbers_of(logits, tokens, favourites, cut, logits)
+
+    tokens, numbers = found()
+    package = load()
+    for module in ("warp", "scores"):
+        monkeypatch.setattr(f"hf_paged.engine.sampling.{module}.triton_package", lambda *_: package)
+    others, own = found()
+    assert others.tolist() == tokens.tolist()
+    assert own.shape == (6, 3 + 2 * favourites)
+    torch.testing.assert_close(own, numbers, rtol=1e-6, atol=2e-6)

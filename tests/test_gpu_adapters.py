@@ -149,12 +149,14 @@ def test_bf16_follows_peft_within_rounding() -> None:
     """Logits in half precision, by kernels and by peft, lie as close as rounding explains."""
     model = adapted(lora(r=16), lora(r=8)).to(torch.bfloat16).cuda()
     base = model.get_base_model()
-    from hf_paged.kv.ops import lora_kernels
+    from hf_paged.kv.ops import triton_package
     from hf_paged.model.adapters import AdapterBatch, AdapterTable, applied
     from hf_paged.model.snapshot import ModelSnapshot
 
     lora_layers = ModelSnapshot(base).lora
-    table = AdapterTable(2, torch.device("cuda"), lora_kernels("auto", torch.device("cuda"), torch.bfloat16))
+    table = AdapterTable(
+        2, torch.device("cuda"), triton_package("auto", torch.device("cuda"), torch.bfloat16)
+    )
     for slot, name in enumerate(("one", "two")):
         table.put(slot, lora_layers.read(name))
     given = torch.randint(3, 90, (3, 16), device="cuda")

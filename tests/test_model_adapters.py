@@ -358,7 +358,7 @@ def test_experts_that_compute_otherwise_after_the_prompt(monkeypatch: pytest.Mon
         model.set_experts_implementation("eager")
 
     monkeypatch.setattr(GenerationMixin, "_optimize_model_for_decode", switched)
-    monkeypatch.setattr("hf_paged.model.capture.replay.lora_kernels", lambda *_: kernels)
+    monkeypatch.setattr("hf_paged.model.capture.replay.triton_package", lambda *_: kernels)
     monkeypatch.setitem(RECORDERS, "cpu", record)
     policy(monkeypatch, least_steps=4)
     model = build(BY_NAME["mixtral"])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..blocks import extra_key
-from ..kv.ops import lora_kernels
+from ..kv.ops import triton_package
 from ..kv.upload import upload
 from ..kv.warmup import Warming
 from ..model.adapters import Adapter, AdapterBatch, AdapterTable, LoraLayers, applied, combine
@@ -65,7 +65,7 @@ class EngineAdapters:
         parameter = next(model.parameters())
         self.model = model
         self.device = device
-        self.table = AdapterTable(slots, device, lora_kernels(kernels, device, parameter.dtype))
+        self.table = AdapterTable(slots, device, triton_package(kernels, device, parameter.dtype))
         if self.table.kernels is not None:
             note_places(model)
         self.slots = AdapterSlots(slots, self._load, self._is_ready)

@@ -94,11 +94,13 @@ class InFlightStep:
         last.tokens[last.index_of(row_ids)] = tokens.to(last.tokens.device)
         wanted = [for_host]
         if columns.logprobs:
-            index = upload(columns.logprobs, tokens.device)
             most = max(columns.jobs[place].params.favourites or 0 for place in columns.logprobs)
-            scores = None if columns.scores is None else columns.scores[index]
-            uncut = None if columns.uncut is None else columns.uncut[index]
-            wanted.append(chosen_numbers_of(answer.logits[index], tokens[index], most, scores, uncut))
+            tensors = [answer.logits, tokens, columns.scores, columns.uncut]
+            if len(columns.logprobs) < len(self.sequences):
+                index = upload(columns.logprobs, tokens.device)
+                tensors = [None if each is None else each[index] for each in tensors]
+            logits, own, *others = tensors
+            wanted.append(chosen_numbers_of(logits, own, most, *others))
         self._download = Download(wanted)
 
     def _add_rows_behind(self) -> tuple[array[int], Answer]:

@@ -60,6 +60,7 @@ class _Expected(NamedTuple):
     attentions: list[Attention]
     """Of each kind of layer."""
     dtype: torch.dtype
+    vocabulary: int
 
 
 def _expected(eager: EagerModel, captures: bool) -> _Expected | None:
@@ -83,7 +84,7 @@ def _expected(eager: EagerModel, captures: bool) -> _Expected | None:
     attentions = [
         Attention(layout, query_heads, block_size, kind.window, softcap, turns) for kind in eager.pools.own
     ]
-    return _Expected(ops, fusion, attentions, layout.dtype)
+    return _Expected(ops, fusion, attentions, layout.dtype, config.vocab_size)
 
 
 def jobs(eager: EagerModel, captures: bool) -> Sequence[Job]:
@@ -95,7 +96,7 @@ def jobs(eager: EagerModel, captures: bool) -> Sequence[Job]:
     expected = _expected(eager, captures)
     if expected is None:
         return []
-    ops, fusion, attentions, dtype = expected
+    ops, fusion, attentions, dtype, _ = expected
     found: list[Job] = []
     for attention in attentions:
         found += attention.jobs(ops, ROWS, WIDTHS[0], captured=fusion is not None)
@@ -104,13 +105,13 @@ def jobs(eager: EagerModel, captures: bool) -> Sequence[Job]:
 
 
 def later_jobs(eager: EagerModel) -> Sequence[tuple[Hashable, Sequence[Job]]]:
-    """The same for captured steps of more rows, by the label of the sizes that need them: the largest first,
-    which can hold the others.
+    """The kernels of sampling, and those of captured steps of more rows, by the label of the sizes that need
+    them: the largest first, which can hold the others.
     """
     expected = _expected(eager, True)
     if expected is None:
         return []
-    ops, fusion, attentions, dtype = expected
+    ops, fusion, attentions, dtype, vocabulary = expected
     if fusion is None:
         return []
     limits = eager.pools.config.limits()
@@ -119,8 +120,12 @@ def later_jobs(eager: EagerModel) -> Sequence[tuple[Hashable, Sequence[Job]]]:
     chunks: list[Job] = [
         job for each in attentions for job in each.spans(ops, bucket_of(tokens), most, WIDTHS[0])
     ]
+    scores = torch.empty(ROWS, vocabulary, dtype=torch.float32, device="meta")
+    chances = torch.empty(ROWS, dtype=torch.float64, device="meta")
+    sampling = [partial(ops.kernels.draw, scores, chances), partial(ops.kernels.logsumexp, scores)]
     found: list[tuple[Hashable, Sequence[Job]]] = [
-        ("spans", [*chunks, *fusion.calls(bucket_of(tokens), dtype)])
+        ("sampling", sampling),
+        ("spans", [*chunks, *fusion.calls(bucket_of(tokens), dtype)]),
     ]
     known: dict[Attention, set[Any]] = {each: set() for each in attentions}
     for power in range((most - 1).bit_length(), 0, -1):

@@ -500,8 +500,8 @@ def digester(device: torch.device) -> Callable[[torch.Tensor, list[tuple[int, in
     return digest
 
 
-def lora_kernels(wanted: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """The package of kernels that add adapters' products, None where plain torch does."""
+def triton_package(wanted: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """The package of kernels, None where plain torch computes instead."""
     if invariant.get() or wanted not in ("auto", "triton") or _why_not_here(device, dtype) is not None:
         return None
     import hf_paged_kernels

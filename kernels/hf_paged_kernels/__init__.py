@@ -18,6 +18,7 @@ from .prefill import Spans, prefill
 from .product import product
 from .rotary import rotary, rotary_write
 from .rows import mapped, rows
+from .sampling import draw, logsumexp
 from .swiglu import swiglu
 from .write import write
 
@@ -34,10 +35,12 @@ __all__ = [
     "copy",
     "decode",
     "digest",
+    "draw",
     "find_driver",
     "fits",
     "gather",
     "know_triton",
+    "logsumexp",
     "lora_expand",
     "lora_shrink",
     "mapped",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ...blocks import Prompt, PromptScores
+from ...kv.ops import on, triton_package
 from ...kv.upload import upload
 from ..forward_batch import Scored
 from ..outputs.output import TokenLogprob
@@ -16,16 +17,45 @@ SLICE = 256
 """Tokens whose logits are in fp32 at once: of 2,048 tokens and a vocabulary of 128k they would take a GiB."""
 
 
-def numbers_of(logprobs: torch.Tensor, tokens: torch.Tensor, favourites: int) -> torch.Tensor:
-    """The logprobs of tokens [rows] and of the top tokens, from logprobs [rows, vocabulary]: [rows, 1 + 2 *
-    favourites] in fp64.
+def numbers_of(logits: torch.Tensor, tokens: torch.Tensor, favourites: int) -> torch.Tensor:
+    """The logprobs of tokens [rows] and of the top tokens, from logits [rows, vocabulary] in fp32: [rows, 1 +
+    2 * favourites] in fp64.
 
     The token's own, then the top logprobs, the best first, then their ids.
     """
-    best = logprobs.topk(favourites)
-    return torch.cat(
-        [logprobs.gather(1, tokens[:, None]).double(), best.values.double(), best.indices.double()], 1
-    )
+    whole = _logsumexp(logits)
+    if whole is None:
+        logits = logits.log_softmax(-1)
+    own = logits.gather(1, tokens[:, None])
+    places = tokens[:, None][:, :0]
+    if favourites:
+        best, places = logits.topk(favourites)
+        own = torch.cat([own, best], 1)
+    if whole is not None:
+        own = own - whole[0] - whole[1]
+    return torch.cat([own.double(), places.double()], 1)
+
+
+def _logsumexp(scores: torch.Tensor) -> torch.Tensor | None:
+    """The logsumexp of rows of scores [rows, vocabulary] in two parts, [2, rows, 1], if there is a kernel for
+    it.
+    """
+    kernels = triton_package("auto", scores.device, scores.dtype)
+    if kernels is None:
+        return None
+    with on(scores.device):
+        found: torch.Tensor = kernels.logsumexp(scores)
+    return found[:, :, None]
+
+
+def _kept(scores: torch.Tensor, uncut: torch.Tensor) -> torch.Tensor:
+    """The share [rows, 1] of the probability of `uncut` that the scores kept."""
+    parts = [_logsumexp(each) for each in (scores, uncut)]
+    logs = [
+        each.logsumexp(-1, True) if found is None else found.sum(0)
+        for each, found in zip((scores, uncut), parts, strict=True)
+    ]
+    return (logs[0] - logs[1]).exp().clamp(max=1).double()
 
 
 def note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:
@@ -48,13 +78,13 @@ def chosen_numbers_of(
     logprobs under the `scores` [rows, vocabulary] that they were chosen from, None if those are the logits;
     and the share of the probability of `uncut`, None if nothing was cut, that the scores kept.
     """
-    numbers = numbers_of(logits.log_softmax(-1), tokens, favourites)
+    numbers = numbers_of(logits, tokens, favourites)
     chosen = numbers[:, :1]
     if scores is not None:
-        chosen = scores.log_softmax(-1).gather(1, tokens[:, None]).double()
+        chosen = numbers_of(scores, tokens, 0)
     kept = torch.ones_like(chosen)
     if scores is not None and uncut is not None:
-        kept = (scores.logsumexp(-1, True) - uncut.logsumexp(-1, True)).exp().clamp(max=1).double()
+        kept = _kept(scores, uncut)
     return torch.cat([numbers, chosen, kept], 1)
 
 
@@ -71,7 +101,7 @@ def scores_of(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> t
     """
     ids = upload(list(tokens), logits.device)
     found = [
-        numbers_of(part.to(torch.float32).log_softmax(-1), own, favourites)
+        numbers_of(part.to(torch.float32), own, favourites)
         for part, own in zip(logits.split(SLICE), ids.split(SLICE), strict=True)
     ]
     return torch.cat(found)

@@ -14,6 +14,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from ...kv.ops import on, triton_package
 from ...kv.upload import upload
 from ...scheduling import UNKNOWN
 from ..numbers import uniform
@@ -90,6 +91,8 @@ def best_now(scores: torch.Tensor) -> torch.Tensor:
 
 def scaled(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
     """The scores [rows, vocabulary] under each row's temperature."""
+    if all(each.temperature == 1 for each in warps):
+        return scores
     return scores / upload([each.temperature for each in warps], scores.device, torch.float32)[:, None]
 
 
@@ -127,9 +130,14 @@ def draw(
     The draw depends on the seed of the row's request, the number of its sample and the position of the token,
     and on nothing else (C35).
     """
-    keys = upload([seeds, indices, positions], scores.device)
+    chance = uniform(*upload([seeds, indices, positions], scores.device))
+    kernels = triton_package("auto", scores.device, scores.dtype)
+    if kernels is not None:
+        with on(scores.device):
+            tokens: torch.Tensor = kernels.draw(scores, chance)
+        return tokens
     chances = scores.softmax(-1).double().cumsum(-1)
-    at = uniform(*keys)[:, None] * chances[:, -1:]
+    at = chance[:, None] * chances[:, -1:]
     return torch.searchsorted(chances, at, right=True).squeeze(1)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...kv import LayerGroup, Memory
-from ...kv.ops import lora_kernels
+from ...kv.ops import triton_package
 from ..adapters.rows import RowAdapters
 from ..registry import memory_of
 from ..snapshot import ModelSnapshot, StateKey, Watch, watching
@@ -81,7 +81,7 @@ class GenerateSteps:
         if device is None or not all(part.complete for part in step.parts):
             return None
         watch = watching.get()
-        kernels = lora_kernels(step.parts[0].config.kernels, device, model.dtype) if snapshot.lora else None
+        kernels = triton_package(step.parts[0].config.kernels, device, model.dtype) if snapshot.lora else None
         adapters = self.adapters.of_step(
             snapshot, step.rows, kernels, device, foreign=watch is None or watch.foreign
         )
@@ -93,7 +93,7 @@ class GenerateSteps:
         """Around a forward outside of captured steps: rows get their adapters from kernels, if there are any.
         The answer is whether they do.
         """
-        kernels = lora_kernels(cache.config.kernels, device, model.dtype)
+        kernels = triton_package(cache.config.kernels, device, model.dtype)
         if kernels is None:
             return nullcontext(False)
         watch = watching.get()
