@@ -4,6 +4,7 @@ tokens (C23, C30, C31, C34).
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from families import BY_NAME, build
 
 import hf_paged
 from hf_paged.blocks import OutOfBlocks
-from hf_paged.engine import Engine, EngineConfig, preemption
+from hf_paged.engine import Engine, EngineConfig, loop
 from hf_paged.kv import HostBlocks, host
 from hf_paged.scheduling import ScheduledBatch, ScheduledRow, SequenceGroup, StepPlan, Swaps
 
@@ -387,10 +388,10 @@ def test_auto_measures_steps_and_swaps() -> None:
     assert stats["exposed"] > 0
 
 
-def test_steps_are_measured_where_the_host_has_waited(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step from which nobody gets a token says nothing by itself: its time is found in the next one. Idle
-    time is nobody's.
-    """
+def test_a_step_without_tokens_is_measured_with_the_next_one(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host does not wait for it: its time is found in the next one. Steps that swap are not measured."""
     with Engine(model, num_blocks=30) as engine:
         engine.generate([PROMPTS[0]], max_new_tokens=2)
         sequence = engine.submit(PROMPTS[1], **GREEDY)
@@ -408,18 +409,40 @@ def test_steps_are_measured_where_the_host_has_waited(model: Any, monkeypatch: p
         monkeypatch.setattr(
             engine.preemption.costs, "step", lambda tokens, seconds: seen.append((tokens, seconds))
         )
-        clock = iter([1e6, 1e6 + 1, 1e6 + 3, 1e6 + 7, 1e6 + 100, 1e6 + 101, 1e6 + 102, 1e6 + 118])
-        monkeypatch.setattr(preemption.time, "perf_counter", lambda: next(clock))
-        measure(last, 1e6 - 5)
-        for plan in (chunk, chunk, last):  # launched before the one before it was heard of
-            measure(plan, 1e6 - 1)
-        measure(last, 1e6 + 92)
-        measure(chunk, 1e6 + 100)
-        measure(swapped, 1e6 + 100)
-        measure(last, 1e6 + 100)
+        measure(last, 5.0)
+        measure(chunk, 1.0)
+        measure(chunk, 2.0)
+        measure(last, 4.0)
+        measure(last, 8.0)
+        measure(chunk, 1.0)
+        measure(swapped, 1.0)
+        measure(last, 16.0)
         engine.stats()
         monkeypatch.undo()
     assert seen == [(7, 5.0), (27, 7.0), (7, 8.0), (7, 16.0)]
+
+
+@pytest.mark.parametrize(("ahead", "own"), [(False, 1), (True, 2)])
+def test_a_step_is_measured_from_the_tokens_of_the_one_before(
+    model: Any, monkeypatch: pytest.MonkeyPatch, ahead: bool, own: int
+) -> None:
+    """The clock is read when a step is launched and when one arrives: ahead, the step before arrives between
+    the two. Only steps that may take blocks are measured.
+    """
+    clock = itertools.count()
+    measured: list[tuple[bool, float]] = []
+    with Engine(model, num_blocks=30, block_size=8, run_ahead=ahead) as engine:
+        engine.submit(PROMPTS[1], max_new_tokens=30, do_sample=False)
+        for _ in range(3):
+            engine.step()
+        monkeypatch.setattr(
+            engine.preemption, "measure", lambda plan, seconds: measured.append((plan.takes_blocks, seconds))
+        )
+        monkeypatch.setattr(loop.time, "perf_counter", lambda: float(next(clock)))
+        for _ in range(16):
+            engine.step()
+        monkeypatch.undo()
+    assert measured == [(True, own)] * 2
 
 
 @pytest.mark.parametrize(

@@ -717,10 +717,18 @@ class Engine:
                 self._aside += self._end(cancelled)
             if self._adapters.leaving:
                 self._remove_idle_adapters()
-            if self._jobs:
-                self._aside += self._step()
-            else:
+            if not self._jobs:
                 self._loop.in_flight = None  # it has only tokens too many
+            else:
+                with self.pools.memory.lock:  # no other forward is in progress then
+                    scheduler = self.scheduler
+                    admits = bool(scheduler.waiting or scheduler.preempted) and scheduler.may_admit
+                    fresh = self._adapters.fresh and bool(self._adapters.layers)
+                    other = not scheduler.running or self._training != self.model.training
+                    if admits or fresh or other or not self.checks.skip(self._model_check.memory):
+                        self._look()
+                    with self._arithmetic():
+                        self._aside += self._changing(self._loop.step)
             if self._adapters.leaving:
                 self._remove_idle_adapters()
         finally:
@@ -743,20 +751,6 @@ class Engine:
         raise RuntimeError(
             "a step is running already: a processor, criterion or signal handler must not drive the engine"
         )
-
-    def _step(self) -> list[Output]:
-        """A step of the running requests and of those that are admitted, on a model that is what it was."""
-        if self.model.training and not (self._training and self.scheduler.running):
-            self._require_no_dropout()
-        self._training = self.model.training
-        scheduler = self.scheduler
-        with self.pools.memory.lock:  # no other forward is in progress then
-            admits = bool(scheduler.waiting or scheduler.preempted) and scheduler.may_admit
-            fresh = self._adapters.fresh and bool(self._adapters.layers)
-            if admits or fresh or not scheduler.running or not self.checks.skip(self._model_check.memory):
-                self._look()
-            with self._arithmetic():
-                return self._changing(self._loop.step)
 
     def _changing(self, act: Callable[[], T]) -> T:
         """The answer of `act`, which changes the books. Whatever breaks it off, they are whole before
@@ -971,8 +965,13 @@ class Engine:
         self._asleep = None
 
     def _look(self) -> None:
-        """Check that cached blocks match the current weights: fully when idle, else cheaply."""
+        """Check that cached blocks match the current weights: fully when idle, else cheaply. In training mode
+        also that no dropout is active.
+        """
         running = len(self.scheduler.running)
+        if self.model.training and not (self._training and running):
+            self._require_no_dropout()
+        self._training = self.model.training
         if not running:
             self._adapters.refresh()
             self._changing(self._look_anew)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..kv.upload import Download, upload
+import torch
+
+from ..kv.upload import upload
 from ..scheduling import (
     UNKNOWN,
     ScheduledBatch,
@@ -17,7 +19,7 @@ from ..scheduling import (
     StepPlan,
     TokenSequence,
 )
-from .forward_batch import Answer, LastTokens
+from .forward_batch import Answer, LastTokens, download
 from .job import Job
 from .sampling.input_batch import InputBatch
 from .sampling.penalties import PenaltyState
@@ -56,11 +58,11 @@ class InFlightStep:
     """The logits behind the rows that are sampled from."""
     failed: Mapping[SequenceGroup, Exception]
     begin: float
-    """When the host began to launch it."""
+    """When the host began to launch it, or had the tokens of the step before it: its own time begins then."""
     _sampling: SamplingState
     _input_batch: InputBatch | None = None
-    _download: Download | None = None
-    _scores: Download | None = None
+    _download: Callable[[], Sequence[torch.Tensor]] | None = None
+    _scores: Callable[[], Sequence[torch.Tensor]] | None = None
     _tokens: list[int] = field(default_factory=list)
     _logprobs: dict[int, list[float]] = field(default_factory=dict)
     """What is told of chosen tokens, by place."""
@@ -77,7 +79,7 @@ class InFlightStep:
         """Launch the choice of the next tokens, and bring what was scored of prompts to the host."""
         batch = self.batch
         if self.answer.scores:
-            self._scores = Download(list(self.answer.scores.values()))
+            self._scores = download(list(self.answer.scores.values()))
         answer = self.answer
         self.sequences = batch.sequences[: batch.decodes]
         row_ids = batch.row_ids[: batch.decodes]
@@ -101,7 +103,7 @@ class InFlightStep:
                 tensors = [None if each is None else each[index] for each in tensors]
             logits, own, *others = tensors
             wanted.append(chosen_numbers_of(logits, own, most, *others))
-        self._download = Download(wanted)
+        self._download = download(wanted)
 
     def _add_rows_behind(self) -> tuple[array[int], Answer]:
         """Add the sequences of the rows behind the decode batch, and hand over those that need the host: the
@@ -140,7 +142,7 @@ class InFlightStep:
         columns = self._input_batch
         if self._download is None or columns is None:
             return False
-        tokens, *logprobs = self._download.wait()
+        tokens, *logprobs = self._download()
         self._tokens = tokens.tolist()
         for numbers in logprobs:
             self._logprobs = dict(zip(columns.logprobs, numbers.tolist(), strict=True))
@@ -184,7 +186,7 @@ class InFlightStep:
         """
         if self._scores is None:
             return
-        found = dict(zip(self.answer.scores, self._scores.wait(), strict=True))
+        found = dict(zip(self.answer.scores, self._scores(), strict=True))
         for sequence, start, count, _ in self.batch.rows_behind:
             job = self._sampling.jobs.get(sequence.group) if sequence in found else None
             if job is not None and job.prompt_scores is not None:

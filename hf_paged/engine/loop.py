@@ -200,7 +200,11 @@ class StepLoop:
             jobs = tokens.jobs
             trouble |= {job: _mixed(job, changed) for job in jobs if changed.intersection(job.adapter)}
         if step is not None:
-            self.preemption.measure(step.plan, step.begin)
+            arrived = time.perf_counter()
+            if step.plan.takes_blocks:  # groups are preempted for want of blocks
+                self.preemption.measure(step.plan, arrived - step.begin)
+            if self.in_flight is not None:
+                self.in_flight.begin = arrived
         for group, error in (failed or {}).items():
             if group in self.jobs:
                 trouble[self.jobs[group]] = error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from ..scheduling import StepPlan, Victim
@@ -31,7 +30,6 @@ class Preemption:
         self._carried = {True: 0, False: 0}
         self._tokens = 0
         self._seconds = 0.0
-        self._before = 0.0
 
     def decide(self, victim: Victim) -> bool:
         """Whether this group is swapped; if so the host has room for it."""
@@ -43,17 +41,13 @@ class Preemption:
                 return False
         return self.pools.reserve(victim.blocks)
 
-    def measure(self, plan: StepPlan, begin: float) -> None:
-        """The tokens of a plan, whose launch began at `begin`, have just reached the host.
+    def measure(self, plan: StepPlan, seconds: float) -> None:
+        """The tokens of a plan have reached the host after so many seconds of its own.
 
-        Time before `begin`, or before the previous plan's tokens arrived, was not this plan's. A plan without
-        sampled tokens returns nothing to wait for: its time is counted in the next one.
+        A plan without sampled tokens returns nothing to wait for: its time is counted in the next one.
         """
         if not self._measured:
             return
-        now = time.perf_counter()
-        seconds = now - max(begin, self._before)
-        self._before = now
         if plan.swaps.out or plan.swaps.back:
             self._tokens = 0
             self._seconds = 0.0

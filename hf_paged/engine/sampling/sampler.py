@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kv.upload import Download, upload
+from ...kv.upload import upload
 from ...scheduling import UNKNOWN, Scheduler, SequenceGroup
+from ..forward_batch import download
 from ..job import Job
 from ..outputs.output import TokenLogprob
 from ..requests.callables import require_known
@@ -82,7 +83,7 @@ class HostSampler:
         if self._own:
             rows = [row for request in self._own for row in request.rows]
             tensors.append(logits[upload(rows, logits.device)].amax(1).isnan())
-        self._download = Download(
+        self._download = download(
             [*tensors, *[tensor for _, scorer in self._scorers for tensor in scorer.tensors]]
         )
 
@@ -93,7 +94,7 @@ class HostSampler:
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
         """Wait for what was launched, and give every job its tokens: the jobs that failed, and why."""
         guided = self._guide()
-        arrived = iter(self._download.wait())
+        arrived = iter(self._download())
         self._take_guided(scheduler, guided)
         broken = _dealt(self._own, next(arrived).tolist() if self._own else [])
         self._reject(job for job, found in broken.items() if any(found) and not job.params.mends)
@@ -121,7 +122,7 @@ class HostSampler:
 
     # ---- grammars
 
-    def _guide(self) -> Download | None:
+    def _guide(self) -> Callable[[], Sequence[torch.Tensor]] | None:
         """Launch the choice of the tokens that follow grammars."""
         logits = self._logits
         followed: list[SamplingRows] = []
@@ -150,12 +151,12 @@ class HostSampler:
         if columns.logprobs:
             chosen_from = _dealt(followed, list(columns.scores if columns.scores is not None else scores))
             self._guided_scores = {job: torch.stack(each) for job, each in chosen_from.items()}
-        return Download([tokens[1]])
+        return download([tokens[1]])
 
-    def _take_guided(self, scheduler: Scheduler, chosen: Download | None) -> None:
+    def _take_guided(self, scheduler: Scheduler, chosen: Callable[[], Sequence[torch.Tensor]] | None) -> None:
         if chosen is None:
             return
-        tokens = _dealt(self._guided, chosen.wait()[0].tolist())
+        tokens = _dealt(self._guided, chosen()[0].tolist())
         self._reject(job for job, own in tokens.items() if UNKNOWN in own or job.trouble_with_scores)
         self._each(
             self._guided,
