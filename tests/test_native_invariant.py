@@ -19,10 +19,10 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> native.Invariant:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> native.InvariantFunctions:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("native")))
-        return native.Invariant(native.load(native.build()))
+        return native.InvariantFunctions(native.load(native.build()))
 
 
 @pytest.fixture
@@ -47,7 +47,13 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
 )  # fmt: skip
 @settings(deadline=None, max_examples=40)
 def test_a_row_of_a_product(
-    kernels: native.Invariant, rows: int, columns: int, depth: int, dtype: torch.dtype, lanes: bool, add: bool
+    kernels: native.InvariantFunctions,
+    rows: int,
+    columns: int,
+    depth: int,
+    dtype: torch.dtype,
+    lanes: bool,
+    add: bool,
 ) -> None:
     """A row alone has the bits that it has among others, and the product is right."""
     x = numbers(2, rows, depth, dtype=dtype)
@@ -64,7 +70,7 @@ def test_a_row_of_a_product(
         assert torch.equal(kernels.product(x[:, row : row + 1], w, bias, lanes=lanes)[:, 0], found[:, row])
 
 
-def test_zeros_change_no_bit_of_a_product(kernels: native.Invariant) -> None:
+def test_zeros_change_no_bit_of_a_product(kernels: native.InvariantFunctions) -> None:
     """Masked tokens, whose weights are zero, may stand anywhere among the others."""
     x = numbers(1, 5, 20)
     w = numbers(1, 20, 30, seed=1)
@@ -74,14 +80,14 @@ def test_zeros_change_no_bit_of_a_product(kernels: native.Invariant) -> None:
     assert torch.equal(kernels.product(more, beside, lanes=False), found)
 
 
-def test_strided_products(kernels: native.Invariant) -> None:
+def test_strided_products(kernels: native.InvariantFunctions) -> None:
     x = numbers(3, 40, 9).permute(2, 0, 1)
     w = numbers(40, 9, 6, seed=1).permute(1, 0, 2)
     for lanes in (True, False):
         assert torch.allclose(kernels.product(x, w, lanes=lanes), x @ w, atol=1e-5)
 
 
-def test_products_of_other_shapes_are_refused(kernels: native.Invariant) -> None:
+def test_products_of_other_shapes_are_refused(kernels: native.InvariantFunctions) -> None:
     with pytest.raises(ValueError, match=r"expected \[2, 5, columns\], got \[2, 4, 3\]"):
         kernels.product(numbers(2, 3, 5), numbers(2, 4, 3), lanes=True)
 
@@ -92,7 +98,7 @@ def test_products_of_other_shapes_are_refused(kernels: native.Invariant) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_attention_of_a_query(
-    kernels: native.Invariant, threads: None, dtype: torch.dtype, softcap: float | None
+    kernels: native.InvariantFunctions, threads: None, dtype: torch.dtype, softcap: float | None
 ) -> None:
     """A query alone over what it sees has the bits that it has in a causal prompt; grouped heads, sinks, and
     values of another width.
@@ -118,7 +124,7 @@ def test_attention_of_a_query(
 
 
 @pytest.mark.parametrize("added", [False, True])
-def test_masked_tokens_take_no_part(kernels: native.Invariant, added: bool) -> None:
+def test_masked_tokens_take_no_part(kernels: native.InvariantFunctions, added: bool) -> None:
     """Padding changes no bit, wherever it stands and whatever it holds; a query that sees nothing gives 0."""
     query = numbers(1, 4, 5, 16)
     keys = numbers(1, 2, 11, 16, seed=1)
@@ -141,7 +147,7 @@ def test_masked_tokens_take_no_part(kernels: native.Invariant, added: bool) -> N
 
 
 @pytest.mark.parametrize("kind", ["sum", "softmax", "log_softmax", "logsumexp"])
-def test_a_row_of_a_sum(kernels: native.Invariant, threads: None, kind: str) -> None:
+def test_a_row_of_a_sum(kernels: native.InvariantFunctions, threads: None, kind: str) -> None:
     x = 3 * numbers(37, 1001)
     found = kernels.rows(kind, x)
     right = getattr(torch, kind)(x.double(), -1)
@@ -149,7 +155,7 @@ def test_a_row_of_a_sum(kernels: native.Invariant, threads: None, kind: str) -> 
     assert torch.equal(kernels.rows(kind, x[5:6])[0], found[5])
 
 
-def test_softmax_with_masked_tokens_before(kernels: native.Invariant) -> None:
+def test_softmax_with_masked_tokens_before(kernels: native.InvariantFunctions) -> None:
     x = numbers(3, 21)
     masked = torch.cat([torch.full((3, 4), -torch.inf), x], 1)
     assert torch.equal(kernels.rows("softmax", masked)[:, 4:], kernels.rows("softmax", x))
@@ -157,14 +163,14 @@ def test_softmax_with_masked_tokens_before(kernels: native.Invariant) -> None:
     assert nothing.item() == -torch.inf
 
 
-def test_log_softmax_is_the_number_less_the_logsumexp(kernels: native.Invariant) -> None:
+def test_log_softmax_is_the_number_less_the_logsumexp(kernels: native.InvariantFunctions) -> None:
     """Trainers compute log-probabilities in both ways, and both have the same bits."""
     x = numbers(64, 1000)
     assert torch.equal(kernels.rows("log_softmax", x), x - kernels.rows("logsumexp", x)[:, None])
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_functions_of_one_number(kernels: native.Invariant, threads: None, kind: str) -> None:
+def test_functions_of_one_number(kernels: native.InvariantFunctions, threads: None, kind: str) -> None:
     """Right to some units of the last place, also where numbers are huge, and the same at every place."""
     x = torch.cat([4 * numbers(2000), torch.tensor([0.0, 1e-30, 87.5, 500.0, -500.0])])
     x = x.abs() if kind in OF_SIZES else x
@@ -176,7 +182,7 @@ def test_functions_of_one_number(kernels: native.Invariant, threads: None, kind:
     assert kernels.mapped(kind, torch.tensor([torch.nan]), 1.7).isnan()
 
 
-def test_nothing_to_compute(kernels: native.Invariant) -> None:
+def test_nothing_to_compute(kernels: native.InvariantFunctions) -> None:
     assert kernels.product(numbers(1, 0, 4), numbers(1, 4, 3), lanes=True).shape == (1, 0, 3)
     assert kernels.attend(numbers(1, 2, 0, 8), numbers(1, 2, 5, 8), numbers(1, 2, 5, 8)).shape == (1, 2, 0, 8)
     assert kernels.rows("sum", numbers(0, 4)).shape == (0,)

@@ -482,7 +482,7 @@ def invariant_kernels(device: str) -> Any:
         library = hf_paged_native.load(hf_paged_native.build())
     except hf_paged_native.Unavailable as error:
         raise NoKernels(f"batch_invariant() needs the C++ ops: {error}") from error
-    return hf_paged_native.Invariant(library)
+    return hf_paged_native.InvariantFunctions(library)
 
 
 @cache

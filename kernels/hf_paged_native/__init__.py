@@ -9,13 +9,13 @@ loads nothing.
 """
 
 from .building import Unavailable, build, compiler, find
-from .invariant import Invariant
+from .invariant import InvariantFunctions
 from .plan import DTYPES, Attend, Library, Write, load
 
 __all__ = [
     "DTYPES",
     "Attend",
-    "Invariant",
+    "InvariantFunctions",
     "Library",
     "Unavailable",
     "Write",

@@ -56,8 +56,8 @@ def _dense(data: torch.Tensor) -> torch.Tensor:
     return data if data.stride(-1) == 1 or data.shape[-1] == 1 else data.contiguous()
 
 
-class Invariant:
-    """The functions over a loaded library."""
+class InvariantFunctions:
+    """The functions of a loaded library whose sums have one order."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
