@@ -15,8 +15,10 @@ from hops import FrozenGraphs, begin_steady_decode, recorded_hops
 from hf_paged.engine import Engine
 from hf_paged.model.capture.rehearsal import RECORDERS
 
-HOPS, FILES = 25, 12
-"""Before rows and batch were one structure: 105 functions in 27 files, then 39 in 19."""
+HOPS, FILES = 24, 12
+"""One function more on a CUDA device, where the host waits for a copy. Before rows and batch were one structure:
+105 functions in 27 files, then 39 in 19.
+"""
 
 
 def test_a_decode_step_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ from .outputs.queue import Wake
 from .parallel import Follower, Leader, Ranks, ranks_of, tried_alike
 from .pools import Pools
 from .preemption import Preemption
-from .recorder import Recorder, Reporter, Sink
+from .recorder import Recorder
 from .requests.keywords import GenerateKeywords, RequestKeywords, spell_out
 from .requests.options import Options
 from .requests.params import RequestParams, check_model, check_transformers, read
@@ -1132,9 +1132,9 @@ class Engine:
         kinds of layers. The thread that drives the engine calls `report`, so it must neither wait nor raise.
         """
         self._require_open()
-        return self._record(Reporter(report), every)
+        return self._record(report, every)
 
-    def _record(self, sink: Sink, every: float | None) -> Recorder:
+    def _record(self, sink: Writer | Callable[[Step], None], every: float | None) -> Recorder:
         made = Recorder(sink, self.scheduler, self._header, self.lock.lock, every)
         self._loop.recorders = [*(each for each in self._loop.recorders if not each.closed), made]
         return made

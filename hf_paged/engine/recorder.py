@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import repeat
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..blocks import BlockPool, Copy
 from ..blocks.pool import CACHED, NameLog
 from ..scheduling import ScheduledBatch, ScheduledRow, Scheduler, SequenceGroup, Status, StepPlan
-from ..trace import Arrival, Blocks, Change, Ended, Name, Row, Step, Trace
+from ..trace import Arrival, Blocks, Change, Ended, Name, Row, Step, Trace, Writer
 from .outputs.output import FinishReason
 
 logger = logging.getLogger("hf_paged")
@@ -134,34 +134,6 @@ class _RecordedPool:
         return Blocks(self.pool.held, self.shared, self.pool.cached, self.pool.free, swapped)
 
 
-class Sink(Protocol):
-    """Where records go."""
-
-    def write(self, step: Step) -> None:
-        """Take a record."""
-
-    def close(self) -> None:
-        """There are no more."""
-
-    def abandon(self) -> None:
-        """A record could not be taken, and there are no more."""
-
-
-class Reporter:
-    """A sink that calls a function with every record."""
-
-    def __init__(self, write: Callable[[Step], None]) -> None:
-        self.write = write
-
-    def __repr__(self) -> str:
-        return "live"
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    abandon = close
-
-
 class Recorder:
     """A trace that is being written, or reported while it happens: a context manager, or `close()` it.
 
@@ -172,13 +144,15 @@ class Recorder:
 
     def __init__(
         self,
-        sink: Sink,
+        sink: Writer | Callable[[Step], None],
         scheduler: Scheduler,
         header: Trace,
         lock: AbstractContextManager[Any],
         every: float | None = None,
     ) -> None:
-        """every: the least seconds between two records of a live one; None writes down every step."""
+        """sink: writes the records, or is called with each of a live one. every: the least seconds between
+        two records of a live one; None writes down every step.
+        """
         self.header = header
         self.closed = False
         self.live = every is not None
@@ -188,7 +162,8 @@ class Recorder:
         self._due = 0.0
         self._scheduler = scheduler
         self._lock = lock
-        self._writer = sink
+        self._sink = sink
+        self._writer = sink if isinstance(sink, Writer) else None
         self._count = 0
         self._begin = time.monotonic()
         self._kv_groups = [_RecordedPool(kv_group.pool, kv_group.host) for kv_group in scheduler.kv_groups]
@@ -212,7 +187,7 @@ class Recorder:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._count - (self._step is not None)} records"
-        return f"Recorder({self._writer!r}, {state})"
+        return f"Recorder({self._writer or 'live'}, {state})"
 
     def __enter__(self) -> Recorder:
         return self
@@ -255,7 +230,7 @@ class Recorder:
             self.closed = True
             for kv_group in self._kv_groups:
                 kv_group.close()
-            if self._error is None:
+            if self._error is None and self._writer is not None:
                 try:
                     self._writer.close()
                 except OSError as error:
@@ -317,14 +292,16 @@ class Recorder:
         self._step = None
         self._ended = []
         try:
-            self._writer.write(step)
+            write = self._sink.write if isinstance(self._sink, Writer) else self._sink
+            write(step)
         except Exception as error:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        logger.warning("the trace %r cannot be written any more: %s", self._writer, error)
+        logger.warning("the trace %s cannot be written any more: %s", self._writer or "live", error)
         self._error = error
-        self._writer.abandon()
+        if self._writer is not None:
+            self._writer.abandon()
 
     # ---- what changed
 
