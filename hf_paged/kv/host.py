@@ -206,13 +206,13 @@ class _HostBuffer:
             for data, target in zip(_by_block(store), (keys, values), strict=True):
                 target.copy_(data.index_select(1, blocks).transpose(0, 1))
             buffer.filled.note()
-            watch.exposed.end()
+            watch.ended.note()
             with self._aside():
                 buffer.filled.wait()
-                watch.copied.begin()
+                watch.copying.note()
                 for begin, end, slab in self._runs([copy.target for copy in part]):
                     slab.copy_(buffer.data[begin:end], non_blocking=True)
-                watch.copied.end()
+                watch.copied.note()
                 buffer.emptied.note()
             self._measured.append(watch)
 
@@ -225,10 +225,10 @@ class _HostBuffer:
             buffer = self._next()
             with self._aside():
                 buffer.emptied.wait()
-                watch.copied.begin()
+                watch.copying.note()
                 for begin, end, slab in self._runs([copy.source for copy in part]):
                     buffer.data[begin:end].copy_(slab, non_blocking=True)
-                watch.copied.end()
+                watch.copied.note()
                 buffer.filled.note()
             buffer.filled.wait()
             keys, values = self._split(buffer.data[: len(part)], store)
@@ -236,7 +236,7 @@ class _HostBuffer:
             for data, source in zip(_by_block(store), (keys, values), strict=True):
                 data.index_copy_(1, blocks, source.transpose(0, 1))
             buffer.emptied.note()
-            watch.exposed.end()
+            watch.ended.note()
             self._measured.append(watch)
 
     def trips(self) -> list[Transfer]:
@@ -318,45 +318,26 @@ class _Event:
         return float(other._event.elapsed_time(self._event)) / 1e3
 
 
-class _Interval:
-    """A stretch of one stream's time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.first = _Event(device, timed=True)
-        self.last = _Event(device, timed=True)
-
-    def begin(self) -> None:
-        self.first.note()
-
-    def end(self) -> None:
-        self.last.note()
-
-    @property
-    def seconds(self) -> float:
-        return self.last.since(self.first)
-
-
 class _Measured:
-    """A journey while it is measured: from now on the steps are held up by it."""
+    """A journey while it is measured: the steps are held up by it until it `ended`, and its blocks are copied
+    from `copying` to `copied`.
+    """
 
     def __init__(self, way: _HostBuffer, out: bool, blocks: int) -> None:
         self.is_out = out
         self.bytes = blocks * way.elements * way.dtype.itemsize
-        self.exposed = _Interval(way.device)
-        self.copied = _Interval(way.device)
-        self.exposed.begin()
+        self.begun, self.ended, self.copying, self.copied = (_Event(way.device, timed=True) for _ in range(4))
+        self.begun.note()
 
     @property
     def over(self) -> bool:
-        return self.exposed.last.over and self.copied.last.over
+        return self.ended.over and self.copied.over
 
     def trip(self) -> Transfer:
-        # On a CPU the copies run between the steps: all of their time is exposed.
-        first = self.exposed.first
-        exposed = max(
-            self.exposed.seconds, self.copied.last.since(first) if first.device.type == "cpu" else 0.0
-        )
-        return Transfer(self.is_out, self.bytes, exposed, self.copied.seconds)
+        exposed = self.ended.since(self.begun)
+        if self.begun.device.type == "cpu":  # the copies run between the steps: all of their time is exposed
+            exposed = max(exposed, self.copied.since(self.begun))
+        return Transfer(self.is_out, self.bytes, exposed, self.copied.since(self.copying))
 
 
 def _by_block(store: Store) -> list[torch.Tensor]:
