@@ -27,7 +27,6 @@ from .audit import check_groups, check_kv_groups
 from .decode_batch import DecodeBatch
 from .draft import Draft, Steps, fit, samples, share
 from .forecast import ADMISSIONS, FuturePeak
-from .in_flight_prefixes import InFlightPrefixes
 from .limits import KVCacheGroup, Limits
 from .plan import ScheduledRow, StepPlan, Swaps
 from .policy import POLICIES
@@ -104,7 +103,10 @@ class Scheduler:
         """Rows that no sequence owns, a heap: the lowest is given first."""
         self.adapters = adapters
         """Where the adapters of requests are."""
-        self._promised = InFlightPrefixes()
+        self._promised: Counter[bytes] = Counter()
+        """Digests of the blocks that running groups are about to compute: twins wait for them instead of
+        computing them too.
+        """
         self.prompt_scores = PromptScores(self.kv_groups[0].pool)
         """What is known about the tokens of cached blocks."""
         self.swapping = Swapping(self.kv_groups, swap, verify)
@@ -147,7 +149,7 @@ class Scheduler:
             group.sequences.remove(sequence)
 
     def _leave(self, group: SequenceGroup) -> None:
-        self._promised.uncache(group)
+        self._end_promise(group)
         self.admission.leave(group)
         {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}[
             group.status
@@ -164,7 +166,7 @@ class Scheduler:
         where possible (C29 to C31); `swap` False means recomputed.
         """
         self._leave_batch(group)
-        self._promised.uncache(group)
+        self._end_promise(group)
         self.admission.leave(group)
         group.awaits_tokens = any(sequence.computed >= len(sequence.tokens) for sequence in group.sequences)
         blocks = self.swapping.park(group) if swap else None
@@ -343,7 +345,15 @@ class Scheduler:
             group = sequence.group
             end = start + count
             if group.promised and end >= group.common and sequence.computed >= end and group not in without:
-                self._promised.uncache(group)
+                self._end_promise(group)
+
+    def _end_promise(self, group: SequenceGroup) -> None:
+        """The group has computed its shared prefix, or will not do so: no other waits for it any more."""
+        for name in group.promised:
+            self._promised[name] -= 1
+            if not self._promised[name]:
+                del self._promised[name]
+        group.promised = []
 
     def extend(self, sequences: Iterable[TokenSequence], tokens: Iterable[int]) -> None:
         """The host has the next tokens of sequences, which run or were preempted since the tokens' step."""
@@ -563,7 +573,8 @@ class Scheduler:
         else:
             computed = self._adopt(draft, group, found)
         if self._shares(group) and computed is not None:
-            self._promised.make(group, group.names()[computed:])
+            group.promised = group.names()[computed:]
+            self._promised.update(group.promised)
         for sequence in group.sequences:
             sequence.row = heappop(self._free_rows)
         group.status = Status.RUNNING
