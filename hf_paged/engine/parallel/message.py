@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
-from ...blocks import BlockPool, BlockTable, BlockTableArray, Copy
+from ...blocks import BlockTable, BlockTableArray, Copy
 from ...scheduling import ScheduledBatch, StepPlan, Swaps, TokenSequence
 from ..forward_batch import PLAIN, ForwardBatch, LastTokens, RowInputs, Scored
 from ..pools import Pools
@@ -215,45 +215,28 @@ class StepDecoder:
             begin = end
         return inputs
 
-    def table(self, number: int, row: _RankRow) -> BlockTable:
-        """What a row's table of a group is in this step, as far as its tokens read it."""
+    def tables(self, row: _RankRow) -> tuple[BlockTable, ...]:
+        """What a row's tables are in this step, as far as its tokens read them."""
+        return tuple([self._table(number, row) for number in range(len(self._tables))])
+
+    def _table(self, number: int, row: _RankRow) -> BlockTable:
         pool = list(self._pools.own.values())[number].pool
         window = self._windows[number]
         released = 0 if window is None else max(0, row.start - window + 1) // pool.block_size
         blocks = self._tables[number].read(row.row, released, pool.blocks_for(row.end) - released)
-        return _Table(pool, blocks.tolist(), row.end, released)
-
-
-class _Table(BlockTable):
-    """A table of rank 0's, read only: the pool of this rank has no books of it."""
-
-    __slots__ = ()
-
-    def __init__(self, pool: BlockPool, blocks: list[int], length: int, released: int) -> None:
-        self.pool = pool
-        self.blocks = blocks
-        self.length = length
-        self.released = released
-
-
-class _Tables(Sequence[BlockTable]):
-    """The tables of a row, made when they are read: a captured step reads the arrays instead."""
-
-    def __init__(self, row: _RankRow, decoder: StepDecoder) -> None:
-        self._row = row
-        self._decoder = decoder
-
-    def __len__(self) -> int:
-        return len(self._decoder._tables)
-
-    def __getitem__(self, number: Any) -> Any:
-        return self._decoder.table(number, self._row)
+        # Read only: the pool of this rank has no books of it.
+        table = BlockTable.__new__(BlockTable)
+        table.pool = pool
+        table.blocks = blocks.tolist()
+        table.length = row.end
+        table.released = released
+        return table
 
 
 class _RankRow(TokenSequence):
     """A sequence of rank 0's, as far as a forward reads it."""
 
-    __slots__ = ("end", "start")
+    __slots__ = ("_decoder", "end", "start")
 
     def __init__(self, row: int, decoder: StepDecoder) -> None:
         self.row = row
@@ -261,7 +244,12 @@ class _RankRow(TokenSequence):
         self.end = 0
         self.tokens = []
         self.computed = 0
-        self.tables = cast(Any, _Tables(self, decoder))
+        self._decoder = decoder
+
+    @property
+    def tables(self) -> tuple[BlockTable, ...]:  # type: ignore[override]  # nothing gives it others
+        """Its tables, made when they are read: a captured step reads the arrays instead."""
+        return self._decoder.tables(self)
 
 
 def _same(one: object, other: object) -> bool:
