@@ -16,7 +16,6 @@ from ..kv.ops import triton_package
 from ..kv.upload import upload
 from ..kv.warmup import Warming
 from ..model.adapters import Adapter, AdapterBatch, AdapterTable, LoraLayers, applied, combine
-from ..model.adapters.identity import AdapterSnapshot
 from ..model.adapters.joint import note_places
 from ..model.adapters.loading import HostAdapter, load_adapter
 from ..model.adapters.lora import LowRank
@@ -312,7 +311,7 @@ class EngineAdapters:
             return "", self._own[name].key
         if again or name not in self._known:
             adapter = self.in_model.read(name)
-            number = identity_of(self.model).of_adapter(name).prefix_key(AdapterSnapshot(adapter))
+            number = identity_of(self.model).of_adapter(name).prefix_key(adapter)
             ids = frozenset(map(id, adapter.tensors))
             self._known[name] = _Known(number, StateKey(tags_of(adapter), adapter.tensors), ids)
             self._stepped.discard(name)

@@ -23,8 +23,13 @@ STATES = 16
 class Snapshot(Protocol):
     """A model, or an adapter of one, as it was at a moment."""
 
-    facts: Any
-    objects: dict[int, object]
+    @property
+    def facts(self) -> Any:
+        """What is compared of it beside weights."""
+
+    @property
+    def objects(self) -> dict[int, object]:
+        """The objects among the facts, by id."""
 
     def weights(self) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
         """The tensors that it computes with, and facts about files."""

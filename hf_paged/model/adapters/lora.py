@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,22 @@ class Adapter:
     def tensors(self) -> list[torch.Tensor]:
         """All its weights."""
         return [tensor for each in self.layers.values() for tensor in (each.a, each.b)]
+
+    @property
+    def facts(self) -> Any:
+        """What changes with its settings; with `objects` and `weights` it is to an `Identity` what a
+        `ModelSnapshot` is.
+        """
+        return tuple([(id(module), part.scale, part.a.shape) for module, part in self.layers.items()])
+
+    @property
+    def objects(self) -> dict[int, object]:
+        """The layers that it adds to, by id."""
+        return {id(module): module for module in self.layers}
+
+    def weights(self) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+        """Its tensors; none is in a file."""
+        return self.tensors, ()
 
     @property
     def rank(self) -> int:
