@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_paged import PagedCache
 from hf_paged.generate.forward import wrap
-from hf_paged.model.outputs import Layouts, Unlike, asked_fields, layout_of, repeat_fields
+from hf_paged.model.outputs import Unlike, asked_fields, known_layout, layout_of, repeat_fields
 
 ALL = {
     "return_dict_in_generate": True,
@@ -142,10 +142,8 @@ def test_rows_in_another_order_are_not_repeated() -> None:
     few, many = torch.arange(6.0), torch.arange(6.0).repeat(2)
     with pytest.raises(Unlike):
         layout_of(few, many, 3, TWICE)
-    layouts = Layouts()
-    layouts.learn("key", few, many, 3, TWICE)
-    assert "key" in layouts
-    assert not layouts.can_repeat("key")
+    assert known_layout(few, many, 3, TWICE) is None
+    assert known_layout(few, few.unflatten(0, (3, 2))[TWICE].flatten(), 3, TWICE) == 0
 
 
 def test_a_field_that_was_never_there_is_an_error() -> None:

@@ -257,30 +257,6 @@ def repeat_rows(value: Any, rows: int, index: torch.Tensor, layout: Any = ROWS_F
 # ---- what rows of equal inputs may differ in
 
 
-class Draws:
-    """Whether a forward draws random numbers, as codecs of recordings do: then rows of equal inputs are not
-    equal rows.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before = self._states()
-
-    def _states(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
-
-    def drawn(self) -> bool:
-        """Whether torch's generators have moved since."""
-        return not all(map(torch.equal, self._before, self._states()))
-
-    def take_back(self) -> None:
-        """Put the generators back to where they were."""
-        torch.set_rng_state(self._before[0])
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(self._before[1], self._device)
-
-
 @contextmanager
 def adapters_of_rows(model: nn.Module, count: int, rows: Sequence[int]) -> Iterator[None]:
     """Let peft's mixed batches of `count` rows see the adapter names of some rows only."""

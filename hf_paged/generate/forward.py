@@ -19,12 +19,12 @@ from ..model.capture.rehearsal import can_record
 from ..model.capture.replay import captures_of
 from ..model.dispatch import below_autograd
 from ..model.offloaded import input_device
-from ..model.outputs import asked_fields, layouts_of
+from ..model.outputs import asked_fields, known_layout, layouts_of
 from ..model.patches import mark_wrapper
+from ..model.random_states import has_drawn, random_states, take_back_draws
 from ..model.routers import routers_of
 from .cache import Mark, PagedCache, paged_parts
 from .dedupe import (
-    Draws,
     PromptRows,
     adapters_of_rows,
     read_prompt,
@@ -152,31 +152,34 @@ def _unique(
     kept = select_rows(arguments, first)
     asked = asked_fields(model, arguments)
     layouts = layouts_of(model)
-    draws = Draws(next(model.parameters()).device)
+    # Codecs of recordings draw random numbers: then rows of equal inputs are not equal rows.
+    device = next(model.parameters()).device
+    states = random_states(device)
     few = None
-    if layouts.can_repeat(asked):
+    if layouts.get(asked) is not None:
         before = [part.mark() for part in parts]
         for part in parts:
             part.sequences.expect_rows(len(index))
         with adapters_of_rows(model, len(index), first):
             answer = _paged(model, original, kept, parts, masks_known, prompt.padding_of(first))
-        if not draws.drawn():
+        if not has_drawn(states, device):
             for part in parts:
                 part.sequences.sources = prompt.equal.sources
             return repeat_rows(answer, len(first), index, layouts[asked])
-        _take_back(draws, parts, before, arguments.get("past_key_values"))
+        take_back_draws(states, device)
+        _take_back(parts, before, arguments.get("past_key_values"))
     elif asked not in layouts and parts[0].sequences.columns == 0:
         with adapters_of_rows(model, len(index), first):
             few = _without_cache(original, kept)
-        if draws.drawn():
-            draws.take_back()
+        if has_drawn(states, device):
+            take_back_draws(states, device)
             few = None
     for part in parts:
         part.spread()
     with routers_of(model).recording():
         answer = _paged(model, original, arguments, parts, masks_known, prompt.padding)
     if few is not None:
-        layouts.learn(asked, few, answer, len(first), index)
+        layouts[asked] = known_layout(few, answer, len(first), index)
     return answer
 
 
@@ -191,11 +194,10 @@ def _without_cache(original: Callable[..., Any], arguments: dict[str, Any]) -> A
         return None
 
 
-def _take_back(draws: Draws, parts: list[PagedCache], before: list[Mark], cache: Any) -> None:
+def _take_back(parts: list[PagedCache], before: list[Mark], cache: Any) -> None:
     """Forget the unique rows of a forward that draws random numbers: every row gets its own, as with
     stock.
     """
-    draws.take_back()
     _roll_back(parts, before, cache)
     for part in parts:
         if part.reuse is not None:

@@ -15,12 +15,8 @@ IN_CONFIGS = ("output_attentions", "output_hidden_states", "output_router_logits
 """Settings that request more than logits from every forward of a model."""
 CLOSE = 5e-2
 """How far a field of equal rows may differ between few rows and many, as a share of its largest number."""
-
-
 ROWS_FIRST = "rows first"
 """The layout of what every forward answers: logits, and what an encoder made."""
-
-
 UNKNOWN = "unknown"
 
 
@@ -28,40 +24,16 @@ class Unlike(RuntimeError):
     """An answer whose fields do not have the rows where they are expected."""
 
 
-class Layouts:
-    """The known fields of one model's answers, by what its forward is asked to return.
+_layouts: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+def layouts_of(model: nn.Module) -> dict[Hashable, Any]:
+    """The known layouts of the model's answers, by what its forward is asked to return.
 
     A layout has the shape of an answer, with the dimension of the rows in the place of each tensor, None for
-    a tensor without rows.
+    a tensor without rows. It is None where equal rows cannot be repeated.
     """
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Any] = {None: ROWS_FIRST}
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._known
-
-    def __getitem__(self, key: Hashable) -> Any:
-        return self._known[key]
-
-    def can_repeat(self, key: Hashable) -> bool:
-        """Whether equal rows can be repeated in answers of this kind, as far as that is known."""
-        return self._known.get(key) is not None
-
-    def learn(self, key: Hashable, few: Any, many: Any, rows: int, index: torch.Tensor) -> None:
-        """Compare the answer over `rows` rows with the one over the rows of `index`."""
-        try:
-            self._known[key] = layout_of(few, many, rows, index)
-        except Unlike:
-            self._known[key] = None
-
-
-_layouts: weakref.WeakKeyDictionary[nn.Module, Layouts] = weakref.WeakKeyDictionary()
-
-
-def layouts_of(model: nn.Module) -> Layouts:
-    """What is known of the model's answers."""
-    return _layouts.setdefault(model, Layouts())
+    return _layouts.setdefault(model, {None: ROWS_FIRST})
 
 
 def asked_fields(model: nn.Module, arguments: Mapping[str, Any]) -> Hashable | None:
@@ -86,6 +58,14 @@ def layout_of(few: Any, many: Any, rows: int, index: torch.Tensor) -> Any:
     if isinstance(few, (tuple, list)) and isinstance(many, (tuple, list)) and len(few) == len(many):
         return [layout_of(one, other, rows, index) for one, other in zip(few, many, strict=True)]
     raise Unlike
+
+
+def known_layout(few: Any, many: Any, rows: int, index: torch.Tensor) -> Any:
+    """The same, None for answers that are not alike."""
+    try:
+        return layout_of(few, many, rows, index)
+    except Unlike:
+        return None
 
 
 def _dimension(few: torch.Tensor, many: torch.Tensor, rows: int, index: torch.Tensor) -> int | None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .outputs import Unlike, layout_of
+from .random_states import has_drawn, random_states
 from .switch import modules_of
 
 WHY = "a router counts the tokens that are computed together"
@@ -194,16 +195,8 @@ def _answers(module: nn.Module, seen: RouterInputs, calls: list[torch.Tensor]) -
     devices = [seen.kinds.device] if seen.kinds.device.type == "cuda" else []
     inputs = [each.flatten(0, 1) if seen.flat else each for each in calls]
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        before = _random_state(seen.kinds.device)
+        before = random_states(seen.kinds.device)
         answers = [forward(twin, each, *seen.arguments, **seen.keywords) for each in inputs]
-        if not torch.equal(before, _random_state(seen.kinds.device)):
+        if has_drawn(before, seen.kinds.device):
             raise Unlike
     return answers
-
-
-def _random_state(device: torch.device) -> torch.Tensor:
-    """The generators' states that a module on the device may draw from."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return torch.cat(states)
