@@ -14,7 +14,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..blocks import Prompt
 from ..config import CacheConfig
-from ..kv import Found, Memory, Prefix, Sequences, TokenHistory, alike, begin_with, count, longest
+from ..kv import Memory, Prefix, Sequences, TokenHistory, alike, begin_with, computed_again, count, longest
 from ..model.adapters.identity import AdapterStates
 from ..model.adapters.peft_layers import adapter_names_of
 from ..model.capture.graph import CapturedCache
@@ -307,13 +307,13 @@ class Reuse:
             return answer
         mark = cache.mark()
         starts = self.sequences.starts
-        with Found(self.sequences, prefix) as found:
+        with computed_again(self.sequences, prefix) as agrees:
             part = self._rest(cache, model, arguments, prefix, columns, compute)
             if part is not None:
                 self._take_back(cache, mark, starts)
             answer = compute(arguments, True)
             if part is not None and self.spoiled is None:
-                same = found.agrees() and alike(answer.logits[:, -1], part.logits[:, -1])
+                same = agrees() and alike(answer.logits[:, -1], part.logits[:, -1])
                 trust[state] = "trial" if same else "none"
         if trust.get(state) == "none":
             self.disable("a part of a prompt is not computed like the whole")

@@ -11,7 +11,7 @@ from .host import HostBlocks, Transfer
 from .layout import LayerKind, Layout
 from .ops import NoKernels, TritonOps
 from .ops_torch import Ops, Pages, Seen
-from .prefixes import Found, Prefix, begin_with, count, longest
+from .prefixes import Prefix, begin_with, computed_again, count, longest
 from .rows import Rows
 from .sequences import Sequences
 from .spans import StaticSpans
@@ -21,7 +21,6 @@ from .store import Store, alike
 __all__ = [
     "Batch",
     "FlatBatch",
-    "Found",
     "HostBlocks",
     "LayerGroup",
     "LayerKind",
@@ -42,6 +41,7 @@ __all__ = [
     "TritonOps",
     "alike",
     "begin_with",
+    "computed_again",
     "count",
     "fork_safe_lock",
     "in_forked_process",

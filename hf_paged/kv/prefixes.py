@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..blocks import BlockTable, Match, PrefixLookup, Prompt, adopt
@@ -58,35 +59,18 @@ def begin_with(sequences: Sequences, prefix: Prefix, more: int) -> None:
         rows.begin_with(prefix.found[kind], prefix.columns, more)
 
 
-class Found:
-    """A prefix that was found and is computed again all the same, to see whether it comes out alike."""
+@contextmanager
+def computed_again(sequences: Sequences, prefix: Prefix) -> Iterator[Callable[[], bool]]:
+    """Hold the blocks of a prefix that was found and is computed again all the same. The value tells whether
+    the rows now hold what was found, up to rounding, in all of its full blocks.
+    """
+    tables: dict[LayerKind, list[BlockTable]] = {}
 
-    def __init__(self, sequences: Sequences, prefix: Prefix) -> None:
-        self.sequences = sequences
-        self.prefix = prefix
-        self._tables: dict[LayerKind, list[BlockTable]] = {}
-
-    def __enter__(self) -> Found:
-        """Hold the blocks meanwhile, so that they cannot be evicted."""
-        for kind, matches in self.prefix.found.items():
-            self._tables[kind] = [BlockTable(self.sequences.rows[kind].group.pool) for _ in matches]
-            for table, match in zip(self._tables[kind], matches, strict=True):
-                adopt(table, match)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for tables in self._tables.values():
-            for table in tables:
-                table.free()
-
-    def agrees(self) -> bool:
-        """Whether the rows now hold what was found, up to rounding, in all of its full blocks."""
-        for kind, rows in self.sequences.rows.items():
+    def agrees() -> bool:
+        for kind, rows in sequences.rows.items():
             pairs = [
                 pair
-                for table, match, own in zip(
-                    self._tables[kind], self.prefix.found[kind], rows.tables, strict=True
-                )
+                for table, match, own in zip(tables[kind], prefix.found[kind], rows.tables, strict=True)
                 for pair in zip(
                     table.blocks[: len(match.blocks)],
                     own.blocks[match.released - own.released :],
@@ -96,6 +80,17 @@ class Found:
             if pairs and not rows.group.alike(pairs):
                 return False
         return True
+
+    try:
+        for kind, matches in prefix.found.items():
+            tables[kind] = [BlockTable(sequences.rows[kind].group.pool) for _ in matches]
+            for table, match in zip(tables[kind], matches, strict=True):
+                adopt(table, match)
+        yield agrees
+    finally:
+        for held in tables.values():
+            for table in held:
+                table.free()
 
 
 def count(sequences: Sequences, prompts: Sequence[Prompt], prefix: Prefix | None) -> None:
