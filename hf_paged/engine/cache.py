@@ -40,7 +40,7 @@ class StepCache(DynamicCache):
         ]
         Cache.__init__(self, layers=layers)
         self._cross = DynamicCache()
-        Cache.__init__(self._cross, layers=[CrossLayer(i, CROSS, self) for i in range(pools.cross_layers)])
+        Cache.__init__(self._cross, layers=[StepLayer(i, CROSS, self) for i in range(pools.cross_layers)])
 
     def with_encoder(self, filled: bool) -> EncoderDecoderCache:
         """The same with what the decoder attends to in its encoder; filled: whether that lies in the pages
@@ -113,8 +113,10 @@ class StepLayer(PagedLayer):
 
     def _stored(self, which: Any) -> torch.Tensor | None:
         """The past of the one sequence of the step, of which only the shape is known; models read
-        its length.
+        its length. What it attends to across is read whole.
         """
+        if self.kind == CROSS:
+            return self._past(self._pages(), which)
         if self.sequences.static is not None and self.kind.window is None:
             return self._past(self._pages(), which)  # only the device knows its columns
         if not self.step.past:
@@ -139,16 +141,7 @@ class StepLayer(PagedLayer):
         self.is_initialized = self.step.past > 0
 
 
-class CrossLayer(StepLayer):
-    """What one sequence's decoder attends to in its encoder: written with its first tokens, read with all
-    later ones.
-    """
-
-    def _stored(self, which: Any) -> torch.Tensor | None:
-        return self._past(self._pages(), which)
-
-
-class OwnCrossLayer(CrossLayer):
+class OwnCrossLayer(StepLayer):
     """A cross-attention layer among a decoder's own: it attends to the pictures of one sequence, and is empty
     for a text (Mllama).
     """
