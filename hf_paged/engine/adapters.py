@@ -24,6 +24,7 @@ from ..model.adapters.warmup import compiling
 from ..model.identity import identity_of
 from ..model.snapshot import StateKey
 from ..model.switch import modules_of
+from ..model.tensor_parallel import local_part
 from ..scheduling import AdapterSlots, Names, Scheduler, SequenceGroup, TokenSequence
 from .forward_batch import ForwardBatch
 from .model_check import when_stepped
@@ -77,6 +78,8 @@ class EngineAdapters:
         """What the engine's own are called among ranks. No number is given twice."""
         self._next_number = 0
         self._known: dict[str, _Known] = {}
+        self._contents: dict[str, tuple[str, bytes | int]] = {}
+        """Of the peft model's what this rank had at its last look, where rank 0 looks after requests."""
         self._stepped: set[str] = set()
         """Those that an optimizer has taken a step on since: fused ones write without torch's counting."""
         when_stepped(self)
@@ -148,6 +151,7 @@ class EngineAdapters:
         self._known.clear()
         if self._followed != self._noted():
             self._followed = self._noted()
+            self.changes += 1
             for name, own in self._own.items():
                 own.follow(self.model)
                 self._release(name)
@@ -206,11 +210,11 @@ class EngineAdapters:
         """An adapter on the host, on several ranks the part of this one."""
         return HostAdapter(self.model, layers, pinned=self.device.type == "cuda")
 
-    def add(self, name: str, loaded: HostAdapter) -> None:
-        """Let requests name it."""
+    def add(self, name: str, loaded: HostAdapter, number: int | None = None) -> None:
+        """Let requests name it. number: what rank 0 has called it, on others."""
         self.require_new(name)
         self._own[name] = loaded
-        self.numbers[name] = self._next_number
+        self.numbers[name] = self._next_number if number is None else number
         self._next_number += 1
         self.changes += 1
         self._note_layers()
@@ -337,7 +341,8 @@ class EngineAdapters:
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has taken a step, on this model or another."""
         groups = optimizer.param_groups
-        written = {id(each) for group in groups for each in group["params"] if each.grad is not None}
+        params = (each for group in groups for each in group["params"] if each.grad is not None)
+        written = {id(local_part(each)) for each in params}
         self._stepped |= {name for name, known in list(self._known.items()) if written & known.ids}
 
     def renew(self, scheduler: Scheduler) -> list[SequenceGroup]:
@@ -439,10 +444,10 @@ class EngineAdapters:
 
     # ---- several ranks
 
-    def places(self) -> dict[int, tuple[int, ...]]:
-        """By slot the numbers of the adapters that have come there."""
-        there = (names for names in self.slots if names not in self._loading and names not in self.failed)
-        return {self.slots.slot(names): tuple([self.numbers[name] for name in names]) for names in there}
+    def places(self) -> dict[int, Names]:
+        """By slot the adapters that have come there."""
+        there = [names for names in self.slots if names not in self._loading and names not in self.failed]
+        return {self.slots.slot(names): names for names in there if all(map(self._has, names))}
 
     def place(self, slot: int, names: Names) -> None:
         """Let a slot hold what it holds on rank 0."""
@@ -450,7 +455,35 @@ class EngineAdapters:
         if before not in (None, slot):
             self.table.clear(before)
         self.slots.place(names, slot)
-        self.table.put(slot, self._on_device(names))
+        self._enter(names, slot)
+
+    def numbered(self) -> dict[str, int]:
+        """What adapters are called among ranks: those of the peft model by their order."""
+        names = sorted(self.in_model.names) if self.in_model.apart else []
+        return {**{name: -1 - i for i, name in enumerate(names)}, **self.numbers}
+
+    def alike(self) -> object:
+        """What must be the same on all ranks."""
+        in_model = self.in_model
+        return sorted(in_model.names), in_model.why_not, self.active
+
+    def look_as_follower(self) -> bool:
+        """No request runs: whether any adapter of the peft model has another content here than before. Slots
+        hold what there is now.
+        """
+        self.refresh()
+        names = self.in_model.names if self.in_model.apart else []
+        now = {name: self._content(name, again=True) for name in names}
+        before = self._contents
+        self._contents = {**before, **now}
+        for held in list(self.slots):
+            if not all(map(self._has, held)):
+                slot = self.slots.release(held)
+                assert slot is not None
+                self.table.clear(slot)
+            elif self._entered[held] != self._key(held, (), again=False):
+                self._enter(held, self.slots.slot(held))
+        return any(before.get(name, content) != content for name, content in now.items())
 
     # ---- a step
 

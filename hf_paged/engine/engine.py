@@ -1042,15 +1042,9 @@ class Engine:
 
     @in_turn
     def _enter_adapter(self, name: str, layers: Mapping[str, LowRank], loaded: HostAdapter) -> None:
-        if self._leader is None:
-            self._adapters.add(name, loaded)
-            return
-        if self._paused:
-            raise RuntimeError(
-                "the engine is paused and other ranks do not follow; call resume() before add_adapter"
-            )
-        self._adapters.require_new(name)
-        self._leader.add_adapter(name, layers, lambda: self._adapters.add(name, loaded))
+        self._adapters.add(name, loaded)
+        if self._leader is not None:
+            self._leader.add_adapter(name, layers, now=not self._paused)
 
     @in_turn
     def remove_adapter(self, name: str, when: Literal["now", "idle"] = "now") -> None:

@@ -103,7 +103,7 @@ def _style(plan: dict[str, str], names: tuple[str, ...]) -> str | None:
 def style_of(model: nn.Module, path: str) -> str | None:
     """How a model's plan divides a module."""
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
-    return plan.get(re.sub(r"\d+", "*", path))
+    return plan.get(re.sub(r"\d+", "*", path.removesuffix(".base_layer")))  # peft's name for what it wraps
 
 
 # ---- layers on a rank's own part
@@ -202,10 +202,13 @@ def _or(ours: Forward, theirs: Forward) -> Forward:
     return forward
 
 
+def local_part(parameter: Any) -> Any:
+    """A rank's part of a parameter; all of it if it is not divided."""
+    return getattr(parameter, "_local_tensor", parameter)
+
+
 def _local(module: nn.Module, name: str) -> Any:
-    """A rank's part of a parameter."""
-    parameter: Any = module._parameters.get(name)
-    return parameter._local_tensor if hasattr(parameter, "_local_tensor") else parameter
+    return local_part(module._parameters.get(name))
 
 
 def _columns(module: nn.Module, ranks: RankGroup) -> Forward:

@@ -90,8 +90,8 @@ class Follower:
 
     def _check(self) -> None:
         """No request runs: check the model, and know of the other ranks whether theirs has changed."""
-        changed = self._model_check.changed()
-        if not self.ranks.any(changed):
+        changed = self._adapters.look_as_follower() | self._model_check.changed()
+        if not self.ranks.any(changed, self._adapters.alike()):
             return
         self.free()
         self._forget()
@@ -101,15 +101,16 @@ class Follower:
     def _add_adapter(self, news: AdapterNews) -> None:
         """Take this rank's part of an adapter that rank 0 was given."""
         self._note(news)
-        number, layers = self.ranks.give()
-        self._adapters.add(str(number), self._adapters.hold(layers))
+        name, number, layers = self.ranks.give()
+        self._adapters.add(name, self._adapters.hold(layers), number)
         self.ranks.any(False)
 
     def _note(self, news: AdapterNews) -> None:
+        names = {number: name for name, number in self._adapters.numbered().items()} if any(news) else {}
         for number in news.gone:
-            self._adapters.remove(str(number))
+            self._adapters.remove(names[number])
         for slot, numbers in news.places:
-            self._adapters.place(slot, tuple(map(str, numbers)))
+            self._adapters.place(slot, tuple([names[number] for number in numbers]))
 
     def _carry_out(self, received: Received) -> None:
         checks = self.runner.eager.checks

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ...model.adapters.peft_layers import why_not_on_ranks
 from ...model.tensor_parallel import mesh_of, why_not_divided
 from ..config import EngineConfig
 from ..pools import Pools
@@ -50,8 +51,6 @@ def _why_not(model: Any, config: EngineConfig, size: int) -> str | None:
         )
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder on {size} ranks; use generate()"
-    if getattr(model, "peft_config", None):
-        return f"{name} on {size} ranks has adapters; merge them into the model, or use generate()"
     if config.compile:
         return f"compile=True is for one process and {name} is on {size} ranks; leave it out"
     if config.batch_invariant:
@@ -59,7 +58,7 @@ def _why_not(model: Any, config: EngineConfig, size: int) -> str | None:
     if config.lm_head_fp32:
         return f"lm_head_fp32=True is for one process and {name} is on {size} ranks; leave it out"
     reason = why_not_divided(model)
-    return None if reason is None else f"{reason}; use fewer ranks"
+    return why_not_on_ranks(model) if reason is None else f"{reason}; use fewer ranks"
 
 
 @contextmanager

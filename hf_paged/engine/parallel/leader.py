@@ -9,7 +9,7 @@ from enum import IntEnum
 import torch
 
 from ...model.adapters.lora import LowRank
-from ...scheduling import StepPlan
+from ...scheduling import Names, StepPlan
 from ..adapters import EngineAdapters
 from ..check_policy import CheckPolicy
 from ..forward_batch import Answer, ForwardBatch, LastTokens
@@ -46,10 +46,12 @@ class Leader:
         self._pools = pools
         self._adapters = adapters
         self._adapter_changes = 0
-        self._places: dict[int, tuple[int, ...]] = {}
+        self._places: dict[int, Names] = {}
         """What the other ranks know of slots."""
         self._numbers: set[int] = set()
-        """The adapters that they have."""
+        """The adapters that they were given."""
+        self._untold: dict[int, tuple[str, Mapping[str, LowRank]]] = {}
+        """Those that came while they did not follow."""
         self._checks = checks
         self._last_tokens = last_tokens
         self._encoder = StepEncoder()
@@ -86,20 +88,36 @@ class Leader:
         self._numbers -= gone
         before = self._places
         self._places = self._adapters.places()
-        places = [(slot, held) for slot, held in self._places.items() if before.get(slot) != held]
+        numbers = self._adapters.numbered()
+        places = [
+            (slot, tuple([numbers[name] for name in held]))
+            for slot, held in self._places.items()
+            if before.get(slot) != held
+        ]
         return AdapterNews(tuple(gone), tuple(places))
 
-    def add_adapter(self, name: str, layers: Mapping[str, LowRank], add: Callable[[], None]) -> None:
-        """Give an adapter to all ranks, each of which keeps its part. add: lets requests name it here."""
-        with self.ranks.together():
-            message = array("i", [MessageKind.ADAPTER])
-            self._news().write(message)
-            self.ranks.send(message)
-            add()
-            number = self._adapters.numbers[name]
-            self.ranks.give((number, {path: _on_host(part) for path, part in layers.items()}))
-            self._numbers.add(number)
-            self.ranks.any(False)  # all of them have it
+    def add_adapter(self, name: str, layers: Mapping[str, LowRank], now: bool) -> None:
+        """Give an adapter that requests may name to all ranks, each of which keeps its part.
+
+        now: whether the others follow; else they get it as soon as they do.
+        """
+        on_host = {path: _on_host(part) for path, part in layers.items()}
+        self._untold[self._adapters.numbers[name]] = name, on_host
+        if now:
+            self._give_adapters()
+
+    def _give_adapters(self) -> None:
+        for number in list(self._untold):
+            name, layers = self._untold.pop(number)
+            if self._adapters.numbers.get(name) != number:
+                continue  # it was removed before anything needed it
+            with self.ranks.together():
+                message = array("i", [MessageKind.ADAPTER])
+                self._news().write(message)
+                self.ranks.send(message)
+                self.ranks.give((name, number, layers))
+                self._numbers.add(number)
+                self.ranks.any(False)  # all of them have it
 
     def wait(self, wait: Callable[[], bool], device: bool) -> bool:
         """Wait for tokens, which wait for all ranks; device: for all of its work, not for theirs alone.
@@ -114,9 +132,10 @@ class Leader:
 
     def any_changed(self, look: Callable[[], bool]) -> bool:
         """Whether the model has changed on any rank."""
+        self._give_adapters()
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.CHECK]))
-            return self.ranks.any(look())
+            return self.ranks.any(look(), self._adapters.alike())
 
     def pause(self) -> None:
         """Let the other ranks' `follow()` return: their models may change."""

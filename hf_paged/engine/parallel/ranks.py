@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -131,9 +132,16 @@ class Ranks:
         smallest: list[int] = found.tolist()
         return smallest
 
-    def any(self, flag: bool) -> bool:
-        """Whether it is true on any rank."""
-        return self.smallest([not flag]) == [0]
+    def any(self, flag: bool, alike: object = None) -> bool:
+        """Whether it is true on any rank. alike: what must be the same on all, or all raise RuntimeError."""
+        digest = crc32(repr(alike).encode())
+        none, smallest, largest = self.smallest([not flag, digest, -digest])
+        if smallest != -largest:
+            raise RuntimeError(
+                f"ranks have different adapters in their models (rank {self.rank}: {alike}); call pause(), "
+                "load, activate or delete the same on all ranks, then resume()"
+            )
+        return not none
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks; for what is rare."""

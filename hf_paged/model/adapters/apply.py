@@ -302,7 +302,7 @@ def _replacement(module: nn.Module, own: Any) -> Callable[..., Any]:
     """
     stock = own or type(module).forward.__get__(module)
     base: Any = getattr(module, "base_layer", None) if hasattr(module, "lora_A") else stock
-    summing = getattr(own, SUMS, None)
+    summing = getattr(own if base is stock else base.__dict__.get("forward"), SUMS, None)
 
     @functools.wraps(stock)
     def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

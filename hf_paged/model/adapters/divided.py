@@ -38,6 +38,7 @@ def part_here(model: nn.Module, layers: Mapping[str, LowRank]) -> dict[str, LowR
 
 def _part(model: nn.Module, path: str, part: LowRank, rank: int, size: int) -> LowRank:
     module = model.get_submodule(path)
+    module = getattr(module, "base_layer", module)
     style = style_of(model, path)
     names = path.split(".")
     above = [style_of(model, ".".join(names[:count])) for count in range(1, len(names))]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ..tensor_parallel import local_part, mesh_of
 from .divided import part_here
 from .lora import Adapter, LowRank
 
@@ -163,13 +164,17 @@ def _as_precise(module: nn.Module, part: LowRank) -> LowRank:
 
 def _is_of_model(model: nn.Module, key: str, tensor: torch.Tensor) -> bool:
     """Whether a tensor in a state dict is one that the model has."""
-    path = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
-    known = dict(model.named_parameters()).get(path)
-    if known is None:
-        known = dict(model.named_parameters()).get(key.removeprefix("base_model.model."))
-    return (
-        known is not None and known.shape == tensor.shape and torch.equal(known.detach().to(tensor), tensor)
-    )
+    path = key.removeprefix("base_model.model.")
+    parameters = dict(model.named_parameters())
+    known = parameters.get(path.replace(".base_layer.", "."), parameters.get(path))
+    if known is None or known.shape != tensor.shape:
+        return False
+    if local_part(known) is not known:
+        raise ValueError(
+            f"the adapter was saved with {path}, of which each rank has a part, so it is not known to be the "
+            "model's own; save the adapter with save_embedding_layers=False"
+        )
+    return torch.equal(known.detach().to(tensor), tensor)
 
 
 def _read(source: Any, config: Any, name: str) -> tuple[Mapping[str, torch.Tensor], Any]:
@@ -184,6 +189,10 @@ def _read(source: Any, config: Any, name: str) -> tuple[Mapping[str, torch.Tenso
     if isinstance(configs, Mapping):
         if name not in configs:
             raise ValueError(f"that model has no adapter {name!r}; it has {sorted(configs)}")
+        if mesh_of(source) is not None:
+            raise ValueError(
+                f"each rank has a part of {name!r}; call save_pretrained() on all of them and give the folder"
+            )
         return peft.get_peft_model_state_dict(source, adapter_name=name), configs[name]
     if isinstance(source, Mapping):
         if config is None:

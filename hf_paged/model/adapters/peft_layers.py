@@ -11,6 +11,7 @@ from torch import nn
 
 from ..patches import own_forward
 from ..switch import modules_of
+from ..tensor_parallel import is_divided, local_part
 from .lora import Adapter, LowRank
 
 BASE = "__base__"
@@ -20,6 +21,8 @@ LINEAR = frozenset(
     {"Linear", "Linear8bitLt", "Linear4bit", "TorchaoLoraLinear", "GPTQLoraLinear", "AwqLoraLinear"}
 )
 """peft's classes of LoRA layers that add a low-rank product to what a layer of any kind answers."""
+RANKS_DIVIDE = frozenset({f"lora.{name}" for name in (*LINEAR, "Embedding")})
+"""Those that peft divides among ranks as it does their layers."""
 OWN_PARTS = frozenset(
     {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_dropout"}
 )
@@ -59,7 +62,7 @@ class LoraLayers:
         self.layers: list[Any] = [module for module in tuners if isinstance(module, layer_class)]
         self._first: Any = tuners[0] if tuners else None
         self._merged = bool(self.layers) and bool(self.layers[0].merged_adapters)
-        self.why_not = _why_not(tuners, self.layers) if tuners else None
+        self.why_not = (_why_not(tuners, self.layers) or _why_not_local(self.layers)) if tuners else None
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -111,12 +114,13 @@ class LoraLayers:
         return [module for module in modules if id(module) not in own]
 
     def read(self, name: str) -> Adapter:
-        """An adapter's weights, where they are."""
-        found = {
-            layer: LowRank(layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]))
-            for layer in self.layers
-            if name in layer.lora_A
-        }
+        """An adapter's weights, where they are; on several ranks this one's part."""
+        found = {}
+        for layer in self.layers:
+            if name in layer.lora_A:
+                a = local_part(layer.lora_A[name].weight)
+                b = local_part(layer.lora_B[name].weight)
+                found[layer] = LowRank(a, b, float(layer.scaling[name]))
         return Adapter(found)
 
 
@@ -161,6 +165,47 @@ def _why_not(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
         if "forward" in layer.__dict__ and own_forward(layer) is not None:
             return "a layer's forward was replaced"
     return None
+
+
+def why_not_on_ranks(model: nn.Module) -> str | None:
+    """Why peft fails, or hangs, where ranks divide a model with adapters; None if it does not."""
+    tuner_classes: Any = _tuner_classes()
+    for path, module in model.named_modules() if tuner_classes else ():
+        if isinstance(module, tuner_classes) and any(map(_shards, module.parameters())):
+            kind = _kind_of(module)
+            if kind not in RANKS_DIVIDE or module.lora_variant or not _divided_as_layer(module):
+                return (
+                    f"peft cannot divide the adapter of {path} ({kind}) among ranks; leave the layer out of "
+                    "the adapter, or merge it in one process and load what that saves"
+                )
+    return None
+
+
+def _why_not_local(layers: Sequence[Any]) -> str | None:
+    """Why ranks cannot add their parts of low-rank products to their parts of these layers' outputs."""
+    for layer in layers:
+        base = layer.get_base_layer()
+        weight: Any = base._parameters.get("weight")
+        if _shards(weight):
+            hooked = base._forward_hooks or base._forward_pre_hooks
+            if hooked or not (is_divided(base, weight.device_mesh.size()) and _divided_as_layer(layer)):
+                return "ranks divide a layer in unequal parts, or it has hooks"
+    return None
+
+
+def _divided_as_layer(layer: Any) -> bool:
+    """Whether ranks have B's rows where they have a layer's outputs, and A's columns where its inputs."""
+    shards = _shards(layer.get_base_layer()._parameters.get("weight"))
+    return all(
+        _shards(part.weight) == [dim for dim in shards if dim == own]
+        for own, parts in enumerate((layer.lora_B, layer.lora_A))
+        for part in parts.values()
+    )
+
+
+def _shards(tensor: Any) -> list[int]:
+    """The dimensions of a parameter that ranks divide."""
+    return [each.dim for each in getattr(tensor, "placements", ()) if each.is_shard()]
 
 
 def _drops(layer: Any) -> bool:
