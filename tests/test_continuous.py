@@ -178,6 +178,55 @@ def test_an_end_of_sequence_ends(model: Any) -> None:
     assert found["req_0"].generated_tokens == tokens[: tokens.index(tokens[2]) + 1]
 
 
+def test_a_config_without_an_end_has_none(model: Any) -> None:
+    """As with transformers' own manager: the model's config is not asked."""
+    tokens = alone(model, PROMPTS[1])
+    model.config.eos_token_id = tokens[2]
+    config = greedy()
+    config.eos_token_id = None
+    found = model.generate_batch(PROMPTS[1:2], generation_config=config)
+    assert found["req_0"].generated_tokens == tokens
+    assert config.eos_token_id is None
+
+
+def test_processors_can_be_cleared(model: Any) -> None:
+    manager = model.init_continuous_batching(
+        greedy(repetition_penalty=3.0), continuous_batching_config=ContinuousBatchingConfig(**SMALL)
+    )
+    manager.start()
+    for penalty in (3.0, 1.0):
+        found = next(manager.request_id_iter(manager.add_request(PROMPTS[1])))
+        assert found.generated_tokens == alone(model, PROMPTS[1], repetition_penalty=penalty)
+        manager.logit_processor.clear()
+    manager.stop(timeout=GUARD)
+    assert alone(model, PROMPTS[1]) != alone(model, PROMPTS[1], repetition_penalty=3.0)
+
+
+def test_sampling_can_be_turned_off_and_the_processors_stay(model: Any) -> None:
+    manager = model.init_continuous_batching(
+        greedy(do_sample=True, temperature=2.0, top_k=5),
+        continuous_batching_config=ContinuousBatchingConfig(**SMALL, return_logprobs=True),
+    )
+    manager.generation_config.do_sample = False
+    manager.start()
+    found = next(manager.request_id_iter(manager.add_request(PROMPTS[1])))
+    manager.stop(timeout=GUARD)
+    assert found.generated_tokens == alone(model, PROMPTS[1])
+    scores = one_forward(model, PROMPTS[1], found.generated_tokens) / 2.0
+    right = scores.topk(5).values.log_softmax(-1)[:, 0]
+    torch.testing.assert_close(torch.tensor(found.logprobs), right, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_with_paged_attention_of_transformers(model: Any) -> None:
+    """It computes with the cache of transformers' own manager alone; the engine's takes the plain one."""
+    expected = alone(model, PROMPTS[1])
+    model.set_attn_implementation("paged|eager")
+    for _ in range(2):
+        found = model.generate_batch(PROMPTS[1:2], generation_config=greedy(), persistent_manager=True)
+        assert [each.generated_tokens for each in found.values()] == [expected]
+        assert model.config._attn_implementation == "paged|eager"
+
+
 def test_it_is_off_by_default_and_can_be_taken_out() -> None:
     llama = build(BY_NAME["llama"])
     manager = type(llama).init_continuous_batching

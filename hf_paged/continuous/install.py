@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,16 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 from ..generate import install as word
 from ..model.registry import base_model
+from ..model.support import FallbackWarning
+from ..model.tensor_parallel import mesh_of
 from .manager import EngineBatchingManager
 
 METHOD = "init_continuous_batching"
 CACHED = "_cached_continuous_batching_manager"
+DIVIDED = (
+    "install(generate_batch=True): all ranks of a tensor-parallel model call generate_batch, and only rank 0 "
+    "of an engine takes requests; transformers' own manager is used. Engine(model) on every rank runs on pages"
+)
 
 
 def install(generate_batch: bool | None = None) -> None:
@@ -62,10 +69,13 @@ def _wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: Any = None,
-    ) -> EngineBatchingManager:
+    ) -> Any:
         cached = getattr(self, CACHED, None)
         if isinstance(cached, EngineBatchingManager):
             return cached
+        if mesh_of(self) is not None:
+            warnings.warn(DIVIDED, FallbackWarning, stacklevel=4)
+            return stock(self, generation_config, continuous_batching_config, workload_hints)
         generation = self.generation_config if generation_config is None else generation_config
         config = continuous_batching_config or getattr(generation, "continuous_batching_config", None)
         config = ContinuousBatchingConfig() if config is None else config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import queue
@@ -21,14 +22,17 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from ..engine import Engine, Handle
 from ..model.registry import base_model
 from ..model.support import why_dropped
+from ..model.switch import original_implementation
 from ..model.training import why_random
 from .engines import drop_engine, engine_for
-from .options import WorkloadNeed, engine_options, request_options
+from .options import Processors, WorkloadNeed, engine_options
 
 logger = logging.getLogger("hf_paged")
 
 POLL = 0.1
 """Seconds after which the thread of results sees that it shall stop."""
+PAGED = "paged|"
+"""What stands before an attention that computes with the cache of transformers' own manager alone."""
 
 
 class BatchRequest:
@@ -119,6 +123,10 @@ class EngineBatchingManager(ContinuousBatchingManager):
     ) -> None:
         # Not super().__init__(): it makes what the engine stands for.
         self.model: Any = base_model(model)
+        self.logit_processor = Processors(generation_config, self.model.generation_config)
+        if generation_config.eos_token_id is None:  # ends at no token, whatever the model's config has
+            generation_config = copy.copy(generation_config)
+            generation_config.eos_token_id = -1
         self.generation_config = generation_config
         self.continuous_batching_config = continuous_batching_config
         self.num_return_sequences = getattr(generation_config, "num_return_sequences", None) or 1
@@ -129,8 +137,6 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._engine: Engine | None = None
         self._options = engine_options(continuous_batching_config)
         self._need = WorkloadNeed.of(workload_hints)
-        own: Any = self.model.generation_config
-        self._request_options = request_options(generation_config, own)
         self._use_prefix_sharing = bool(continuous_batching_config.allow_block_sharing)
         self._request_counter = 0
         self._request_lock = threading.Lock()
@@ -140,6 +146,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._ready: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._modes: list[tuple[Any, bool]] = []
         """The modes of the model's modules, to restore."""
+        self._attention: str | None = None
+        """The model's attention, to restore; None if it has stayed."""
         self._pausing: list[int] = []
         """The threads that hold a pause."""
 
@@ -149,11 +157,29 @@ class EngineBatchingManager(ContinuousBatchingManager):
     def engine(self) -> Engine:
         """The engine that computes the requests, made when first needed."""
         if self._engine is None:
-            if why_random(self.model) or why_dropped(self.model):
-                self._modes = [(module, module.training) for module in self.model.modules()]
-                self.model.eval()
+            self._borrow()
             self._engine = engine_for(self.model, self._options, self._need)
         return self._engine
+
+    def _borrow(self) -> None:
+        """Put the model into a state that the engine computes, until the manager has stopped."""
+        model = self.model
+        if not self._modes and (why_random(model) or why_dropped(model)):
+            self._modes = [(module, module.training) for module in model.modules()]
+            model.eval()
+        setting = original_implementation(model.config)
+        if setting.startswith(PAGED):
+            self._attention = setting
+            model.set_attn_implementation(setting.removeprefix(PAGED))
+
+    def _give_back(self) -> None:
+        """Restore the model's modes and attention."""
+        for module, training in self._modes:
+            module.training = training
+        self._modes = []
+        if self._attention is not None:
+            self.model.set_attn_implementation(self._attention)
+            self._attention = None
 
     def warmup(self) -> None:
         """Make the engine: it tries the model out and compiles its kernels."""
@@ -166,6 +192,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
             logger.warning("the manager is running already")
             return
         self.background_thread_status.clear()
+        self._borrow()
         self.engine.start()
         self._generation_thread = threading.Thread(
             target=self._deliver_all, name="hf_paged-results", daemon=True
@@ -202,6 +229,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         if self._need is None:
             drop_engine(self.model)
         self._engine = None
+        self._give_back()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -275,7 +303,9 @@ class EngineBatchingManager(ContinuousBatchingManager):
         number = next(self._numbers)
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         eos = self.generation_config.eos_token_id if eos is None else eos
-        wanted = {**self._request_options, **options}
+        wanted = {**self.logit_processor.options, **options}
+        if "do_sample" not in options and wanted["do_sample"] and not self.generation_config.do_sample:
+            wanted = self.logit_processor.greedy(self.model, wanted)
         alike = not wanted["do_sample"] and (wanted.get("num_beams") or 1) == 1
         length = {
             "max_new_tokens": max(1, self.engine.longest - len(prompt)) if new is None else new,
@@ -286,7 +316,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
             prompt,
             seed=None if config.seed is None else config.seed + number,
             logprobs=True if config.return_logprobs else None,
-            **{**wanted, **length, **options},
+            **{**length, **wanted},
         )
         return handle, self.num_return_sequences if alike else 1
 
@@ -352,6 +382,4 @@ class EngineBatchingManager(ContinuousBatchingManager):
             request.handle.cancel()
             self._fail(request_id, request.prompt, reason, request.so_far(0).generated_tokens)
         self.engine.stop()
-        for module, training in self._modes:
-            module.training = training
-        self._modes = []
+        self._give_back()

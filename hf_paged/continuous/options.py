@@ -45,6 +45,8 @@ ELSEWHERE = frozenset(
     }
 )
 """Fields of a generation config that requests get otherwise, or that say how to generate and not what."""
+MODE = ("do_sample", "num_beams", "early_stopping", "length_penalty", "stop_strings", "max_time")
+"""Options of a request that do not process its scores."""
 
 
 class WorkloadNeed(NamedTuple):
@@ -105,6 +107,27 @@ def _refuse(name: str, value: Any) -> None:
             f"continuous_batching_config.{name}={value!r} is not honoured: {why}; leave it out, or call "
             "hf_paged.install(generate_batch=False)"
         )
+
+
+class Processors:
+    """What processes the scores of a manager's requests, as options of the engine's requests."""
+
+    def __init__(self, given: GenerationConfig, own: GenerationConfig) -> None:
+        self.options = request_options(given, own)
+        self._own = own
+
+    def clear(self) -> None:
+        """Process no scores of later requests."""
+        self.options = self._without(self.options)
+
+    def greedy(self, model: Any, options: dict[str, Any]) -> dict[str, Any]:
+        """Options that choose the likeliest token of scores as these options would draw from."""
+        made = model._get_logits_processor(GenerationConfig(**options))
+        return self._without({**options, "do_sample": False}) | {"logits_processor": made}
+
+    def _without(self, options: dict[str, Any]) -> dict[str, Any]:
+        mode = {name: options[name] for name in MODE if options.get(name) is not None}
+        return request_options(GenerationConfig(**mode), self._own)
 
 
 def request_options(given: GenerationConfig, own: GenerationConfig) -> dict[str, Any]:
