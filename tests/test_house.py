@@ -41,7 +41,7 @@ BUDGETS = {
     "hf_paged": 970,
     "hf_paged/blocks": 1560,
     "hf_paged/checking": 1000,
-    "hf_paged/continuous": 640,
+    "hf_paged/continuous": 702,
     "hf_paged/demo": 250,
     "hf_paged/engine": 6447,
     "hf_paged/engine/multimodal": 1000,

@@ -20,8 +20,8 @@ from .manager import EngineBatchingManager
 METHOD = "init_continuous_batching"
 CACHED = "_cached_continuous_batching_manager"
 DIVIDED = (
-    "install(generate_batch=True): all ranks of a tensor-parallel model call generate_batch, and only rank 0 "
-    "of an engine takes requests; transformers' own manager is used. Engine(model) on every rank runs on pages"
+    "install(generate_batch=True): every rank of a tensor-parallel model calls generate_batch, and rank 0 "
+    "alone submits to an engine; transformers' own manager is used. Engine(model) on every rank has pages"
 )
 
 

@@ -123,7 +123,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
     ) -> None:
         # Not super().__init__(): it makes what the engine stands for.
         self.model: Any = base_model(model)
-        self.logit_processor = Processors(generation_config, self.model.generation_config)
+        own: Any = self.model.generation_config
+        self.logit_processor: Any = Processors(generation_config, own)
         if generation_config.eos_token_id is None:  # ends at no token, whatever the model's config has
             generation_config = copy.copy(generation_config)
             generation_config.eos_token_id = -1

@@ -704,6 +704,21 @@ def generate(rank: int) -> None:
             assert found == generated(whole(name), mode), (name, mode)
 
 
+def generate_batch(rank: int) -> None:
+    """All ranks call it: transformers' own manager computes it, with one warning, and all have the tokens."""
+    model = loaded("llama")
+    config = tf.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = tf.ContinuousBatchingConfig(num_blocks=20, max_batch_tokens=64)
+    hf_paged.install(generate_batch=True)
+    try:
+        with pytest.warns(hf_paged.FallbackWarning, match="every rank"):
+            found = model.generate_batch(PROMPTS[:2], config, batching)
+    finally:
+        hf_paged.install(generate_batch=False)
+    expected = [alone(whole("llama"), each, max_new_tokens=NEW, do_sample=False) for each in PROMPTS[:2]]
+    assert [[each.generated_tokens] for each in found.values()] == expected
+
+
 def draws_of_ranks(rank: int) -> None:
     """Other random states: rank 0's are taken, with one warning."""
     model = loaded("llama")

@@ -29,6 +29,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "words_of_rank_0", ()),
     (2, "generate", ()),
     (2, "draws_of_ranks", ()),
+    (2, "generate_batch", ()),
     (2, "weights_divided_by_fsdp", ()),
     (2, "weights_that_fsdp_gathers", ()),
     (3, "chunks_recomputation_and_hits", ()),
