@@ -203,6 +203,32 @@ def test_every_part_of_a_prompt_in_chunks(llama: Any) -> None:
     assert seen[:4] == [1, 1, 1, 4]
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+def test_rows_that_differ_from_a_later_chunk_on(llama: Any, padded: bool) -> None:
+    """One row while they are equal, three afterwards, and one that is another from the start."""
+    ids = torch.cat(
+        [continued(words(1, 20), 20, 12, seed=seed) for seed in (1, 2, 3)] + [words(1, 32, seed=4)]
+    )
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[:3, :5] = 0
+        mask[3, :9] = 0
+    for new in (1, 2):
+        tail = words(4, new, seed=new)
+        longer = torch.cat([ids, tail], 1)
+        ask(
+            llama,
+            longer * torch.cat([mask, torch.ones_like(tail)], 1),
+            4,
+            attention_mask=torch.cat([mask, torch.ones_like(tail)], 1),
+            prefill_chunk_size=8,
+        )
+    for row in range(4):
+        begin = int(mask[row].argmax())
+        _, seen = ask(llama, ids[row : row + 1, begin:], 4)
+        assert seen[0] == 1, "all chunks of all rows are found"
+
+
 @pytest.mark.parametrize(
     ("name", "block_size"),
     [("llama", 16), ("mistral-window", 4), ("gemma3", 4), ("gpt-oss", 2), ("bloom", 16)],

@@ -29,12 +29,16 @@ def model() -> Any:
     return made.eval()
 
 
-def _same(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+def _same(
+    model: Any, ids: torch.Tensor, options: dict[str, Any] | None = None, **arguments: Any
+) -> torch.Tensor:
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8, **arguments}
     torch.manual_seed(0)
     stock = model.generate(**call)
     torch.manual_seed(0)
-    paged = model.generate(**call, cache_implementation="paged", cache_config={"block_size": 4})
+    paged = model.generate(
+        **call, cache_implementation="paged", cache_config={"block_size": 4, **(options or {})}
+    )
     assert torch.equal(stock, paged)
     return paged
 
@@ -73,6 +77,28 @@ def test_adapter_names(model: Any, ids: torch.Tensor, mode: dict[str, Any]) -> N
         for module in model.modules()
         for hook in module._forward_pre_hooks.values()
     )
+
+
+def test_a_call_that_failed_leaves_hooks_behind(model: Any, ids: torch.Tensor) -> None:
+    """peft removes the hooks of a call only if it ends well; those of the running call decide, as in peft."""
+
+    def broken(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a processor fails")
+
+    with pytest.raises(RuntimeError, match="a processor fails"):
+        model.generate(ids, adapter_names=["two", "two", "one"], logits_processor=[broken])
+    assert any("adapter_names" in str(each._forward_pre_hooks) for each in model.modules())
+    for names in (["one", "__base__", "two"], ["two", "one", "__base__"]):
+        _same(model, ids, {"prefix_caching": True}, adapter_names=names)
+
+
+def test_rows_with_adapters_that_differ_from_a_later_chunk_on(model: Any, ids: torch.Tensor) -> None:
+    """What was one row of a chunk leaves its blocks under the adapters of the rows that it became."""
+    rows = torch.cat([ids[:1].repeat(3, 1), ids[:, -6:]], 1)
+    _same(model, rows, {"prefix_caching": True}, adapter_names=["one", "one", "two"], prefill_chunk_size=4)
+    for names in (["one"] * 3, ["two"] * 3):
+        _same(model, rows, {"prefix_caching": True}, adapter_names=names)
+    assert hf_paged.stats(model.get_base_model()).reused
 
 
 def test_a_cache_of_the_peft_model(model: Any, ids: torch.Tensor) -> None:

@@ -241,9 +241,11 @@ class Reuse:
         sequences = self.sequences
         before = self.history.columns
         new = fed.tokens.tolist()
-        tokens = (
-            new if self._tokens is None else [old + more for old, more in zip(self._tokens, new, strict=True)]
-        )
+        tokens = new
+        if self._tokens is not None:
+            # Rows that were equal so far and differ now are more rows than before.
+            known = self._tokens if len(self._tokens) == len(new) else self.history.read()
+            tokens = [old + more for old, more in zip(known, new, strict=True)]
         starts = sequences.starts or [0] * len(tokens)
         columns = before + fed.tokens.shape[1]
         prompts = [
@@ -269,7 +271,8 @@ class Reuse:
             prefix = None
         self.history.feed(fed.tokens)
         self._tokens = tokens
-        self._keys = fed.keys
+        if not before:
+            self._keys = fed.keys
         self._count(prompts, prefix, before, columns)
         if self._is_sound():
             self._name(model, tokens, fed.keys)

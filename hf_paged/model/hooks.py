@@ -92,9 +92,11 @@ def _is_harmless(hook: object) -> bool:
 
 
 def adapters_of_rows(modules: Sequence[nn.Module], rows: int) -> list[str] | None:
-    """The adapter of each row, where peft's hooks give them to the layers."""
+    """The adapter of each row, where peft's hooks give them to the layers: the last one on a layer decides,
+    since a call that failed leaves its own behind.
+    """
     for module in modules:
-        for hook in module._forward_pre_hooks.values():
+        for hook in reversed(module._forward_pre_hooks.values()):
             names = adapter_names_of(hook)
             if names is not None and len(names) == rows:
                 return names
