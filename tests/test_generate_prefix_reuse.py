@@ -305,6 +305,21 @@ def test_what_is_asked_for_about_a_prompt_is_never_shorter(asked: str) -> None:
     assert ask(model, first, 4)[1][0] == 1
 
 
+def test_what_another_attention_computes_is_private() -> None:
+    """Falcon under sdpa drops its causal mask if it shall return weights: what it stores then depends on later
+    tokens, and neither the call's other rows nor later calls may find it.
+    """
+    model = build(BY_NAME["falcon"])
+    asked = {"return_dict_in_generate": True, "output_attentions": True}
+    ask(model, words(1, 24), 4)
+    ask(model, continued(words(1, 24), 20, 4), 4)
+    assert ask(model, continued(words(1, 24), 20, 6), 4)[1][0] < 24, "parts of its prompts are trusted"
+    rows = torch.cat([continued(words(1, 16, seed=3), 16, 8, seed=seed) for seed in (1, 2, 3)])
+    ask(model, rows, 4, **asked)
+    assert ask(model, rows, 4)[1][0] == 24
+    ask(model, continued(rows, 20, 4), 4)
+
+
 def test_all_logits_of_a_prompt(llama: Any) -> None:
     """Whoever asks for every token's logits gets them."""
     first = words(1, 24)

@@ -159,7 +159,11 @@ class Reuse:
         fed = None
         if self.spoiled is None:
             try:
-                fed = self._read(cache, arguments, self._look(cache, model, forward))
+                origin = self._look(cache, model, forward)
+                if arguments.get("output_attentions") and identity_of(model).trust.get(self.state) != "masks":
+                    # Falcon under sdpa leaves out its causal mask then.
+                    raise NotShareable("attention of the model's own may compute its weights in another way")
+                fed = self._read(cache, arguments, origin)
             except (NotShareable, Unreadable) as reason:
                 self.disable(str(reason))
         if self.spoiled is None and fed is not None:
