@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -125,6 +126,31 @@ def test_c43_a_key_keeps_its_share_of_the_cache() -> None:
         metrics = served.client.get("/metrics", headers=asking("loud")).text
         assert 'hf_paged:prefix_cache_blocks{model_name="demo",tenant="key-1"} 30' in metrics
         assert 'hf_paged:prefix_cache_lost_blocks_total{model_name="demo",tenant="key-1"}' not in metrics
+
+
+def test_c43_the_servers_own_answers_have_no_share() -> None:
+    """C43: two keys divide the pool. What the server computes before it is ready is nobody's."""
+    with serving({"num_blocks": 64}, api_keys=("loud", "quiet")) as served:
+
+        def ask(key: str, first: int, new: int) -> int:
+            body = {
+                "prompt": [first, *range(20, 99)],
+                "max_tokens": new,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            answer = served.post("/v1/completions", body, headers=asking(key)).json()
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        for i in range(3):  # 80 tokens, 10 blocks each: 30 of 64
+            ask("quiet", 10 + i, 1)
+        with ThreadPoolExecutor(
+            8
+        ) as clients:  # answers that grow into all that they may have, while they run
+            list(clients.map(lambda i: ask("loud", 100 + i, 60), range(16)))
+        assert [ask("quiet", 10 + i, 1) for i in range(3)] == [79] * 3
+        metrics = served.client.get("/metrics", headers=asking("loud")).text
+        assert 'prefix_cache_blocks{model_name="demo",tenant=""}' not in metrics
 
 
 def test_logs_have_neither_keys_nor_prompts(served: Served, caplog: pytest.LogCaptureFixture) -> None:

@@ -103,12 +103,13 @@ async def _life(service: Service) -> AsyncIterator[None]:
 
 
 async def _warm_up(service: Service) -> None:
-    """Compute an answer, so that the first client does not pay for what is made once."""
+    """Compute what is made once, so that no client pays for it. Its blocks would have a share of the cache."""
     try:
         await service.engine.call("prepare")
         for options in ({"do_sample": False}, {"do_sample": True, "seed": 0}):
             await _answer_once(service, (0,), options)
         await _try_image(service)
+        await service.engine.call("weights_changed")
     except Exception as error:
         log.error("the warm-up failed: %s: %s", type(error).__name__, error)
         service.admission.state = "failed"
