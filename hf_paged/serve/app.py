@@ -103,7 +103,7 @@ async def _life(service: Service) -> AsyncIterator[None]:
 
 
 async def _warm_up(service: Service) -> None:
-    """Compute what is made once, so that no client pays for it. Its blocks would have a share of the cache."""
+    """Compute what is made once, so that no client pays for it. Its blocks would have a share of the pool."""
     try:
         await service.engine.call("prepare")
         for options in ({"do_sample": False}, {"do_sample": True, "seed": 0}):
