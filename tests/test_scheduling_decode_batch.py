@@ -57,13 +57,29 @@ def test_each_ends_with_its_last_token() -> None:
     assert running == [[0, 1, 2]] * 3 + [[0, 2]] * 2
 
 
-@pytest.mark.parametrize(
-    "request_", [Request(0, prompt(5), 12, width=2), Request(0, prompt(5), 12, steady=False)]
-)
-def test_requests_that_are_planned_row_by_row(request_: Request) -> None:
+@pytest.mark.parametrize("width", [1, 3])
+def test_requests_that_are_planned_row_by_row(width: int) -> None:
     world = Simulated.of(total=60, tokens=40)
-    world.submit(request_)
-    world.run()
+    world.submit(Request(0, prompt(5), 12, width, steady=False))
+    while world.scheduler.unfinished:
+        assert not world.step().batch.decodes
+    world.assert_answered()
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_samples_decode_together_once_their_blocks_are_their_own(size: int) -> None:
+    """C13: a step behind the fork each writes into its own copy; then all are in the batch until they end."""
+    world = Simulated.of(total=90, size=size, tokens=40)
+    group = world.submit(Request(0, prompt(5), 20, width=3))
+    steps = []
+    while world.scheduler.unfinished:
+        running = len(group.sequences)
+        steps.append((running, world.step().batch.decodes))
+    first = steps.index((3, 3))
+    assert first <= 2
+    assert all(running == decodes for running, decodes in steps[first:])
+    assert {running for running, _ in steps[first:]} > {3}  # one ended before the others
     world.assert_answered()
     world.assert_empty()
 
@@ -73,14 +89,20 @@ def test_a_walk_of_both_changes_no_answer(seed: int) -> None:
     """Few blocks, aborts and preemptions; everything is recounted after every step."""
     rng = random.Random(seed)
     world = Simulated.of(
-        total=26, size=rng.choice([1, 2, 4]), window=rng.choice([None, 6]), tokens=12, sequences=6, host=12
+        total=40, size=rng.choice([1, 2, 4]), window=rng.choice([None, 6]), tokens=12, sequences=6, host=12
     )
     alive = []
     for number in range(24):
         tokens = prompt(rng.randrange(1, 9), rng.randrange(3))
         alive.append(
             world.submit(
-                Request(number, tokens, len(tokens) + rng.randrange(1, 9), steady=rng.random() < 0.7)
+                Request(
+                    number,
+                    tokens,
+                    len(tokens) + rng.randrange(1, 9),
+                    rng.choice([1, 1, 2, 3]),
+                    steady=rng.random() < 0.7,
+                )
             )
         )
         for _ in range(rng.randrange(4)):

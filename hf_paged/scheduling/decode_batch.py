@@ -30,7 +30,7 @@ class _Columns(NamedTuple):
 
 
 class DecodeBatch:
-    """The running groups of one sequence that take one token in every step.
+    """The sequences of running groups that take one token each in every step.
 
     A block is needed when the one before it is full, which is known beforehand for each member: the rest of a
     step adds a token to every table. The last use of a table is stamped when its sequence leaves. The
@@ -68,12 +68,13 @@ class DecodeBatch:
     # ---- members
 
     def accepts(self, group: SequenceGroup) -> bool:
-        """Whether a group may join: no other table names the block that it will write next."""
-        if group.request.width > 1 or not group.request.steady or not group.decoding or group.request.source:
+        """Whether a group may join: no other table names a block that its sequences will write next."""
+        if not group.request.steady or not group.decoding or group.request.source:
             return False
         return all(
             not table.length % self.block_size or table.pool.references(table.blocks[-1]) == 1
-            for table in group.leader.tables
+            for sequence in group.sequences
+            for table in sequence.tables
         )
 
     def join(self, sequence: TokenSequence) -> None:

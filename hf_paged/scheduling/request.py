@@ -33,8 +33,8 @@ class Request:
     prompt included. width: how many sequences it becomes after its prompt (samples or beams). priority:
     higher is sooner, if the policy uses it. extra: what changes keys and values for the same tokens (C24).
     source: how many tokens it attends to across, of its encoder or its pictures. source_key: their content; a
-    source without a key shares no prefix. steady: whether its sequence, if it is one, may be in the decode
-    batch. adapter: the names of its adapters, adapter_key: their content, or nothing. scored: how many
+    source without a key shares no prefix. steady: whether its sequences may be in the decode batch.
+    adapter: the names of its adapters, adapter_key: their content, or nothing. scored: how many
     numbers are wanted about each token of its prompt. tenant: for whose share its blocks count.
     """
 

@@ -391,13 +391,15 @@ class Scheduler:
         """Groups that only decode by now join the decode batch."""
         for group in self._others.copy():
             if self.decode_batch.accepts(group):
-                self.decode_batch.join(group.leader)
+                for sequence in group.sequences:
+                    self.decode_batch.join(sequence)
                 self._others.remove(group)
 
     def _leave_batch(self, group: SequenceGroup) -> None:
         """Out of the decode batch, if it is there."""
         if group.leader in self.decode_batch:
-            self.decode_batch.leave(group.leader)
+            for sequence in group.sequences:
+                self.decode_batch.leave(sequence)
             insort(self._others, group, key=self._key)
 
     def _release_row(self, sequence: TokenSequence) -> None:
@@ -649,6 +651,6 @@ class Scheduler:
         expect(state.taken == len(rows), "a running sequence is not counted")
         if self.adapters is not None:
             self.adapters.check({group.request.adapter for group in self.running} - {()})
-        kept = len(self.decode_batch) == len(self.running) - len(apart)
+        kept = len(self.decode_batch) == len(rows) - sum(len(group.sequences) for group in apart)
         expect(self._others == apart and kept, "a running group is in two places, or in none")
         expect(state.taken <= self.limits.sequences, f"{state.taken} run, {self.limits.sequences} may")

@@ -7,7 +7,7 @@ back as something else, and every request has one right answer, whoever else is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import le
 
@@ -158,6 +158,8 @@ class Simulated:
 
     def submit(self, request: Request, beams: bool = False) -> SequenceGroup:
         assert request.number not in self.requests, f"a request number {request.number} has been here before"
+        if beams:  # as an engine's
+            request = replace(request, steady=False)
         group = self.scheduler.submit(request)
         self.groups = [other for other in self.groups if other.status is not Status.FINISHED] + [group]
         self.requests[request.number] = request
