@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_paged.blocks import BlockPool, BlockTable, commit, move
-from hf_paged.blocks.shares import Shares
+from hf_paged.blocks.shares import Shares, TenantBooks, recount
 
 
 def shares(total: int, used: dict[str, int], cached: dict[str, int], tenant: str, **weights: float) -> Shares:
-    return Shares(total, Counter(used), Counter(cached), weights, tenant)
+    books = TenantBooks(weights)
+    for each, count in used.items():
+        books.change(each, count, count - cached.get(each, 0))
+    return Shares(books, total, tenant)
 
 
 def filled(pool: BlockPool, count: int, tenant: str) -> BlockTable:
@@ -180,6 +186,115 @@ def test_what_fits_beside_reserved_blocks_takes_none_of_them(
         table.free()
     pool.check()
     assert pool.held == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    tenants=st.integers(1, 12),
+    weights=st.dictionaries(
+        st.sampled_from("abcdefghijkl"), st.sampled_from([0.01, 0.5, 2.0, 3.7, 40.0]), max_size=8
+    ),
+)
+def test_running_totals_agree_with_a_recount(seed: int, tenants: int, weights: dict[str, float]) -> None:
+    """Whatever changes hands: what is reserved, with hits too, and who loses, ties included. Tenants come and
+    go, and ask before they have blocks.
+    """
+    rng = random.Random(seed)
+    names = "abcdefghijkl"[:tenants]
+    every = dict.fromkeys(names, 1.0) | weights
+    books = TenantBooks(weights)
+    used: Counter[str] = Counter()
+    cached: dict[str, int] = {}
+    total = rng.choice([20, 60, 500])
+    for _ in range(250):
+        tenant = rng.choice(names)
+        most = rng.choice([1, 3, 20])
+        have = cached.get(tenant, 0)
+        kind = rng.choice(["take", "take", "cache", "hold", "drop", "evict", "evict"])
+        if kind == "take" and used.total() < total:
+            count = rng.randint(1, min(most, total - used.total()))
+            books.change(tenant, count, count)
+            used[tenant] += count
+        elif kind == "drop" and used[tenant] > have:
+            count = rng.randint(1, min(most, used[tenant] - have))
+            books.change(tenant, -count, -count)
+            used[tenant] -= count
+        elif kind == "cache" and used[tenant] > have:
+            count = rng.randint(1, min(most, used[tenant] - have))
+            books.change(tenant, 0, -count)
+            cached[tenant] = have + count
+        elif kind in ("hold", "evict") and have:
+            count = rng.randint(1, min(most, have))
+            books.change(tenant, -count * (kind == "evict"), count * (kind == "hold"))
+            cached[tenant] -= count
+            used[tenant] -= count * (kind == "evict")
+        used = +used
+        cached = {each: count for each, count in cached.items() if count}
+        for needs in rng.sample(names, min(tenants, 2)):
+            reserved, loser = recount(total, used, cached, every, needs)
+            made = Shares(books, total, needs)
+            assert made.reserved() == reserved
+            assert not cached or made.loser() == loser
+            hits = {each: rng.randint(0, count) for each, count in cached.items()}
+            left = {each: count - hits[each] for each, count in cached.items()}
+            made = Shares(books, total, needs, Counter(hits).elements())
+            assert made.reserved() == recount(total, used, left, every, needs)[0]
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """How many lines of Python a call runs."""
+    count = 0
+
+    def trace(frame: object, event: str, argument: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_the_cost_of_a_block_does_not_grow_with_the_tenants() -> None:
+    """Of a full pool, and of what is reserved for others, which admission and every step ask for."""
+    costs = []
+    for tenants in (3, 300):
+        pool = BlockPool(600, 2)
+        for number in range(tenants):
+            leave(pool, 600 // tenants, f"tenant-{number}")
+        table = BlockTable(pool, tenant="tenant-1")
+        table.append(2)  # what each tenant left is in order now
+        assert pool.free == 0
+        costs.append(
+            [
+                lines_run(lambda table=table: table.append(2)),
+                lines_run(lambda pool=pool: pool.shares("tenant-1").reserved()),
+                lines_run(lambda pool=pool: pool.shares("another").reserved()),
+            ]
+        )
+        table.free()
+        pool.check()
+    few, many = costs
+    assert all(more <= less + 10 for less, more in zip(few, many, strict=True)), costs
+
+
+def test_the_audit_finds_totals_that_are_wrong() -> None:
+    pool = BlockPool(20, 2)
+    leave(pool, 4, "a")
+    table = filled(pool, 3, "b")
+    pool.check()
+    pool.owners[table.blocks[0]] = "a"
+    with pytest.raises(AssertionError, match="counted for tenants"):
+        pool.check()
+    pool.recover()
+    pool.check()
+    table.free()
+    pool.check()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -39,7 +39,7 @@ BELOW = {
 
 BUDGETS = {
     "hf_paged": 970,
-    "hf_paged/blocks": 1560,
+    "hf_paged/blocks": 1745,
     "hf_paged/checking": 1000,
     "hf_paged/continuous": 702,
     "hf_paged/demo": 250,

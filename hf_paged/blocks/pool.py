@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from .evictor import Evictor
 from .partial_index import PartialBlockIndex
-from .shares import Shares
+from .shares import Shares, TenantBooks, recount
 
 FREE = 0
 HELD = 1
@@ -87,8 +87,8 @@ class BlockPool:
         """How large the shares of tenants are in the blocks, beside each other; 1 without an entry."""
         self.owners: dict[int, str] = {}
         """The tenants of blocks that are not free; blocks of requests without one are not here."""
-        self._used: Counter[str] = Counter()
-        """How many blocks each of these tenants has."""
+        self._tenants: TenantBooks | None = None
+        """The blocks of each tenant, "" too, from the first block of a named one on."""
         self.taken: Counter[str] = Counter()
         """Cached blocks that tenants have lost within their shares (C43)."""
         self._evictor = Evictor()
@@ -166,11 +166,11 @@ class BlockPool:
             block = self._lowest_free = state.find(FREE, self._lowest_free)
         else:
             block = self._evict(tenant)
-        if tenant:
-            self._give((block,), tenant)
         state[block] = HELD
         self._references[block] = 1
         self._held += 1
+        if tenant or self._tenants:
+            self._give((block,), tenant)
         if self._held > self.peak_held:
             self.peak_held = self._held
         if block >= self.top:
@@ -199,13 +199,18 @@ class BlockPool:
         self._held += count
         self.peak_held = max(self.peak_held, self._held)
         self.top = max(self.top, end)
-        if tenant:
+        if tenant or self._tenants:
             self._give(range(start, end), tenant)
         return list(range(start, end))
 
     def _give(self, blocks: Collection[int], tenant: str) -> None:
-        self.owners.update(dict.fromkeys(blocks, tenant))
-        self._used[tenant] += len(blocks)
+        """Count blocks that were just handed out for a tenant."""
+        if tenant:
+            self.owners.update(dict.fromkeys(blocks, tenant))
+        if self._tenants is None:
+            self._count_tenants()
+        else:
+            self._tenants.change(tenant, len(blocks), len(blocks))
 
     def find_run(self, length: int) -> int | None:
         """The lowest start of `length` free blocks in a row, if there is such a run."""
@@ -218,6 +223,8 @@ class BlockPool:
             self._evictor.remove(block)
             self._state[block] = HELD
             self._held += 1
+            if self._tenants:
+                self._tenants.change(self.owners.get(block, ""), 0, 1)
             self.peak_held = max(self.peak_held, self._held)
         elif self._state[block] == FREE:
             raise ValueError(f"block {block} is free and cannot be shared")
@@ -234,8 +241,11 @@ class BlockPool:
         self._held -= 1
         name = self._names.get(block)
         if name:
+            tenant = self.owners.get(block, "")
             self._state[block] = CACHED
-            self._evictor.add(block, self._last_access[block], name.covered, self.owners.get(block, ""))
+            self._evictor.add(block, self._last_access[block], name.covered, tenant)
+            if self._tenants:
+                self._tenants.change(tenant, 0, -1)
         else:
             self._set_free(block)
 
@@ -249,21 +259,27 @@ class BlockPool:
         times = self._last_access
         lowest = self._lowest_free
         freed = 0
-        unowned = not self.owners
+        tenants = self._tenants
+        gone: Counter[str] = Counter()
         try:
             for block in blocks:
-                if unowned and references[block] == 1 and block not in names:
+                if references[block] == 1 and block not in names:
                     references[block] = 0
                     state[block] = FREE
                     times[block] = 0
                     freed += 1
                     if block < lowest:
                         lowest = block
+                    if tenants:
+                        gone[self.owners.pop(block, "")] += 1
                 else:
                     self.drop(block, last_access)
         finally:
             self._held -= freed
             self._lowest_free = min(lowest, self._lowest_free)
+            if tenants:
+                for tenant, count in gone.items():
+                    tenants.change(tenant, -count, -count)
 
     def references(self, block: int) -> int:
         """How many tables name `block`."""
@@ -274,14 +290,11 @@ class BlockPool:
         return bytes(self._state)
 
     def _set_free(self, block: int) -> None:
+        if self._tenants:
+            self._tenants.change(self.owners.pop(block, ""), -1, -(self._state[block] == HELD))
         self._state[block] = FREE
         self._last_access[block] = 0
         self._lowest_free = min(self._lowest_free, block)
-        owner = self.owners.pop(block, None)
-        if owner is not None:
-            self._used[owner] -= 1
-            if not self._used[owner]:
-                del self._used[owner]
 
     def _evict(self, tenant: str) -> int:
         if not self.cached:
@@ -289,7 +302,7 @@ class BlockPool:
                 f"all {self.total} blocks of {self.block_size} tokens are held; 1 more is needed"
             )
         loser = ""
-        if self.owners:
+        if self._tenants:
             shares = self.shares(tenant)
             loser = shares.loser()
             self.taken[loser] += loser != tenant and not shares.over(loser)
@@ -305,11 +318,17 @@ class BlockPool:
 
     def shares(self, tenant: str, hits: Iterable[int] = ()) -> Shares:
         """How the pool is divided while `tenant` needs blocks; `hits` are as good as held."""
-        used = self._used.copy()
-        used[""] = self.total - self.free - used.total()
-        cached = Counter(self._evictor.counts())
-        cached.subtract(self.owners.get(block, "") for block in hits if self._state[block] == CACHED)
-        return Shares(self.total, +used, +cached, self.weights, tenant)
+        found = [self.owners.get(block, "") for block in hits if self._state[block] == CACHED]
+        return Shares(self._tenants or self._count_tenants(), self.total, tenant, found)
+
+    def _count_tenants(self) -> TenantBooks:
+        """Count the blocks of all tenants anew."""
+        used = Counter(self.owners.get(block, "") for block, state in enumerate(self._state) if state != FREE)
+        cached = self._evictor.counts()
+        books = self._tenants = TenantBooks(self.weights)
+        for tenant, count in used.items():
+            books.change(tenant, count, count - cached.get(tenant, 0))
+        return books
 
     # ---- names
 
@@ -409,9 +428,11 @@ class BlockPool:
         self.owners = {
             block: table.tenant for table in self._tables for block in table.blocks if table.tenant
         }
-        self._used = Counter(self.owners.values())
         self._evictor = Evictor()
         self._held = len(named)
+        self._tenants = None
+        if self.owners:
+            self._count_tenants()
         self._lowest_free = 0
 
     # ---- the audit
@@ -444,8 +465,9 @@ class BlockPool:
         expect(len(self.partial_index) == seats, "seats and names disagree")
         cached = Counter(self.owners.get(block, "") for block in self._names if self._state[block] == CACHED)
         expect(self.cached_by_tenant == cached, "the evictor counts other blocks for tenants")
-        expect(self._used == Counter(self.owners.values()), "other blocks are counted for tenants")
         expect(all(self._state[block] != FREE for block in self.owners), "a free block has a tenant")
+        if self._tenants:
+            self._check_shares(self._tenants)
         for block, name in self._names.items():
             expect(self._block_of.get(name.digest) == block, f"block {block} and its digest disagree")
             expect(self._state[block] != FREE, f"block {block} is free and has a name")
@@ -457,6 +479,23 @@ class BlockPool:
         expect((count > 0) == (state == HELD), f"block {block} has {count} references and state {state}")
         expect((state == CACHED) == (block in self._evictor), f"the evictor disagrees about block {block}")
         expect(state != CACHED or block in self._names, f"block {block} is cached without a name")
+
+    def _check_shares(self, books: TenantBooks) -> None:
+        """What is counted where blocks change hands is what all blocks come to."""
+        used = Counter(self.owners.get(block, "") for block, state in enumerate(self._state) if state != FREE)
+        cached = self.cached_by_tenant
+        expect(books.used == used, "other blocks are counted for tenants")
+        expect(books.held == used - Counter(cached), "other held blocks are counted for tenants")
+        weights = {each: books.weight(each) for each in used}
+        for tenant in used:
+            shares = self.shares(tenant)
+            reserved, loser = recount(self.total, used, cached, weights, tenant)
+            expect(
+                shares.reserved() == reserved, f"{reserved} blocks are reserved while {tenant!r} needs some"
+            )
+            expect(
+                not cached or shares.loser() == loser, f"{loser!r} loses a block where {tenant!r} needs one"
+            )
 
 
 def expect(holds: bool, otherwise: str) -> None:
