@@ -57,7 +57,7 @@ BUDGETS = {
     "hf_paged/model/invariant": 870,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2430,
-    "hf_paged/serve": 7980,
+    "hf_paged/serve": 8045,
 }
 """The most lines of each folder."""
 

@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 
 from hf_paged import demo
-from hf_paged.serve.cli import ABSENT, adapter_sources, engine_options, main, parser, server_options
+from hf_paged.serve.cli import (
+    ABSENT,
+    adapter_sources,
+    cache_shares,
+    engine_of,
+    engine_options,
+    main,
+    parser,
+    server_options,
+    source_of,
+)
 
 SERVE = Path(__file__).parent.parent / "hf_paged" / "serve"
 WITHOUT_EXTRA = ("__init__", "bench", "chat", "cli", "generate", "info", "loading", "options")
@@ -85,6 +95,55 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["serve", "demo", "--api-key", " a"], "API key"),
         (["serve", "demo", "--prefix-cache-share", "key-0"], "KEY=SHARE"),
         (["serve", "demo", "--api-key", "a", "--prefix-cache-share", "key-1=2"], "expected one of key-0"),
+        (
+            ["serve", "demo", "--prefix-cache-share", "key-0=3"],
+            "--prefix-cache-share key-0=3 divides the blocks between API keys and the server has none; give --api-key",
+        ),
+        (
+            ["serve", "demo", "--api-key", "a", "--prefix-cache-share", "key-0=0"],
+            "a number above 0, such as key-0=3; got 'key-0=0'",
+        ),
+        (
+            [
+                "serve",
+                "demo",
+                "--api-key",
+                "a",
+                "--prefix-cache-share",
+                "key-0=1",
+                "--prefix-cache-share",
+                "key-0=2",
+            ],
+            "gives key-0 1 and 2; give one of them",
+        ),
+        (
+            ["serve", "demo", "--api-key=a", "--prefix-cache-share", "key-0=3", "--no-enable-prefix-caching"],
+            "--prefix-cache-share is about cached prefixes and --no-enable-prefix-caching caches none; leave one",
+        ),
+        (
+            ["serve", "demo", "--share-prefixes", "--no-enable-prefix-caching"],
+            "--share-prefixes is about cached prefixes and --no-enable-prefix-caching caches none; leave one",
+        ),
+        (
+            ["serve", "demo", "--uds", "s", "--port", "8000"],
+            "--uds s and --port 8000 are both the server's address",
+        ),
+        (
+            ["serve", "demo", "--uds", "s", "--host", "::1"],
+            "--uds s and --host ::1 are both the server's address",
+        ),
+        (["serve", "demo", "--uds", "s", "--allowed-host", "a.b"], "leave --allowed-host out"),
+        (
+            ["serve", "demo", "--ssl-keyfile-password", "p"],
+            "--ssl-keyfile-password is for TLS; give --ssl-keyfile",
+        ),
+        (["serve", "demo", "--ssl-ca-certs", "c"], "--ssl-ca-certs is for TLS; give --ssl-keyfile"),
+        (["serve", "demo", "--dtype", "banana"], "--dtype banana is no type of weights; give auto, float32"),
+        (["generate", "demo", "--dtype", "int8", "--prompt", "a"], "--dtype int8 is no type of weights"),
+        (
+            ["serve", "demo", "--revision", "main"],
+            "--revision main: demo is no checkpoint on the Hub; leave the flag out",
+        ),
         (["serve", "/no/such/folder"], "folder"),
     ],
 )
@@ -96,6 +155,36 @@ def test_errors_say_what_to_do(capsys: pytest.CaptureFixture[str], arguments: li
 def test_flags_of_other_servers_are_no_flags_here() -> None:
     known = parser()[1]["serve"]._option_string_actions
     assert not ABSENT.keys() & known.keys()
+
+
+def test_a_flag_given_again_adds_to_what_it_has() -> None:
+    given = flags(
+        "--api-key", "a", "--api-key", "b", "--prefix-cache-share", "key-0=3", "--prefix-cache-share", "key-1=0.5",
+        "--served-model-name", "x", "--served-model-name", "y", "--allowed-media-domains", "c", "--allowed-media-domains", "d",
+    )  # fmt: skip
+    assert cache_shares(given.prefix_cache_share, ["key-0", "key-1"]) == {"key-0": 3.0, "key-1": 0.5}
+    options = server_options(given, "demo")
+    assert options.names == ("x", "y")
+    assert options.allowed_media_domains == ("c", "d")
+    assert not flags().prefix_cache_share
+
+
+def test_the_address_is_a_port_or_a_socket() -> None:
+    options = server_options(flags(), "demo")
+    assert (options.host, options.port, options.uds) == ("127.0.0.1", 8000, None)
+    assert server_options(flags("--port", "0", "--host", "::1"), "demo").port == 0
+    assert server_options(flags("--uds", "s"), "demo").uds == "s"
+
+
+def test_sequences_longer_than_the_model_is_made_for_are_refused() -> None:
+    source = source_of(flags())
+    most = demo.model().config.max_position_embeddings
+    said = (
+        f"--max-model-len {most + 1} is beyond the {most} tokens that demo is made for; give at most {most}"
+    )
+    with pytest.raises(ValueError, match=said):
+        engine_of(flags("--max-model-len", str(most + 1)), source, {}, {})
+    engine_of(flags("--max-model-len", str(most), "--num-blocks", "64"), source, {}, {}).close()
 
 
 def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -100,15 +101,20 @@ def _add_source(to: Parser, optional: bool = False) -> None:
 def _add_serve(to: Parser) -> None:
     _add_source(to)
     add = to.add_argument_group("address").add_argument
-    add("--host", default="127.0.0.1", help="0.0.0.0 serves the network; give --api-key then (127.0.0.1)")
-    add("--port", type=int, default=8000, help="0 takes a free one, which the log names (8000)")
-    add("--uds", help="a Unix socket instead of a port")
+    add("--host", help="0.0.0.0 serves the network; give --api-key then (127.0.0.1)")
+    add("--port", type=int, help="0 takes a free one, which the log names (8000)")
+    add("--uds", help="a Unix socket instead of --host and --port")
     add("--root-path", default="", help="the path under which a proxy shows the server: /prefix")
     add("--ssl-keyfile", help="for https, with --ssl-certfile")
     add("--ssl-certfile", help="of the server")
     add("--ssl-keyfile-password", help="of an encrypted key file")
     add("--ssl-ca-certs", help="of clients")
-    add("--served-model-name", nargs="+", help="what clients call the model; the first is shown")
+    add(
+        "--served-model-name",
+        nargs="+",
+        action="extend",
+        help="what clients call the model; the first is shown",
+    )
     _add_access(to.add_argument_group("access").add_argument)
     to.add_argument_group("ranks").add_argument(
         "--tensor-parallel-size", "--tp", type=int, default=1, metavar="N",
@@ -132,14 +138,14 @@ def _add_access(add: Any) -> None:
     add("--api-key-file", help="a key on each line, where no process list shows them")
     add("--admin-api-key", action="append", default=[], help="a key that sees the requests of all on the map")
     add(
-        "--prefix-cache-share", nargs="+", default=[], metavar="KEY=SHARE",
+        "--prefix-cache-share", nargs="+", action="extend", default=[], metavar="KEY=SHARE",
         help="how large keys' shares of the blocks are beside each other, as in key-0=3; 1 for others",
     )  # fmt: skip
     add("--share-prefixes", action="store_true", help="let keys share cached prefixes")
     add("--allowed-host", action="append", default=[], help="a Host header that is answered")
     add("--allowed-origin", action="append", default=[], help="whose pages may call: https://a.b")
     add(
-        "--allowed-media-domains", nargs="+", default=[], metavar="HOST",
+        "--allowed-media-domains", nargs="+", action="extend", default=[], metavar="HOST",
         help="from which images of requests are fetched; without it they come in data: URLs alone",
     )  # fmt: skip
 
@@ -374,6 +380,7 @@ def serve(given: argparse.Namespace) -> int:
         raise ValueError(f"--tensor-parallel-size {size} is not a number of devices; give 1 or more")
     source = source_of(given)
     options = server_options(given, source.name)
+    engine_options(given)  # what contradicts itself is refused before anything starts
     if size > 1 and not ranks.is_rank():
         return ranks.start(size, given.arguments)
     if size > 1:
@@ -411,12 +418,21 @@ def engine_of(
 ) -> Any:
     """The engine by the flags, with its adapters."""
     from ..engine import Engine
+    from ..engine.support import longest
 
     if given.seed is not None:
         import torch
 
         torch.manual_seed(given.seed)
-    engine = Engine(source.load(), **engine_options(given), cache_shares=shares)
+    options = engine_options(given)
+    model = source.load()
+    most = longest(model)
+    if given.max_model_len is not None and most is not None and given.max_model_len > most:
+        raise ValueError(
+            f"--max-model-len {given.max_model_len} is beyond the {most} tokens that {source.name} is made "
+            f"for; give at most {most}, or leave it out"
+        )
+    engine = Engine(model, **options, cache_shares=shares)
     for name, path in modules.items():
         engine.add_adapter(name, path)
     return engine
@@ -445,6 +461,11 @@ def engine_options(given: argparse.Namespace) -> dict[str, Any]:
     """The engine's options by the flags."""
     if given.enable_prefix_caching and given.no_enable_prefix_caching:
         raise ValueError("--enable-prefix-caching and --no-enable-prefix-caching contradict each other")
+    if given.no_enable_prefix_caching and (given.prefix_cache_share or given.share_prefixes):
+        flag = "--prefix-cache-share" if given.prefix_cache_share else "--share-prefixes"
+        raise ValueError(
+            f"{flag} is about cached prefixes and --no-enable-prefix-caching caches none; leave one out"
+        )
     if given.compile and given.enforce_eager:
         raise ValueError(
             "--compile is for captured steps and --enforce-eager has none; leave one of them out"
@@ -471,16 +492,30 @@ def cache_shares(given: Sequence[str], keys: Sequence[str]) -> dict[str, float]:
     """Shares of the cached blocks by the names of keys, as logs have them."""
     found: dict[str, float] = {}
     for each in given:
-        name, _, share = each.partition("=")
+        name, _, text = each.partition("=")
         try:
-            found[name] = float(share)
+            share = float(text)
         except ValueError:
-            raise ValueError(f"--prefix-cache-share takes KEY=SHARE such as key-0=3, got {each!r}") from None
+            share = 0.0
+        if not 0 < share < math.inf:
+            raise ValueError(
+                f"--prefix-cache-share takes KEY=SHARE with a number above 0, such as key-0=3; got {each!r}"
+            )
+        if not keys:
+            raise ValueError(
+                f"--prefix-cache-share {each} divides the blocks between API keys and the server has none; "
+                "give --api-key or --api-key-file, or leave it out"
+            )
         if name not in keys:
             raise ValueError(
-                f"--prefix-cache-share names {name!r}, expected one of {', '.join(keys) or 'no keys'}: keys "
+                f"--prefix-cache-share names {name!r}, expected one of {', '.join(keys)}: keys "
                 "are counted from 0, in the order in which they are given"
             )
+        if name in found:
+            raise ValueError(
+                f"--prefix-cache-share gives {name} {found[name]:g} and {share:g}; give one of them"
+            )
+        found[name] = share
     return found
 
 
@@ -489,8 +524,14 @@ def server_options(given: argparse.Namespace, name: str) -> Any:
     from .options import ServerLimits, ServerOptions
 
     limits = {each.name: getattr(given, f"limit_{each.name}") for each in fields(ServerLimits)}
+    address = {name: value for name in ("host", "port") if (value := getattr(given, name)) is not None}
+    if given.uds is not None and address:
+        name, value = next(iter(address.items()))
+        raise ValueError(
+            f"--uds {given.uds} and --{name} {value} are both the server's address; give one of them"
+        )
     plain = (
-        "host", "port", "uds", "root_path", "max_model_len", "vllm_metric_names", "share_prefixes", "dev",
+        "uds", "root_path", "max_model_len", "vllm_metric_names", "share_prefixes", "dev",
         "allow_runtime_lora_updating",
     )  # fmt: skip
     tls = ("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs")
@@ -502,6 +543,7 @@ def server_options(given: argparse.Namespace, name: str) -> Any:
         allowed_origins=tuple(given.allowed_origin),
         allowed_media_domains=tuple(given.allowed_media_domains),
         limits=ServerLimits(**limits),
+        **address,
         **{each: getattr(given, each) for each in (*plain, *tls)},
     )
 

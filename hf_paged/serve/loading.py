@@ -39,6 +39,15 @@ class Source:
     def __post_init__(self) -> None:
         if self.tensor_parallel_size > 1 and (self.device or self.device_map):
             raise ValueError("--tensor-parallel-size places the model; leave out --device and --device-map")
+        dtype = getattr(torch, self.dtype, None)
+        if self.dtype != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"--dtype {self.dtype} is no type of weights; give auto, float32, bfloat16 or float16"
+            )
+        if self.revision is not None and (self.model in DEMO or Path(self.model).is_dir()):
+            raise ValueError(
+                f"--revision {self.revision}: {self.model} is no checkpoint on the Hub; leave the flag out"
+            )
 
     @property
     def name(self) -> str:

@@ -102,6 +102,16 @@ class ServerOptions:
             )
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile; give the other one, too")
+        if not self.ssl_certfile and (self.ssl_keyfile_password or self.ssl_ca_certs):
+            flag = "--ssl-keyfile-password" if self.ssl_keyfile_password else "--ssl-ca-certs"
+            raise ValueError(
+                f"{flag} is for TLS; give --ssl-keyfile and --ssl-certfile, too, or leave it out"
+            )
+        if self.uds is not None and self.allowed_hosts:
+            raise ValueError(
+                f"--allowed-host {self.allowed_hosts[0]} beside --uds: no Host header is checked on a Unix "
+                "socket, which only its user and group reach; leave --allowed-host out"
+            )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(
                 f"max_model_len={self.max_model_len} leaves no room for an answer; give 2 or more"
